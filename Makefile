@@ -4,7 +4,7 @@ PY := .venv/bin/python
 SANDBOX ?= local
 # Tests start hundreds of Python processes; without bytecode each of them compiles this project anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests side by side. A third of what tests take is waiting.
+# How many test processes run in parallel. Tests spend a third of their time waiting.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 3 : 8)))
 
 .PHONY: docs help setup system test-system engine clis trainers rollouts test test-fast test-full lint format clean
@@ -24,7 +24,7 @@ engine: system   ## a private Docker Engine, unless one answers already
 clis: setup      ## the agent CLIs that the tests drive, in their pinned versions (CLIS="codex qwen-code")
 	@scripts/install-clis $(CLIS)
 
-trainers: setup  ## environments of their own for verl, TRL and Ray, which test-full runs against
+trainers: setup  ## the separate environments of verl, TRL and Ray, which test-full needs
 	@scripts/install-trainers
 
 rollouts: system ## five tasks × two samples with mini-swe-agent, graded, as a table (MODEL_URL= MODEL_NAME= SANDBOX= OUTPUT= ARGS=)

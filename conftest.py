@@ -1,4 +1,4 @@
-"""For all tests: marks by what a test needs, and a state directory that is not the user's."""
+"""Set-up of all tests: marks by what a test needs, and a state directory that is not the user's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_gym.http.logs import configure_plain_logging
 from tests import lanes
 from tests import properties as properties  # its profiles: --hypothesis-profile names one
 
-gc.disable()  # while tests are collected: nothing of it is garbage, and looking takes an eighth of the time
+gc.disable()  # during test collection, which makes no garbage: the collector would take an eighth of the time
 
 
 def pytest_collection_finish() -> None:
@@ -47,8 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for lane in found:
             item.add_marker(lane)
         if found:
-            # Listed at the end of a run, and no failure: what is left of processes that a test killed is collected
-            # in whichever test runs then.
+            # List the warning at the end of the run and fail no test: the garbage collector reports the remains of a
+            # killed process in whichever test runs at that moment.
             item.add_marker(pytest.mark.filterwarnings("default::ResourceWarning"))
     items.sort(key=lanes.order_of)
 
@@ -60,14 +60,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.Schedu
 
 @pytest.fixture(scope="session", autouse=True)
 def _plain_logs() -> None:
-    """As servers have them: structlog's own tracebacks show every value, which takes a second each."""
+    """Log as servers do: structlog's own tracebacks show every value, which takes a second each."""
     configure_plain_logging()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Programs keep controls and supervisors here, in one place for all processes of a run. The user's caches stay in
-    use: what they hold takes minutes to fetch or to build."""
+    """Set one state directory for all processes of a run, where programs keep controls and supervisors. The user's
+    caches stay in use: their contents take minutes to fetch or to build."""
     base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "state"))

@@ -49,7 +49,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-# Folders, under the names NeMo Gym plugins import. An installation without its source tree works where it is started.
+# Folders, under the names NeMo Gym plugins import. Without its source tree, the suite uses the current directory.
 ROOT_DIR = Path(__file__).resolve().parent
 PARENT_DIR = ROOT_DIR.parent
 WORKING_DIR = PARENT_DIR if (PARENT_DIR / "pyproject.toml").exists() else Path.cwd()
@@ -91,8 +91,8 @@ __all__ = [
 
 
 def _resolve_under_cwd_or_install(path: str | Path) -> Path:
-    """NeMo Gym's name for how a relative path of a configuration is found: under ``NEMO_GYM_EXTRA_ROOTS``, the
-    working directory, the installation. One that is nowhere is taken from the working directory."""
+    """NeMo Gym's name for finding a configuration's relative path: under ``NEMO_GYM_EXTRA_ROOTS``, the working
+    directory, the installation. A path that does not exist is taken relative to the working directory."""
     from nemo_gym.config.roots import plugin_roots
 
     wanted = Path(path).expanduser()
@@ -103,7 +103,7 @@ def _resolve_under_cwd_or_install(path: str | Path) -> Path:
 
 
 def component_search_roots() -> list[Path]:
-    """NeMo Gym's name of `nemo_gym.config.roots.plugin_roots`."""
+    """NeMo Gym's name for `nemo_gym.config.roots.plugin_roots`."""
     from nemo_gym.config.roots import plugin_roots
 
     return plugin_roots()

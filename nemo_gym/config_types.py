@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 ROLLOUT_PATH_PREFIX = "ng-rollout"
-"""First segment of ``/ng-rollout/<rollout id>/…``, for clients that can be given a base URL but no header."""
+"""First segment of ``/ng-rollout/<rollout id>/…``, for clients that take a base URL but no header."""
 
 CommandPath = Annotated[Path, AfterValidator(from_command)]
-"""A file or directory of this host in a configuration; a relative one starts where the command was typed."""
+"""A file or directory on this host; a relative path is resolved from the directory where the command was started."""
 
 
 class ModelServerRef(BaseModel):
@@ -67,7 +67,7 @@ _SERVER_REF: TypeAdapter[ServerRef] = TypeAdapter(ServerRef)
 
 
 def is_server_ref(config_dict: object) -> ServerRef | None:
-    """The typed reference when ``config_dict`` is one, else ``None``."""
+    """Return the typed reference if ``config_dict`` is one, else ``None``."""
     if not isinstance(config_dict, Mapping):
         return None
     try:
@@ -77,7 +77,7 @@ def is_server_ref(config_dict: object) -> ServerRef | None:
 
 
 class Domain(StrEnum):
-    """What an environment is about. Informative."""
+    """The subject of an environment. Informative."""
 
     AGENT = "agent"
     CODING = "coding"
@@ -94,7 +94,7 @@ class Domain(StrEnum):
 
 
 class DatasetConfig(BaseModel):
-    """A dataset that belongs to a server: where its rows are and how often each is repeated."""
+    """A dataset of a server: where its rows are and how often each is repeated."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -106,12 +106,12 @@ class DatasetConfig(BaseModel):
 
 
 class BaseServerConfig(BaseModel):
-    """Where a server listens. Filled in at start when the configuration leaves it open."""
+    """Where a server listens. Filled in at start if the configuration does not set it."""
 
     host: str
     port: int
     num_workers: int | None = None
-    """Worker processes; only 1 (the default) is served."""
+    """Worker processes; only 1 (the default) is supported."""
 
 
 class BaseRunServerConfig(BaseServerConfig):
@@ -126,15 +126,15 @@ class BaseRunServerInstanceConfig(BaseRunServerConfig):
 
     name: str
     max_body_bytes: int = Field(1 << 30, gt=0)
-    """Of one request; a larger one is answered with 413."""
+    """The size limit of a request's body; a larger one gets status 413."""
     max_agent_body_bytes: int = Field(32 << 20, gt=0)
-    """The same for requests of agent servers, which run what others wrote."""
+    """The same limit for requests from agent servers, which run third-party code."""
     max_agent_body_values: int = Field(1_000_000, gt=0)
-    """Of JSON in a request of an agent server: numbers and strings count once, lists and objects four times; 413 as
-    well. Parsing so many takes about 0.1 s of the event loop."""
+    """The limit of JSON values in a request from an agent server, also with status 413: numbers and strings count
+    once, lists and objects four times. Parsing the default number blocks the event loop for about 0.1 s."""
     slow_request_timeout_s: float = Field(60.0, gt=0)
-    """A connection is closed when its request stands still for so long: the head is not complete, or less than 1 KiB
-    of a body came that this server would have read."""
+    """Seconds after which a connection with a stalled request is closed: its head is still incomplete, or less than
+    1 KiB arrived of a body that the server is reading."""
 
 
 class AggregateMetricsRequest(BaseModel):
@@ -144,19 +144,19 @@ class AggregateMetricsRequest(BaseModel):
 
 
 class AggregateMetrics(BaseModel):
-    """Metrics per task (``group_level_metrics``), over all tasks, and the few worth a headline."""
+    """Metrics per task (``group_level_metrics``), over all tasks (``agent_metrics``), and the most important ones."""
 
     model_config = ConfigDict(extra="allow")
 
     group_level_metrics: list[dict[str, Any]] = Field(default_factory=list)
     repeat_level_metrics: list[dict[str, Any]] = Field(default_factory=list)
-    """Of each repeat, over its tasks, where the environment computes metrics of its own."""
+    """The metrics of each repeat over its tasks, if the environment computes such metrics."""
     agent_metrics: dict[str, Any] = Field(default_factory=dict)
     key_metrics: dict[str, Any] = Field(default_factory=dict)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DictConfig", "OmegaConf"):  # NeMo Gym's plugins import them from here; loaded with their first use
+    if name in ("DictConfig", "OmegaConf"):  # NeMo Gym's plugins import them from here; loaded on first use
         import omegaconf
 
         return getattr(omegaconf, name)

@@ -1,4 +1,4 @@
-"""Which files of an agent's folder are its work: not those that its harness keeps there."""
+"""Tells the files that an agent made from those that its harness keeps in the same folder."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ IGNORE_FILES = frozenset({*_RECORDS, *_INPUTS, "finish_params.json", "log.txt"})
 
 
 def is_deliverable(path: Path) -> bool:
-    """Whether ``path`` is a file that the agent made: none of the harness's, nor hidden."""
+    """Return whether ``path`` is a file that the agent made: neither hidden nor one of the harness's files."""
     return path.is_file() and path.name not in IGNORE_FILES and not path.name.startswith(".")

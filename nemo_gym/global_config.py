@@ -1,7 +1,7 @@
 """This process's configuration, and the key names NeMo Gym plugins import.
 
-In a started server the configuration is the part that its launch carried: its own block, the addresses of the servers
-it may call, and the shared values it uses. It is never fetched over HTTP.
+A started server has only the part of the configuration that its launcher passed to it: its own block, the addresses of
+the servers it may call, and the shared values it uses. It is never fetched over HTTP.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ _GLOBAL_CONFIG_DICT: DictConfig | None = None
 
 
 def set_global_config_dict(config: Mapping[str, Any] | None) -> None:
-    """Make ``config`` this process's configuration (for embedding and tests); ``None`` forgets it."""
+    """Make ``config`` this process's configuration (for embedding and tests); ``None`` clears it."""
     global _GLOBAL_CONFIG_DICT
     _GLOBAL_CONFIG_DICT = None if config is None else _as_dict_config(config)
 
 
 def get_global_config_dict() -> DictConfig:
-    """This process's configuration: of its launch, else of ``NEMO_GYM_CONFIG_DICT`` (YAML), else composed from the
-    ``key=value`` words of the command line. Read once, then kept."""
+    """Return this process's configuration: from its launcher, or else from ``NEMO_GYM_CONFIG_DICT`` (YAML), or else
+    composed from the ``key=value`` arguments of the command line. It is read once, then cached."""
     global _GLOBAL_CONFIG_DICT
     if _GLOBAL_CONFIG_DICT is None:
         _GLOBAL_CONFIG_DICT = _load()
@@ -85,7 +85,8 @@ def get_global_config_dict() -> DictConfig:
 
 
 def maybe_get_global_config_dict() -> DictConfig | None:
-    """`get_global_config_dict` where there is one, else ``None``: for code that also runs outside of a server."""
+    """Return `get_global_config_dict` if there is a configuration, else ``None``: for code that also runs outside of a
+    server."""
     if _GLOBAL_CONFIG_DICT is None and not os.environ.get(NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME):
         from nemo_gym.config.launch import current_launch
 
@@ -95,8 +96,8 @@ def maybe_get_global_config_dict() -> DictConfig | None:
 
 
 class GlobalConfigDictParserConfig(BaseModel):
-    """What `GlobalConfigDictParser.parse` reads. There is nothing to be loaded from the command line or env.yaml here:
-    ``initial_global_config_dict`` says it all, with its ``config_paths``."""
+    """The input of `GlobalConfigDictParser.parse`. Only ``initial_global_config_dict`` and its ``config_paths`` are
+    used; nothing is loaded from the command line or env.yaml."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -105,7 +106,7 @@ class GlobalConfigDictParserConfig(BaseModel):
         "policy_api_key": "none",
         "policy_model_name": "none",
     }
-    """For compositions that are read and not run."""
+    """Values for compositions that are read but not run."""
 
     initial_global_config_dict: Any = None
     skip_load_from_cli: bool = False
@@ -114,10 +115,10 @@ class GlobalConfigDictParserConfig(BaseModel):
 
 
 class GlobalConfigDictParser:
-    """NeMo Gym's name for composing in a program."""
+    """NeMo Gym's name for composing a configuration in a program."""
 
     def parse(self, parse_config: GlobalConfigDictParserConfig | None = None) -> DictConfig:
-        """The composed configuration. A model server that no file defines is one of OpenAI's kind."""
+        """Return the composed configuration. If no file defines the policy's model server, it is an OpenAI one."""
         import tempfile
         from pathlib import Path
 
@@ -143,7 +144,7 @@ class GlobalConfigDictParser:
 
 
 def _placed(composition: Composition) -> DictConfig:
-    """The configuration, with an address for every server: NeMo Gym's parser gives one to each."""
+    """Return the configuration with an address for every server, as NeMo Gym's parser does."""
     for server in composition.servers.values():
         block = composition.values[server.instance][server.server_type][server.implementation]
         block.update({"host": "127.0.0.1", "port": 0} | block)
@@ -192,8 +193,8 @@ def _as_dict_config(values: Mapping[str, Any]) -> DictConfig:
 
 
 def get_first_server_config_dict(global_config_dict: Any, top_level_path: str) -> Any:
-    """The innermost block of a server instance, whatever its type and implementation. Raises `ConfigError` with the
-    nearest name when there is no such instance."""
+    """Return the innermost block of a server instance, whatever its type and implementation. Raises `ConfigError` with
+    the nearest name if there is no such instance."""
     try:
         block = global_config_dict[top_level_path]
     except KeyError:
@@ -210,7 +211,8 @@ def get_first_server_config_dict(global_config_dict: Any, top_level_path: str) -
 
 
 def find_open_port() -> int:
-    """A TCP port of this machine that is free now. Servers of this suite never need it: they inherit their sockets."""
+    """Return a TCP port of this machine that is free now. Servers of this suite inherit their sockets and never need
+    it."""
     import socket
 
     with socket.socket() as listener:
@@ -219,13 +221,13 @@ def find_open_port() -> int:
 
 
 def get_hf_token() -> str | None:
-    """The configured token of the dataset hub, if any."""
+    """Return the configured token of the dataset hub, if any."""
     token = get_global_config_dict().get(HF_TOKEN_KEY_NAME)
     return None if token is None else str(token)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DictConfig", "OmegaConf"):  # NeMo Gym's plugins import them from here; loaded with their first use
+    if name in ("DictConfig", "OmegaConf"):  # NeMo Gym's plugins import them from here; loaded on first use
         import omegaconf
 
         return getattr(omegaconf, name)

@@ -1,4 +1,4 @@
-"""NeMo Gym's name of `nemo_gym.environment.judge`: the same module, so that whoever patches one patches both."""
+"""NeMo Gym's name for `nemo_gym.environment.judge`: the same module, so that a patch of one applies to both."""
 
 import sys
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""NeMo Gym's module name for tools over MCP; an environment's own application serves them already."""
+"""NeMo Gym's module name for tools over MCP, which an environment's own application serves already."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ TOKEN_HEADER = NEMO_GYM_MCP_SESSION_TOKEN_HEADER
 
 
 def maybe_auto_expose(server: Any, app: Any) -> bool:
-    """Whether ``app`` serves the tools of ``server`` at ``/mcp``. The application of ``setup_webserver`` finds its
-    typed routes with the first request, so there is nothing to add."""
+    """Return whether ``app`` serves the tools of ``server`` at ``/mcp``. Nothing has to be added, because the
+    application of ``setup_webserver`` collects its typed routes with the first request."""
     return bool(server.exposes_mcp())

@@ -99,7 +99,7 @@ from nemo_gym.openai_types.tokens import (
 )
 
 CHAT_REQUEST_PROVIDER_EXTENSION_FIELDS = frozenset({"chat_template_kwargs", "thinking", "output_config"})
-"""Fields of a chat request that some engines take and OpenAI's type does not have."""
+"""Fields of a chat request that some engines accept and OpenAI's type lacks."""
 
 __all__ = [
     "CHAT_REQUEST_PROVIDER_EXTENSION_FIELDS",

@@ -1,4 +1,4 @@
-"""Where a run's other files stand, from the path of its results."""
+"""Returns the paths of a run's other files, given the path of its results."""
 
 from __future__ import annotations
 

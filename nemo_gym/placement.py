@@ -1,8 +1,8 @@
-"""Which agent server uses which engines, on a cluster of nodes with and without GPUs.
+"""Assigns engines to agent servers, on a cluster of nodes with and without GPUs.
 
-Every node has one agent server, and a node with GPUs has ``gpus / tp_size`` engines. They are registered with the
+Every node has one agent server, and a node with GPUs has ``gpus / tp_size`` engines. These are registered with the
 agent server of their own node, so that its calls stay on the node. Agent servers of nodes without GPUs share all
-engines evenly: none has two more than another, and no engine serves two more of them than another.
+engines evenly: the numbers of engines per agent server, and of these agent servers per engine, differ by at most 1.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Placement:
 def plan_placement(
     nodes: Sequence[Node], tp_size: int, *, agent_port: int = AGENT_PORT, engine_port: int = ENGINE_PORT
 ) -> Placement:
-    """Raises `ConfigError` naming the node and the key for what cannot be placed."""
+    """Return the placement. Raises `ConfigError` naming the node or key that makes it impossible."""
     _check(nodes, tp_size)
     on_node = {
         node.name: [
@@ -89,7 +89,7 @@ def plan_placement(
 
 
 def _shared(agents: Sequence[str], engines: Iterable[Sequence[Engine]]) -> dict[str, list[str]]:
-    """All engines over ``agents``, by turns; neighbours in the order are on different nodes where they can be."""
+    """Share all engines among ``agents`` in turn, in an order that alternates between the engines' nodes."""
     in_turn = [engine.name for rank in zip_longest(*engines) for engine in rank if engine is not None]
     shared: dict[str, list[str]] = {agent: [] for agent in agents}
     for number in range(max(len(agents), len(in_turn)) if agents else 0):
@@ -119,8 +119,8 @@ def _check(nodes: Sequence[Node], tp_size: int) -> None:
 
 
 def nodes_of(given: object) -> list[Node]:
-    """Nodes of a file's content: a list of ``{name, gpus}``, of names, or a mapping of names to GPUs. Raises
-    `ConfigError`."""
+    """Return the nodes in a file's content: a list of ``{name, gpus}`` or of names, or a mapping of names to GPUs.
+    Raises `ConfigError`."""
     if isinstance(given, Mapping):
         given = [{"name": name, "gpus": gpus} for name, gpus in given.items()]
     if not isinstance(given, list):

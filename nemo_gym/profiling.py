@@ -1,4 +1,4 @@
-"""A profile of a piece of work, under the name by which NeMo Gym's agents ask for one."""
+"""A profiler, under the name that NeMo Gym's agents import."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LISTED = 100
 
 
 class Profiler(BaseModel):
-    """Profiles this thread between `start` and `stop` by Python's own profiler, and leaves two files below
-    ``base_profile_dir``: ``<name>.prof``, which viewers of profiles read, and ``<name>.log``, the functions that took
-    longest with what they called."""
+    """Profiles this thread between `start` and `stop` with Python's own profiler, and writes two files below
+    ``base_profile_dir``: ``<name>.prof`` for profile viewers, and ``<name>.log``, which lists the `LISTED` functions
+    that took longest, including the time of the functions that they called."""
 
     name: str = Field(pattern=r"^[^\s/]+$")
     base_profile_dir: Path
@@ -23,12 +23,12 @@ class Profiler(BaseModel):
     _profile: cProfile.Profile | None = PrivateAttr(None)
 
     def start(self) -> None:
-        """Raises `ValueError` where another profiler is at work, from Python 3.12 on."""
+        """Start profiling. Raises `ValueError` if another profiler is active, from Python 3.12 on."""
         self._profile = cProfile.Profile()
         self._profile.enable()
 
     def stop(self) -> None:
-        """Write the files. Does nothing where nothing was started."""
+        """Stop profiling and write the files. Does nothing if profiling was not started."""
         profile, self._profile = self._profile, None
         if profile is None:
             return

@@ -1,4 +1,4 @@
-"""Prompt templates: a YAML file with ``user`` and perhaps ``system``, filled from a row's fields."""
+"""Prompt templates: a YAML file with ``user`` and optionally ``system``, filled in from a row's fields."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_prompt_config(path: str) -> PromptConfig:
 
 
 def resolve_path(path: str | Path) -> Path:
-    """The first place where a relative path exists, or the path below the first root."""
+    """Return the path below the first root in which a relative path exists, or else below the first root."""
     given = Path(path)
     if given.is_absolute():
         return given
@@ -47,7 +47,7 @@ def resolve_path(path: str | Path) -> Path:
 
 
 def fill_prompt(prompt_config: PromptConfig, row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages of a row. Raises ``KeyError`` naming the field that the row lacks."""
+    """Return the messages of a row. Raises ``KeyError`` naming a field that the row lacks."""
     templates = [("system", prompt_config.system), ("user", prompt_config.user)]
     try:
         return [
@@ -58,7 +58,7 @@ def fill_prompt(prompt_config: PromptConfig, row: Mapping[str, Any]) -> list[dic
 
 
 def validate_prompt_compatibility(rows: Sequence[Mapping[str, Any]], prompt_config: PromptConfig) -> None:
-    """Raise `RowError` when rows already have an input: a prompt file would replace it."""
+    """Raise `RowError` if rows already have an input, because a prompt file would replace it."""
     filled = [index for index, row in enumerate(rows) if (row.get(PARAMS_KEY) or {}).get("input")]
     if filled:
         raise RowError(
@@ -68,14 +68,14 @@ def validate_prompt_compatibility(rows: Sequence[Mapping[str, Any]], prompt_conf
 
 
 def apply_prompt_to_row(row: Mapping[str, Any], prompt_config: PromptConfig) -> dict[str, Any]:
-    """A copy of the row with its input made from the prompt; its other parameters are kept."""
+    """Return a copy of the row with an input made from the prompt; its other parameters are kept."""
     params = row.get(PARAMS_KEY)
     kept = dict(params) if isinstance(params, Mapping) else {}
     return {**row, PARAMS_KEY: {**kept, "input": fill_prompt(prompt_config, row)}}
 
 
 def materialize_prompts(input_jsonl: str | Path, prompt_config: str, output_jsonl: str | Path) -> int:
-    """Write rows with their inputs filled in, each labelled with the prompt file; returns how many."""
+    """Write rows with their inputs filled in, each labelled with the prompt file. Return the number of rows."""
     import orjson
 
     prompt = load_prompt_config(prompt_config)

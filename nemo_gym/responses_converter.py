@@ -1,7 +1,7 @@
-"""Responses to Chat Completions and back, under the names that NeMo Gym's plugins import.
+"""Converts Responses to Chat Completions and back, under the names that NeMo Gym's plugins import.
 
-The conversion itself is the gateway's (`nemo_gym.gateway.dialects`). What a model thought stands in ``<think>`` tags
-in the content of chat messages, on both ways, as NeMo Gym's model servers expect it.
+The gateway does the conversion (`nemo_gym.gateway.dialects`). In both directions, chat messages hold a model's
+reasoning in ``<think>`` tags in their content, as NeMo Gym's model servers expect.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 _THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _OF_A_TURN = ("function_call", "custom_tool_call", "reasoning")
 _MADE_BY_THE_MODEL = ("reasoning", "mcp_list_tools", "mcp_approval_request", "compaction")
-"""Kinds of items, beside the ``…_call``, that no caller writes."""
+"""Types of items, besides ``…_call``, that only the model's side produces."""
 _INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(NeMoGymResponseInputItem)
 _OUTPUT_ITEM: TypeAdapter[Any] = TypeAdapter(NeMoGymResponseOutputItem)
 
 
 def _usage_detail(usage: Mapping[str, Any], details: str, name: str, *flat: str) -> int | None:
-    """A detail of a usage report, which some endpoints put beside the totals under another name."""
+    """Return a detail of a usage report; some endpoints put it beside the totals, under one of the ``flat`` names."""
     nested = usage.get(details)
     places = [(nested, name)] if isinstance(nested, Mapping) else []
     return next(
@@ -50,8 +50,8 @@ def _usage_detail(usage: Mapping[str, Any], details: str, name: str, *flat: str)
 
 
 def _as_reported(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """What an endpoint says of its usage, where the gateway's accounting needs a number and this caller the truth:
-    details that it did not report are unknown, and the total is its own."""
+    """Return the usage that the endpoint itself reported: its own total, and ``None`` for details that it did not
+    report, in place of the numbers that the gateway's accounting needs."""
     read = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
     prompt, completion = (details if isinstance(details, Mapping) else {} for details in read)
     said: dict[str, Any] = {
@@ -62,12 +62,12 @@ def _as_reported(usage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesConverter(BaseModel):
-    """Converts requests and replies. Keeps nothing between calls."""
+    """Converts requests and responses. Keeps no state between calls."""
 
     return_token_id_information: bool = False
-    """Carry token ids and log probabilities of sampled turns, and ask for those of the reply."""
+    """Pass on token ids and log probabilities of sampled turns, and request those of the new turn."""
     uses_reasoning_parser: bool = True
-    """What a model thought is told apart from its answer; otherwise ``<think>`` tags stay in the text."""
+    """Separate a model's reasoning from its answer; otherwise ``<think>`` tags stay in the text."""
 
     @staticmethod
     def _wrap_reasoning_in_think_tags(texts: Sequence[str]) -> str:
@@ -75,13 +75,13 @@ class ResponsesConverter(BaseModel):
 
     @staticmethod
     def _extract_reasoning_from_content(content: str) -> tuple[list[str], str]:
-        """What stands in ``<think>`` tags, and the rest."""
+        """Return the texts in ``<think>`` tags, and the remaining text."""
         return _THINK.findall(content), _THINK.sub("", content)
 
     def responses_to_chat_completion_create_params(
         self, responses_create_params: NeMoGymResponseCreateParamsNonStreaming
     ) -> NeMoGymChatCompletionCreateParamsNonStreaming:
-        """A Responses request as a Chat Completions request. Raises `InvalidBodyError`, which names the field."""
+        """Convert a Responses request to a Chat Completions request. Raises `InvalidBodyError` naming the field."""
         params = responses_create_params.model_dump(mode="json", exclude_unset=True)
         request = chat_request(params)
         for message in request["messages"]:
@@ -95,7 +95,7 @@ class ResponsesConverter(BaseModel):
     def chat_completion_to_responses_create_params(
         self, chat_completion_create_params: NeMoGymChatCompletionCreateParamsNonStreaming | Mapping[str, Any]
     ) -> NeMoGymResponseCreateParamsNonStreaming:
-        """A Chat Completions request as a Responses request."""
+        """Convert a Chat Completions request to a Responses request."""
         given = chat_completion_create_params
         body = given.model_dump(mode="json", exclude_unset=True) if isinstance(given, BaseModel) else dict(given)
         return NeMoGymResponseCreateParamsNonStreaming.model_validate(responses_request(body))
@@ -107,7 +107,7 @@ class ResponsesConverter(BaseModel):
         *,
         preserve_envelope_id: bool = False,
     ) -> NeMoGymResponse:
-        """A chat completion as a Responses object; ``preserve_envelope_id`` keeps the completion's id."""
+        """Convert a chat completion to a Responses object; ``preserve_envelope_id`` keeps the completion's id."""
         given = chat_completion
         completion = given.model_dump(mode="json") if isinstance(given, BaseModel) else dict(given)
         params = responses_create_params.model_dump(mode="json", exclude_unset=True)
@@ -125,11 +125,11 @@ class ResponsesConverter(BaseModel):
         return NeMoGymResponse.model_validate(reply)
 
     def postprocess_chat_response(self, choice: NeMoGymChoice) -> list[Any]:
-        """The output items of a completion's choice."""
+        """Return the output items of a completion's choice."""
         return self.postprocess_assistant_message_dict(choice.message.model_dump(mode="json"))
 
     def postprocess_assistant_message_dict(self, message_dict: Mapping[str, Any]) -> list[Any]:
-        """The output items of an assistant's message: its thoughts, its text, its calls; tokens go to the last."""
+        """Return the output items of an assistant's message: reasoning, text, calls. The last item gets the tokens."""
         content = message_dict.get("content") or ""
         text = content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
         thoughts, text = self._extract_reasoning_from_content(text) if self.uses_reasoning_parser else ([], text)
@@ -164,7 +164,7 @@ class ResponsesConverter(BaseModel):
         return [_OUTPUT_ITEM.validate_python(item) for item in items]
 
     def chat_completions_messages_to_responses_items(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """A chat's messages as Responses items."""
+        """Convert a chat's messages to Responses items."""
         items: list[Any] = []
         for message in messages:
             if message.get("role") == "assistant":
@@ -182,14 +182,14 @@ VLLMConverter = ResponsesConverter
 
 
 class VLLMConverterResponsesToChatCompletionsState(BaseModel):
-    """NeMo Gym's name for what a conversion has made so far; this one is done in one step."""
+    """NeMo Gym's name for the state of an unfinished conversion; here, a conversion is a single step."""
 
     return_token_id_information: bool = False
     messages: list[dict[str, Any]] = Field(default_factory=list)
 
 
 def _put_tokens(items: Any, messages: Sequence[dict[str, Any]]) -> None:
-    """Put the tokens of sampled items on the assistant messages that they became."""
+    """Copy the tokens of sampled items to the assistant messages that were made from these items."""
     turns: list[dict[str, Any]] = []
     inside = False
     for item in items if isinstance(items, list) else ():
@@ -206,7 +206,7 @@ def _put_tokens(items: Any, messages: Sequence[dict[str, Any]]) -> None:
 
 
 def split_responses_input_output_items(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The items before the first that the model made, and the rest. A call of a hosted tool is the model's as well."""
+    """Split items before the first one that the model made. A call of a hosted tool counts as made by the model."""
 
     def is_made(item: Any) -> bool:
         role, kind = (

@@ -1,4 +1,4 @@
-"""NeMo Gym's name for how its model servers take a request of Responses that asks for a stream."""
+"""NeMo Gym's name for the function that prepares the body of a streaming Responses request."""
 
 from nemo_gym.gateway.dialects.adapters import sanitize_streaming_responses_body
 

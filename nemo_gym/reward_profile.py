@@ -1,6 +1,6 @@
 """Metrics over results: statistics of every numeric field, pass@k, majority votes.
 
-Samples without a valid verdict are in no mean; they are counted as ``invalid/count``.
+Samples without a valid verdict do not enter any mean; they are counted as ``invalid/count``.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ ScoreFn = Callable[[Result], Mapping[str, float | bool]]
 INVALID_COUNT = "invalid/count"
 STD_ERR = "/std_err"
 GIVEN_NUMBERS_KEY = "_ng_given_numbers"
-"""Of a result sent for metrics: names of numbers that its dataset row brought, which are no metrics."""
+"""The key in a result that lists the names of numbers from its dataset row, which are no metrics."""
 MAX_FIELDS = 10_000
-"""Numeric fields of all results together: five statistics of each are worded for the whole run and for each task."""
+"""The limit of numeric fields in all results: each has five statistics, for the whole run and for every task."""
 _NO_ANSWER = "no_answer"
 _NOT_METRICS = frozenset({TASK_INDEX_KEY, ROLLOUT_INDEX_KEY, ATTEMPT_INDEX_KEY, "mask_sample", "valid"})
 _SPREAD_SUFFIXES = ("std_dev_across_runs", "std_err_across_runs", "avg_sample_std_dev")
 
 
 def is_valid_sample(result: Mapping[str, Any]) -> bool:
-    """Whether a result has a verdict that may enter a mean."""
+    """Return whether a result has a verdict that may enter a mean."""
     return not declares_failure(result)
 
 
 def numeric_fields(result: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a result (booleans as 0 and 1), with its response's token usage."""
+    """Return the numbers of a result (booleans as 0 and 1), with its response's token usage."""
     response = result.get("response")
     usage = response.get("usage") if isinstance(response, Mapping) else None
     usage = usage if isinstance(usage, Mapping) else {}
@@ -65,7 +65,7 @@ def numeric_fields(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _statistics(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """``mean|max|min|median|std/<field>`` over the samples that have the field; one sample has no spread: 0."""
+    """Return ``mean|max|min|median|std/<field>`` over the samples that have the field; ``std`` of one sample is 0."""
     columns: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for key, value in sample.items():
@@ -98,7 +98,8 @@ def _finite(of: Callable[[list[float]], float], values: list[float], key: str) -
 
 
 def pass_at_k(values: Sequence[float], k: int) -> float:
-    """Chance that one of ``k`` samples drawn from binary ``values`` is right; else the best of the first ``k``."""
+    """Return the probability that one of ``k`` samples drawn from ``values`` is right; the best of the first ``k`` if
+    values are not binary."""
     if all(value in (0, 1) for value in values):
         wrong = sum(1 for value in values if not value)
         return 1.0 - math.comb(wrong, k) / math.comb(len(values), k)
@@ -106,9 +107,9 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
 
 
 def pass_rates(tasks: Sequence[Sequence[float]]) -> dict[str, float]:
-    """``pass@k`` in percent for every *k* up to the largest number of samples of a task, each with ``/std_err``: the
-    standard error over the tasks that have *k* samples. ``tasks[i]`` holds the rewards of task *i*; nothing is
-    returned unless all of them are 0 or 1."""
+    """Return ``pass@k`` in percent for every *k* up to the largest number of samples of a task, with ``/std_err``, the
+    standard error over the tasks that have *k* samples. ``tasks[i]`` holds the rewards of task *i*; the result is
+    empty unless all rewards are 0 or 1."""
     if any(reward not in (0, 1) for rewards in tasks for reward in rewards):
         return {}
     rates: dict[str, float] = {}
@@ -121,7 +122,7 @@ def pass_rates(tasks: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def _majority(answers: Sequence[Any], scores: Sequence[float]) -> float:
-    """The score of the most frequent answer, the mean over answers that tie."""
+    """Return the score of the most frequent answer, or the mean over answers that tie."""
     votes = Counter((answer, score) for answer, score in zip(answers, scores, strict=True) if answer is not None)
     if not votes:
         return 0.0
@@ -132,10 +133,10 @@ def _majority(answers: Sequence[Any], scores: Sequence[float]) -> float:
 def compute_pass_majority_metrics(
     tasks: Tasks, score_fn: ScoreFn | None = None, answer_key: str | None = None
 ) -> tuple[dict[str, Any], list[list[dict[str, float]]], list[str], int]:
-    """Percentages per score over tasks, for every *k* up to the largest number of samples:
+    """Compute percentages per score over tasks, for every *k* up to the largest number of samples:
 
-    - ``pass@k/<score>``: chance that *k* samples hold a right one (the best of the first *k*, for other than binary
-      scores)
+    - ``pass@k/<score>``: probability that *k* samples include a right one (for scores that are not binary, the best of
+      the first *k*)
     - ``pass@1[avg-of-k]/<score>``: mean of the first *k* samples, with ``/std_dev_across_runs`` and
       ``/std_err_across_runs`` for *k* > 1
     - ``majority@k/<score>``: the most frequent answer's score, with ``answer_key``; samples without an answer are
@@ -196,7 +197,7 @@ def _put_percentage(metrics: dict[str, Any], key: str, values: Sequence[float]) 
 
 
 def _run_means(scores: list[list[dict[str, float]]], name: str, max_k: int) -> list[float]:
-    """Percentage of the *i*-th sample over all tasks that have one."""
+    """Return the mean percentage of the *i*-th sample, for each *i*, over all tasks that have this sample."""
     means = []
     for index in range(max_k):
         run = [of_task[index][name] for of_task in scores if index < len(of_task) and name in of_task[index]]
@@ -220,7 +221,7 @@ def add_avg_sample_std_dev(
 def compute_subset_metrics(
     tasks: Tasks, subset_key: str, score_fn: ScoreFn | None = None, answer_key: str | None = None
 ) -> dict[str, Any]:
-    """`compute_pass_majority_metrics` per value of a field of the tasks, as ``<value>/<metric>``."""
+    """Compute `compute_pass_majority_metrics` per value of a field of the tasks, as ``<value>/<metric>``."""
     subsets: dict[Any, Tasks] = defaultdict(list)
     for samples in tasks:
         if samples and (value := samples[0].get(subset_key)):
@@ -239,7 +240,7 @@ def highest_k_metrics(
     score_names: Sequence[str] | None = None,
     exclude_names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The metrics that match ``pattern`` (such as ``pass@{k}``) at the largest *k* there is.
+    """Return the metrics that match ``pattern`` (such as ``pass@{k}``) at the largest *k*.
 
     ``score_names`` keeps only these scores, ``exclude_names`` drops some. Spread figures are never included.
     """
@@ -261,19 +262,19 @@ def highest_k_metrics(
 
 
 class AggregateMetricsMixin:
-    """What a server may override to shape its metrics."""
+    """Methods that a server may override to define its metrics."""
 
     def compute_metrics(self, tasks: Tasks) -> dict[str, Any]:
-        """Metrics that need all valid results at once. ``per_task_metrics`` (a list of dicts with the task index) goes
-        to the group level; everything else to the agent level."""
+        """Compute metrics that need all valid results at once. ``per_task_metrics`` (a list of dicts with the task
+        index) goes to the group level; everything else goes to the agent level."""
         return {}
 
     def compute_repeat_metrics(self, tasks: Tasks) -> dict[str, Any]:
-        """Metrics of one repeat: of each task one result, in lists of one."""
+        """Compute the metrics of one repeat; ``tasks`` holds one list with a single result for each task."""
         return {}
 
     def get_key_metrics(self, agent_metrics: dict[str, Any]) -> dict[str, Any]:
-        """The few metrics worth a headline; default: every mean, and how many samples were invalid."""
+        """Return the most important metrics; by default every mean, and the number of invalid samples."""
         return default_key_metrics(agent_metrics)
 
 
@@ -287,8 +288,8 @@ def compute_aggregate_metrics(
     get_key_metrics_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     compute_repeat_metrics_fn: Callable[[Tasks], dict[str, Any]] | None = None,
 ) -> AggregateMetrics:
-    """Metrics per task and over all, from the results of one agent. Raises `InvalidBodyError` naming the field for
-    results that have none."""
+    """Compute metrics per task and over all tasks, from the results of one agent. Raises `InvalidBodyError` naming the
+    field if results are malformed."""
     if not verify_responses:
         return AggregateMetrics()
     by_task: dict[int, list[Result]] = defaultdict(list)
@@ -326,8 +327,8 @@ def compute_aggregate_metrics(
 
 
 def _repeats(results: Sequence[Result], compute: Callable[[Tasks], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What ``compute`` says of each repeat; nothing where there is but one. A metric that is unknown (``None``) in one
-    repeat is left out of all: repeats are there to be compared."""
+    """Return the metrics that ``compute`` gives for each repeat, or none if there is only one repeat. A metric that is
+    unknown (``None``) in one repeat is left out of all, because repeats are meant to be compared."""
     by_repeat: dict[int, list[list[Result]]] = defaultdict(list)
     for result in results:
         by_repeat[result.get(ROLLOUT_INDEX_KEY, 0)].append([result])

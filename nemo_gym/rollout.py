@@ -2,11 +2,11 @@
 
     prepare   model session ◀─ model server; descriptor and control token ◀─ environment
     work      response, outcome, artifacts ◀─ agent, whose open connection is the attempt's heartbeat;
-              artifacts ◀─ environment where it owns the box, with heartbeats from seed to harvest
+              artifacts ◀─ environment if it owns the sandbox, with heartbeats from seed to harvest
     judge     verdict ◀─ environment; trajectories ◀─ model server
 
-`RolloutSteps.run` drives a whole rollout: an agent server's ``/run`` calls it, and so may whoever has one row. The
-pipeline calls the three parts, each in a stage with workers and a deadline of its own (`nemo_gym.rollouts.stages`).
+`RolloutSteps.run` drives a whole rollout: an agent server's ``/run`` calls it, and so may any program that has a row.
+The pipeline calls the three parts, each in a stage with its own workers and deadline (`nemo_gym.rollouts.stages`).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ log = structlog.get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
 MODEL_SESSION_KEYS = frozenset({"ng_model_session", "ng_trajectory"})
-"""What `RolloutSteps.finalize` adds to a verify response."""
+"""The keys that `RolloutSteps.finalize` adds to a verify response."""
 
 Closer = Callable[[], Awaitable[None]]
-"""Releases one thing that an attempt holds; idempotent."""
+"""Releases one resource of an attempt; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """The servers of one agent instance, and what they say of themselves."""
+    """The servers of one agent instance, with the properties that they and their configuration declare."""
 
     agent: str
     environment: str | None
@@ -61,29 +61,29 @@ class Servers:
     row_access: str = "public"
     """``public``, ``validation`` (only with run key ``validation``) or ``full``."""
     needs_prompt: bool = False
-    """A row without a prompt is no task for this agent."""
+    """This agent cannot work on a row without a prompt."""
     words_prompts: bool = False
-    """The environment may word a prompt for rows that bring none."""
+    """The environment may write a prompt for a row that has none."""
     own_run: bool = False
     """The agent overrides NeMo Gym's ``run()``: it seeds and verifies by itself, in one call."""
     box_needs: Mapping[str, Any] | None = None
-    """What the agent needs in its box, where the environment makes the boxes."""
+    """What the agent needs in its sandbox, if the environment creates the sandboxes."""
     skipped_reward: float | None = None
-    """The agent is configured with ``skip_verification``: its rollouts get this reward, labelled so."""
+    """The reward of every rollout, marked ``verification_skipped``, if the agent has ``skip_verification``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """What one run asks of all its rollouts; the defaults leave everything to environments and agents."""
+    """The settings of all rollouts of one run; the defaults leave every choice to environments and agents."""
 
     limits: Mapping[str, Any] = field(default_factory=dict)
     model_limits: Mapping[str, Any] = field(default_factory=dict)
     topology: str | None = None
     validation: str | None = None
     base_seed: int | None = None
-    """Each sample's sampling seed is this plus its index."""
+    """The sampling seed of a sample is ``base_seed`` plus the sample's index."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """What every model call is sampled with, whatever its harness asks for."""
+    """Sampling parameters of every model call; they override the harness's."""
     engine: str | None = None
     """The gateway's engine for every model call; by default the gateway chooses."""
     finalize_timeout_s: float = CLOSE_TIMEOUT_S
@@ -113,60 +113,60 @@ class ModelSession:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt at a row, with everything that is open for it; closed once, in reverse order of opening."""
+    """One attempt at a row, with everything it has open; closed once, in reverse order of opening."""
 
     servers: Servers
     rollout: Mapping[str, Any]
     """The `RolloutIdentity` as plain data."""
     row: bytes = field(repr=False)
-    """The dataset row as a JSON object; without its private part where ``row_ref`` stands for that."""
+    """The dataset row as a JSON object, without its private part if the attempt has a ``row_ref``."""
     row_ref: str | None = field(default=None, repr=False)
-    """The environment's reference to the row: an agent's right to seed, verify and close this attempt."""
+    """The environment's reference to the row. It entitles an agent to seed, verify and close this attempt."""
     cookies: Mapping[str, str] = field(default_factory=dict, repr=False)
     control_token: str | None = field(default=None, repr=False)
     seed_refused: bool = False
-    """The environment answered the seed with an error: nothing is open there."""
+    """The environment answered the seed request with an error, so it holds nothing open for the attempt."""
     descriptor: Mapping[str, Any] = field(default_factory=dict)
     public_params: Mapping[str, Any] | None = None
     validation: Any = field(default=None, repr=False)
     heartbeat: asyncio.Task[None] | None = None
-    """Keeps the environment's box alive until it is harvested or the attempt is closed."""
+    """Keeps the environment's sandbox alive until it is harvested or the attempt is closed."""
     session: ModelSession | None = None
     act: dict[str, Any] = field(default_factory=dict)
-    """The agent's answer."""
+    """The agent's response to ``/act``."""
     act_json: bytes | None = field(default=None, repr=False)
-    """The same as it came, unless the environment's harvest was added."""
+    """The unparsed body of ``act``; ``None`` once the environment's artifacts were added to ``act``."""
     reply: dict[str, Any] | None = field(default=None, repr=False)
     """The latest verify response, whatever its verdict."""
     verified: dict[str, Any] | None = None
     """The verify response, once it has a valid verdict."""
     replicas: dict[str, int] = field(default_factory=dict)
-    """Which replica of each server has this attempt's sessions; a new attempt chooses anew."""
+    """The replica of each server that holds this attempt's sessions; a new attempt chooses again."""
     closes_with_verdict: bool = False
-    """The environment has nothing to release for it: a valid verdict may be its end there."""
+    """The environment has nothing to release for the attempt: a valid verdict may close it there."""
     closers: dict[str, Closer] = field(default_factory=dict)
-    """By what they release."""
+    """The open resources: what each is, and the function that releases it."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Members that a run adds to the row."""
     span: Span | None = field(default=None, repr=False)
-    """The root of its trace, where there is one."""
+    """The root span of the attempt's trace, if it is traced."""
 
     def row_with(self, **members: Any) -> dict[str, Any]:
-        """The row, the run's numbers, and more members."""
+        """Return the row with the run's numbers and ``members``."""
         return {**orjson.loads(self.row), **self.numbers, **members}
 
     def envelope(self, **members: Any) -> dict[str, Any]:
-        """``_ng_session`` of a request to the environment: which attempt it belongs to, and more."""
+        """Return ``_ng_session`` of a request to the environment: the attempt's identity and ``members``."""
         named = {"rollout": self.rollout, **members}
         return named if self.row_ref is None else {**named, "row_ref": self.row_ref}
 
     def agent_params(self) -> Mapping[str, Any]:
-        """What the agent is asked: the environment's wording, else the public part of the row's."""
+        """Return the agent's request parameters: the environment's, or else the public part of the row's."""
         return self.public_params or public_params(orjson.loads(self.row).get(PARAMS_KEY) or {})
 
     async def close(self, timeout_s: float) -> None:
-        """Release everything, also while being cancelled; a release that fails or hangs is logged, and its lease ends
-        by itself."""
+        """Release everything, even if the caller is cancelled meanwhile. A release that fails or hangs is logged; the
+        lease of its resource then expires."""
         if not self.closers:
             return
         root = self.span.context if self.span is not None else None
@@ -183,7 +183,7 @@ class Attempt:
                     what = next(reversed(self.closers))
                     try:
                         await self.closers[what]()
-                    except Exception as error:  # noqa: BLE001 - one failed release must not keep the others
+                    except Exception as error:  # noqa: BLE001 - one failed release must not prevent the others
                         log.warning("release failed", rollout_id=rollout_id, what=what, error=str(error))
                     self.closers.pop(what, None)
         except TimeoutError:
@@ -199,7 +199,7 @@ class RolloutSteps:
 
     Args:
         peers: the servers.
-        call_agent: asks the agent for an act; by default ``POST /act``.
+        call_agent: sends the agent its ``/act`` request; by default ``POST /act``.
     """
 
     def __init__(
@@ -214,10 +214,11 @@ class RolloutSteps:
         self._call_agent = call_agent or self._post_act
 
     async def run(self, attempt: Attempt, budgets: Budgets) -> dict[str, Any]:
-        """A whole rollout: its verify response, which holds a valid reward, and the model session's trajectories.
+        """Run a whole rollout. Return its verify response, which holds a valid reward, and the model session's
+        trajectories.
 
-        To cancel it, cancel the task: the attempt is closed first, however the rollout ends. Whatever is raised
-        (`StageError`, `PeerError`, `TimeoutError`, or what ``call_agent`` raises) becomes typed by `failure_of`.
+        However the rollout ends, also by cancellation, the attempt is closed first. `failure_of` turns every
+        exception (`StageError`, `PeerError`, `TimeoutError`, or one of ``call_agent``) into a typed failure.
         """
         try:
             async with asyncio.timeout(budgets.prepare_s):
@@ -314,7 +315,7 @@ class RolloutSteps:
         if isinstance(public, dict) and PARAMS_KEY in public:
             attempt.public_params = public[PARAMS_KEY]
         if servers.needs_prompt and not has_prompt(attempt.agent_params()):
-            # Nobody was asked anything: whatever came of it would be no reward.
+            # The agent would have no task, so no result of it could be a valid reward.
             raise _seed_failed(NO_PROMPT)
         if settings.validation:
             if seeded.get("validation") is None:
@@ -351,7 +352,7 @@ class RolloutSteps:
         attempt.act, attempt.act_json = act, reply.body
 
     async def harvest(self, attempt: Attempt) -> None:
-        """What is in the environment's box. The agent has no part in it: its lease of the box ends first."""
+        """Collect the artifacts in the environment's sandbox. The agent has no access then: its lease ends first."""
         reply = await self._post_environment(attempt, "/harvest", attempt.envelope())
         await stop_heartbeat(attempt)
         environment = attempt.servers.environment or ""
@@ -359,7 +360,7 @@ class RolloutSteps:
         attempt.act_json = None
 
     async def verify(self, attempt: Attempt) -> dict[str, Any]:
-        """The verify response; raises `StageError` for one that holds no valid verdict."""
+        """Return the verify response; raise `StageError` if it holds no valid verdict."""
         act, servers, attempt.reply = attempt.act, attempt.servers, None
         if servers.skipped_reward is not None:
             graded = {RESPONSE_KEY: act["response"], "reward": servers.skipped_reward, "verification_skipped": True}
@@ -380,7 +381,8 @@ class RolloutSteps:
         return verified
 
     async def finalize(self, attempt: Attempt, verdict: Mapping[str, Any]) -> dict[str, Any]:
-        """Close the model session for its trajectories. The verdict stands without them, and the row says so."""
+        """Close the model session and return its trajectories. If that fails, the verdict still counts, and the result
+        row holds the error."""
         session, model = attempt.session, attempt.servers.model
         if session is None or model is None:
             return {}
@@ -401,7 +403,7 @@ class RolloutSteps:
         if attempt.control_token is None and attempt.row_ref is None:
             if attempt.seed_refused:
                 return
-            # A seed whose answer we never saw may have opened something. Seeding again is idempotent and returns the
+            # A seed request without a response may have opened a session. Seeding again is idempotent and returns the
             # token that closes it.
             await self.seed(attempt)
         await self._post_environment(attempt, "/close", attempt.envelope())
@@ -425,8 +427,8 @@ class RolloutSteps:
         agent = attempt.servers.agent
         return await self._of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
 
-    # Heartbeats: they tell an environment that owns the box that somebody still cares for the attempt, from seed to
-    # harvest, queues included. They end with this process, and then the box's lease ends too.
+    # Heartbeats tell an environment that owns the sandbox that the attempt is still alive, from seed to harvest, also
+    # while it is queued. They stop with this process, and then the lease of the sandbox expires too.
 
     def _start_heartbeat(self, attempt: Attempt, every_s: float) -> None:
         if attempt.heartbeat is None:
@@ -440,7 +442,7 @@ class RolloutSteps:
             try:
                 await self._post_environment(attempt, "/heartbeat", attempt.envelope())
             except PeerError as error:
-                # Whoever works in the box learns by itself that it is gone; an environment that restarts may be back.
+                # The agent notices by itself if the sandbox is gone, and a restarting environment may come back.
                 log.warning("heartbeat_not_taken", rollout_id=attempt.rollout["rollout_id"], error=str(error))
 
 
@@ -452,7 +454,8 @@ async def stop_heartbeat(attempt: Attempt) -> None:
 
 
 def reward_of(verified: Mapping[str, Any]) -> dict[str, Any]:
-    """What trajectories get of a verify response: ``reward``, ``None`` for an invalid verdict, and ``reward_info``."""
+    """The fields that trajectories take from a verify response: ``reward`` (``None`` for an invalid verdict) and
+    ``reward_info``."""
     findings = verified.get("findings")
     kinds = [each.get("kind") for each in findings if isinstance(each, Mapping)] if isinstance(findings, list) else []
     own = verified.get("reward_info")
@@ -463,7 +466,7 @@ def reward_of(verified: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def failure_of(stage: StageName, error: BaseException, deadline: str = "its deadline") -> StageFailure:
-    """The typed failure of whatever a rollout raised in ``stage``; never a reward. ``deadline`` words a timeout."""
+    """Return the typed failure for an exception in ``stage``. ``deadline`` describes the deadline of a timeout."""
     if isinstance(error, StageError):
         return error.failure
     if isinstance(error, PeerError):
@@ -478,8 +481,8 @@ def failure_of(stage: StageName, error: BaseException, deadline: str = "its dead
 
 
 def required(reply: Any, name: str, server: str, path: str, stage: StageName) -> Any:
-    """A required member of a server's reply; a server without it does not speak the contract, and will not next
-    time."""
+    """Return a required member of a server's reply. A server that leaves it out does not follow the contract, so its
+    failure is not retryable."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if value is None:
         kind = FailureKind.SEED_FAILED if stage is StageName.INIT else FailureKind.AGENT_CRASHED
@@ -492,8 +495,8 @@ def _seed_failed(reason: str) -> StageError:
 
 
 def _outcome(act: Mapping[str, Any], agent: str) -> AgentOutcome:
-    """How the agent says its work ended. A word of its own is refused, whatever else it says: nobody knows whether
-    such work may be graded."""
+    """Return the agent's outcome. An unknown outcome raises `StageError`, whatever else the reply holds, because it
+    does not tell whether the work may be graded."""
     said = act.get("outcome", AgentOutcome.COMPLETED)
     try:
         return AgentOutcome(said)

@@ -37,11 +37,11 @@ RolloutCollectionConfig = RolloutRunConfig
 
 
 class RolloutCollectionHelper:
-    """NeMo Gym's entry points for programs: a whole run from a configuration, or rows that a trainer holds.
+    """NeMo Gym's entry points for programs: a whole run from a configuration, or the rows of a trainer.
 
-    ``client`` reaches the servers; left out, the stack that this process started with a run helper, that runs on this
-    machine, or that ``run_dir`` names. ``masked_reward``: see `MaskedReward`; with a run helper's stack
-    ``group_mean``, which NeMo RL needs.
+    ``client`` reaches the servers. By default they are those of the stack in ``run_dir``, or else of the stack that
+    this process started with a run helper, or else of the stack on this machine. ``masked_reward`` is described at
+    `MaskedReward`; with a run helper's stack it is by default ``group_mean``, which NeMo RL needs.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RolloutCollectionHelper:
         self._runs: list[ExampleRun] = []
 
     def setup_server_client(self, head_server_config: BaseServerConfig | None = None) -> ServerClient:
-        """The client of a running stack. There is no head server here; its address is accepted and not used."""
+        """Return the client of a running stack. There is no head server here; its address is accepted and not used."""
         if self._client is None:
             from nemo_gym.stack.endpoints import find_stack
             from nemo_gym.stack.stack import pipeline_client
@@ -68,7 +68,7 @@ class RolloutCollectionHelper:
         return self._client
 
     async def run_from_config(self, config: RolloutRunConfig | Mapping[str, Any]) -> CollectionResult:
-        """A whole run with its files; see `run_collection`."""
+        """Run a whole configuration, with its result files; see `run_collection`."""
         return await run_collection(self.setup_server_client(), config, console=Console())
 
     def run_examples(
@@ -80,11 +80,11 @@ class RolloutCollectionHelper:
         """Run rows now; yields awaitables of ``(row, result)`` in the order in which they end.
 
         Needs a running event loop. ``run_keys`` are those of `RolloutRunConfig` (``concurrency``, …). A rollout
-        without a verdict has a result with ``mask_sample`` true and a masked response; its ``reward`` is as the
-        helper's ``masked_reward`` says.
+        without a verdict has a result with ``mask_sample`` true and a masked response; the helper's ``masked_reward``
+        determines its ``reward``.
         """
         unused = {"input": Path("examples.jsonl"), "output": Path("examples.jsonl")}
-        # A trainer masks samples without a verdict and goes on; a batch of them is no reason to stop it.
+        # A trainer masks samples without a verdict and continues, so a batch of them must not stop the run.
         defaults = {"concurrency": max(1, len(examples)), "stop_after_same_failure": 0}
         config = RolloutRunConfig.parse({**defaults, **run_keys, **unused})
         client = self.setup_server_client(head_server_config)
@@ -93,18 +93,18 @@ class RolloutCollectionHelper:
         return run.as_completed()
 
     async def aclose(self) -> None:
-        """Stop every run of examples that is under way. After the last result, waits until the rollouts have released
-        their sessions and boxes: call it before the event loop or the HTTP client closes."""
+        """Stop all running example runs, and wait until their rollouts have released their sessions and sandboxes.
+        Call it before the event loop or the HTTP client closes, also after the last result."""
         for run in self._runs:
             await run.aclose()
         self._runs.clear()
 
 
 async def run_from_config(config: RolloutRunConfig | Mapping[str, Any]) -> CollectionResult:
-    """A whole run against the stack on this machine."""
+    """Run a whole configuration against the stack on this machine."""
     return await RolloutCollectionHelper().run_from_config(config)
 
 
 def run_examples(examples: list[dict[str, Any]], **run_keys: Any) -> Iterator[asyncio.Future[Example]]:
-    """Rows against the stack on this machine; see `RolloutCollectionHelper.run_examples`."""
+    """Run rows against the stack on this machine; see `RolloutCollectionHelper.run_examples`."""
     return RolloutCollectionHelper().run_examples(examples, **run_keys)

@@ -1,4 +1,4 @@
-"""NeMo Gym's name of `nemo_gym.http.telemetry`."""
+"""NeMo Gym's name for `nemo_gym.http.telemetry`."""
 
 from nemo_gym.http.middleware import RolloutMiddleware as RolloutContextMiddleware
 from nemo_gym.http.telemetry import *  # noqa: F403

@@ -1,7 +1,7 @@
-"""What an agent reports about how it worked: invocations, tool calls, compactions, boxes.
+"""What an agent reports about its work: invocations, tool calls, compactions, sandboxes.
 
-For people and metrics; no reward is computed from it. Times are Unix seconds, durations milliseconds unless the name
-says otherwise; ``None`` means not observed, and a gap says why.
+This is for people and metrics; no reward is computed from it. Times are Unix seconds; durations are milliseconds
+unless the name has another unit; ``None`` means not observed, and an `ObservationGap` tells why.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Milliseconds = Annotated[float, Field(ge=0)]
 
 
 class ConversationItem(dict[str, Any]):
-    """An item of the Responses API as data, whose keys can be read as attributes, too: NeMo Gym has models here, whose
-    validation would cost every rollout more than it tells."""
+    """An item of the Responses API as plain data, whose keys can also be read as attributes. NeMo Gym uses models
+    here, but validating them in every rollout would cost more than it is worth."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -43,7 +43,7 @@ class ObservationModel(BaseModel):
 
 
 class ModelCallRef(ObservationModel):
-    """Points at one model call: by its own id, or by the server and the id of its response."""
+    """Refers to one model call by its own id, or by its server and the id of its response."""
 
     model_call_id: str | None = None
     model_ref: ModelServerRef | None = None
@@ -62,18 +62,18 @@ class ModelCallRecord(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     call_index: Count = 0
-    """Its place among the calls of its rollout, from 0."""
+    """The call's place among the calls of its rollout, from 0."""
     model_call_id: str | None = None
     model_ref: ModelServerRef | None = None
     client_session_id: str | None = None
-    """Of the harness that called, where it names one by header."""
+    """The session id that the calling harness sent in a header, if any."""
     dialect: str | None = None
     started_at: float | None = None
     completed_at: float | None = None
     duration_ms: Milliseconds | None = None
     status_code: int | None = None
     error_category: str | None = None
-    """``None`` for a call that was answered."""
+    """``None`` for a call that succeeded."""
     response_id: str | None = None
     response_status: str | None = None
     finish_reason: str | None = None
@@ -220,7 +220,7 @@ AgentObservationRecord = Annotated[
 
 
 class AgentObservationBundle(ObservationModel):
-    """Everything one agent server observed of one rollout, in no order."""
+    """Everything that one agent server observed of one rollout, in no particular order."""
 
     source: str
     records: list[AgentObservationRecord] = Field(default_factory=list)
@@ -273,8 +273,8 @@ class TrajectoryRecord(ObservationModel):
 def join_model_call_observations(
     observations: AgentObservationBundle, calls: Sequence[ModelCallRecord]
 ) -> AgentObservationBundle:
-    """The observations with every reference to one of ``calls`` completed by its id; a call that nobody refers to
-    belongs to the invocation that its harness names as its session."""
+    """Return the observations with the id of the call in every reference to one of ``calls``. A call without a
+    reference is added to the invocation whose id the harness sent as its session id."""
     by_response = {(_name(call.model_ref), call.response_id): call for call in reversed(calls)}
     by_id = {call.model_call_id: call for call in calls if call.model_call_id}
 
@@ -317,7 +317,7 @@ def _reference_to(call: ModelCallRecord) -> ModelCallRef:
 
 @dataclass(frozen=True, slots=True)
 class AgentEpisode:
-    """A response, and what was observed while it came about."""
+    """A response, and the observations made while it was produced."""
 
     response: NeMoGymResponse
     observations: AgentObservationBundle

@@ -1,4 +1,4 @@
-"""The server side's common names, as NeMo Gym plugins import them. Implemented in `nemo_gym.http`."""
+"""Common names for servers, as NeMo Gym plugins import them. Implemented in `nemo_gym.http`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _GLOBAL_AIOHTTP_CLIENT_QUEUE_TELEMETRY = False
-"""NeMo Gym's switch for measuring its connection pool, which tests of its agents set; nothing here reads it."""
+"""NeMo Gym's switch for measuring its connection pool. Tests of its agents set it; nothing here reads it."""
 
 
 async def request(
@@ -70,11 +70,11 @@ async def request(
     _server_name: str | None = None,
     **options: Any,
 ) -> ClientResponse:
-    """`nemo_gym.http.client.request`, by this module's session, so that tests of NeMo Gym's plugins can replace it.
+    """Call `nemo_gym.http.client.request` with this module's session, which tests of NeMo Gym's plugins can replace.
 
-    ``_server_name`` says to whom the request goes (`nemo_gym.telemetry.connection_pool`). Who bounds the tries with
-    ``_max_connection_retries`` decides itself what comes after them, by the kind of aiohttp's own error: that one is
-    raised then in place of `ServerUnreachableError`.
+    ``_server_name`` names the destination for `nemo_gym.telemetry.connection_pool`. A caller that limits the tries
+    with ``_max_connection_retries`` handles the failure itself, by the type of aiohttp's error; so that error is then
+    raised in place of `ServerUnreachableError`.
     """
     with destination(_server_name or EXTERNAL):
         session = get_global_aiohttp_client()
@@ -91,24 +91,24 @@ FASTAPI_ENTRYPOINT_ENV = "IS_NEMO_GYM_FASTAPI_ENTRYPOINT"
 
 
 def is_nemo_gym_fastapi_entrypoint(file: str) -> bool:
-    """Whether a worker process should build the module-level ``app`` of ``file``. Servers of this suite are single
-    processes, so only an outside starter that sets the variable gets ``True``."""
+    """Return whether a worker process should build the module-level ``app`` of ``file``. Servers of this suite are
+    single processes, so this is true only if an external launcher sets ``IS_NEMO_GYM_FASTAPI_ENTRYPOINT``."""
     entrypoint = os.environ.get(FASTAPI_ENTRYPOINT_ENV)
     return entrypoint is not None and Path(entrypoint).absolute() == Path(file).absolute()
 
 
 def is_global_aiohttp_client_request_debug_enabled() -> bool:
-    """NeMo Gym's switch for printing requests: off here, where logs say what was sent."""
+    """NeMo Gym's switch for printing requests. It is always off here, because the logs record requests."""
     return False
 
 
 def is_nemo_gym_fastapi_worker() -> bool:
-    """Whether this process is one of several workers of one server: never, in this suite."""
+    """Return whether this process is one of several workers of one server; always false in this suite."""
     return False
 
 
 def setup_server_client(head_server_config: BaseServerConfig | None = None) -> ServerClient:
-    """A `ServerClient` over this process's configuration."""
+    """Return a `ServerClient` for this process's configuration."""
     return ServerClient.load_from_global_config(head_server_config)
 
 

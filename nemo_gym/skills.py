@@ -1,4 +1,4 @@
-"""Skills for agents: folders with a ``SKILL.md``, staged where a harness looks for them."""
+"""Skills for agents: folders with a ``SKILL.md``, copied to where a harness looks for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HASH_CHARS = 12
 
 
 class SkillMetadata(BaseModel):
-    """The head of a ``SKILL.md``."""
+    """The front matter of a ``SKILL.md``."""
 
     name: str
     description: str | None = None
@@ -22,11 +22,11 @@ class SkillMetadata(BaseModel):
 
 
 class SkillsRef(BaseModel):
-    """Which skills a run had: result rows carry it."""
+    """The skills of a run; stored in its result rows."""
 
     path: str
     hash: str
-    """Of all files, so that two versions at one path differ."""
+    """The digest of all files, which distinguishes versions at the same path."""
     skills: list[SkillMetadata]
 
 
@@ -36,7 +36,7 @@ class SkillsConfig(BaseModel):
 
 
 def hash_skill_dir(root: Path) -> str:
-    """A short digest of every file's path and content."""
+    """Return a short digest of every file's path and content."""
     digest = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
@@ -45,7 +45,7 @@ def hash_skill_dir(root: Path) -> str:
 
 
 def parse_skill_md(skill_md_path: Path) -> SkillMetadata:
-    """The YAML between the two ``---`` lines at the file's start. Raises ``ValueError`` naming the file."""
+    """Parse the YAML between the two ``---`` lines at the file's start. Raises ``ValueError`` naming the file."""
     lines = skill_md_path.read_text(encoding="utf-8").splitlines()
     if not lines or lines[0].strip() != "---" or "---" not in [line.strip() for line in lines[1:]]:
         raise ValueError(f"{skill_md_path} does not begin with a head between two lines '---'")
@@ -57,7 +57,7 @@ def parse_skill_md(skill_md_path: Path) -> SkillMetadata:
 
 
 def load_skill_directory(path: str) -> SkillsRef:
-    """The skills below ``path``. Raises ``ValueError`` for a directory that is missing or has none."""
+    """Load the skills below ``path``. Raises ``ValueError`` if the directory is missing or has no skills."""
     root = _existing(path)
     files = sorted(folder / SKILL_MD_FILENAME for folder in root.iterdir() if folder.is_dir())
     if missing := [file for file in files if not file.is_file()]:

@@ -1,4 +1,4 @@
-"""A plugin's schema of its rows: ``TaskData`` in its ``task_data.py``, and rows checked against it."""
+"""A plugin's schema of its rows (``TaskData`` in its ``task_data.py``), and checks of rows against it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class TaskDataSchemaError(Exception):
 
 
 def find_server_dir(server_name: str, base_folder: str = "resources_servers") -> Path | None:
-    """The folder of a plugin, or ``None``."""
+    """Return the folder of a plugin, or ``None``."""
     folders = (root / base_folder / server_name for root in plugin_roots())
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def load_task_data_schema(server_dir: Path) -> TypeAdapter[Any] | None:
-    """The schema of the plugin in ``server_dir``; ``None`` for one without. Raises `TaskDataSchemaError`."""
+    """Return the schema of the plugin in ``server_dir``, or ``None`` if it has none. Raises `TaskDataSchemaError`."""
     path = Path(server_dir) / f"{TASK_DATA_MODULE_NAME}.py"
     if not path.is_file():
         return None
@@ -53,15 +53,15 @@ def load_task_data_schema(server_dir: Path) -> TypeAdapter[Any] | None:
     except AttributeError as error:
         raise TaskDataSchemaError(f"{path} exports no '{TASK_DATA_EXPORT_NAME}'") from error
     except Exception as error:
-        # The boundary of a plugin's module, which may raise anything.
+        # A plugin's module may raise anything.
         raise TaskDataSchemaError(f"{path}: {type(error).__name__}: {error}") from error
     finally:
         sys.modules.pop(name, None)
 
 
 def normalize_task_fields(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A row's own fields, flat: those of ``verifier_metadata`` and ``task_data`` beside the others. The second value
-    names fields that stand in two places with different values."""
+    """Return a row's own fields, with those of ``verifier_metadata`` and ``task_data`` moved to the top level, and the
+    names of fields that occur in two places with different values."""
     fields = {key: value for key, value in row.items() if key not in RESERVED_ROW_KEYS}
     conflicts = []
     for container in (LEGACY_METADATA_KEY, TASK_DATA_ROW_KEY):
@@ -77,14 +77,14 @@ def normalize_task_fields(row: dict[str, Any]) -> tuple[dict[str, Any], list[str
 
 @dataclass
 class TaskDataValidationReport:
-    """What is wrong with the rows of one file."""
+    """The problems in the rows of one file."""
 
     server_name: str
     dataset_fpath: str
     rows: int = 0
     error_rows: int = 0
     errors: list[str] = field(default_factory=list)
-    """The first few."""
+    """The first `MAX_RECORDED_ERRORS` errors."""
     unknown_keys: Counter[str] = field(default_factory=Counter)
     conflicting_keys: Counter[str] = field(default_factory=Counter)
     misplaced_keys: Counter[str] = field(default_factory=Counter)
@@ -105,7 +105,7 @@ class TaskDataValidationReport:
 
 
 class TaskDataValidator:
-    """Checks rows one after the other; ``report`` holds the outcome."""
+    """Checks rows one by one; ``report`` holds the result."""
 
     def __init__(self, server_name: str, adapter: TypeAdapter[Any], dataset_fpath: str) -> None:
         self.report = TaskDataValidationReport(server_name, dataset_fpath)
@@ -136,7 +136,7 @@ class TaskDataValidator:
 
 
 def legacy_metadata_fields(adapter: TypeAdapter[Any]) -> frozenset[str]:
-    """Fields whose schema says ``legacy_location: verifier_metadata``: they are read there today."""
+    """Return the fields whose schema has ``legacy_location: verifier_metadata``: they are still read from there."""
     schema = _model_of(adapter)
     if schema is None:
         return frozenset()
@@ -156,7 +156,7 @@ def _model_of(adapter: TypeAdapter[Any]) -> type[BaseModel] | None:
 def validate_jsonl_rows(
     server_name: str, adapter: TypeAdapter[Any], dataset_fpath: str, lines: Iterable[str]
 ) -> TaskDataValidationReport:
-    """The report on a whole file's lines."""
+    """Return the report on all lines of a file."""
     validator = TaskDataValidator(server_name, adapter, dataset_fpath)
     for index, line in enumerate(lines):
         if line.strip():
@@ -167,8 +167,8 @@ def validate_jsonl_rows(
 def materialize_task(
     row: Mapping[str, JsonValue], *, taskset: str, task_index: int | None = None
 ) -> dict[str, JsonValue]:
-    """A row as ``{task_id: {taskset, task_id}, task_input: {responses_create_params, task_data}}``. A row without a
-    name of its own is named by the run's numbering, else by ``task_index``."""
+    """Return a row as ``{task_id: {taskset, task_id}, task_input: {responses_create_params, task_data}}``. The id of a
+    row without its own name is the run's task index, or else ``task_index``."""
     named = next((row[key] for key in _OF_THE_TASK if isinstance(row.get(key), str | int)), None)
     if named is None:
         named = row.get(TASK_INDEX_KEY, task_index)

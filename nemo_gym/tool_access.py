@@ -1,4 +1,4 @@
-"""NeMo Gym's module name for what an agent is given; see `nemo_gym.contract.episodes`."""
+"""NeMo Gym's module name for an agent's access to tools; see `nemo_gym.contract.episodes`."""
 
 from nemo_gym.contract.episodes import (
     DirectHTTPToolAccess,

@@ -1,7 +1,7 @@
-"""Cases of a verifier, as NeMo Gym's plugins write them: a JSONL file, tried without a server.
+"""Test cases of a verifier, as NeMo Gym's plugins write them: a JSONL file, run without a server.
 
-A case's ``kind`` says what is expected: ``full_reward`` and ``zero_reward`` name ``expected_reward``, ``malformed``
-names a part of the error, ``determinism`` is graded twice.
+A case's ``kind`` tells what is expected: ``full_reward`` and ``zero_reward`` the best or worst reward (or its
+``expected_reward``), ``malformed`` an error that contains ``expected_error``. ``determinism`` is graded twice.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _TOLERANCE = 1e-9
 
 
 class VerifierFixtureError(ValueError):
-    """A fixture is wrong, or its verifier does not do what a case says."""
+    """A fixture is invalid, or its verifier does not behave as a case expects."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierFixture:
-    """How an environment's cases are tried."""
+    """How to run an environment's cases."""
 
     server_factory: Callable[[], Any]
     request_model: type[BaseModel]
     cases_path: str | Path
     invoke: Invocation | None = None
-    """Instead of the server's ``verify(body)``."""
+    """Called instead of the server's ``verify(body)``."""
     reseed: Invocation | None = None
-    """Before the second grading of a ``determinism`` case."""
+    """Called before the second grading of a case."""
 
 
 class VerifierFixtureCase(BaseModel):
@@ -67,7 +67,7 @@ class VerifierFixtureResult:
 
 
 def load_verifier_fixture(path: str | Path) -> list[VerifierFixtureCase]:
-    """The cases of a JSONL file; raises `VerifierFixtureError` naming the line."""
+    """Load the cases of a JSONL file. Raises `VerifierFixtureError` naming the line."""
     cases: list[VerifierFixtureCase] = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -95,12 +95,12 @@ async def exercise_verifier_fixture(
     determinism: str | Enum,
     update_expected: bool = False,
 ) -> tuple[VerifierFixtureResult, ...]:
-    """Try every case; raises `VerifierFixtureError` for the first that does not hold.
+    """Run every case. Raises `VerifierFixtureError` for the first that fails.
 
     Args:
         reward_range: the lowest and the highest reward that the verifier gives.
-        determinism: ``deterministic`` verifiers are asked twice and must say the same.
-        update_expected: write what was observed into the file instead of comparing it.
+        determinism: ``deterministic`` and ``seeded`` verifiers grade every case twice, with equal results.
+        update_expected: write the observed rewards into the file instead of comparing them.
     """
     low, high = reward_range
     best, worst = (high, low) if higher_is_better else (low, high)
@@ -153,7 +153,7 @@ async def _expect_error(fixture: VerifierFixture, case: VerifierFixtureCase) -> 
     try:
         await _reward(fixture, case, reseed=False)
     except Exception as error:
-        # The boundary of a plugin's verifier: whatever it raises is what the case is about.
+        # A plugin's verifier may raise anything; the case checks the error's text.
         if case.expected_error is None or case.expected_error not in str(error):
             raise VerifierFixtureError(
                 f"case '{case.name}': expected an error with '{case.expected_error}', got {error}"

@@ -1,4 +1,4 @@
-"""A real Docker Engine for tests: the one that answers, or the private one that ``scripts/dockerd`` starts.
+"""A real Docker Engine for tests: one that already runs, or the private one that ``scripts/dockerd`` starts.
 
 A conftest takes the fixture by importing it: ``from tests.docker_engine import docker_engine``.
 """
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "dockerd"
 
 
 def start_engine() -> str:
-    """The URL of a running engine. Fails with the script's own words when there is none and none can be started."""
+    """Return the URL of a running engine. Fail the test with the script's stderr if none runs or can be started."""
     done = subprocess.run([str(SCRIPT), "start"], capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         pytest.fail(f"these tests need a Docker Engine, and scripts/dockerd start says: {done.stderr.strip()}")

@@ -1,7 +1,7 @@
-"""Which lane a test runs in, decided by where it stands and by the fixtures it takes: nobody marks tests by hand.
+"""Assign each test to a lane by its path and its fixtures: nobody marks tests by hand.
 
-The fast lane is what has none of the marks below. `Guard` keeps the tables true: a test that starts a box, a container
-or a stack without the mark for it fails. `Schedule` spreads tests over processes.
+The fast lane holds the tests without any of the marks below. `Guard` keeps the tables correct: a test that starts a
+box, a container or a stack without the matching mark fails. `Schedule` spreads tests over processes.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ PLACES: Mapping[str, str] = {
     "tests/view/test_watched_service.py": "stack",
     "tests/view/test_why_causes.py": "box stack",
 }
-"""Marks of the tests whose id begins so. The longest entry that fits counts."""
+"""The marks of the tests whose id begins with the key. The longest matching key counts."""
 
 FULL = (
     "resources_servers/sandbox/tests/test_conformance.py",
@@ -157,8 +157,8 @@ FULL = (
     "tests/sandbox/test_local_ordinary_user.py::test_ordinary_user_passes_the_same_tests",
     "tests/topology/test_unseen_cells.py::test_same_agent_works_in_every_topology",
 )
-"""Tests whose id begins so (and, behind a star, goes on so) run in `make test-full` alone: ten seconds and more each,
-beside others of the same kind that stay, or before a campaign that asks more."""
+"""Only `make test-full` runs the tests whose id begins with an entry (and contains the text after a star). Each takes
+ten seconds or more, and either similar tests stay in `make test` or a campaign tests more than it does."""
 
 FIXTURES: Mapping[str, str] = {
     "docker_engine": "docker",
@@ -181,7 +181,7 @@ SPREAD = (
     "tests/stack/test_supervision.py",
     "tests/stack/test_venvs.py",
 )
-"""Files whose tests share nothing and take long: each test goes where a process is free, not the file as a whole."""
+"""Files with slow tests that share nothing: each test goes to any free process, instead of the file as a whole."""
 
 LONGEST = (
     "tests/acceptance",
@@ -192,7 +192,7 @@ LONGEST = (
     "tests/servers/test_model_limits.py",
     "tests/servers/test_slow_senders.py",
 )
-"""Begun first, so that no process is left alone with them at the end."""
+"""These tests start first, so that no process is still busy with one of them when all others are done."""
 
 
 ROOT = Path(__file__).parents[1]
@@ -278,7 +278,7 @@ class Guard:
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
         yield
         if nextitem is not None and _is_marked(item) and not _is_marked(nextitem):
-            gc.collect()  # while warnings of what this lane left are no errors yet
+            gc.collect()  # now, because in the next lane a ResourceWarning about leftovers of this one is an error
         unmarked = sorted(lane for lane in self._found if item.get_closest_marker(lane) is None)
         if unmarked:
             pytest.fail(f"this test needs the mark {' and '.join(unmarked)}: add its place to tests/lanes.py", False)

@@ -1,7 +1,7 @@
-"""How many examples a test of a property tries.
+"""Hypothesis profiles: how many examples a property test tries.
 
 `make test` and the fast lane try a fifth of them, the same ones in every run, so that a failure comes from the change
-and not from the draw. `make test-full` tries all of them, and draws them anew.
+and not from the draw. `make test-full` tries all of them, and draws new ones in each run.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ settings.load_profile("quick")
 
 
 def examples(count: int) -> settings:
-    """``count``: in a search; other runs try a fifth."""
+    """Return settings for ``count`` examples in the profile ``search``, and for a fifth of them in ``quick``."""
     return settings(max_examples=max(1, count * settings().max_examples // 100))

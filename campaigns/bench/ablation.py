@@ -1,9 +1,9 @@
-"""What each speed-minded mechanism of the gateway saves: measured with it and without it, by turns.
+"""Measure what each of the gateway's optimizations saves, with calls in turns to a gateway with it and one without.
 
     python -m campaigns.bench.ablation [--json] [--only NAME,...] [--conversations 60]
 
-Two gateways run at a time, alike but for one mechanism that the second goes without (``gateway_parts/mechanisms.py``:
-module attributes are patched, the product has no switches). Calls go to both alternately. The policy's tokenizer has
+Two gateways run at a time, alike except that the second runs without one mechanism (``gateway_parts/mechanisms.py``
+patches module attributes, the product has no switches). Calls go to both alternately. The policy's tokenizer has
 150,000 entries; tool outputs are passages of Python source.
 
 instant      conversations of eight turns, an engine that answers at once: wall p50 and CPU of a call
@@ -11,9 +11,9 @@ realistic    16 conversations at once, an engine that takes 300 ms: the same
 turn_200     the CPU of a call at turns 181 to 200 of one conversation
 long_answer  the CPU of a call that is answered with 16,384 tokens
 
-CPU is the gateway process's own, by the kernel's clock: on a busy machine it says more than wall time. A mechanism's
-bar: it saves 50 µs of CPU or 2 % of one of these paths, beyond what the row ``nothing`` (two gateways alike) shows.
-What misses it is deleted, unless `Mechanism.kept_for` gives another reason.
+CPU is the gateway process's own, by the kernel's clock: on a busy machine it is more reliable than wall time. A
+mechanism must save 50 µs of CPU or 2 % on one of these paths, beyond what the row ``nothing`` (two equal gateways)
+shows. One that misses this bar is deleted, unless `Mechanism.kept_for` gives another reason to keep it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PATHS = ("instant", "realistic", "turn_200", "long_answer")
 
 @dataclass(frozen=True)
 class Spent:
-    """Of one call."""
+    """The cost of one call."""
 
     wall_ms: float
     cpu_ms: float
@@ -84,7 +84,7 @@ class Ablation:
         connection.close()
 
     async def figures(self) -> dict[str, Any]:
-        """For each path: of both gateways wall p50 and CPU per call, and what the mechanism saves."""
+        """Return, for each path, wall p50 and CPU per call with the mechanism, and what the mechanism saves."""
         await self.play(self._load.tool_answer())
         found = {"instant": await self.instant(), "turn_200": await self.late()}
         await self.play(self._load.long_answer(LONG_TOKENS))
@@ -107,7 +107,7 @@ class Ablation:
 
     async def instant(self) -> dict[str, float]:
         spent: list[list[Spent]] = [[], []]
-        await self._conversation(0, TURNS, TURNS, spent)  # warms
+        await self._conversation(0, TURNS, TURNS, spent)  # warm-up
         for number in range(self._amount):
             await self._conversation(number, TURNS, 0, spent)
         return _compared(spent)
@@ -156,7 +156,7 @@ class Ablation:
 def _compared(spent: list[list[Spent]]) -> dict[str, float]:
     with_it, without = spent
     walls = [statistics.median(one.wall_ms for one in each) for each in (with_it, without)]
-    # Medians: collections, and others' work on the same cores, make a few calls many times as long.
+    # Medians, because garbage collections and other work on the same cores make a few calls many times as long.
     cpu = statistics.median(one.cpu_ms for one in with_it)
     saved = statistics.median(two.cpu_ms - one.cpu_ms for one, two in zip(with_it, without, strict=True))
     return {
@@ -170,7 +170,7 @@ def _compared(spent: list[list[Spent]]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def without(name: str | None) -> Iterator[None]:
-    """Gateways started within go without a mechanism."""
+    """Start gateways in the block without the mechanism ``name``."""
     before = dict(os.environ)
     if name is not None:
         os.environ |= {VARIABLE: name, "PYTHONPATH": f"{HOOK}{os.pathsep}{ROOT}"}
@@ -193,7 +193,7 @@ async def run(names: list[str], amount: int) -> tuple[dict[str, Any], list[Bar]]
         kinds = {"token": token_kind(engine.url, policy), "text": text_kind(engine.url)}
         for name in names:
             kind = MECHANISMS[name].kind
-            # Both anew: one that has held a thousand sessions before is slower by more than most of what is measured.
+            # Start both anew: a gateway that has had a thousand sessions is slower by more than most mechanisms save.
             with contextlib.ExitStack() as one:
                 plain = await asyncio.to_thread(one.enter_context, gateway(kinds[kind]))
                 with without(name):

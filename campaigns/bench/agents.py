@@ -1,14 +1,14 @@
-"""What a box costs a real agent CLI: Claude Code's whole act beside the same program on the host.
+"""Measure what a box costs a real agent CLI: Claude Code's whole act compared with the same program on the host.
 
     python -m campaigns.bench.agents [--json] [--sandbox local docker] [--rounds 9] [--concurrent 16]
 
 *Overhead*: the wall time of ``POST /act`` (box, doors, CLI, harvest of the patch) over that of the bare CLI in a copy
-of the same repository, with the same command line and the same scripted answers, which come at once. Both in each
-round, by turns; the figure is the median of the rounds' ratios. The bar is on a run of twelve answers in a `local`
-box; one answer, and containers, are figures. Servers are processes of their own, as ``ng_run`` starts them.
+of the same repository, with the same command line and the same scripted responses, which come at once. Each round runs
+both, in alternating order; the figure is the median of the rounds' ratios. The bar is on a run of twelve responses in
+a `local` box; one response, and containers, are figures. Servers are separate processes, as ``ng_run`` starts them.
 
-*Concurrent*: so many acts at once; each must complete with its patch. As many bare CLIs at once are a figure beside
-it. *Memory*: of one `local` box and of as many at once, at their largest, in runs of their own.
+*Concurrent*: that many acts at once; each must complete with its patch. The same number of bare CLIs at once is a
+figure beside it. *Memory*: the peak of one `local` box and of that many at once, in separate runs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(sandbox: str, folder: Path) -> AsyncIterator[Bench]:
-    """Servers of a run, and the measured repository as an image and on the host."""
+    """Start the servers of a run, and make the measured repository as an image and on the host."""
     settings = await asyncio.to_thread(_settings, sandbox, folder)
     provider = create_provider({sandbox: settings})
     async with AsyncExitStack() as held:
@@ -77,7 +77,7 @@ async def bench(sandbox: str, folder: Path) -> AsyncIterator[Bench]:
 
 def _settings(sandbox: str, folder: Path) -> dict[str, Any]:
     if sandbox == "local":
-        # A supervisor of its own, so that boxes of other programs cost nothing here.
+        # A separate supervisor, so that boxes of other programs cost nothing here.
         return {"state_dir": str(folder / "state"), "image_dir": str(folder / "images"), "linger_s": 1}
     from tests.docker_engine import start_engine
 
@@ -86,7 +86,7 @@ def _settings(sandbox: str, folder: Path) -> dict[str, Any]:
 
 
 async def overhead(setting: Bench, rounds: int) -> dict[str, Any]:
-    """Seconds of both sides and their ratio, for each length of run."""
+    """Return the seconds of both sides and their ratio, for each length of run."""
     figures: dict[str, Any] = {}
     for turns in task.TURNS:
         boxed: list[float] = []
@@ -115,7 +115,7 @@ async def overhead(setting: Bench, rounds: int) -> dict[str, Any]:
 
 
 async def concurrent(setting: Bench, count: int) -> dict[str, Any]:
-    """``count`` runs at once of either side: how they ended, and how long all took."""
+    """Run ``count`` runs at once of each side; return their failures, and how long all took."""
     figures: dict[str, Any] = {"runs": count, "turns": task.TURNS[-1], "failures": []}
     for name, side in (("boxed", setting.in_box), ("bare", setting.on_host)):
         started = time.perf_counter()
@@ -127,7 +127,7 @@ async def concurrent(setting: Bench, count: int) -> dict[str, Any]:
 
 
 async def _at_once(side: InBox | OnHost, count: int) -> tuple[list[float], list[str]]:
-    """Seconds of those that completed, and what the others said."""
+    """Return the seconds of the runs that completed, and the errors of the others."""
 
     async def one() -> float | str:
         try:
@@ -140,10 +140,10 @@ async def _at_once(side: InBox | OnHost, count: int) -> tuple[list[float], list[
 
 
 async def memory(setting: Bench, count: int) -> dict[str, Any]:
-    """Of ``count`` `local` boxes at once."""
+    """Measure the memory of ``count`` `local` boxes at once."""
     with BoxMemory(setting.state_dir) as seen:
         _, failures = await _at_once(setting.in_box, count)
-    # A box of the harvest runs git alone; the CLI's have most of the memory.
+    # Boxes of the harvest run only git; boxes of the CLI take most of the memory.
     agents = [peak for peak in seen.peaks.values() if peak.private > 64 * 1024]
     if failures or not agents:
         raise RunFailedError(f"no memory was seen of {count} boxes: {failures}")
@@ -165,7 +165,7 @@ async def run(sandboxes: Sequence[str], rounds: int, count: int) -> tuple[dict[s
                 figures[sandbox]["concurrent"] = together = await concurrent(setting, count)
                 if sandbox == "local":
                     figures[sandbox]["memory"] = {n: await memory(setting, n) for n in (1, count)}
-            await asyncio.sleep(2)  # the supervisor leaves
+            await asyncio.sleep(2)  # until the supervisor has exited
         longest = f"turns_{task.TURNS[-1]}"
         bars.append(Bar.at_most(f"{sandbox}: {count} acts at once, failures", len(together["failures"]), 0))
         if sandbox == "local":

@@ -21,7 +21,7 @@ IDLE = ["/bin/sh", "-c", "while :; do sleep 3600; done"]
 class BareDocker:
     """A container made, used and removed with the fewest calls the SDK (or the CLI) needs.
 
-    The limits and the policy are those of our boxes, and as many calls run at once as our provider makes.
+    Limits and policy are those of our boxes, and as many calls run at once as in our provider.
     """
 
     def __init__(self, engine: str, image: str, tar: bytes, *, cli: bool = False) -> None:
@@ -113,7 +113,7 @@ class BareBox:
     place: Path
     process: asyncio.subprocess.Process
     child: int
-    """A process inside, which `nsenter` enters."""
+    """A process in the box, whose namespaces `nsenter` enters."""
 
 
 class BareLocal:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What a broker costs: commands and output beside the provider without one, idle leases, a storm of creates, reclaim.
+"""Measure what a broker adds to its provider: for commands and output, idle leases, a storm of creates, and reclaim.
 
     python -m campaigns.bench.broker --json [--rounds 200] [--leases 1000] [--storm 500] [--only latency ...]
 
-The backend is the local provider, the registry SQLite. The broker is a process of its own, its client the `remote`
-provider in this one; both sides are measured in turns. Prints figures and bars as JSON, last.
+The backend is the local provider, the registry SQLite. The broker is a separate process, its client is the `remote`
+provider in this process; both sides are measured in turns. Prints figures and bars as JSON, last.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ AT_ONCE = 64
 STREAM_BYTES = 400_000_000
 OUTPUT_LIMIT = 2**31
 LEASE_S = 5.0
-"""Of boxes whose owner is killed."""
+"""The lease of boxes whose owner is killed."""
 EXPIRY_S = 2.0
-"""After the lease: the broker's next look, and the removal itself."""
+"""Time after the lease for the broker's next check and the removal itself."""
 Part = Callable[["Bench"], Awaitable[tuple[dict[str, Any], list[Bar]]]]
 
 
 class Bench:
-    """A broker, its client, and its backend without it."""
+    """A broker, a client of it, and its backend without the broker."""
 
     def __init__(self, broker: BrokerProcess, direct: SandboxProvider, options: Any) -> None:
         self.broker, self.direct, self.options = broker, direct, options
         self.remote = create_provider(broker.remote())
 
     def sides(self, turn: int) -> list[tuple[str, SandboxProvider]]:
-        """Both providers, now one first and now the other."""
+        """Return both providers, in alternating order."""
         both: list[tuple[str, SandboxProvider]] = [("direct", self.direct), ("broker", self.remote)]
         return both if turn % 2 else both[::-1]
 
     async def backend_ids(self) -> set[str]:
-        """The broker's boxes as the backend has them."""
+        """Return the backend's ids of the broker's boxes."""
         identity = self.broker.config["sandbox_broker"]["resources_servers"]["sandbox"]["identity"]
         return {info.sandbox_id for info in await self.direct.list({BROKER_LABEL: identity})}
 
     async def gone(self, ids: set[str], since: float, within_s: float = 60.0) -> float:
-        """Seconds since then until the backend has none of these boxes."""
+        """Return the seconds from ``since`` until the backend has none of these boxes, at most ``within_s``."""
         while ids & await self.backend_ids():
             if time.monotonic() - since > within_s:
                 return within_s
@@ -99,11 +99,11 @@ async def bench(options: Any, **settings: Any) -> AsyncIterator[Bench]:
         finally:
             await asyncio.to_thread(broker.close)
             await direct.aclose()
-            await asyncio.sleep(3)  # the supervisor leaves
+            await asyncio.sleep(3)  # until the supervisor has exited
 
 
 async def timed_exec(provider: SandboxProvider, box: SandboxHandle) -> float:
-    """Milliseconds of one command that does nothing."""
+    """Return the milliseconds of one command that does nothing."""
     start = time.perf_counter()
     result = await provider.exec(box, ["true"])
     took = (time.perf_counter() - start) * 1000
@@ -172,7 +172,7 @@ async def throughput(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
 async def leases(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
     count = here.options.leases
     async with calling(here.broker) as api:
-        first = [await api.box(ttl_s=3000) for _ in range(5)]  # what the first ones cost is the program's
+        first = [await api.box(ttl_s=3000) for _ in range(5)]  # the first boxes also cost what the program loads once
         before = here.resident_bytes()
         room = asyncio.Semaphore(16)
 
@@ -217,7 +217,7 @@ async def leases(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
 
 
 async def storm(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
-    """One owner asks for three fifths of all before four others ask for a tenth each."""
+    """Let one owner request three fifths of all boxes before four others request a tenth each."""
     total, bound = here.options.storm, here.options.max_boxes
     served: list[str] = []
     waits: dict[str, list[float]] = {}
@@ -249,7 +249,7 @@ async def storm(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
         await asyncio.gather(*asking)
         wall = time.monotonic() - start
     last_modest = max((place for place, owner in enumerate(served, 1) if owner != "greedy"), default=0)
-    # In turns, everyone gets the same number until the modest ones have all.
+    # If owners take turns, all get the same number of boxes until the modest owners have all of theirs.
     fair = 5 * (total // 10)
     figures = {
         "storm": total,
@@ -324,7 +324,7 @@ asyncio.run(main())
 
 
 async def _killed_owner(here: Bench) -> float:
-    """Seconds from the death of a process that held ten boxes by renewing them to the end of the last one."""
+    """Return the seconds from the death of a process that keeps renewing ten boxes to the end of the last box."""
     arguments = [json.dumps(here.broker.remote()), "10", str(LEASE_S)]
     owner = subprocess.Popen(  # noqa: ASYNC220 - a real process, to be killed
         [sys.executable, "-c", HOLDER, *arguments],
@@ -333,7 +333,7 @@ async def _killed_owner(here: Bench) -> float:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert owner.stdout is not None
-    for _ in range(6):  # longer than one lease: the boxes live by being renewed
+    for _ in range(6):  # longer than one lease: without renewals the boxes would be gone
         await asyncio.to_thread(owner.stdout.readline)
     ids = await here.backend_ids()
     assert len(ids) == 10, ids

@@ -1,12 +1,12 @@
-"""NeMo Gym's own plugins on this core, beside what they took on NeMo Gym's.
+"""Measure NeMo Gym's own plugins on this core, and compare them with their figures on NeMo Gym's core.
 
     python -m campaigns.bench.compat --plugins DIR [--json] [--runs 3] [--rollouts 500] [--concurrency 16]
 
-``DIR`` holds NeMo Gym's plugins, as its wheel does; nothing of it is edited. Environment (mcqa), agent (simple_agent)
-and model server (openai_model) are all NeMo Gym's; the model behind them answers at once. *Start* is from the call to
-the moment when every server is ready, *memory* the proportional set of all processes that the start began, *CPU* that
-of the servers alone. ``--theirs FILE`` is a JSON object with the same figures of NeMo Gym's core on this machine;
-without it stand those of release 0.7.0 in `THEIRS`, the best of three rounds each.
+``DIR`` holds NeMo Gym's plugins, unedited, as its wheel does. Environment (mcqa), agent (simple_agent) and model
+server (openai_model) are all NeMo Gym's; the model behind them responds at once. *Start* is the time from the call
+until every server is ready, *memory* the proportional set size of all processes that the start created, *CPU* that of
+the servers alone. ``--theirs FILE`` is a JSON object with the same figures of NeMo Gym's core on this machine; the
+default is `THEIRS`, the figures of release 0.7.0, each the best of three rounds.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from campaigns.bench.stack import processes
 from nemo_gym.stack.endpoints import pss_mib, running_stacks
 
 THEIRS = {"rollouts_per_s": 147.0, "server_cpu_ms": 10.5, "start_s": 13.0, "memory_mib": 1675.0}
-"""Of release 0.7.0 on two cores, with the same plugins, 500 rows and 16 at once: the best round of each figure."""
+"""Release 0.7.0 on two cores, with the same plugins, 500 rows and 16 at once: each figure's best round."""
 RATE_AT_LEAST, CPU_AT_MOST, START_AT_LEAST, MEMORY_AT_MOST = 3.0, 1 / 4, 10.0, 1 / 6
 FILES = ("resources_servers/mcqa/configs/mcqa.yaml", "responses_api_models/openai_model/configs/openai_model.yaml")
 ANSWER = "The answer is \\boxed{B}"
 
 
 def rows_of(plugins: Path, count: int) -> list[dict[str, Any]]:
-    """The plugin's first example, so many times under other names."""
+    """Return the plugin's first example ``count`` times, under different ids."""
     example = plugins / "resources_servers" / "mcqa" / "data" / "example.jsonl"
     row = orjson.loads(example.read_bytes().splitlines()[0])
     return [{**row, "id": f"q{number}"} for number in range(count)]
 
 
 def measure(plugins: Path, model_url: str, runs: int, rollouts: int, concurrency: int) -> dict[str, Samples]:
-    """Each figure, ``runs`` times after a round that warms up."""
+    """Measure each figure ``runs`` times, after a warm-up round."""
     from nemo_gym import start
 
     found: dict[str, list[float]] = {name: [] for name in (*THEIRS, "pipeline_cpu_ms")}

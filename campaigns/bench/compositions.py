@@ -1,19 +1,19 @@
-"""Rollouts through what is shipped, composition by composition, each beside a bare chain of its own hops.
+"""Measure rollouts through the shipped compositions, each compared with a bare chain of the same hops.
 
     python -m campaigns.bench.compositions [--json] [--runs 3] [--rollouts 500] [--concurrency 32] [--only NAME …]
 
 *Shipped*: servers as ``ng_run`` starts them and whole collections: rows checked, durable store, result files. The
-model behind `openai` and `gateway` is a process that answers at once. *Bare*: the same hops with handlers of a few
-lines (``tests/rollouts/chain.py``) and a loop of posts; nothing is checked or kept. It makes six for every rollout:
-open a model session, seed, act, verify, finalize, close. Where an environment has nothing to release, the shipped
-pipeline leaves out the last one. Tools over MCP are served and called there by the protocol's official library, by one
-client for all rollouts. Both run by turns on servers that stay up; the bars are on the ratio of their rates, and, for
-the compositions that people measure, on rollouts per second and on the CPU of the environment, agent and model
-servers. CPU of the pipeline (with its store) and of the fake model stand apart.
+model behind `openai` and `gateway` is a process that responds at once. *Bare*: the same hops with handlers of a few
+lines (``tests/rollouts/chain.py``) and a loop of posts; nothing is checked or kept. It makes six posts per rollout:
+open a model session, seed, act, verify, finalize, close. If an environment has nothing to release, the shipped
+pipeline leaves out the last one. In the bare chain, the protocol's official library serves and calls tools over MCP,
+with one client for all rollouts. Both run in turns on servers that stay up; the bars are on the ratio of their rates,
+and, for the compositions that people measure, on rollouts per second and on the CPU of the environment, agent and
+model servers. The CPU of the pipeline (with its store) and of the fake model are separate figures.
 
-*Memory*: of each server after 20,000 rollouts, over what it had after 10,000; for the compositions in `MEMORY`. The
-first ten thousand fill what is kept up to a number, and the environment's heap, by the one request with all their rows
-that makes the metrics.
+*Memory*: that of each server after 20,000 rollouts over that after 10,000, for the compositions in `MEMORY`. The first
+ten thousand fill whatever is kept up to a limit, and the environment's heap, through the one request with all rows
+that computes the metrics.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 @dataclass(frozen=True)
 class Task:
-    """An environment with one of its example rows, and a model's answers to it."""
+    """An environment with one of its example rows, and a model's responses to it."""
 
     environment: str
     row: int
     says: dict[str, Any]
-    """For the fake model: ``text``, and perhaps a ``tool`` that it calls first."""
+    """The fake model's script: ``text``, and optionally a ``tool`` that it calls first."""
     asks: tuple[str, ...] = ("/responses",)
-    """What an agent asks in turn: routes of the model, or the environment's tool by its name."""
+    """An agent's calls in order: routes of the model, or the name of the environment's tool."""
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         source = ROOT / "resources_servers" / self.environment / "data" / "example.jsonl"
@@ -98,7 +98,7 @@ class Composition:
 
     @property
     def reward(self) -> float:
-        """Of every rollout; a box that does nothing answers nothing."""
+        """The reward of every rollout; none in a box that does nothing."""
         return 0.0 if self.task is BOX else 1.0
 
 
@@ -114,7 +114,7 @@ COMPOSITIONS = [
 
 @dataclass
 class Measured:
-    """What one composition gave."""
+    """The measurements of one composition."""
 
     bare: list[Round] = field(default_factory=list)
     shipped: list[Round] = field(default_factory=list)
@@ -173,7 +173,7 @@ def fake_model(task: Task) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def bare_chain(composition: Composition, model_url: str) -> Iterator[tuple[dict[str, str], list[int]]]:
-    """URLs by role, and process ids."""
+    """Start the bare chain; yield URLs by role, and process ids."""
     chain: dict[str, ChainServer] = {}
     try:
         asks = composition.task.asks
@@ -203,14 +203,14 @@ def words_of(composition: Composition, model_url: str) -> tuple[str, ...]:
 
 
 def memory_mib(pid: int) -> float:
-    """Of one process alone: what nobody shares with it."""
+    """Return the memory of one process that it shares with no other."""
     return float(psutil.Process(pid).memory_full_info().uss) / 2**20
 
 
 async def compare(
     composition: Composition, runs: int, rollouts: int, concurrency: int, *, memory: bool = False
 ) -> Measured:
-    """``runs`` rounds of both, by turns, after one that warms up."""
+    """Measure ``runs`` rounds of both, in turns, after a warm-up round."""
     from nemo_gym.http.client import close_global_aiohttp_client
     from nemo_gym.rollouts.collection import run_collection
     from nemo_gym.stack.stack import pipeline_client
@@ -264,7 +264,7 @@ async def compare(
 
 
 def _cpu_s(pid: int) -> float:
-    """Of a server and of the processes in which it grades."""
+    """Return the CPU seconds of a server and of the processes in which it grades."""
     server = psutil.Process(pid)
     return float(sum(sum(one.cpu_times()[:2]) for one in (server, *server.children(recursive=True))))
 

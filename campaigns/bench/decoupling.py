@@ -1,15 +1,14 @@
-"""Stages with workers of their own, beside workers that take a rollout through all three.
+"""Compare stages that have their own workers with workers that take a rollout through all three stages.
 
     python -m campaigns.bench.decoupling [--json]
 
 The workload is fixed (`StagedWorkload`), its clock simulated; both sides run through the real dispatcher and store.
 *Coupled*: 32 workers, each of which holds its place at the engine while it prepares and while it grades. *Decoupled*:
-32 places at the engine as well, and evaluation workers of their own, 64 in all, which is where the cores are; INIT has
-16. The analytic ratio is the one that queues without end would give: a coupled worker's time per rollout, over that of
-the scarcest stage.
+also 32 places at the engine, and 64 separate evaluation workers, where the cores are; INIT has 16. The
+analytic ratio is that of endless queues: the coupled workers' time per rollout over that of the scarcest stage.
 
-What is compared is the same number of places at the engine. With the same number of workers of any kind nothing is
-won: ``places_if_coupled`` says how many coupled workers, and so places at the engine, the same rate takes.
+Both sides have the same number of places at the engine. With the same number of workers in all, nothing would be
+gained: ``places_if_coupled`` is how many coupled workers, and so places at the engine, the same rate takes.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def decoupled() -> SimulatedStages:
 
 
 async def makespan(workload: StagedWorkload, stages: SimulatedStages, directory: Path) -> float:
-    """Seconds from the first claim to the last result."""
+    """Return the seconds from the first claim to the last result."""
     init, run, evaluation = (stage.workers for stage in stages.in_order)
     config = RolloutRunConfig.parse(
         {

@@ -1,11 +1,11 @@
-"""What the model gateway costs: beside the engine itself, raw proxying, and other gateways on the same engine.
+"""Measure what the model gateway costs, compared with the engine itself, raw proxies, and other gateways.
 
     python -m campaigns.bench.gateway [--json] [--only latency,throughput,peers,sessions,history,relay]
                                       [--uni-agent DIR]
 
-The engine (``gateway_parts/engine.py``) is a process that answers at once, or after a set time, with one prepared
-answer. Gateways are started by ``ng_run``: *tokens* takes Chat Completions and asks the engine with token ids, *text*
-passes them on as text. Every figure is compared with its baseline in the same run, by turns.
+The engine (``gateway_parts/engine.py``) is a process that returns one prepared response, at once or after a set time.
+Gateways are started by ``ng_run``: *tokens* takes Chat Completions and sends the engine token ids, *text* passes them
+on as text. Every figure is compared with its baseline in the same run, in turns.
 
 latency      one caller; a conversation of eight turns through the gateway, and the same calls to the engine
 throughput   256 callers; an engine that takes 1 s ± 25 % for an answer, and, without a bar, one that answers at once
@@ -13,7 +13,7 @@ peers        the same two for LiteLLM's proxy and for uni-agent's gateway (its c
              UNI_AGENT_SOURCE); peers are installed once, outside this environment
 sessions     1,000 sessions of eight turns at once, from open to finalize; memory of each
 history      one session of 200 turns: the cost of turn 200 over that of turn 10, beyond moving the bytes
-relay        one answer of 65,536 tokens with ids and logprobs, beside a proxy that looks at nothing (``raw``) and one
+relay        one answer of 65,536 tokens with ids and logprobs, beside a proxy that inspects nothing (``raw``) and one
              that parses and writes each body once (``reading``)
 """
 
@@ -63,13 +63,13 @@ RELAY_RATIO_AT_MOST = 2.0
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured."""
+    """The amounts of work to measure."""
 
     conversations: int = 100
-    """For latency, of eight turns."""
+    """Conversations of eight turns, for latency."""
     callers: int = 256
     turns: int = 6
-    """Of each caller."""
+    """Turns of each caller."""
     peer_turns: int = 3
     rounds: int = 3
     sessions: int = 1000
@@ -80,7 +80,7 @@ class Amounts:
 
 @dataclass
 class Bench:
-    """What all sections use."""
+    """The servers, amounts and results that all sections share."""
 
     folder: Path
     policy: Path
@@ -91,7 +91,7 @@ class Bench:
     bars: list[Bar] = field(default_factory=list)
 
     async def play(self, scenario: Scenario) -> None:
-        """The engine's answer from now on."""
+        """Set the engine's response to all following calls."""
         connection = Connection(self.engine.url)
         (await connection.post("/scenario", scenario.to_json())).json()
         connection.close()
@@ -112,12 +112,12 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def gateways(self) -> AsyncIterator[tuple[GatewayDoor, GatewayDoor]]:
-        """(tokens, text)."""
+        """Run both gateways; yield (tokens, text)."""
         with contextlib.ExitStack() as held:
             starts = token_kind(self.engine.url, self.policy), text_kind(self.engine.url)
             tokens, text = [await asyncio.to_thread(held.enter_context, gateway(kind)) for kind in starts]
             yield tokens, text
-            # Ended in a thread as they were started: what they hold open is in this loop.
+            # Stop them in a thread, as they were started: this loop has the connections that they hold open.
             await asyncio.to_thread(held.close)
 
     # -- sections ------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Bench:
         }
 
     async def beside_peers(self, uni_agent_source: str | None) -> None:
-        """Both gateways once more, by turns with each peer."""
+        """Measure each peer in turns with our gateway of the same kind."""
         told = self.figures["peers"] = {}
         for name in ("litellm", "uni_agent"):
             try:
@@ -171,7 +171,7 @@ class Bench:
 
     async def _beside(self, peer: Door) -> dict[str, Any]:
         async with self.gateways() as (tokens, text):
-            # uni-agent's gateway asks with token ids, LiteLLM with text: each beside our own of that kind.
+            # uni-agent's gateway sends the engine token ids, LiteLLM text: compare each with ours of that kind.
             same: tuple[Door, Door] = (
                 (tokens, self.token_engine) if peer.name == "uni_agent" else (text, self.text_engine)
             )
@@ -205,7 +205,7 @@ class Bench:
                     found = await long_history.growth(door, self.engine.url, proxy, rounds, tokens=tokens)
                 self.figures["history"][door.name] = found
                 label = f"{door.name}: turn {long_history.LATE} over turn {long_history.EARLY}, "
-                # Moving the bytes and parsing the body once cost every gateway more: the bar is beyond that.
+                # Every gateway has to move more bytes and parse a longer body: the bar excludes that cost.
                 label += "engine, transport and JSON subtracted"
                 self.bars.append(Bar.at_most(label, found["own_wall_ratio"], HISTORY_RATIO_AT_MOST, "x"))
 
@@ -265,7 +265,7 @@ def main() -> int:
     if unknown := wanted - set(SECTIONS):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     amounts = Amounts(rounds=arguments.rounds, sessions=arguments.sessions)
-    keep_memory()  # as the gateway does: what large bodies cost here would count as its own
+    keep_memory()  # as the gateway does: else the cost of large bodies here would count as the gateway's
     figures, bars = uvloop.run(run(wanted, arguments.uni_agent, amounts))
     return print_report(figures, bars, as_json=arguments.json)
 

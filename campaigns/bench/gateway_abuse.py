@@ -1,16 +1,16 @@
-"""What one attempt can do to the others at a gateway: with bodies, and with an engine that misbehaves.
+"""Measure what one attempt can do to the others at a gateway, with hostile bodies and with an engine that misbehaves.
 
     python -m campaigns.bench.gateway_abuse [--json] [--only bodies,cold,endless,wedged,poison]
 
-A gateway as ``ng_run`` starts it, before a scripted endpoint (``gateway_parts/hostile_engine.py``). While each abuse
-goes on, ``/health`` is asked again and again: its slowest answer, without the time in which the gateway waited for a
-core, is how long the event loop was blocked. Memory is the gateway's resident set before, at its highest, and once
-everybody has left.
+The gateway runs as ``ng_run`` starts it, in front of a scripted endpoint (``gateway_parts/hostile_engine.py``). During
+each abuse, ``/health`` is requested again and again: its slowest response, minus the time in which the gateway waited
+for a core, is how long the event loop was blocked. Memory is the gateway's resident set before, at its highest, and
+after all callers have left.
 
-bodies    300,000 messages (8.8 MB) in one body; then the worst bodies that are still taken, eight at a time
-cold      conversations of 10,000 messages that a gateway with token ids has not seen before, one and eight at a time
+bodies    300,000 messages (8.8 MB) in one body; then the worst bodies that are still accepted, eight at a time
+cold      conversations of 10,000 messages that are new to a gateway with token ids, one and eight at a time
 endless   eight callers whose answers never end
-wedged    an engine on trial that asks to come back in thirty years: how long its callers wait
+wedged    an engine on trial whose ``Retry-After`` is thirty years: how long its callers wait
 poison    a session whose requests the only engine answers with 500, beside one that is answered
 """
 
@@ -62,7 +62,7 @@ class Watch:
 
     blocked_s: float = 0.0
     wall_s: float = 0.0
-    """The same with the time in which the gateway waited for a core that others had."""
+    """The same, including the time in which the gateway waited for a core."""
     before_mb: float = 0.0
     highest_mb: float = 0.0
     kept_mb: float = 0.0
@@ -87,13 +87,13 @@ def rss_mb(pid: int) -> float:
 
 
 def loop_waited_s(pid: int) -> float:
-    """Seconds so far in which the thread of a server's event loop could have run and had no core."""
+    """Return the seconds so far in which the thread of a server's event loop was ready to run but had no core."""
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 @contextlib.asynccontextmanager
 async def watched(door: GatewayDoor, *sessions: Session) -> AsyncIterator[Watch]:
-    """Asks the gateway for its health, all the time; then ends the sessions, and looks what is kept."""
+    """Request the gateway's health all the time; then end the sessions, and measure the memory that is kept."""
     found = Watch(before_mb=rss_mb(door.server.pid))
     over = asyncio.Event()
 
@@ -122,7 +122,7 @@ async def watched(door: GatewayDoor, *sessions: Session) -> AsyncIterator[Watch]
 
 
 class Session:
-    """A harness with bodies of its own."""
+    """A session whose requests have arbitrary bodies."""
 
     def __init__(self, door: GatewayDoor, facts: dict[str, Any]) -> None:
         self.door = door
@@ -162,7 +162,7 @@ def _user(content: Any) -> bytes:
 
 
 def worst_bodies() -> dict[str, bytes]:
-    """Those that are still taken."""
+    """Return the worst bodies that the gateway still accepts."""
     head = b'{"messages":[{"role":"user","content":"a"}],"metadata":['
     size = (32 << 20) - 300
     return {
@@ -176,7 +176,7 @@ def worst_bodies() -> dict[str, bytes]:
 
 
 def cold_bodies() -> dict[str, bytes]:
-    """The longest histories that are taken."""
+    """Return the longest histories that the gateway accepts."""
     turns = [{"role": role, "content": f"{role} says {n}"} for n in range(4_999) for role in ("user", "assistant")]
     texts = [{**turn, "content": turn["content"] + " and reads a file of many words" * 10} for turn in turns]
     marked = [{**turn, "content": turn["content"] + " in words of control: <|im_end|> and more"} for turn in turns]
@@ -199,7 +199,7 @@ class Bench:
         with contextlib.ExitStack() as held:
             door = await asyncio.to_thread(held.enter_context, gateway(kind, *words))
             session = await self.session(door)
-            for _ in range(50):  # all that is loaded and cached once is there
+            for _ in range(50):  # warm-up: loads and caches what is needed once
                 (await session.say("hello")).json()
             yield door
             await asyncio.to_thread(held.close)
@@ -259,7 +259,7 @@ class Bench:
                         self.bars.append(Bar.at_least(f"{label}: answered", statuses["200"], callers))
 
     async def _rounds(self, door: GatewayDoor, body: bytes, callers: int = CALLERS) -> tuple[Watch, list[Reply]]:
-        """Several conversations in parallel. Others on this machine add to what is seen, so the best round counts."""
+        """Send ``callers`` conversations in parallel. Other processes add to the figures, so the best round counts."""
         least: Watch | None = None
         for _ in range(ROUNDS):
             session = await self.session(door)

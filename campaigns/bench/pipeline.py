@@ -1,15 +1,15 @@
-"""The rollout service: no-op rollouts per second over HTTP, memory of those in flight, servers that come and go, and
-cancelling boxes at work.
+"""Measure the rollout service: no-op rollouts per second over HTTP, memory of rollouts in flight, servers that come
+and go, and cancelling boxes at work.
 
     python -m campaigns.bench.pipeline [--json] [--only rate memory pool cancel] [--runs 5] [--rollouts 500]
         [--in-flight 1000] [--boxes 500]
 
 *Rate*: a client submits over HTTP, with a durable store, and follows the results; beside it, in the same run, the bare
-chain of `campaigns.bench.rollouts`. *Memory*: what the service's process grows by when so many rollouts are in flight,
-each with an agent that answers after a while, and the time from submission to result of each. *Pool*:
-agent servers that are added while jobs run, one as fast as the first and one twice as fast, with the share of the
-rollouts that each gets from one job time on; then one that is killed and one that hangs. *Cancel*: rollouts whose
-command never ends in local boxes; from the request to the answer, and until each box is gone.
+chain of `campaigns.bench.rollouts`. *Memory*: the growth of the service's process when that many rollouts are in
+flight, each with a slow agent, and the time from submission to result of each. *Pool*: agent servers that are added
+while jobs run, one as fast as the first and one twice as fast, with each one's share of the rollouts, counted from one
+job time after it was added; then one that is killed and one that hangs. *Cancel*: rollouts whose command never ends in
+local boxes: the time from the request to the response, and until each box is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KB_PER_ROLLOUT_AT_MOST = 100
 TOKEN = "bench-" + "t" * 20
 CONCURRENCY = 32
 LONG_S = 20.0
-"""How long an agent takes whose rollouts are to be in flight together."""
+"""How long an agent takes in the part in which all rollouts are in flight together."""
 READY_S = 120.0
 GONE_S = 120.0
 
@@ -52,7 +52,7 @@ GONE_S = 120.0
 async def service_over(
     stack: dict[str, Any], directory: Path, *, root_key: str | None = None, **serve: Any
 ) -> AsyncIterator[tuple[AsyncRolloutClient, int]]:
-    """A service in a process of its own: a client of it, and its process id."""
+    """Run a service in a separate process; yield a client of it, and its process id."""
     given = {"stack": stack, "state_dir": str(directory), "root_key": root_key, "serve": {"port": 0, **serve}}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "campaigns.faults.service_process", json.dumps(given)),
@@ -83,7 +83,7 @@ def jobs_of(rows: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
 
 
 async def finished(client: AsyncRolloutClient, run: str, count: int) -> list[float]:
-    """Read so many results; when each came."""
+    """Read ``count`` results; return when each arrived."""
     times = []
     async for view in client.results(run=run):
         assert view.state == "done", view
@@ -131,7 +131,7 @@ async def rates(runs: int, rollouts: int) -> tuple[dict[str, Any], list[Bar]]:
 
 
 async def memory(in_flight: int) -> tuple[dict[str, Any], list[Bar]]:
-    """Growth of the service's memory at so many rollouts in flight, after as many have warmed it up."""
+    """Measure the growth of the service's memory at ``in_flight`` rollouts in flight, after 16 as a warm-up."""
     chain = {role: ChainServer(role, {"plain": True, **_paced(role, LONG_S)}) for role in ROLES}
     try:
         for server in chain.values():
@@ -177,9 +177,9 @@ async def memory(in_flight: int) -> tuple[dict[str, Any], list[Bar]]:
 ROLES = ("environment", "agent", "model")
 JOB_S = 0.5
 PLACES = 8
-"""Of each agent server."""
+"""The capacity of each agent server."""
 WINDOW_S = 20.0
-"""In which shares are counted."""
+"""The time in which shares are counted."""
 SHARE_WITHIN = 0.05
 HANG_DEADLINE_S = 5.0
 DRAIN_ALLOWANCE_S = 2.0
@@ -207,7 +207,7 @@ class Fed:
         return {each["server_id"]: each for each in (await self.client.status())["servers"]}
 
     async def share(self, server_id: str) -> float:
-        """Of all rollouts that agent servers finish within the window, from one job time on."""
+        """Return a server's share of the rollouts that agent servers finish in the window, after one job time."""
         await asyncio.sleep(JOB_S)
         before = await self.servers()
         await asyncio.sleep(WINDOW_S)
@@ -216,7 +216,7 @@ class Fed:
         return float(done[server_id] / sum(done.values()))
 
     async def until_health(self, server_id: str, health: str, patience_s: float) -> float:
-        """How long that took."""
+        """Wait until a server has that health, at most ``patience_s``; return the seconds."""
         begun = time.perf_counter()
         while (await self.servers())[server_id]["health"] != health:
             if time.perf_counter() - begun > patience_s:
@@ -226,7 +226,7 @@ class Fed:
 
 
 async def pool() -> tuple[dict[str, Any], list[Bar]]:
-    """Servers that are added hot, that die and that hang, while jobs run."""
+    """Measure servers that are added while jobs run, and servers that die or hang."""
     chain = {role: ChainServer(role, {"plain": True, **_paced(role, JOB_S)}) for role in ROLES}
     same, fast, hung = (ChainServer("agent", {"plain": True, "delay_s": delay}) for delay in (JOB_S, JOB_S / 2, 3600))
     try:
@@ -280,7 +280,7 @@ def _paced(role: str, delay_s: float) -> dict[str, Any]:
 
 
 async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
-    """Cancel rollouts at work in local boxes, in groups of 20; what is left of them when the answers are there."""
+    """Cancel rollouts at work in local boxes, in groups of 20; measure what is left of them afterwards."""
     with tempfile.TemporaryDirectory(prefix="cancel-") as place:
         directory = Path(place)
         scope = Scope(directory / "boxes", run_id=f"cancel-{os.getpid()}")
@@ -333,7 +333,7 @@ async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
 
 
 async def _gone(scope: Scope, boxes: int, begun: float) -> list[float]:
-    """When each box was gone, seconds after the cancel was asked for."""
+    """Return when each box was gone, in seconds after the request to cancel."""
     gone: list[float] = []
     while len(gone) < boxes and (elapsed := time.perf_counter() - begun) < GONE_S:
         there = len(list(scope.state_dir.glob("*/boxes/*")))
@@ -343,7 +343,7 @@ async def _gone(scope: Scope, boxes: int, begun: float) -> list[float]:
 
 
 def _running(mark: str) -> int:
-    """Processes of that command; each box has two."""
+    """Count the processes of that command; each box has two."""
     return sum(" ".join(each.info["cmdline"] or ()) == mark for each in psutil.process_iter(["cmdline"]))
 
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Real tasks, graded again and again: the gold patch resolves each, nothing resolves none, on every provider alike.
+"""Grade real tasks again and again: on every provider, the gold patch must resolve each task, and no patch none.
 
     python -m campaigns.bench.real_tasks --rows ROWS.jsonl [--repos DIR --environments FILE] [--sandbox local docker]
         [--repeats 3] [--workers 2] [--instances ID …] [--through-ng-run N] [--keep FILE] [--json]
 
-With ``--repos`` the images are prepared first; finished ones are found again. Every verdict is made by the swe_bench
+With ``--repos`` the images are prepared first; finished images are reused. Every verdict is made by the swe_bench
 environment's own ``grade``, in fresh boxes. ``--through-ng-run N`` also sends the first N rows through
-``ng_run agent=oracle``, so that box, harvest and pipeline are in the path. ``--keep`` appends each verdict to a file
-and does not repeat those it holds already, so that a long campaign can be stopped. Prints one JSON object last.
+``ng_run agent=oracle``, which includes box, harvest and pipeline. ``--keep`` appends each verdict to a file and does
+not repeat verdicts that the file holds, so that a long campaign can be stopped. Prints one JSON object last.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS = ("gold", "nothing")
 
 @dataclass(frozen=True)
 class Case:
-    """One verdict to be made."""
+    """One verdict to make."""
 
     sandbox: str
     instance_id: str
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case."""
+    """The result of a case."""
 
     case: Case
     valid: bool
@@ -77,7 +77,7 @@ class Outcome:
 
     @property
     def verdict(self) -> tuple[object, ...]:
-        """All that must be the same each time."""
+        """Everything that must be the same in each repetition."""
         return (self.valid, self.reward, self.resolved, tuple(self.findings), self.tests)
 
 
@@ -119,7 +119,7 @@ async def campaign(
     kept: dict[str, Outcome],
     keep: Path | None,
 ) -> list[Outcome]:
-    """Every row, gold and nothing, ``repeats`` times; what is in ``kept`` is taken from there."""
+    """Grade every row, with the gold patch and with none, ``repeats`` times; reuse the outcomes in ``kept``."""
     client = ServerClient(global_config_dict=compose([f"sandbox={sandbox}", *settings]).values)
     config = SweBenchConfig(
         host="127.0.0.1", port=0, entrypoint="app.py", name="swe_bench", sandbox_provider="sandbox"
@@ -194,7 +194,7 @@ def prepare(options: argparse.Namespace, sandbox: str, settings: Sequence[str]) 
 
 
 def through_ng_run(sandbox: str, settings: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rewards of whole runs with the oracle: box, harvest and pipeline included."""
+    """Return the rewards of whole runs with the oracle, which include box, harvest and pipeline."""
     rewards: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="real-tasks-") as directory:
         path = Path(directory) / "rows.jsonl"

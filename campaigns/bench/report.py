@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bar:
-    """One acceptance bar. ``bar`` is the limit; whether it is an upper or a lower one is in its text form."""
+    """One acceptance bar. ``bar`` is the limit as text, such as ``<= 3``."""
 
     name: str
     value: float
@@ -33,7 +33,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Samples:
-    """Repeated measures of one thing, in one unit."""
+    """Repeated measurements of one quantity, in one unit."""
 
     values: Sequence[float]
 

@@ -1,4 +1,4 @@
-"""500 rollouts without tools and without model latency, beside a bare chain of the same hops.
+"""Measure 500 rollouts without tools and without model latency, compared with a bare chain of the same hops.
 
     python -m campaigns.bench.rollouts [--json] [--runs 5] [--rollouts 500] [--concurrency 32]
 
@@ -76,7 +76,7 @@ def write_rows(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 async def bare_rollouts(urls: dict[str, str], rows: list[dict[str, Any]], concurrency: int) -> None:
-    """The loop that anybody would write, over the same hops as the pipeline's."""
+    """Run the simplest loop over the same hops as the pipeline's."""
     verdicts: list[Any] = []
     remaining = iter(enumerate(rows))
     connector = aiohttp.TCPConnector(limit=0)
@@ -113,7 +113,7 @@ async def bare_rollouts(urls: dict[str, str], rows: list[dict[str, Any]], concur
 
 @asynccontextmanager
 async def suite_stack(words: tuple[str, ...] = COMPOSITION) -> AsyncIterator[Any]:
-    """The servers of a composition, started as ``ng_run`` starts them."""
+    """Run the servers of a composition as ``ng_run`` starts them; yield the stack."""
     os.environ["NEMO_GYM_EXTRA_ROOTS"] = str(PLUGINS)
     from nemo_gym._util.secrets import public_environment
     from nemo_gym.config.compose import compose
@@ -142,7 +142,7 @@ async def measured(pids: list[int], rollouts: int, work: Callable[[], Awaitable[
 
 
 async def rollout_rounds(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round], list[Round]]:
-    """``runs`` rounds of both, interleaved, after one that warms up: (bare, suite)."""
+    """Measure ``runs`` rounds of both, interleaved, after a warm-up round; return (bare, suite)."""
     from nemo_gym.http.client import close_global_aiohttp_client
     from nemo_gym.rollouts.collection import run_collection
     from nemo_gym.stack.stack import pipeline_client
@@ -183,9 +183,9 @@ async def rollout_rounds(runs: int, rollouts: int, concurrency: int) -> tuple[li
 
 
 def report(bare: list[Round], suite: list[Round]) -> tuple[dict[str, Any], list[Bar]]:
-    """Figures and the bar."""
+    """Return the figures and the bar."""
     ratios = Samples([ours.rate / theirs.rate for ours, theirs in zip(suite, bare, strict=True)])
-    # CPU of drivers and servers together: what the ratio of rates comes to when nothing else loads the machine.
+    # From the CPU of drivers and servers together: the ratio of rates on a machine with no other load.
     cpu_ratios = [
         (theirs.server_cpu_ms + theirs.driver_cpu_ms) / (ours.server_cpu_ms + ours.driver_cpu_ms)
         for ours, theirs in zip(suite, bare, strict=True)

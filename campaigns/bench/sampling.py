@@ -1,19 +1,19 @@
-"""Batches of effective groups: the sampler beside rounds, and beside schedulers that know what nobody knows.
+"""Compare how fast batches of effective groups fill: with the sampler, in rounds, and if all durations are known.
 
     python -m campaigns.bench.sampling [--json] [--seeds 1,2,3]
 
 The workload is fixed (`SamplingWorkload`), its clock simulated. The sampler and the published baseline, rounds of 32
-groups repeated until 32 are effective, run through the real dispatcher and job store. In a round every group is waited
-for, and what is effective beyond the batch is discarded. The same rule on a heap of workers, which takes milliseconds,
+groups repeated until 32 are effective, run through the real dispatcher and job store. A round waits for all of its
+groups, and discards effective groups beyond the batch. The same rule on a heap of workers, which takes milliseconds,
 finds the best round size; it is checked against the real run at 32. Bars are on the worst seed.
 
-Schedulers that know durations take groups in the loader's order, never leave a worker idle, and carry what is
-unfinished, as the sampler does. One runs the longest rollouts first, one the shortest group first, each within the
-next two batches' worth of groups; a third number is the work itself: every group up to the last that is needed,
-divided by the workers. The bar is on the fastest of these. With a window of four batches the shortest group first is
+Schedulers that know durations take groups in the loader's order, never leave a worker idle, and carry over unfinished
+groups, as the sampler does. One runs the longest rollouts first, one the shortest group first, each within the next
+two batches' worth of groups; a third number is the work itself: the time of every group up to the last that is needed,
+divided by the workers. The bar is on the fastest of these. With a window of four batches, the shortest group first is
 faster still, because at the end it has left the 128 longest groups behind.
 
-Two more figures are no bars: rounds that keep their surplus for the next batch, which no publication does, and the
+Two more figures have no bars: rounds that keep their surplus for the next batch, which no publication does, and the
 sampler with other settings. A training step takes no time here, on either side.
 """
 
@@ -81,7 +81,7 @@ async def simulated_sampler(
     filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
     **options: Any,
 ) -> AsyncIterator[RolloutSampler]:
-    """A sampler over the real dispatcher and store, whose rollouts take the time that their rows say."""
+    """Yield a sampler over the real dispatcher and store. Its rollouts take the times in their rows."""
     keys = {"input": directory / "in.jsonl", "output": directory / "out.jsonl", "concurrency": stages.run.workers}
     config = RolloutRunConfig.parse({**keys, **(run or {})})
     store = Timeless(SqliteJobStore(directory / "store.sqlite"))
@@ -121,7 +121,7 @@ async def simulated_sampler(
 
 
 async def sampled(workload: SamplingWorkload, directory: Path, **options: Any) -> dict[str, Any]:
-    """The sampler's 20 batches, and how the workers' time was used."""
+    """Fill the workload's batches with the sampler; return the seconds, and how the workers' time was used."""
     stages, options = _stages(workload), {"samples_per_group": workload.samples, "epochs": 1, **options}
     clock = asyncio.get_running_loop().time
     async with simulated_sampler(directory, _rows(workload), stages, **options) as sampler:
@@ -142,7 +142,7 @@ async def sampled(workload: SamplingWorkload, directory: Path, **options: Any) -
 
 
 async def rounds(workload: SamplingWorkload, size: int, directory: Path) -> float:
-    """The published baseline: rounds of ``size`` groups until a batch is full, everything waited for."""
+    """Run the published baseline: rounds of ``size`` groups until a batch is full, each awaited to its end."""
     config, done = _config(workload, directory), asyncio.Event()
     left: set[str] = set()
 
@@ -184,7 +184,7 @@ async def rounds(workload: SamplingWorkload, size: int, directory: Path) -> floa
 
 
 def rounds_on_a_heap(workload: SamplingWorkload, size: int, *, keep_surplus: bool = False) -> float:
-    """`rounds`, with workers that take the next rollout the moment they are free."""
+    """Compute `rounds` for workers that take the next rollout the moment they are free."""
     now, groups, effective = 0.0, workload.groups(), 0
     for _ in range(workload.batches):
         effective = max(0, effective - workload.batch) if keep_surplus else 0
@@ -201,7 +201,7 @@ def rounds_on_a_heap(workload: SamplingWorkload, size: int, *, keep_surplus: boo
 def knowing_durations(
     workload: SamplingWorkload, order: Callable[[int, SampledGroup, float], Any], batches: int = 2
 ) -> float:
-    """A scheduler that takes the rollout which ``order`` puts first, from the next ``batches``' worth of groups."""
+    """Simulate a scheduler that takes the first rollout by ``order`` from the next ``batches``' worth of groups."""
     groups, window = workload.groups(), batches * workload.batch
     now, free, effective, serial = 0.0, workload.workers, 0, 0
     waiting: list[tuple[Any, int, float]] = []
@@ -227,7 +227,7 @@ def knowing_durations(
 
 
 def work_alone(workload: SamplingWorkload) -> float:
-    """All groups up to the last that is needed, on workers that are never idle."""
+    """Return the time of all groups up to the last that is needed, on workers that are never idle."""
     wanted, total = workload.batch * workload.batches, 0.0
     for group in workload.groups():
         total += sum(group.seconds)

@@ -1,10 +1,10 @@
-"""What a box costs, beside the bare tool doing the same in the same run.
+"""Measure what a box costs, compared with the bare tool that does the same in the same run.
 
     python campaigns/bench/sandbox.py [--json] [--provider local --provider docker] [--rounds 12] [--burst 100]
 
 Docker's bare tool is its SDK on the same engine (the CLI is timed too, for orientation); local's is an overlay mount
-and `bwrap`. Measures are interleaved: each round does ours and theirs after one another, in alternating order, and a
-ratio is the median of the rounds' ratios.
+and `bwrap`. Measurements are interleaved: each round runs ours and theirs one after the other, in alternating order,
+and a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-if __name__ == "__main__":  # run by its path, this file's folder is on the path and the repository is not
+if __name__ == "__main__":  # for a run by path, sys.path has this file's folder instead of the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from campaigns.bench.bare_boxes import BareDocker, BareLocal
@@ -38,7 +38,7 @@ EXECS_PER_ROUND = 3
 
 
 class Boxes(Protocol):
-    """What is measured of either side; ``box`` is whatever ``create`` gave."""
+    """The operations that are measured on either side; ``box`` is what ``create`` returned."""
 
     async def create(self) -> Any: ...
     async def exec(self, box: Any) -> None: ...
@@ -80,7 +80,7 @@ async def chunks(data: bytes, size: int = 1024 * 1024) -> AsyncIterator[bytes]:
 
 
 async def timed(work: Awaitable[Any]) -> tuple[float, Any]:
-    """Milliseconds, and what the work gave."""
+    """Return the milliseconds that the work took, and its result."""
     start = time.perf_counter()
     result = await work
     return (time.perf_counter() - start) * 1000, result
@@ -99,7 +99,8 @@ async def one_round(boxes: Boxes) -> dict[str, float]:
 
 
 async def burst(boxes: Boxes, count: int) -> float:
-    """Milliseconds until ``count`` boxes asked for at once have each run a command; destroying them is not counted."""
+    """Return the milliseconds until ``count`` boxes, requested at once, have each run a command. Their removal is
+    not counted."""
 
     async def one() -> Any:
         box = await boxes.create()
@@ -112,11 +113,11 @@ async def burst(boxes: Boxes, count: int) -> float:
 
 
 async def compare(sides: dict[str, Boxes], rounds: int, burst_size: int, bursts: int) -> dict[str, dict[str, Samples]]:
-    """Operation → side → milliseconds, one value for each round."""
+    """Return operation → side → milliseconds, one value for each round."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     order = list(sides)
     for boxes in sides.values():
-        await one_round(boxes)  # images are built and connections opened
+        await one_round(boxes)  # warm-up: builds images and opens connections
     for _ in range(rounds):
         order.reverse()
         for side in order:
@@ -157,7 +158,7 @@ async def measure(
         await provider.reap(LABELS)
         await provider.aclose()
         if name == "local":
-            await asyncio.sleep(2)  # the supervisor leaves
+            await asyncio.sleep(2)  # until the supervisor has exited
             shutil.rmtree(config[name]["state_dir"], ignore_errors=True)
     figures: dict[str, Any] = {}
     bars = []
@@ -175,7 +176,7 @@ async def measure(
 
 def _config(name: str) -> dict[str, Any]:
     if name != "docker":
-        # A supervisor of its own, so that boxes of other programs cost nothing here.
+        # A separate supervisor, so that boxes of other programs cost nothing here.
         return {name: {"state_dir": tempfile.mkdtemp(prefix="bench-boxes-"), "linger_s": 1}}
     from tests.docker_engine import start_engine
 

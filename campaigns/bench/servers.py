@@ -1,4 +1,4 @@
-"""What servers cost: start, requests, memory (`campaigns.bench.stack`), whole rollouts (`campaigns.bench.rollouts`).
+"""Measure servers: start, requests, memory (`campaigns.bench.stack`), whole rollouts (`campaigns.bench.rollouts`).
 
 python -m campaigns.bench.servers [--json]
 """

@@ -1,9 +1,9 @@
-"""What a stack costs: time to ready, CPU per request, memory.
+"""Measure what a stack costs: time to ready, CPU per request, memory.
 
     python -m campaigns.bench.stack [--json] [--runs 5] [--requests 4000]
 
 *Start*: from the start of the ``ng_run`` process to its line ``servers ready``, for an environment, an agent and a
-model; the first start warms files and byte code and is not counted. *Request*: a tool that does nothing, called with a
+model; the first start warms up files and byte code and is not counted. *Request*: a no-op tool, called with a
 credential over kept-alive connections, beside the same tool in a bare FastAPI application under the same uvicorn;
 CPU of the server process, interleaved rounds. *Memory*: PSS of ``ng_run`` and all its processes after the requests.
 """
@@ -70,7 +70,7 @@ class Started:
     process: subprocess.Popen[str]
     seconds: float
     cpu_s: float
-    """Of all its processes, when the last server was ready."""
+    """CPU seconds of all its processes when the last server was ready."""
     run_dir: Path
 
 
@@ -81,7 +81,7 @@ def processes(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def ng_run(*words: str) -> Iterator[Started]:
-    """A stack, started as a user starts it, with its start timed."""
+    """Start a stack as a user does, and time its start."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory, "run")
         begin = time.perf_counter()
@@ -105,7 +105,7 @@ def ng_run(*words: str) -> Iterator[Started]:
 
 @contextmanager
 def bare_server() -> Iterator[tuple[int, str]]:
-    """The same tool without this suite: (pid, url)."""
+    """Run the same tool without this suite; yield (pid, url)."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
@@ -120,7 +120,7 @@ def bare_server() -> Iterator[tuple[int, str]]:
 
 
 async def load(url: str, headers: dict[str, str], count: int) -> None:
-    """``count`` requests over a few kept-alive connections, each answer checked."""
+    """Send ``count`` requests over a few kept-alive connections, and check each response."""
     numbers = iter(range(count))
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=CONNECTIONS)) as session:
 
@@ -133,7 +133,7 @@ async def load(url: str, headers: dict[str, str], count: int) -> None:
 
 
 async def cpu_us(pid: int, url: str, headers: dict[str, str], count: int) -> float:
-    """Server CPU microseconds per request."""
+    """Return the server's CPU microseconds per request."""
     before = sum(psutil.Process(pid).cpu_times()[:2])
     await load(url, headers, count)
     return 1e6 * (sum(psutil.Process(pid).cpu_times()[:2]) - before) / count
@@ -141,7 +141,7 @@ async def cpu_us(pid: int, url: str, headers: dict[str, str], count: int) -> flo
 
 @asynccontextmanager
 async def noop_server() -> AsyncIterator[tuple[int, str, dict[str, str]]]:
-    """The tool in a server of the suite: (pid, url, headers of a caller it knows)."""
+    """Run the tool in a server of the suite; yield (pid, url, headers of an authenticated caller)."""
     from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
     from nemo_gym.stack.endpoints import read_stack
 
@@ -154,7 +154,7 @@ async def noop_server() -> AsyncIterator[tuple[int, str, dict[str, str]]]:
 
 
 async def request_rounds(runs: int, requests: int) -> tuple[list[float], list[float]]:
-    """CPU per request, interleaved, after a round that warms up: (bare, suite)."""
+    """Measure CPU per request in interleaved rounds, after a warm-up round; return (bare, suite)."""
     bare: list[float] = []
     suite: list[float] = []
     async with noop_server() as (pid, url, headers):
@@ -169,7 +169,7 @@ async def request_rounds(runs: int, requests: int) -> tuple[list[float], list[fl
 
 
 def starts(runs: int) -> tuple[list[Started], float]:
-    """Timed starts, and the memory of the last stack in MiB."""
+    """Return ``runs`` timed starts after a warm-up start, and the memory of the last stack in MiB."""
     from nemo_gym.stack.endpoints import pss_mib
 
     found = []

@@ -1,17 +1,17 @@
-"""What traces cost: no-op rollouts with and without them, by turns, on the same servers.
+"""Measure what traces cost: no-op rollouts with and without traces, in turns, on the same servers.
 
     python -m campaigns.bench.telemetry [--json] [--runs 9] [--rollouts 400] [--concurrency 32]
 
-The stack traces half of all attempts (``observability.traces.sample=0.5``). Which half an attempt belongs to follows
-from its identity, so each turn runs one whole collection whose attempts are all traced and one of which none is, the
-first of them alternating. Two stacks side by side, one with traces and one without, differ by up to 5 % of their CPU
-when neither traces anything. What an attempt pays to learn that it is not traced is measured apart and added.
+The stack traces half of all attempts (``observability.traces.sample=0.5``). An attempt's identity decides whether it
+is traced, so each turn runs one whole collection with only traced attempts and one with none, in alternating order.
+There is one stack, because two stacks differ by up to 5 % of their CPU even when neither traces anything. The cost of
+finding out that an attempt is not traced is measured separately and added.
 
-The collector is a process that reads and answers, and nothing more. Its own CPU is not counted; that of servers and
-pipeline is, sending included. The bar is on CPU per rollout, which is what the rate comes to when nothing else loads
-the machine; the ratio of rates stands beside it.
+The collector is a process that only reads and responds. Its own CPU is not counted; that of servers and pipeline is,
+including sending. The bar is on CPU per rollout, which determines the rate on a machine with no other load; the ratio
+of rates is a figure beside it.
 
-*Off* is the cost of one step where traces are off: two looks at the clock and a count.
+*Off* is the cost of one step when traces are off: two readings of the clock and a count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from nemo_gym.stack.stack import pipeline_client
 SLOWER_AT_MOST = 0.03
 SAMPLE = 0.5
 ATTEMPTS_ASKED_ABOUT = 2
-"""How often a rollout's attempt is asked about: by the pipeline, and by the model server for its one call."""
+"""How often a rollout checks whether it is traced: once in the pipeline, once in the model server for its one call."""
 STEP_US_AT_MOST = 10.0
 _COLLECTOR = """
 import asyncio
@@ -69,7 +69,7 @@ asyncio.run(main())
 
 @asynccontextmanager
 async def collector() -> AsyncIterator[str]:
-    """The URL of a collector that throws away what it gets."""
+    """Run a collector that discards what it receives; yield its URL."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", _COLLECTOR, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -80,7 +80,7 @@ async def collector() -> AsyncIterator[str]:
 
 
 def write_halves(directory: Path, rollouts: int, run_id: str) -> dict[bool, Path]:
-    """Two inputs of ``rollouts`` rows, by whether their attempts are traced in this run."""
+    """Write two inputs of ``rollouts`` rows each; return them by whether their attempts are traced in this run."""
     files = {is_on: directory / f"{is_on}.jsonl" for is_on in (False, True)}
     rows = write_rows(files[True], 4 * rollouts)
     halves: dict[bool, list[bytes]] = {False: [], True: []}
@@ -95,7 +95,8 @@ def write_halves(directory: Path, rollouts: int, run_id: str) -> dict[bool, Path
 
 
 async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round], list[Round], float]:
-    """Rounds without and with traces, after one of each that warms up, and spans per rollout of the pipeline."""
+    """Measure rounds without and with traces, after a warm-up of each; return both, and the pipeline's spans per
+    rollout."""
     off: list[Round] = []
     on: list[Round] = []
     async with AsyncExitStack() as undo:
@@ -128,7 +129,7 @@ async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round]
 
 
 def sampling_us(count: int = 50_000) -> float:
-    """To learn that one attempt is not traced, in µs of CPU."""
+    """Return the µs of CPU that it takes to find out that one attempt is not traced."""
     rollout = {"run_id": "bench", "rollout_id": rollout_id_of("bench", 0, 0), "attempt": 1}
     telemetry.install(_Nowhere(), 0.0)
     start = time.process_time()
@@ -148,7 +149,7 @@ class _Nowhere:
 
 
 def step_us(count: int = 200_000) -> float:
-    """One step with traces off, in µs of CPU."""
+    """Return the µs of CPU of one step with traces off."""
     start = time.process_time()
     for _ in range(count):
         with telemetry.step("bench", peer="server"):

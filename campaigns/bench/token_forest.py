@@ -1,14 +1,14 @@
-"""What a turn costs in the token code as its conversation grows.
+"""Measure what a turn costs in the token code as its conversation grows.
 
     python -m campaigns.bench.token_forest [--json] [--turns 200] [--rounds 5]
 
 One session of a tool loop: each turn sends the whole history again, parsed anew from JSON as a server gets it, with
-four messages more (an answer with its calls, three results, 1 to 2 KB each), and samples an answer. Timed, in CPU time
-of the thread, are ``prepare``, the prompt as JSON for the engine, ``commit`` and the journal's record; the parsing of
-the body and its lowering are reported beside them. ``lowered``: the messages that were sent before are the objects of
-the request before, as `ConversationCache` hands them to the gateway's server; ``parsed``: all are new objects, the
-worst case. Before each turn a buffer larger than the processor's caches is walked over, because on a real gateway
-other sessions ran meanwhile. A turn's figure is the median over rounds and its four neighbours.
+four more messages (a response with its calls, three results, 1 to 2 KB each), and samples a response. Four parts are
+timed, in CPU time of the thread: ``prepare``, the prompt as JSON for the engine, ``commit`` and the journal's record;
+the parsing of the body and its lowering are reported beside them. ``lowered``: messages that were sent before are the
+same objects as in the previous request, as `ConversationCache` gives them to the gateway's server; ``parsed``: all are
+new objects, the worst case. Before each turn a buffer larger than the processor's caches is overwritten, because on a
+real gateway other sessions run meanwhile. A turn's figure is the median over rounds and its four neighbours.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WORDS = [
     "none",
 ]
 BEFORE = ("parse_body", "lower")
-"""What others do before the token code; not counted."""
+"""The parts that run before the token code; they are not counted."""
 PARTS = ("prepare", "prompt_json", "commit", "record")
 COLD = bytearray(64 << 20)
 
@@ -78,7 +78,7 @@ def text(source: random.Random, size: int) -> str:
 def turns_of(
     policy: PolicyTokenizer, encoder: IncrementalEncoder, turns: int, seed: int, *, lowered: bool
 ) -> list[dict[str, float]]:
-    """CPU nanoseconds of each part of each turn of one session."""
+    """Return the CPU nanoseconds of each part of each turn of one session."""
     adapter, cache = ADAPTERS[Dialect.CHAT], ConversationCache()
     source = random.Random(seed)
     forest = TokenForest(encoder, policy, History.VERBATIM, datetime(2026, 3, 1, tzinfo=UTC))
@@ -141,7 +141,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         policy = PolicyTokenizer.load(make_policy(Path(folder) / "policy", arguments.family))
     encoder = IncrementalEncoder(policy)
-    turns_of(policy, encoder, 12, 0, lowered=True)  # shapes are proven once per policy
+    turns_of(policy, encoder, 12, 0, lowered=True)  # warm-up: shapes are proven once per policy
     gc.collect()
     gc.freeze()  # as the gateway's server does: what is imported is never garbage
     figures: dict[str, Any] = {}

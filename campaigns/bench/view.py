@@ -1,10 +1,10 @@
-"""What looking at a large run costs: indexing, the first table, a filter, memory, and a long chain of tokens.
+"""Measure viewing a large run: indexing, the first table, a filter, memory, and a long chain of tokens.
 
 python -m campaigns.bench.view [--rows 100000] [--keep DIRECTORY] [--json]
 
-The result file is made up: rows of 20 kB in the median, with prompts, tool calls, diffs and test lists in the form of
-SWE-bench rows, one in a thousand with token chains, one of them of 65,536 tokens. It is indexed and served by
-`ng_view` as a process of its own. The figures of a page are taken in a headless Chromium, where there is one.
+The result file is generated: rows of 20 kB in the median, with prompts, tool calls, diffs and test lists in the form
+of SWE-bench rows, one in a thousand with token chains, one of them of 65,536 tokens. `ng_view` indexes and serves it
+in a separate process. The figures of a page come from a headless Chromium, if one is installed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FILTERS = (
 
 
 def rows(count: int, seed: int = 1) -> Iterator[bytes]:
-    """Lines of a result file."""
+    """Yield the lines of a result file."""
     chance = random.Random(seed)
     letters = "etaoinshrdlucmfwypvbgk"
     words = ["".join(chance.choices(letters, k=chance.randint(2, 11))) for _ in range(20_000)]
@@ -148,7 +148,7 @@ def _chain(tokens: int, chance: random.Random) -> dict[str, Any]:
 
 
 def write_result(path: Path, count: int) -> Samples:
-    """The lengths of the lines that were written."""
+    """Write a result file; return the lengths of its lines."""
     lengths = []
     with path.open("wb") as file:
         for line in rows(count):
@@ -158,7 +158,7 @@ def write_result(path: Path, count: int) -> Samples:
 
 
 def index_figures(path: Path) -> dict[str, float]:
-    """One reading of the file in a process of its own, as `ng_show` does it."""
+    """Read the file once in a separate process, as `ng_show` does."""
     program = (
         "import sys, time, json, resource\n"
         "from pathlib import Path\n"
@@ -174,7 +174,7 @@ def index_figures(path: Path) -> dict[str, float]:
 
 
 async def served(url: str, key: str) -> dict[str, Any]:
-    """Times of the first table, filters, and a chain, as a page asks for them, in milliseconds."""
+    """Return the milliseconds of the first table, filters, and a chain, with the requests of a page."""
     figures: dict[str, Any] = {}
     base = url.partition("?")[0]
     async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
@@ -206,7 +206,7 @@ async def served(url: str, key: str) -> dict[str, Any]:
 
 
 def in_browser(url: str, key: str) -> dict[str, float]:
-    """Seconds until Chromium shows the first table, a filter's rows, and the long chain after a click."""
+    """Return the seconds until Chromium shows the first table, and the long chain after a click."""
     from playwright.sync_api import sync_playwright
 
     found = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -257,7 +257,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 assert process.stdout is not None
                 url = process.stdout.readline().strip()
                 key = hashlib.blake2b(str(path.resolve()).encode(), digest_size=5).hexdigest()
-                time.sleep(2)  # until it has looked at the index
+                time.sleep(2)  # until the server has read the index
                 figures |= asyncio.run(served(url, key))
                 figures |= in_browser(url, key)
                 memory = psutil.Process(process.pid).memory_full_info()

@@ -1,8 +1,8 @@
 """The fixed workloads of the scheduling benches, and the simulated clock that they run on.
 
-A workload is seeded and drawn before anything runs: whatever schedules it gets the same tasks in the same order. The
-clock is an event loop: when nothing is left to do at an instant, and no thread owes the loop an answer, time jumps to
-the next timer. The product runs on it unchanged, with its real job store, whose writes take no simulated time.
+A workload depends on nothing but its seed: every scheduler gets the same tasks in the same order. The clock is an
+event loop: when nothing is left to do at an instant, and no thread still has to return a result, time jumps to the
+next timer. The product runs on it unchanged, with its real job store, whose writes take no simulated time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Z99 = 2.3263478740408408
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """Samples of one task: what each takes, and whether it is right."""
+    """The samples of one task: the time that each takes, and its reward."""
 
     seconds: tuple[float, ...]
     rewards: tuple[float, ...]
@@ -55,12 +55,12 @@ class SamplingWorkload:
     median_s: float = 60.0
     p99_to_median: float = 8.0
     correlation: float = 0.5
-    """Of the logarithms of times within a group."""
+    """The correlation of the logarithms of times within a group."""
     solve_rate: tuple[float, float] = (0.4, 0.4)
-    """Of the Beta distribution that tasks draw their chance of success from."""
+    """The parameters of the Beta distribution from which tasks draw their chance of success."""
 
     def groups(self) -> Iterator[SampledGroup]:
-        """The stream of tasks, without end."""
+        """Yield the endless stream of tasks."""
         draw, sigma = random.Random(self.seed), math.log(self.p99_to_median) / Z99
         shared, own = math.sqrt(self.correlation), math.sqrt(1 - self.correlation)
         while True:
@@ -79,12 +79,12 @@ class StagedWorkload:
     seed: int = 1
     jobs: int = 4000
     mean_s: tuple[float, float, float] = (5.0, 20.0, 60.0)
-    """Of INIT, RUN and EVAL."""
+    """The mean times of INIT, RUN and EVAL."""
     sigma: float = 0.5
-    """Of the logarithm of each time."""
+    """The standard deviation of the logarithm of each time."""
 
     def times(self) -> list[tuple[float, float, float]]:
-        """The stage times of each job. Each stage's are scaled to their mean, so that it is exact."""
+        """Return the stage times of each job. The times of each stage are scaled so that their mean is exact."""
         draw = random.Random(self.seed)
         columns = []
         for mean in self.mean_s:
@@ -98,7 +98,7 @@ class StagedWorkload:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Where a loop would sleep until its next timer, the clock jumps there, unless a thread owes an answer."""
+    """Jumps the clock to the loop's next timer instead of sleeping, unless a thread still has to return a result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             return super().select(None)
         self.jumped_s += max(timeout, 0.0)
         if self.jumped_s > self.limit_s:
-            limit_s, self.limit_s = self.limit_s, math.inf  # once: what is under way still has to be closed
+            limit_s, self.limit_s = self.limit_s, math.inf  # raise once: running work still has to be closed
             raise TimeoutError(f"not done after {limit_s:g} simulated seconds")
         return super().select(0)
 
@@ -124,14 +124,14 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
 
     def end_after(self, limit_s: float) -> None:
-        """Raise `TimeoutError` out of the loop then: work that waits for ever would let time pass for ever."""
+        """Make the loop raise `TimeoutError` at that time: work that waits forever would let time pass forever."""
         self._jumping.limit_s = limit_s
 
     def time(self) -> float:
         return self._jumping.jumped_s
 
     def owe(self, answer: asyncio.Future[T]) -> asyncio.Future[T]:
-        """Let no time pass until a thread has given this answer."""
+        """Let no time pass until a thread has set this result."""
         self._jumping.owed += 1
         answer.add_done_callback(self._given)
         return answer
@@ -145,13 +145,13 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self.owe(super().run_in_executor(executor, func, *args))
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Wait for its threads however long that takes: from Python 3.12 a runner gives them 300 s, which pass at once
-        here."""
+        """Wait for the executor's threads without a limit: from Python 3.12 a runner gives them 300 s, which pass at
+        once on this clock."""
         await super().shutdown_default_executor()
 
 
 class Timeless:
-    """A store or ledger on a thread of its own, whose calls take no simulated time."""
+    """Wraps a store or ledger that works in its own thread, so that its calls take no simulated time."""
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
@@ -182,8 +182,8 @@ def _owed(answer: Awaitable[T]) -> asyncio.Future[T]:
 
 
 def simulate(work: Callable[[Path], Coroutine[Any, Any, T]], limit_s: float = 100_000.0) -> T:
-    """Run ``work`` on a simulated clock, with a directory in memory for its files where the machine has one. Raises
-    `TimeoutError` when it is not done after so many simulated seconds."""
+    """Run ``work`` on a simulated clock, with a directory for its files, in memory if possible. Raises `TimeoutError`
+    if ``work`` is not done after ``limit_s`` simulated seconds."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
@@ -197,7 +197,7 @@ def simulate(work: Callable[[Path], Coroutine[Any, Any, T]], limit_s: float = 10
 
 
 class SimulatedStage:
-    """A stage that takes the time which the job's row gives it. ``times`` reads it from the row and sample index."""
+    """A stage that takes as long as the job's row says. ``seconds`` reads the time from the row and sample index."""
 
     def __init__(self, name: StageName, workers: int, seconds: Callable[[Mapping[str, Any], int], float]) -> None:
         self.name, self.workers, self._seconds = name, workers, seconds
@@ -228,7 +228,7 @@ class SimulatedStages:
 
     @classmethod
     def of(cls, workers: int) -> SimulatedStages:
-        """RUN takes what the row's ``seconds`` say of the sample, the others nothing."""
+        """RUN takes the sample's time from the row's ``seconds``; the other stages take no time."""
         return cls(
             SimulatedStage(StageName.INIT, workers, lambda row, sample: 0.0),
             SimulatedStage(StageName.RUN, workers, lambda row, sample: float(_of_sample(row["seconds"], sample))),
@@ -241,5 +241,5 @@ class SimulatedStages:
 
 
 def _of_sample(values: Sequence[T], sample: int) -> T:
-    """Samples that are run again have indices beyond the first ones."""
+    """Return a sample's value. Samples that are run again have indices beyond the last value and wrap around."""
     return values[sample % len(values)]

@@ -1,4 +1,4 @@
-"""Compositions of NeMo Gym's plugins only: every YAML composed, and environments served with a fake model endpoint."""
+"""Test compositions of only NeMo Gym's plugins: compose every YAML, and serve environments with a fake endpoint."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MODELS = (
     "responses_api_models/openai_model/configs/openai_model.yaml",
     "responses_api_models/vllm_model/configs/vllm_model.yaml",
 )
-"""Tried in this order: a configuration may bring its model, or need one, or take only some."""
+"""Tried in this order: a configuration may include its model, need one, or accept only some."""
 POLICY = ("+policy_base_url=http://127.0.0.1:9/v1", "+policy_api_key=key", "+policy_model_name=policy")
 VARIABLES = ("HF_TOKEN", "OPENSANDBOX_API_KEY", "OPENSANDBOX_DOMAIN", "TERMINAL_BENCH_2_1_DATASET_PATH")
-"""Of the environment, that configurations name; composing needs some value."""
+"""Environment variables that configurations name; composing needs them to have any value."""
 ROWS = 3
 _NG_RUN = "from nemo_gym.cli.run import main; main()"
 _FOLDERS = ("resources_servers/*/configs/**/*.yaml", "responses_api_agents/*/configs/**/*.yaml")
@@ -37,7 +37,7 @@ _MORE = ("environments/**/*.yaml", "benchmarks/**/*.yaml")
 
 
 def configurations(plugins: Path, only: str | None) -> list[Path]:
-    """Every file that defines a server or includes others."""
+    """Return every file that defines a server or includes other files."""
     found = []
     for pattern in (*_FOLDERS, *_MORE):
         for path in sorted(plugins.glob(pattern)):
@@ -101,7 +101,7 @@ class Served:
 
 
 def serveable(plugins: Path, only: str | None) -> Iterator[tuple[Path, Path]]:
-    """Configurations of environments with an agent of their own and example rows that exist."""
+    """Yield the configurations of environments with their own agent and existing example rows, and the rows' file."""
     for path in configurations(plugins, only):
         if path.parts[0] != "resources_servers" and path.parts[0] != "environments":
             continue
@@ -115,7 +115,7 @@ def serveable(plugins: Path, only: str | None) -> Iterator[tuple[Path, Path]]:
 def serve_all(plugins: Path, only: str | None, python: str, core: Path, jobs: int, timeout_s: float) -> list[Served]:
     """Start each composition with `ng_run` and a fake endpoint, and run three of its rows."""
     chosen = list(serveable(plugins, only))
-    # One place for the plugins' environments: those with the same requirements share one.
+    # One cache for the plugins' virtual environments: plugins with the same requirements share one.
     with tempfile.TemporaryDirectory(prefix="compat-cache-") as cache, fake_endpoint() as url:
         with ThreadPoolExecutor(jobs) as pool:
             return list(
@@ -178,7 +178,7 @@ def serve_report(served: list[Served]) -> dict[str, Any]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers every request for inference with one sentence, in the dialect that was asked for."""
+    """Responds to every inference request with one sentence, in the dialect of the request."""
 
     protocol_version = "HTTP/1.1"
 
@@ -211,11 +211,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: thousands of lines would hide the report."""
+        """Log nothing: thousands of lines would hide the report."""
 
 
 ANSWER = "The answer is \\boxed{A}. Answer: A. [[A]] <action>stand</action>"
-"""Something that many verifiers can read."""
+"""A response that many verifiers can parse."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Runs one suite of tests without a network; the interpreter's first words are this file and pytest's arguments.
+"""Runs one suite of tests without a network; this program's arguments are those of pytest.
 
-Only the loopback device is there. It imports nothing of the core under test: that is chosen by ``PYTHONPATH``.
+Only the loopback device exists. This file imports nothing of the core under test, which ``PYTHONPATH`` selects.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
 
 
 def leave_network() -> bool:
-    """Move this process into a network of its own; ``False`` where the kernel does not allow it."""
+    """Move this process into a new network namespace; return ``False`` if the kernel does not allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
     flags = CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWNET | CLONE_NEWUSER
     if libc.unshare(flags) != 0:

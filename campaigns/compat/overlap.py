@@ -3,9 +3,9 @@
     python -m campaigns.compat.overlap DIR [--json]
 
 ``DIR`` holds NeMo Gym's sources, as its repository or wheel does. Lines are compared without their white space; blank
-lines, comments and lines that say nothing (a bracket, ``pass``, ``else:``) are left out on both sides. Each run is
-listed with both places. A run of nothing but declarations (imports, class headers, fields, members, signatures) is
-what a compatible interface says in the same words, and is listed with that reason; any other has to be written anew.
+lines, comments and trivial lines (a bracket, ``pass``, ``else:``) are left out on both sides. Each run is listed with
+both places. A run of only declarations (imports, class headers, fields, members, signatures) cannot differ in a
+compatible interface, and is listed with that reason; any other run has to be written anew.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from campaigns.bench.report import Bar, argument_parser, print_report
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LINES = 6
-"""Of a run that is shown."""
+"""The least number of lines of a run that is shown."""
 _SAYS_NOTHING = re.compile(r'[\W_]*|(?:pass|else:|try:|finally:|return|return None|continue|break|"""|"?\w{1,3}"?,?)')
 _IMPORT = re.compile(r"from [\w.]+ import [\w., (]+|import [\w., ]+|\w+,|\)")
 _MANY_PLACES = 50
-"""Places of one beginning that are tried; a beginning with more is boilerplate."""
+"""How many places with the same first lines are tried; lines with more places are boilerplate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class Run:
     """Equal lines in both trees."""
 
     ours: str
-    """``path:first-last``, as ``theirs``."""
+    """``path:first-last``, like ``theirs``."""
     theirs: str
     lines: int
     reason: str | None
-    """Why the interface forces it; ``None`` for one that it does not force."""
+    """Why the interface forces these lines; ``None`` if it does not."""
     begins: str
 
 
 def telling_lines(source: str) -> list[Line]:
-    """The lines that are compared, with their white space taken out."""
+    """Return the lines that are compared, with their white space normalized."""
     stripped = ((number, " ".join(text.split())) for number, text in enumerate(source.splitlines(), 1))
     return [
         Line(number, text)
@@ -61,7 +61,7 @@ def telling_lines(source: str) -> list[Line]:
 
 
 def declarations(source: str) -> dict[int, str]:
-    """Line → the kind of declaration that it belongs to; other lines are missing."""
+    """Return line → the kind of declaration that the line belongs to; other lines are missing."""
     kinds: dict[int, str] = {}
 
     def mark(first: int, last: int | None, kind: str) -> None:
@@ -91,7 +91,7 @@ def declarations(source: str) -> dict[int, str]:
 
 
 def index(files: dict[str, list[Line]]) -> dict[tuple[str, ...], list[tuple[str, int]]]:
-    """Where each six lines stand."""
+    """Return the places of each sequence of `RUN_LINES` lines."""
     places: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
     for path, lines in files.items():
         for start in range(len(lines) - RUN_LINES + 1):
@@ -100,7 +100,7 @@ def index(files: dict[str, list[Line]]) -> dict[tuple[str, ...], list[tuple[str,
 
 
 def runs(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[Run]:
-    """The longest runs that begin in each of our places, in order; none overlaps another."""
+    """Yield the longest run that begins at each of our places, in order and without overlaps."""
     known = {path: telling_lines(source) for path, source in theirs.items()}
     places = index(known)
     for path, source in ours.items():
@@ -129,7 +129,7 @@ def runs(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[Run]:
 
 
 def reason_of(run: Sequence[Line], kinds: dict[int, str]) -> str | None:
-    """The kinds of declarations of a run; ``None`` where a line is none."""
+    """Return the kinds of declarations in a run, or ``None`` if a line belongs to none."""
     if any(line.number not in kinds for line in run):
         return None
     counted = Counter(kinds[line.number] for line in run)
@@ -148,7 +148,7 @@ def _equal(lines: Sequence[Line], at: int, other: Sequence[Line], start: int) ->
 
 
 def sources(root: Path, paths: Iterator[str]) -> dict[str, str]:
-    """The Python files that can be read and parsed, by path."""
+    """Return the Python files that can be read and parsed, by path."""
     found = {}
     for path in sorted(paths):
         try:

@@ -5,8 +5,8 @@
     python -m campaigns.compat.suites --plugins DIR --serve
 
 ``DIR`` holds ``resources_servers``, ``responses_api_agents``, … as NeMo Gym's repository or wheel does. No file there
-is edited. Each suite runs in a process of its own, in its folder, without a network, with an own time limit; a suite
-passes when pytest ends with 0 and at least one test passed. ``--core`` runs the same suites on another ``nemo_gym``
+is edited. Each suite runs in a separate process, in its folder, without a network, with its own time limit; a suite
+passes if pytest ends with 0 and at least one test passed. ``--core`` runs the same suites on another ``nemo_gym``
 (NeMo Gym's own), ``--python`` in another environment.
 """
 
@@ -35,22 +35,22 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
 ISOLATED = Path(__file__).with_name("isolated.py")
 _SEVERAL = 3
-"""Names of suites that a cause is printed with."""
+"""How many suites are named for each cause."""
 
 
 @dataclass
 class Suite:
-    """What one suite of tests did."""
+    """The result of one suite of tests."""
 
     kind: str
     name: str
     passed: int = 0
     failed: int = 0
     exit_code: int | None = None
-    """``None`` for one that was stopped by its time limit."""
+    """``None`` if the time limit stopped the suite."""
     seconds: float = 0.0
     causes: dict[str, int] = field(default_factory=dict)
-    """What its failures say → how many tests."""
+    """The number of failed tests for each cause."""
 
     @property
     def ok(self) -> bool:
@@ -58,7 +58,7 @@ class Suite:
 
 
 def find_suites(plugins: Path, kinds: Sequence[str], only: str | None) -> list[tuple[str, Path]]:
-    """Every plugin's folder that has tests, by kind."""
+    """Return the folder of every plugin that has tests, with its kind."""
     found = []
     for kind in kinds:
         for folder in sorted((plugins / kind).glob("*/")):
@@ -69,7 +69,7 @@ def find_suites(plugins: Path, kinds: Sequence[str], only: str | None) -> list[t
 
 
 def run_suite(kind: str, folder: Path, plugins: Path, shown_core: Path, python: str, timeout_s: float) -> Suite:
-    """One suite in a process of its own."""
+    """Run one suite in a separate process."""
     suite = Suite(kind, folder.name)
     with tempfile.TemporaryDirectory(prefix="compat-") as scratch:
         report = Path(scratch) / "junit.xml"
@@ -101,7 +101,7 @@ def run_suite(kind: str, folder: Path, plugins: Path, shown_core: Path, python: 
 
 
 def environment(plugins: Path, shown_core: Path, folder: Path, scratch: Path) -> dict[str, str]:
-    """The child's variables: the core first, then the plugin, then what stands beside it."""
+    """Return the child's environment. Its path has the core first, then the plugin, then the folder of all plugins."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("NEMO_GYM", "PYTEST"))}
     return {
         **kept,
@@ -115,7 +115,7 @@ def environment(plugins: Path, shown_core: Path, folder: Path, scratch: Path) ->
 
 
 def read_report(report: Path, suite: Suite) -> None:
-    """Count what pytest's XML says, and why."""
+    """Count the passed and failed tests in pytest's XML, and the causes of failures."""
     causes: Counter[str] = Counter()
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         bad = [child for child in case if child.tag in ("failure", "error")]
@@ -128,7 +128,7 @@ def read_report(report: Path, suite: Suite) -> None:
 
 
 def cause_of(message: str, text: str) -> str:
-    """One line that failures of one cause share."""
+    """Return one line that all failures with the same cause share."""
     lines = [line[2:].strip() for line in text.splitlines() if line.startswith("E ")]
     known = re.compile(r"(ModuleNotFoundError|ImportError|AttributeError|[A-Za-z_.]*(Error|Exception|Undefined)\b)")
     said = next((line for line in reversed(lines) if known.match(line)), None) or (lines[0] if lines else message)
@@ -142,7 +142,7 @@ def last_words(output: str) -> str:
 
 
 def group_causes(suites: Iterable[Suite]) -> list[dict[str, Any]]:
-    """Causes with the suites that they fail, the most costly first."""
+    """Return causes with the suites that they fail, those with the most suites first."""
     named: dict[str, list[str]] = defaultdict(list)
     tests: Counter[str] = Counter()
     for suite in suites:
@@ -155,7 +155,7 @@ def group_causes(suites: Iterable[Suite]) -> list[dict[str, Any]]:
 
 
 def show_core(core: Path, scratch: Path) -> Path:
-    """A directory that holds nothing but ``nemo_gym``: what stands beside the core hides no plugin."""
+    """Make a directory that holds only ``nemo_gym``, so that nothing beside the core hides a plugin."""
     shown = scratch / "core"
     shown.mkdir()
     (shown / "nemo_gym").symlink_to(core / "nemo_gym")

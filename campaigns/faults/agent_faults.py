@@ -1,6 +1,6 @@
-"""What goes wrong with an agent CLI, as scripts that any CLI can be played through, and the outcome each must have.
+"""Faults of an agent CLI, as scripts that run with any CLI, and the outcome that each must have.
 
-The policy's commands run in the CLI's own shell tool, below the CLI in the process tree, where an agent's would.
+The policy's commands run in the CLI's own shell tool, below the CLI in the process tree, as a real agent's do.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from nemo_gym.contract.session import AgentOutcome
 from tests.harness.stage import DONE, task
 
 MEMORY_MIB = 1536
-"""Of boxes that run out of it: more than any of the CLIs takes by itself."""
+"""The memory of boxes that run out of it: more than any of the CLIs uses by itself."""
 FLOOD_BYTES = 30_000_000
 KEPT = "kept"
-"""What the harvested patch must add."""
+"""The line that the harvested patch must add."""
 WORK = f"echo {KEPT} > greeting.txt; "
 MARKS = {"{mark1}": "271.{case:06d}", "{mark2}": "272.{case:06d}", "{lines}": "990{case:06d}"}
-"""Seconds of sleeps and lines of a tail, by which a case's processes are known on this machine."""
-# The CLI itself, not a shell of its own between: the first process of the package above this command.
+"""Numbers unique to a case (seconds of sleeps, lines of a tail), which identify its processes on this machine."""
+# Finds the CLI itself, not a shell that it started: the topmost ancestor whose program is from the CLI's package.
 FIND_CLI = (
     "cli=; p=$$; while [ $p -gt 1 ]; do"
     " case $(readlink /proc/$p/exe) in /opt/nemo-gym/agents/*) cli=$p;; esac;"
@@ -36,26 +36,26 @@ class Fault:
     name: str
     outcome: AgentOutcome
     turns: tuple[dict[str, Any], ...] = ()
-    """Of the policy. The names of `MARKS` in commands become the case's."""
+    """The policy's turns. Placeholders of `MARKS` in commands are replaced with the case's numbers."""
     repeat_last: bool = False
     wall_clock_s: float = 180.0
     reaches_deadline: bool = False
-    """Whether the wall clock is what ends it; then it is the CLI's ``patience_s``."""
+    """Whether the wall-clock limit ends the case; the limit is then the CLI's ``patience_s``."""
     max_turns: int | None = None
     memory_mib: int | None = None
     detail: str = ""
-    """Words of the outcome's detail."""
+    """Text that the outcome's detail must contain."""
     within_reach: bool = False
     works_first: bool = True
-    """Whether the world is changed before the fault, which must be in the patch."""
+    """Whether the policy changes the world before the fault; the patch must then contain the change."""
     stderr_bytes: int = 0
-    """At least so many were written."""
+    """The least number of bytes that the CLI writes to stderr."""
     gone: bool = False
     """No model server answers at all."""
     wrong_mcp_token: bool = False
 
     def task(self, case: int) -> dict[str, Any]:
-        """The policy's part, for a script."""
+        """The policy's task, for the scripted model."""
         marks = {name: mark.format(case=case) for name, mark in MARKS.items()}
         turns = [_marked(turn, marks) for turn in self.turns or (DONE,)]
         return task(self.words(case), *turns, repeat_last=self.repeat_last)
@@ -80,7 +80,7 @@ def shell(command: str) -> dict[str, Any]:
 
 
 def broken(**fault: Any) -> dict[str, Any]:
-    """An answer in whose place something else happens."""
+    """A model response that the given fault replaces."""
     return {**DONE, "fault": {"times": ALWAYS, **fault}}
 
 
@@ -93,7 +93,7 @@ def _faults() -> list[Fault]:
     crashed, unreachable = AgentOutcome.CRASHED, AgentOutcome.MODEL_UNREACHABLE
     memory: dict[str, Any] = {"memory_mib": MEMORY_MIB}
     return [
-        # Some CLIs do not wait for a command to end: then it is called again.
+        # Some CLIs do not wait for a command to end; the policy then calls it again.
         Fault("tool hangs", timed_out, (shell(WORK + "sleep {mark1}"),), repeat_last=True, reaches_deadline=True),
         Fault("CLI is stopped", timed_out, (shell(WORK + FIND_CLI + "kill -STOP $cli"), DONE), reaches_deadline=True),
         Fault(
@@ -173,7 +173,7 @@ FAULTS = {fault.name: fault for fault in _faults()}
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of one case."""
+    """The result of one case."""
 
     sandbox: str
     cli: str
@@ -182,7 +182,7 @@ class Seen:
     detail: str
     seconds: float
     over_s: float
-    """Of the whole act over its wall clock; negative where it ended before."""
+    """Seconds by which the whole act exceeded its wall clock; negative if it ended before."""
     problems: list[str] = field(default_factory=list)
 
     @property

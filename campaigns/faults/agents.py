@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Real agent CLIs in real boxes, and everything that goes wrong with them: a typed outcome in time, and nothing left.
+"""Run real agent CLIs in real boxes through every fault: each must end in time with a typed outcome and leave nothing.
 
     python -m campaigns.faults.agents [--json] [--sandbox local docker] [--clis claude_code …]
         [--faults NAME …] [--workers 3] [--list]
 
 Each case is one attempt through the CLI's own agent server, with a scripted policy. It must end with the outcome of
 its fault, within its wall clock and the grace for stopping, with the work done before the fault in its patch. After
-it, no box, process, mount, cgroup, container, door socket or temporary file of it may be there.
+it, no box, process, mount, cgroup, container, door socket or temporary file of the case may be left.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ SANDBOXES = ("local", "docker")
 ALL, LEFT = "all", "left:"
 MAX_MODEL_FAILURES = 5
 GONE_WITHIN_S = 15.0
-"""After the act's answer: for what the kernel and the engine do by themselves."""
+"""Time after the act's response in which the kernel and the engine may finish their own cleanup."""
 HARVEST_S = 15.0
-"""Beside the grace for stopping: for the patch, on a machine that is busy with other cases."""
+"""Time added to the grace for stopping: to harvest the patch on a machine that is busy with other cases."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Cli:
 
     agent: type[CliAgent]
     patience_s: float
-    """Wall clock of the cases that end by it."""
+    """The wall clock of the cases that end by reaching it."""
     harness: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the harness."""
 
@@ -87,7 +87,7 @@ CLIS = {
     "codex": Cli(CodexAgent, 20),
     "opencode": Cli(OpencodeAgent, 60),
     "qwen_code": Cli(QwenCodeAgent, 45),
-    # Its shell waits ten seconds for output, and the fourth call of the same command would be the last.
+    # Its shell waits ten seconds for output, and stuck detection would end the run at the fourth identical call.
     "openhands": Cli(OpenHandsAgent, 150, {"stuck_detection": False}),
 }
 
@@ -105,7 +105,7 @@ class Campaign:
     boxes: set[str] = field(default_factory=set)
     """Every box that was seen."""
     most: Counter[str] = field(default_factory=Counter)
-    """What was seen of them at most at one moment, so that nothing left says something."""
+    """The highest count of each kind of thing at one moment: it shows that `look` can find what a case leaves."""
 
     async def run(self, number: int, cli: str, fault: Fault) -> Seen:
         async with self.slots:
@@ -159,7 +159,7 @@ class Campaign:
         )
 
     async def _left(self, run_id: str, number: int) -> list[str]:
-        """What of a case is still there; the kernel and the engine get a moment."""
+        """Return what a case left, after a moment in which the kernel and the engine may clean up."""
         marks = [mark.format(case=number) for mark in MARKS.values()]
 
         async def left() -> list[str]:
@@ -171,7 +171,7 @@ class Campaign:
         return await settled(left)
 
     async def watch(self) -> None:
-        """Remember every box, so that its groups can be looked for when it is gone."""
+        """Record every box, so that `look` can search for its cgroups when the box is gone."""
         mine = f"agent-faults-{os.getpid()}-"
         while True:
             boxes = [box for box in await self.provider.list({}) if box.labels.get(BoxLabel.RUN, "").startswith(mine)]
@@ -182,14 +182,14 @@ class Campaign:
             await asyncio.sleep(0.5)
 
     def look(self) -> dict[str, list[str]]:
-        """What there is of any box now, and of their doors."""
+        """Return what exists of any box now, and the sockets of doors."""
         groups = [group for group, _, _ in os.walk("/sys/fs/cgroup") if any(box in group for box in self.boxes)]
         found = {**leftovers(Scope(self.state_dir, run_id="")), "doors": foreign_sockets()}
         return {**found, "cgroups": [*found.get("cgroups", []), *groups]}
 
 
 async def settled(look: Callable[[], Awaitable[list[str]]]) -> list[str]:
-    """What ``look`` finds in the end; at once when that is nothing."""
+    """Call ``look`` until it finds nothing or `GONE_WITHIN_S` has passed; return what it found last."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while True:
         found: list[str] = await look()
@@ -199,7 +199,7 @@ async def settled(look: Callable[[], Awaitable[list[str]]]) -> list[str]:
 
 
 def judged(fault: Fault, answer: ActResponse, over_s: float) -> list[str]:
-    """What is wrong with an act's answer."""
+    """Return what is wrong with an act's response."""
     problems = []
     detail, seen = answer.outcome_detail or "", answer.observations
     if answer.outcome is not fault.outcome:
@@ -222,7 +222,7 @@ def judged(fault: Fault, answer: ActResponse, over_s: float) -> list[str]:
 
 
 async def everything_left(campaign: Campaign, temporary: Path) -> list[str]:
-    """What all cases of a sandbox left together."""
+    """Return what all cases of a sandbox together left."""
 
     async def left() -> list[str]:
         found = await asyncio.to_thread(campaign.look)
@@ -280,8 +280,8 @@ async def campaign(
 
 
 async def run(sandbox: str, clis: Sequence[str], faults: Sequence[str], workers: int, folder: Path) -> list[Seen]:
-    """All cases of one sandbox, and one more for what all of them left."""
-    # What servers keep in temporary files is looked for in a place of its own.
+    """Run all cases of one sandbox. Return their results, and one more for what all of them left."""
+    # Servers get a separate directory for temporary files, so that anything left in it is theirs.
     temporary = folder / "tmp"
     temporary.mkdir()
     tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)
@@ -318,8 +318,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.list:
         print("\n".join(FAULTS))
         return 0
-    faulthandler.dump_traceback_later(5400, exit=True)  # a campaign that hangs says where
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it tells of each broken answer
+    faulthandler.dump_traceback_later(5400, exit=True)  # a campaign that hangs prints where
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs each broken response
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     for cli in chosen.clis:
         installed(CLIS[cli].agent.harness_class.package)
@@ -329,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="agent-faults-", ignore_cleanup_errors=True) as name:
             try:
                 seen += asyncio.run(run(sandbox, chosen.clis, chosen.faults, chosen.workers, Path(name)))
-                time.sleep(2)  # the supervisor leaves
+                time.sleep(2)  # until the supervisor has exited
             finally:
                 tempfile.tempdir = None
                 os.environ.pop("TMPDIR")

@@ -4,9 +4,9 @@
     python -m campaigns.faults.broker_wire --json [--database sqlite] [--provider local] [--seed 1] [--cuts 8]
                                            [--boxes 40]
 
-The routes are those of the broker's own description; one without a recipe here is a missed bar. A request that got no
-whole answer is sent again until it has one, and its effect must be there exactly once. Then owners work with many
-boxes over a network that breaks any connection at random, judged as `campaigns.faults.broker_crash` judges. Prints
+The routes come from the broker's OpenAPI document; a route without a recipe here misses a bar. A request without a
+complete response is sent again until it has one, and its effect must have happened exactly once. Then owners work with
+many boxes over a network that breaks connections at random, judged as `campaigns.faults.broker_crash` judges. Prints
 figures and bars as JSON, last.
 """
 
@@ -33,7 +33,7 @@ from tests.sandbox.unreliable_network import Relay, relay
 
 COPIES = 3
 ANSWER_S = 120.0
-"""For a request and its repetitions."""
+"""The time limit of a request with its repetitions."""
 
 
 class Breaking(Relay):
@@ -46,7 +46,7 @@ class Breaking(Relay):
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         breaks = self._draw.random() < self._share
         place = int(10 ** self._draw.uniform(0, 4.5)) if breaks else None
-        # Read before anything is awaited, so each connection has its own.
+        # The base class reads these before it awaits anything, so each connection gets its own values.
         self.cut_requests_after, self.cut_answers_after = (place, None) if self._draw.random() < 0.4 else (None, place)
         await super()._serve(reader, writer)
 
@@ -60,7 +60,7 @@ async def described(broker_url: str, calls: Client) -> list[str]:
 async def every_route(
     folder: Path, *, provider: str, settings: dict[str, Any], seed: int, cuts: int
 ) -> tuple[dict[str, Any], list[Bar]]:
-    """Each route with cuts in its request and in its answer, and sent several times at once."""
+    """Call each route with cuts in its request and in its response, and with several copies at once."""
     draw = random.Random(seed)
     wrong: list[str] = []
     tried: Counter[str] = Counter()
@@ -70,7 +70,7 @@ async def every_route(
         routes = await described(set_up.broker.url, direct)
         scene = Scene(set_up, direct)
         scene.box, scene.token = await scene.create()
-        # A connection for each request: bytes are counted from its beginning.
+        # Each request has its own connection, because bytes are counted from the beginning of a connection.
         async with relay(set_up.broker.port) as network, client(network.url, fresh=True) as shaken:
             for name in routes:
                 if name in RECIPES:
@@ -98,7 +98,7 @@ async def _shake(scene: Scene, name: str, network: Relay, shaken: Client, draw: 
         network.cuts, network.max_cuts = 0, draw.randint(1, 3)
         network.cut_requests_after = network.cut_answers_after = None
         if number % 2:
-            # The first byte, none at all, and anywhere: small answers are mostly head.
+            # Cut before the first byte, then after it, then anywhere: small responses are mostly headers.
             network.cut_answers_after = (0, 1)[number // 2] if number < 4 else int(10 ** draw.uniform(0, 3.2))
         else:
             network.cut_requests_after = 1 if number == 0 else draw.randrange(1, request_bytes)
@@ -127,7 +127,7 @@ async def _sent(shaken: Client, call: Call, check: Check, *, copies: int, what: 
 async def shaken_work(
     folder: Path, *, provider: str, settings: dict[str, Any], seed: int, boxes: int
 ) -> tuple[dict[str, Any], list[Bar]]:
-    """Owners at work over a network that breaks every third connection."""
+    """Let owners work over a network that breaks a third of the connections."""
     draw = random.Random(seed)
     async with stage(folder, provider, settings) as set_up:
         network = Breaking(set_up.broker.port, random.Random(draw.random()), share=0.33)
@@ -153,7 +153,7 @@ async def shaken_work(
 
 
 async def _finish(play: Play, set_up: Stage) -> dict[str, list[str]]:
-    """Over a network that works: what was received is compared, not the network."""
+    """Finish over an undisturbed network: this compares what was received and does not test the network."""
     async with client(set_up.broker.url) as direct:
         direct.asked, direct.broken = play.client.asked, play.client.broken
         play.client = direct
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cuts", type=int, default=8, help="in requests and in answers of each route")
     parser.add_argument("--boxes", type=int, default=40)
     chosen = parser.parse_args(arguments)
-    faulthandler.dump_traceback_later(3600, exit=True)  # a campaign that hangs says where
+    faulthandler.dump_traceback_later(3600, exit=True)  # a campaign that hangs prints where
     figures: dict[str, Any] = {name: getattr(chosen, name) for name in ("database", "provider", "seed")}
     bars: list[Bar] = []
     common = {"provider": chosen.provider, "seed": chosen.seed}

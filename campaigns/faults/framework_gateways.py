@@ -106,7 +106,7 @@ def batch(prompts: int) -> dict[str, Any]:
 
 
 async def bare(pool: GatewayPool, sessions: int) -> float:
-    """Seconds per session of opening, the same calls and finalizing, in one loop and no framework."""
+    """Return the seconds per session for opening, the same calls and finalizing, in one loop without the framework."""
     waiting = iter(range(sessions))
     began = time.perf_counter()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -127,8 +127,8 @@ async def run(sessions: int, folder: Path) -> dict[str, Any]:
     policy = make_policy(folder / "policy", "chatml_think")
     async with FakeVllmEngine() as engine:
         engines = [{"type": "vllm", "base_url": engine.url}]
-        # Each with a supervisor of its own, which is killed with it: a supervisor that lives would have it back in a
-        # second, and nobody would notice more than a pause.
+        # Each gateway has its own supervisor, which is killed with it: a supervisor that survived would restart the
+        # gateway within a second, and sessions would see no more than a pause.
         stacks = [
             await asyncio.to_thread(
                 OwnGateways,
@@ -151,7 +151,7 @@ async def run(sessions: int, folder: Path) -> dict[str, Any]:
             capped = OpenAICompatibleAgentFramework.from_config(
                 config=trainer_config(per_prompt, AT_ONCE), gateways=pool, sink=sink
             )
-            # In turn, so that what else the machine does meets both.
+            # In turn, so that other load on the machine affects both.
             costs = []
             for _ in range(3):
                 once = await bare(pool, sessions // 4)
@@ -164,7 +164,7 @@ async def run(sessions: int, folder: Path) -> dict[str, Any]:
             prompts = sessions // per_prompt
             engine.gate.clear()
             running = asyncio.create_task(framework.run_batch(batch(prompts)))
-            # All sessions are open and wait for the engine; none ends while the counts are looked at.
+            # All sessions are open and wait for the engine; none ends while the counts are read.
             while len(spread) < sessions:  # noqa: ASYNC110 - the pool has no event for it
                 await asyncio.sleep(0.01)
             before = list(spread)

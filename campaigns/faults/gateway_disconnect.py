@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Leave the gateway after every byte of an answer, in every dialect, and ask again.
+"""Disconnect from the gateway after every byte of a response, in every dialect, and send the request again.
 
     python -m campaigns.faults.gateway_disconnect --json [--stride 1] [--dialects chat responses messages]
 
-Whoever did not read the whole answer gets the same one again, sampled once; whoever leaves while it is sampled ends
-the sampling, and nothing has happened. Prints figures and bars as JSON, last.
+A client that did not read the whole response gets the same one again, sampled once. A client that disconnects during
+sampling ends the sampling, and the session is unchanged. Prints figures and bars as JSON, last.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _TAG = re.compile(r"session-\d+")
 _ANSWER_EVENT = re.compile(
     rb'"(?:content|reasoning_content)":"[^"]|"type":"(?:response.output_item.added|content_block_start)"'
 )
-"""What no stream holds before its answer is there."""
+"""Bytes that no stream contains before the model's response begins."""
 MAX_TOKENS = 64
 ANSWER = {"rules": [{"steps": [{"think": "Brief.", "say": "Twenty-two — вот и всё. 三"}]}]}
-"""Always the same, so that every stream of a dialect is equally long; the model's own tokens and logprobs all the
-same."""
+"""Always the same text, so that every stream of a dialect is equally long. The tokens and logprobs are still the
+model's own."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ async def setting(folder: Path, *options: str, **block: Any) -> AsyncIterator[Se
 
 @dataclass
 class Outcome:
-    """What became of one cut, or of several."""
+    """The results of one or more cuts."""
 
     cuts: int = 0
     same: int = 0
@@ -109,16 +109,16 @@ class Outcome:
     different: list[str] = field(default_factory=list)
     """The retry's bytes do not begin with those that were read before."""
     inconsistent: list[str] = field(default_factory=list)
-    """Turns or engine calls that are not one."""
+    """Cuts after which turns or engine calls are not as they must be."""
     tags: set[str] = field(default_factory=set)
-    """Of the sessions that sampled again."""
+    """The tags of the sessions that sampled again."""
 
 
 async def cut_and_retry(
     there: Setting, dialect: Dialect, count: int | None, *, how: Leave, retry: bool, outcome: Outcome, whole: bool
 ) -> int:
-    """Read ``count`` bytes of an answer (all without), leave, ask again; the answer's length. ``retry``: the repeated
-    request says that it is one. ``whole``: ask again without a stream."""
+    """Read ``count`` bytes of a response (``None``: all), disconnect, repeat the request; return how many bytes were
+    read. ``retry``: the repeated request has a retry count. ``whole``: the repeated request asks for no stream."""
     client = await there.session(dialect)
     conversation = Conversation(dialect)
     conversation.user(f"{client.tag} says something")
@@ -130,7 +130,7 @@ async def cut_and_retry(
         await call.read_bytes(count)
     length = len(call.read)
     call.leave(how)
-    if count is not None and call.is_whole:  # its times have fewer digits than the measured one's: nothing was cut
+    if count is not None and call.is_whole:  # its times have fewer digits than the measured ones: nothing was cut
         return length
     again = conversation.body(stream=not whole, max_tokens=MAX_TOKENS)
     second = await there.send(client, again, retry=retry)
@@ -161,7 +161,7 @@ async def _check(client: Client, found: Received, outcome: Outcome, where: str) 
 
 
 async def every_byte(folder: Path, dialects: Sequence[Dialect], stride: int) -> tuple[dict[str, Any], list[Bar]]:
-    """Cuts in answers that are whole when the first byte leaves."""
+    """Cut responses that are complete before the gateway sends their first byte."""
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
     twice: set[str] = set()
@@ -177,7 +177,7 @@ async def every_byte(folder: Path, dialects: Sequence[Dialect], stride: int) -> 
                 name = f"{dialect}/{how}"
                 figures[name] = {"stream_bytes": length, "cuts": outcome.cuts, "same_answer": outcome.same}
                 bars += _bars(name, outcome, figures[name])
-            # Nobody can tell such a caller from one that read everything: only its own word that it retries helps.
+            # The gateway cannot tell such a caller from one that read everything: only a retry count would help.
             untold = Outcome()
             cut = partial(cut_and_retry, there, dialect, how=Leave.HALF, retry=False, outcome=untold, whole=False)
             await _together([partial(cut, at) for at in range(0, length, 16 * stride)])
@@ -207,7 +207,7 @@ def _bars(name: str, outcome: Outcome, figures: dict[str, Any]) -> list[Bar]:
 
 
 async def while_sampling(folder: Path, dialects: Sequence[Dialect], rounds: int) -> tuple[dict[str, Any], list[Bar]]:
-    """Callers that leave before the answer is there: before the headers, and between pings."""
+    """Disconnect before the response is sampled: before the headers, and between pings."""
     outcome = Outcome()
     pinged = 0
     options = ("--first-token-delay", "0.25", "--tokens-per-second", "40")
@@ -237,7 +237,7 @@ async def while_sampling(folder: Path, dialects: Sequence[Dialect], rounds: int)
             second.leave(Leave.CLOSE)
             found = conversation.received(data, stream=stream)
             summary = await client.finalize()
-            # An engine writes the end of a call into its log when its last byte has left.
+            # An engine logs the end of a call after it has sent the last byte.
             await _until(lambda: all(call.outcome != "killed" for call in there.calls()[client.tag]))
             calls = there.calls()[client.tag]
             rows = summary["trajectories"]
@@ -262,7 +262,7 @@ async def while_sampling(folder: Path, dialects: Sequence[Dialect], rounds: int)
 
 
 async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int) -> tuple[dict[str, Any], list[Bar]]:
-    """Cuts at every byte of a stream that began with pings: whatever was known at that moment, one turn is kept."""
+    """Cut a stream that begins with pings at every byte: wherever the cut is, exactly one turn is kept."""
     outcome = Outcome()
     sampled_twice = after_its_beginning = 0
     options = ("--first-token-delay", "0.1")
@@ -280,7 +280,7 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
                 await call.read_bytes(1)
             await call.read_bytes(at)
             call.leave(Leave.CLOSE)
-            if call.is_whole:  # fewer pings came than in the measured one: nothing was cut, and the next is a new turn
+            if call.is_whole:  # fewer pings than in the measured stream: nothing was cut, and a repeat is a new turn
                 return
             second = await there.send(client, body)
             status, data = await second.whole()
@@ -292,7 +292,7 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
                 return
             summary = await client.finalize()
             kept = [turn["details"]["call_id"] for row in summary["trajectories"] for turn in row["turns"]]
-            # An engine writes the end of a call into its log when its last byte has left.
+            # An engine logs the end of a call after it has sent the last byte.
             await _until(lambda: all(call.outcome != "killed" for call in there.calls()[client.tag]))
             calls = there.calls()[client.tag]
             answered = [str(call.request_id)[:32] for call in calls if call.outcome == "answered"]
@@ -315,9 +315,9 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
             await call.whole()
             length = len(call.read)
             call.leave(Leave.CLOSE)
-            # How many pings come varies; one is shorter than this.
+            # The number of pings varies; 600 bytes are longer than a ping.
             anywhere = [partial(one, dialect, at) for at in range(0, length - 600, stride)]
-            # Under load more pings come before the answer, and cuts by their distance from the start may all miss it.
+            # Under load more pings come before the response, so that cuts counted from the start may all miss it.
             behind = [partial(one, dialect, at, into_the_answer=True) for at in range(0, 120, 40)]
             await _together([*anywhere, *behind])
     figures: dict[str, Any] = {
@@ -360,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dialects", nargs="+", type=Dialect, default=[*Dialect], choices=[*Dialect])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     chosen = parser.parse_args(arguments)
-    faulthandler.dump_traceback_later(3000, exit=True)  # a campaign that hangs says where
+    faulthandler.dump_traceback_later(3000, exit=True)  # a campaign that hangs prints where
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory(prefix="gateway-disconnect-") as name:

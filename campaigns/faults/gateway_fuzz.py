@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Send the gateway whatever is wrong, on every route, and look at how it says so.
+"""Send the gateway malformed requests on every route, and check its error responses.
 
     python -m campaigns.faults.gateway_fuzz --json [--examples 400] [--seed 1] [--parts mutated damaged schema raw]
 
-No answer may be a 5xx, none may hang, and each refusal on an inference route is the dialect's own. Four parts: bodies
-that are right but for a few changes; their bytes, broken; bodies made from the SDKs' own types, right and wrong
-(schemathesis); and requests that are hardly HTTP. Prints figures and bars as JSON, last.
+No response may be a 5xx, none may hang, and each refusal on an inference route has the dialect's error format. Four
+parts: valid bodies with a few changes; valid bodies with damaged bytes; valid and invalid bodies generated from the
+SDKs' own types (schemathesis); and malformed HTTP requests. Prints figures and bars as JSON, last.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from nemo_gym_testing.gateway import FakeOpenAIEngine
 
 TIMEOUT_S = 30.0
 IDLE_S = 20.0
-"""A server may close a connection that was not used for longer."""
+"""A connection that is idle for longer is replaced, because a server may close it."""
 SCRIPT = {"rules": [{"steps": [{"say": "Yes."}]}]}
 BACKENDS = ("token", "text")
 PARTS = ("mutated", "damaged", "schema", "raw")
@@ -70,7 +70,7 @@ CONTROL = {
 
 @dataclass
 class Target:
-    """A gateway under fire. Sessions are opened anew when one was ended."""
+    """The gateway under test. It gets a new session whenever a request has ended one."""
 
     gateway: GatewayProcess
     statuses: Counter[str] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ class Target:
         return self._session
 
     def try_body(self, path: str, data: bytes, **more: str) -> None:
-        """Send it as who may send it, and check the answer."""
+        """Send a body with the credentials that its route needs, and check the response."""
         inference = dialect_of(path) is not None
         if inference:
             headers = {"Authorization": f"Bearer {self.session()['inference_token']}"}
@@ -125,7 +125,7 @@ class Target:
 
 @dataclass
 class Findings:
-    """What was wrong, shrunk to its smallest cause."""
+    """Failures, each shrunk to its smallest cause."""
 
     wrong: list[str] = field(default_factory=list)
     examples: int = 0
@@ -192,7 +192,7 @@ def damaged(target: Target, findings: Findings, examples: int, seed: int) -> Non
 
 
 def schema(target: Target, findings: Findings, examples: int, seed: int) -> None:
-    """Bodies from the routes' own description, right and wrong."""
+    """Send valid and invalid bodies, generated from the routes' OpenAPI document."""
     import schemathesis
     from schemathesis.core.result import Ok
     from schemathesis.generation import GenerationMode
@@ -223,7 +223,7 @@ def schema(target: Target, findings: Findings, examples: int, seed: int) -> None
 
 
 def raw(target: Target, findings: Findings, examples: int, seed: int) -> None:
-    """Headers and framing that are wrong."""
+    """Send malformed headers and framing."""
     body = orjson.dumps({**bodies.CHAT, "stream": False})
     for path in INFERENCE:
         for headers in (
@@ -264,7 +264,7 @@ def raw(target: Target, findings: Findings, examples: int, seed: int) -> None:
 
 @contextmanager
 def fuzzed(folder: Path, backend: str = "token") -> Iterator[Target]:
-    """A gateway before an engine that takes token ids, or before an endpoint that takes text."""
+    """A gateway in front of an engine that takes token ids, or of an endpoint that takes text."""
     folder.mkdir(exist_ok=True)
     policy = policy_in(folder)
     if backend == "text":
@@ -321,7 +321,7 @@ def campaign(
             bars.append(
                 Bar.at_most(f"{backend}, {part}: answers that are 5xx, hang, or have no form", len(findings.wrong), 0)
             )
-        # A right request is answered still, by the same process.
+        # The same process must still answer a valid request.
         target._session = {}
         status, _, _ = target.post(
             "/v1/chat/completions",
@@ -346,8 +346,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     chosen = parser.parse_args(arguments)
-    faulthandler.dump_traceback_later(3000, exit=True)  # a campaign that hangs says where
-    sys.setrecursionlimit(20_000)  # for bodies that are nested more deeply than Python likes to copy
+    faulthandler.dump_traceback_later(3000, exit=True)  # a campaign that hangs prints where
+    sys.setrecursionlimit(20_000)  # to copy bodies that are nested more deeply than the default allows
     figures: dict[str, Any] = {"seed": chosen.seed}
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory(prefix="gateway-fuzz-") as folder:

@@ -35,7 +35,7 @@ from campaigns.faults.gateway.processes import EngineProcess, GatewayProcess, po
 from nemo_gym_testing.gateway.tiny.log import read_log
 
 GROWTH_BYTES = 400
-"""A turn's record is longer, a record that an answer was sent is shorter."""
+"""A turn's record is longer; the record of a delivered response is shorter."""
 KILL_ON_GROWTH = """
 import os, sys, time
 pid, path, growth, within_s = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
@@ -48,7 +48,7 @@ while time.monotonic() < deadline:
     size = now
 sys.exit(1)
 """
-"""In a process of its own: the window between a turn's commit and its delivery is a fraction of a millisecond."""
+"""A separate process, because the window between a turn's commit and its delivery is a fraction of a millisecond."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Killer:
         self.starts_s.append(await asyncio.to_thread(self.gateway.start))
 
     def _kill_on_growth(self) -> bool:
-        """Kill in the moment the journal gets a turn; whether there was one."""
+        """Kill the gateway at the moment its journal gets a turn; return whether one came in time."""
         within_s = self.draw.uniform(0.5, 2.0)
         arguments = [str(self.gateway.pid), str(self._segment()), str(GROWTH_BYTES), str(within_s)]
         done = subprocess.run([sys.executable, "-S", "-c", KILL_ON_GROWTH, *arguments], check=False)
@@ -92,7 +92,7 @@ class Killer:
         return max(self.gateway.journal.glob("*.log"))
 
     def _tear(self) -> None:
-        """As a machine that dies in the middle of a write leaves it."""
+        """Leave the journal as a machine that dies in the middle of a write leaves it."""
         with self._segment().open("r+b") as file:
             beginning = file.read(self.draw.randrange(1, 60))
             file.seek(0, os.SEEK_END)
@@ -122,7 +122,7 @@ async def kills(
             finally:
                 working.cancel()
             summaries = [await client.finalize() for client in told]
-            # What was finalized is answered again, by a successor as well.
+            # Finalizing again returns the same summary, from a restarted gateway too.
             gateway.kill()
             gateway.start()
             changed = [c.tag for c, before in zip(told, summaries, strict=True) if await c.finalize() != before]
@@ -182,7 +182,7 @@ async def full_disk(folder: Path, *, seed: int, sessions: int, turns: int) -> tu
                     ready = reply.status
                 gateway.kill()
                 for client in told:
-                    # Every answer sampled for a refused request is gone with its commit, and that of the last one.
+                    # The response sampled for each refused request was lost with its commit, and so was the last one.
                     client.hits = len(client.refusals) + 1
                 grow("64m")
                 await asyncio.to_thread(gateway.start)
@@ -209,7 +209,7 @@ async def full_disk(folder: Path, *, seed: int, sessions: int, turns: int) -> tu
     bars = [
         *_bars(mode, ledger),
         Bar.at_most(f"{mode}answers while nothing could be committed", during, 0),
-        # Those under way when it filled up, and one each for the disk's last bytes.
+        # The requests in flight when the disk filled up, and one more per session for the disk's last bytes.
         Bar.at_most(f"{mode}sampled for nothing", ledger.resampled, 2 * sessions),
         Bar.at_most(f"{mode}refusals that are no 5xx in the dialect", len(shapeless), 0),
         Bar(f"{mode}/ready while it was full", ready, "", "= 503", ready == 503),
@@ -219,7 +219,7 @@ async def full_disk(folder: Path, *, seed: int, sessions: int, turns: int) -> tu
 
 @contextmanager
 def small_disk(at: Path, size: str) -> Iterator[Any]:
-    """A file system of that size, and a way to give it another."""
+    """Mount a file system of that size; yield a function that resizes it."""
     at.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(at)], check=True)
     try:
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--kills", type=int, default=25, help="per durability mode")
     chosen = parser.parse_args(arguments)
-    faulthandler.dump_traceback_later(900, exit=True)  # a campaign that hangs says where
+    faulthandler.dump_traceback_later(900, exit=True)  # a campaign that hangs prints where
     figures: dict[str, Any] = {"seed": chosen.seed}
     bars: list[Bar] = []
     for durability in ("process", "power_loss"):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The router before engines that come, go, die, hang and refuse: fair shares, bounded probing, no session lost.
+"""Test the router with engines that come, go, die, hang and refuse: fair shares, bounded probing, no session lost.
 
     python -m campaigns.faults.gateway_router --json [--cases shares dead killed …] [--doors library gateway]
 
-Engines are processes (a tiny real model each) that are killed with SIGKILL and stopped with SIGSTOP. What reached an
-engine is counted in its own log, or at the socket that took its place. No harness here tries again: every error that
-reaches one counts as a lost session. Prints one JSON object last: ``figures`` and ``bars``.
+Engines are processes (a tiny real model each) that are killed with SIGKILL and stopped with SIGSTOP. Requests are
+counted in the engine's own log, or at the socket that replaces a dead engine. No harness here retries: every error
+that reaches one counts as a lost session. Prints one JSON object last: ``figures`` and ``bars``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 0.5
 FAILURES = 3
 DETECTION_S = INTERVAL_S + FAILURES * (INTERVAL_S + PROBE_TIMEOUT_S)
-"""How long a hang can stay unnoticed: a round that still saw answers, then so many probes in a row."""
+"""How long a hang can stay unnoticed: one interval after a probe that succeeded, then `FAILURES` probes that fail."""
 SLACK_S = 2.0
-"""For a machine that is busy."""
+"""Extra time for a busy machine."""
 JOINING_DELAY_S = 0.2
-"""Of each answer where shares are measured, on each engine: in a closed loop a slower engine rightly gets less."""
+"""The duration of every response when shares are measured. In a closed loop a slower engine would rightly get less."""
 ROUTING = {"probe_interval_s": INTERVAL_S, "failures_to_down": FAILURES, "queue_timeout_s": 60.0}
 
 
@@ -53,7 +53,7 @@ class Report:
 
 @dataclass
 class Case:
-    """What a case runs in."""
+    """The setting in which a case runs."""
 
     name: str
     kind: str
@@ -100,7 +100,7 @@ class Case:
             self.figure("errors", sorted(set(load.lost))[:5])
 
     def truth(self, door: Door, running: Sequence[EngineProcess], excused: Sequence[str] = ()) -> None:
-        """What harnesses got is what engines sampled."""
+        """Check that harnesses received exactly what engines sampled."""
         logs = [engine.log for engine in running if engine.log.exists()]
         if isinstance(door, GatewayDoor):
             report = check_truth(door.rows, logs, self.policy, excused=excused)
@@ -117,7 +117,7 @@ class Case:
 
 
 def _sampled(answer: Any, running: Sequence[EngineProcess]) -> bool:
-    """Whether each part of an answer stands at the beginning of what some engine sampled for it."""
+    """Whether each part of a response is the beginning of what some engine sampled for it."""
     calls = [call for engine in running for call in _by_call(engine).get(answer.call, ())]
     start = 0
     for part in answer.parts:
@@ -143,7 +143,7 @@ def _by_call(engine: EngineProcess) -> dict[str, list[list[int]]]:
 
 
 async def shares(case: Case) -> None:
-    """An engine joins under load: sticky sessions that go on, and new ones."""
+    """Let an engine join under load, where sticky sessions go on and new ones open."""
     for label, weight in (("equal weights", 1.0), ("double weight", 2.0)):
         old = [case.engine(f"{label[:2]}{n}", steady_delay_s=JOINING_DELAY_S) for n in range(3)]
         new = case.engine(f"{label[:2]}-new", steady_delay_s=JOINING_DELAY_S)
@@ -165,7 +165,7 @@ async def shares(case: Case) -> None:
 
 
 async def long_sessions(case: Case) -> None:
-    """An engine joins sessions that all live on the others, and no new ones open."""
+    """Let an engine join when all sessions stick to the others and no new ones open."""
     old = [case.engine(f"long{n}", steady_delay_s=JOINING_DELAY_S) for n in range(3)]
     new = case.engine("long-new", steady_delay_s=JOINING_DELAY_S)
     async with engines(*old, new) as running, case.door(old, max_tokens=2) as door:
@@ -190,7 +190,7 @@ _WELL_UNTIL_ASKED: dict[str, bytes | None] = {"closes": b"", "is silent": None, 
 
 
 async def dead(case: Case) -> None:
-    """SIGKILL, and at once something at its port that counts what still comes."""
+    """Kill an engine, and at once count the requests that still reach its port."""
     for label, answer in _WELL_UNTIL_ASKED.items():
         running = [case.engine(f"{label[:5]}{n}".replace(" ", ""), first_token_delay_s=0.02) for n in range(4)]
         async with engines(*running), case.door(running, max_tokens=4) as door:
@@ -202,7 +202,7 @@ async def dead(case: Case) -> None:
             async with Listener().at(victim.port, answer) as listener:
                 found = await until(functools.partial(_state, door, victim.name, "down"))
                 found_at = time.monotonic()
-                await asyncio.sleep(INTERVAL_S)  # calls that were placed before, and connect only now
+                await asyncio.sleep(INTERVAL_S)  # for calls that were placed before and connect only now
                 counted, began = listener.seen["requests"], time.monotonic()
                 intervals = 24
                 await asyncio.sleep(intervals * INTERVAL_S)
@@ -230,7 +230,7 @@ async def _state(door: Door, name: str, state: str) -> bool:
 
 
 async def killed(case: Case) -> None:
-    """One of four engines dies in the middle of 64 sessions × 8 turns, with its answers half sampled."""
+    """Kill one of four engines in the middle of 64 sessions × 8 turns, with its responses half sampled."""
     for label, keep in (("sampled again", False), ("continued", True)):
         running = [case.engine(f"k{label[0]}{n}", tokens_per_second=60.0) for n in range(4)]
         async with engines(*running), case.door(running, retries={"keep_partial_answers": keep}) as door:
@@ -247,7 +247,7 @@ async def killed(case: Case) -> None:
 
 
 async def hung(case: Case) -> None:
-    """One of four engines stops (SIGSTOP): its sockets stay open and nothing comes. Later it goes on."""
+    """Stop one of four engines (SIGSTOP): its sockets stay open and send nothing. Later let it continue."""
     running = [case.engine(f"h{n}", tokens_per_second=60.0) for n in range(4)]
     victim = running[0]
     async with engines(*running), case.door(running) as door:
@@ -270,7 +270,7 @@ async def hung(case: Case) -> None:
         case.nothing_lost(load, 64, 8)
         case.at_most("sessions lost afterwards", len(more.lost), 0)
         case.at_least("calls it got after it went on", victim.count() - count, 1)
-        # Answers it finished for callers that had long left: sampled, and taken by nobody.
+        # The engine finishes responses whose callers have long disconnected: sampled, but received by no one.
         case.truth(door, running, excused=unfinished)
 
 
@@ -279,7 +279,7 @@ async def _in_trial_or_up(door: Door, name: str) -> bool:
 
 
 async def drained(case: Case) -> None:
-    """Each of four engines in turn is drained, has its weights updated, and comes back; one is removed for good."""
+    """Drain and undrain each of four engines in turn, as an update of weights does; remove one for good."""
     running = [case.engine(f"d{n}", tokens_per_second=120.0) for n in range(4)]
     async with engines(*running), case.door(running) as door:
         load = Load(door)
@@ -300,11 +300,11 @@ async def drained(case: Case) -> None:
         case.truth(door, running)
 
 
-# -- nobody there, nobody willing ------------------------------------------------------------------------------------
+# -- no engine up, no engine with capacity ---------------------------------------------------------------------------
 
 
 async def all_down(case: Case) -> None:
-    """Every engine is killed; calls wait for a bounded time and are told when to come back. Then they are back."""
+    """Kill every engine: calls wait for a bounded time and get a ``Retry-After``. Then restart the engines."""
     running = [case.engine(f"a{n}") for n in range(2)]
     async with engines(*running), case.door(running, routing={"queue_timeout_s": 1.0}) as door:
         session = await door.session()
@@ -334,7 +334,7 @@ async def all_down(case: Case) -> None:
 
 
 async def _patient(door: Door, load: Load) -> None:
-    """Harnesses that do as they are told: come back after a while."""
+    """Run harnesses that retry half a second after each 503."""
 
     async def one() -> None:
         session = await door.session()
@@ -352,7 +352,7 @@ async def _patient(door: Door, load: Load) -> None:
 
 
 async def limited(case: Case) -> None:
-    """Engines that all ask to wait: the harness is told so, at once, and the engines stay in service."""
+    """Let every engine respond with 429: the harness gets a 429 at once, and the engines stay in service."""
     from campaigns.faults.router_limits import limited_engine
 
     async with limited_engine(2) as first, limited_engine(2) as second:

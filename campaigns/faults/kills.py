@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "resources_servers" / "swe_bench" / "data" / "example.jsonl"
 LEASE_S = 15.0
 GRACE_S = 45.0
-"""After the lease: for the watchdog's next look and the removal itself."""
+"""Time after the lease for the watchdog's next check and the removal itself."""
 VICTIMS = ("collector", "agent", "environment")
 HANGING_POLICY = {
     "tasks": [
@@ -45,7 +45,7 @@ HANGING_POLICY = {
 
 
 def run_case(sandbox: str, victim: str, workspace: Path) -> dict[str, Any]:
-    """One run that is hit in the middle; what it left behind."""
+    """Kill the victim in the middle of a run; return what the run left behind."""
     state_dir = workspace / "state"
     docker_host = os.environ.get("DOCKER_HOST") if sandbox == "docker" else None
     scope = Scope(state_dir, run_id=f"kills-{os.getpid()}-{sandbox}-{victim}", docker_host=docker_host)
@@ -99,7 +99,7 @@ def run_case(sandbox: str, victim: str, workspace: Path) -> dict[str, Any]:
 
 
 def _wait_for_boxes(scope: Scope, collector: subprocess.Popen[bytes], log: Path) -> int:
-    """Network namespaces of boxes once the hanging command runs in one."""
+    """Wait until the hanging command runs in a box; return the number of network namespaces of boxes."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         if collector.poll() is not None:

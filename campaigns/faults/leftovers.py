@@ -1,4 +1,4 @@
-"""What the boxes of one run leave on this machine, as the kernel and the engine say, not a registry of ours."""
+"""Find what the boxes of one run leave on this machine, from the kernel and the engine instead of our own records."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ KINDS = ("processes", "mounts", "cgroups", "namespaces", "containers", "files")
 
 @dataclass(frozen=True)
 class Scope:
-    """Whose boxes are looked for, so that others may work on the machine meanwhile."""
+    """The run whose boxes to look for, so that other runs may use the machine meanwhile."""
 
     state_dir: Path
-    """Of the local provider: its supervisors' records name the control groups of boxes."""
+    """The local provider's state directory. The records of its supervisors name the control groups of boxes."""
     run_id: str
     docker_host: str | None = None
     groups: set[str] = field(default_factory=set)
-    """Control groups of local boxes seen so far: a process in one is found also when its supervisor is gone."""
+    """Control groups of local boxes so far: processes in them are found even when their supervisor is gone."""
 
 
 def leftovers(scope: Scope) -> dict[str, list[str]]:
-    """What exists of the run's boxes now, by kind; kinds with nothing are left out."""
+    """Return what exists of the run's boxes now, by kind, without empty kinds."""
     own = {name: _namespace("self", name) for name in NAMESPACES}
     found: dict[str, set[str]] = {kind: set() for kind in KINDS}
     found["containers"] |= set(_containers(scope))
@@ -42,12 +42,12 @@ def leftovers(scope: Scope) -> dict[str, list[str]]:
             mounts = [line.split()[4] for line in (entry / "mountinfo").read_text().splitlines() if _ours(line, scope)]
             groups = (entry / "cgroup").read_text()
             member = any(container in groups for container in found["containers"])
-            # The kernel names them from the root of each hierarchy: the last two parts are enough to know one.
+            # The kernel names groups from the root of each hierarchy: the last two parts are enough to identify one.
             member |= any("/" + "/".join(Path(group).parts[-2:]) in groups for group in scope.groups)
             spaces = {name: _namespace(entry.name, name) for name in NAMESPACES}
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")[:80]
         except OSError:
-            continue  # it ended while it was looked at
+            continue  # the process ended meanwhile
         if mounts or member:
             found["processes"].add(f"{entry.name} {command}")
             found["mounts"] |= {f"{spaces['mnt']} {mount}" for mount in mounts}
@@ -56,8 +56,8 @@ def leftovers(scope: Scope) -> dict[str, list[str]]:
 
 
 def open_sockets() -> list[str]:
-    """What `foreign_sockets` may take for a door although it is none: the kernel's tables leave out sockets that are
-    not connected yet or no longer, and other tests may have left some."""
+    """Return this process's sockets. `foreign_sockets` may mistake some of them for doors: the kernel's tables omit
+    sockets that are not connected yet or no longer, and other tests may have left some."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -66,7 +66,7 @@ def open_sockets() -> list[str]:
 
 
 def foreign_sockets() -> list[str]:
-    """Sockets this process holds in other network namespaces: doors of boxes."""
+    """Return the sockets that this process has in other network namespaces: doors of boxes."""
     own: set[str] = set()
     for table, column in (("tcp", 9), ("tcp6", 9), ("udp", 9), ("udp6", 9), ("unix", 6), ("netlink", 9)):
         lines = Path("/proc/self/net", table).read_text().splitlines()[1:]
@@ -91,7 +91,7 @@ def _namespace(pid: str, name: str) -> str:
 
 
 def _cgroups(scope: Scope, containers: set[str]) -> set[str]:
-    """Groups of boxes: below a supervisor's own, which are there as long as it is, or named like a container."""
+    """Return existing groups of boxes: below the group of a supervisor that runs or ran, or named like a container."""
     found = set()
     for record in scope.state_dir.glob("*/supervisor.json"):
         for base in json.loads(record.read_bytes())["cgroups"]:

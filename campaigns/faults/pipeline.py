@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Exactly once: jobs that raise, hang and kill their server, while the service is killed again and again.
+"""Check that each job ends exactly once, with jobs that raise, hang or kill their server and a service killed often.
 
     python -m campaigns.faults.pipeline --json [--store sqlite postgresql] [--jobs 1000] [--kills 50]
         [--pipelines 1 2] [--ray]
 
 Of the jobs 1 % raise, 1 % hang, 1 % kill their agent server, 1 % are cancelled, and 5 % are submitted twice. The
-service gets ``kill -9`` at random moments, and at every kind of write: within its transaction, and after that before
-anybody is told. Jobs come a few with each kill, so that there is always something to lose. A client submits, follows
-the results from one service to its successor, and counts. Prints one JSON object last: ``figures`` and ``bars``.
+service gets ``kill -9`` at random moments, and at every kind of write: within its transaction, and after it but before
+the caller gets the result. Each kill comes with a few new jobs, so that there is always something to lose. A client
+submits, follows the results across restarts, and counts. Prints one JSON object last: ``figures`` and ``bars``.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from tests.rollouts.chain_process import ChainServer, chain_stack
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 15.0
-"""Of the jobs that hang."""
+"""The deadline of the jobs that hang."""
 ALLOWANCE_S = 30.0
-"""Beyond a deadline, for a service that is just dead."""
+"""Time allowed beyond a deadline, because the service may be down when it passes."""
 SETTLE_S = 240.0
 TOKEN = "campaign-" + "t" * 20
 BOUNDARY_S = 15.0
-"""Within which a service comes to the write at which it dies."""
+"""The time in which a service must reach the write at which it dies."""
 PROVOKED = tuple(b for b in BOUNDARIES if b.partition(" ")[0] in ("requeue", "release", "cancel", "claim_overdue"))
-"""Writes that only come with a job of a certain kind; each has one of its own."""
+"""Writes that only a job of a certain kind causes; each gets its own job."""
 OVERDUE_S = 0.5
 BATCH = 10
 SEED = 13
@@ -63,7 +63,7 @@ def job(number: int, jobs: int) -> dict[str, Any]:
 
 
 def kind_of(number: int, jobs: int) -> str:
-    """One in a hundred of each kind, spread over all; behind them those that `provoke` submits."""
+    """Return the kind of a job: one in a hundred of each kind; from ``jobs`` on, those that `provoke` submits."""
     if number >= jobs:
         return PROVOKED[number - jobs].partition(" ")[0]
     return {17: "raises", 41: "hangs", 59: "cancel", 73: "kills"}.get(number % 100, "works")
@@ -71,7 +71,7 @@ def kind_of(number: int, jobs: int) -> str:
 
 @dataclass
 class World:
-    """The servers, the services and who kills them."""
+    """The servers and the services of a case."""
 
     directory: Path
     store: str
@@ -133,7 +133,7 @@ class World:
             )
 
     async def keep_agent_alive(self) -> None:
-        """What a supervisor does: the process is there again soon after it died."""
+        """Restart the agent server soon after it died, as a supervisor does."""
         agent = self.servers["agent"]
         while True:
             await asyncio.sleep(0.1)
@@ -142,7 +142,7 @@ class World:
                 await asyncio.to_thread(agent.restart)
 
     def alive(self) -> list[int]:
-        """Services whose processes run; one that killed itself is started again at its next turn."""
+        """Return the services whose processes run; `harass` restarts one that killed itself at its next turn."""
         return [n for n, process in enumerate(self.services) if process is not None and process.returncode is None]
 
     async def kill_service(self, number: int) -> None:
@@ -161,7 +161,7 @@ class World:
 
 @dataclass
 class Seen:
-    """What the client saw."""
+    """What the client received, and when."""
 
     results: Counter[str] = field(default_factory=Counter)
     states: dict[str, str] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Seen:
     ended_at: dict[str, float] = field(default_factory=dict)
     all_seen: asyncio.Event = field(default_factory=asyncio.Event)
     may_come: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    """Batches that may be submitted."""
+    """One count per batch that may be submitted."""
 
 
 def client(world: World, number: int = 0) -> AsyncRolloutClient:
@@ -205,16 +205,16 @@ async def follow(world: World, seen: Seen, jobs: int) -> None:
 
 
 async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, int]:
-    """Kill the services at every kind of write, then at random moments; how often each died by its own hand."""
+    """Kill the services at every kind of write, then at random moments; return which writes killed a service."""
     chance = random.Random(SEED)
     batches = math.ceil(jobs / BATCH)
     each_time = max(1, batches // (len(BOUNDARIES) + kills))
     died: dict[str, int] = {}
     for number, boundary in enumerate(BOUNDARIES):
-        victim = number // 2 % world.pipelines  # the same before a write and after it: it meets what it left
+        victim = number // 2 % world.pipelines  # the same before a write and after it, so that it finds what it left
         others = [other for other in world.alive() if other != victim]
-        for other in others:  # the write is to be the victim's
-            # whoever is awake ends what is overdue, drained or not
+        for other in others:  # so that the victim makes the write
+            # every running service ends overdue jobs, even a drained one
             await (world.kill_service(other) if "overdue" in boundary else drain(world, other))
         if boundary == "release before":
             await hold_a_job(world, seen, jobs, boundary, victim)
@@ -230,7 +230,7 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
             died[boundary] = 1
         except TimeoutError:
             died[boundary] = 0  # nothing of this kind was written
-        if not provoking.done():  # it asks until somebody answers, and may drain whom it finds
+        if not provoking.done():  # it retries until a service answers, and may drain that service
             await world.kill_service(victim)
             await world.start_service(victim)
         await provoking
@@ -244,7 +244,7 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
         await world.kill_service(victim)
         release(seen, each_time)
         await world.start_service(victim)
-        if number // world.pipelines % 2:  # it may take longer to start than to be killed again
+        if number // world.pipelines % 2:  # else the next kill may come before it has started
             async with client(world, victim) as asking:
                 await asking.status()
         await asyncio.sleep(chance.uniform(1.0, 3.0))
@@ -261,7 +261,7 @@ async def drain(world: World, number: int, *, resume: bool = False) -> None:
 
 
 async def provoke(world: World, seen: Seen, jobs: int, boundary: str, victim: int) -> None:
-    """Have a service come to a write that needs a job of a certain kind: one that fails, one that is cancelled, or one
+    """Make a service reach a write that needs a job of a certain kind: one that fails, one that is cancelled, or one
     whose deadline passes while nothing is claimed."""
     if boundary not in PROVOKED:
         return
@@ -277,7 +277,7 @@ async def provoke(world: World, seen: Seen, jobs: int, boundary: str, victim: in
 
 
 async def hold_a_job(world: World, seen: Seen, jobs: int, boundary: str, victim: int) -> None:
-    """Until the service works on a job that hangs; it will have to let go of it at its next start."""
+    """Wait until the service works on a job that hangs, which the service has to release at its next start."""
     if victim not in world.alive():
         await world.start_service(victim)
     await provoke(world, seen, jobs, boundary, victim)
@@ -312,7 +312,7 @@ async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int,
                 await asyncio.wait(
                     {following, asyncio.ensure_future(seen.all_seen.wait())}, return_when="FIRST_COMPLETED"
                 )
-        await asyncio.sleep(2.0)  # for what should not come
+        await asyncio.sleep(2.0)  # for results that should not come
         if following.done():
             following.result()
         async with client(world) as reader:

@@ -1,11 +1,11 @@
-"""No box left: rollouts in real local boxes, while the service that runs them is killed again and again.
+"""Check that rollouts in real local boxes leave no box, while the service that runs them is killed again and again.
 
     python -m campaigns.faults.pipeline_boxes --json [--each 4] [--kills 5]
 
-Each of four example tasks is solved so many times, by mini-swe-agent with a scripted policy; of a fifth, whose command
-never ends, half the jobs are cancelled and half end by their deadline. The service gets ``kill -9`` while boxes work.
-Then every job has one result, and after the leases nothing of a box is left: no process, mount, control group,
-namespace or file. Prints one JSON object last: ``figures`` and ``bars``.
+mini-swe-agent with a scripted policy solves each of four example tasks ``--each`` times. The command of a fifth task
+never ends: half of its jobs are cancelled and half end by their deadline. The service gets ``kill -9`` while boxes
+work. Then every job must have one result, and after the leases nothing of a box may be left: no process, mount,
+control group, namespace or file. Prints one JSON object last: ``figures`` and ``bars``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEED = 13
 
 
 class Service:
-    """A service in a process of its own, always at the same port and over the same store."""
+    """A service in a separate process, which always has the same port and store."""
 
     def __init__(self, stack: Any, directory: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -74,7 +74,7 @@ class Service:
 
 
 def policy(directory: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """The example policy with a last task that hangs, and the rows."""
+    """Write the example policy with a last task that hangs; return its path and the rows."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     script = yaml.safe_load(ROWS.with_name("scripted_policy.yaml").read_text())
     hanging = script["tasks"][-1]
@@ -86,7 +86,7 @@ def policy(directory: Path) -> tuple[Path, list[dict[str, Any]]]:
 
 
 def jobs_of(rows: list[dict[str, Any]], each: int) -> dict[str, tuple[dict[str, Any], str]]:
-    """Every job with the state that it shall end in."""
+    """Return every job with the state in which it must end."""
     jobs: dict[str, tuple[dict[str, Any], str]] = {}
     for task, row in enumerate(rows):
         for sample in range(each):
@@ -155,7 +155,7 @@ def boxes_of(scope: Scope) -> int:
 
 
 def left_of_boxes(scope: Scope) -> dict[str, list[str]]:
-    """What there is when the leases are over, at the latest."""
+    """Return what is left of boxes when the leases and a grace are over, or as soon as nothing is left."""
     give_up = time.monotonic() + LEASE_S + GRACE_S
     while (left := leftovers(scope)) and time.monotonic() < give_up:
         time.sleep(1.0)
@@ -163,7 +163,7 @@ def left_of_boxes(scope: Scope) -> dict[str, list[str]]:
 
 
 async def _kill_at_work(service: Service, scope: Scope, chance: random.Random) -> int:
-    """Kill the service while there are boxes, and start it again; how many there were."""
+    """Kill the service while there are boxes, and start it again; return the number of boxes."""
     await asyncio.to_thread(until, lambda: boxes_of(scope) > 0, "a box")
     await asyncio.sleep(chance.uniform(0.5, 4.0))
     boxes = boxes_of(scope)

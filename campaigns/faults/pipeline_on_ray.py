@@ -1,11 +1,12 @@
-"""Exactly once on Ray: services on two nodes over one PostgreSQL store, killed again and again, and then a node.
+"""Check that each job ends exactly once on two Ray nodes with one PostgreSQL store, while services and a node die.
 
     .trainers/ray/bin/python -m campaigns.faults.pipeline_on_ray --json [--jobs 1000] [--kills 10]
 
 ``scripts/install-trainers ray`` makes that environment. Of the jobs 1 % kill their agent server, 1 % hang until their
 deadline, and 5 % are submitted twice, to the other service. The services get ``kill -9`` in turn at random moments and
-are started again by the command that placed them; in the middle everything on the second node dies at once. It runs in
-a network namespace, since Ray listens on every interface. Prints one JSON object last: ``figures`` and ``bars``.
+are started again by the command that placed them; in the middle everything on the second node dies at once. The
+campaign runs in a network namespace, since Ray listens on every interface. Prints one JSON object last: ``figures``
+and ``bars``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def job(number: int) -> dict[str, Any]:
 
 
 def unruly_root(root: Path) -> Path:
-    """The plugins of the stack's tests, with an agent that hangs and dies as it is asked."""
+    """Write the plugins of the stack's tests, with an agent that hangs or dies if its prompt says so."""
     write_root(root)
     (root / "marks").mkdir()
     source = ADDER_APP.replace("from fastapi import Request\n", IMPORTS + "from fastapi import Request\n")
@@ -72,7 +73,7 @@ def unruly_root(root: Path) -> Path:
 
 
 class Run:
-    """Two services, who kills them, and what a client saw."""
+    """Two services, the killing of them, and what a client received."""
 
     def __init__(self, nodes: Nodes, stack: Stack, jobs: int, kills: int) -> None:
         self._nodes, self._jobs, self._kills = nodes, jobs, kills
@@ -85,7 +86,7 @@ class Run:
         return AsyncRolloutClient(self._urls[number], self._token, patience_s=SETTLE_S)
 
     def kill_service(self, number: int) -> None:
-        """The process that listens there, by its socket."""
+        """Kill the process that listens at the service's port."""
         port = int(self._urls[number].rpartition(":")[2])
         for connection in psutil.net_connections("tcp4"):
             is_there = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port

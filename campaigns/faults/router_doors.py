@@ -1,4 +1,4 @@
-"""The two ways to the engines that the router's campaign goes: the library itself, and the gateway over HTTP."""
+"""The two ways in which the router's campaign calls the engines: the library itself, and the gateway over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GATEWAY = "policy_model"
 
 
 class TurnError(Exception):
-    """A turn that its harness did not get. ``status`` and ``retry_after`` as it saw them."""
+    """A turn that failed. ``status`` and ``retry_after`` are those that the harness received."""
 
     def __init__(self, message: str, status: int, retry_after: str | None) -> None:
         super().__init__(f"{status}: {message}")
@@ -35,7 +35,7 @@ class TurnError(Exception):
 
 class Session(Protocol):
     async def turn(self) -> None:
-        """One more turn; raises `TurnError`."""
+        """Play one more turn. Raises `TurnError`."""
         ...
 
     async def close(self) -> None: ...
@@ -45,7 +45,7 @@ class Door(Protocol):
     async def session(self) -> Session: ...
 
     async def status(self) -> Mapping[str, Any]:
-        """As ``GET /engines`` answers."""
+        """Return what ``GET /engines`` returns."""
         ...
 
     async def add(self, config: Mapping[str, Any]) -> None: ...
@@ -59,7 +59,7 @@ class Door(Protocol):
 
 @dataclass
 class Answered:
-    """One answer of the library, for the comparison with the engines' logs."""
+    """One response of the library, for the comparison with the engines' logs."""
 
     call: str
     token_ids: tuple[int, ...]
@@ -239,12 +239,12 @@ class Load:
     door: Door
     turns_done: int = 0
     lost: list[str] = field(default_factory=list)
-    """One entry per session that got an error; no harness here tries again."""
+    """One entry per session that got an error; no harness here retries."""
     sessions_done: int = 0
     stopped: bool = False
 
     async def run(self, sessions: int, turns: int, *, width: int | None = None) -> None:
-        """So many sessions of so many turns, ``width`` at a time."""
+        """Run ``sessions`` sessions of ``turns`` turns each, ``width`` at a time."""
         room = asyncio.Semaphore(width or sessions)
 
         async def one() -> None:
@@ -273,7 +273,7 @@ class Load:
 
 
 async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], deadline_s: float = 120.0) -> float:
-    """Seconds until a condition came true."""
+    """Wait until a condition is true; return the seconds that took."""
     began = asyncio.get_running_loop().time()
     while True:
         met = condition()

@@ -1,4 +1,4 @@
-"""Engines that can be killed: processes of their own at fixed ports, and what listens there after their death."""
+"""Engines that can be killed: separate processes at fixed ports, and a listener for the port of a dead one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EngineProcess:
     tokens_per_second: float | None = None
     faults: str = ""
     steady_delay_s: float | None = None
-    """With one, no model: answers of some ids that take so long, however many run."""
+    """If set, no model: responses with some ids, each of which takes this time, however many run."""
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -76,7 +76,7 @@ class EngineProcess:
         return command
 
     async def up(self) -> None:
-        """Wait until it answers."""
+        """Wait until the engine is healthy."""
         end = time.monotonic() + START_S
         async with aiohttp.ClientSession() as http:
             while True:
@@ -93,7 +93,7 @@ class EngineProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """As the kernel or an operator would: without a word."""
+        """Kill the engine as the kernel or an operator would: with SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -103,7 +103,7 @@ class EngineProcess:
         return read_log(self.log) if self.log.exists() else []
 
     def count(self) -> int:
-        """Inference requests that it has begun."""
+        """The number of inference requests that the engine has begun."""
         return self.log.read_bytes().count(b'{"event":"call"') if self.log.exists() else 0
 
 
@@ -118,21 +118,21 @@ async def engines(*wanted: EngineProcess) -> AsyncIterator[list[EngineProcess]]:
     finally:
         for engine in wanted:
             if engine.process is not None:
-                engine.send(signal.SIGCONT)  # a stopped one as well
+                engine.send(signal.SIGCONT)  # for engines that a case stopped
             engine.kill()
 
 
 @dataclass
 class Listener:
-    """Listens where an engine was, and counts what comes: requests by method, and connections."""
+    """Listens at the port of a dead engine, and counts connections and requests, also by method and path."""
 
     seen: Counter[str] = field(default_factory=Counter)
     last_call_at: float | None = None
-    """Monotonic seconds of the last request that was no probe."""
+    """Monotonic seconds of the last request that was not a probe."""
 
     @asynccontextmanager
     async def at(self, port: int, answer: bytes | None) -> AsyncIterator[Listener]:
-        """``answer``: the whole HTTP reply to a request; empty bytes close the connection; nothing holds it."""
+        """``answer``: the whole HTTP response to a request; empty bytes close the connection, ``None`` keeps it."""
 
         talks: set[asyncio.Task[Any] | None] = set()
 
@@ -156,7 +156,7 @@ class Listener:
                     writer.write(answer)
                     await writer.drain()
             except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-                return  # the end of this listener, too
+                return  # cancelled at the end of this listener
             finally:
                 writer.close()
 

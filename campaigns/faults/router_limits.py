@@ -1,4 +1,4 @@
-"""An engine that is well and has no room: 429 with ``Retry-After`` to every call."""
+"""A healthy engine without capacity: it responds to every call with 429 and ``Retry-After``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine whose answers all take the same time, however many run: shares can be measured before it.
+"""An engine whose responses all take the same time, however many run, so that a router's shares can be measured.
 
 python -m campaigns.faults.router_steady_engine --port 8000 --log FILE --delay-s 0.2
 """

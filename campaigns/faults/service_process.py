@@ -1,9 +1,9 @@
-"""A rollout service in a process that may be told at which write to kill itself.
+"""A rollout service in a process that can kill itself at a chosen write.
 
     python -m campaigns.faults.service_process '{"stack": …, "serve": …, "state_dir": …, "kill": "offer after"}'
 
-``kill`` names an operation of the store and the moment: ``before`` its transaction is committed, or ``after`` that and
-before anybody is told.
+``kill`` names an operation of the store and the moment: ``before`` its transaction is committed, or ``after`` the
+commit and before the caller gets the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BOUNDARIES = tuple(f"{operation} {moment}" for operation in OPERATIONS for momen
 
 
 def kill_at(boundary: str) -> None:
-    """End this process at the first such moment at which something was written."""
+    """Kill this process the first time that the operation reaches this moment and has written something."""
     name, _, moment = boundary.partition(" ")
 
     def is_meant(request: Any) -> bool:

@@ -3,8 +3,8 @@
     .trainers/verl/bin/python -m campaigns.faults.transfer_queue --json
 
 (``scripts/install-trainers verl`` makes that environment.) A unit is killed when half of the trajectories are written;
-the rest is written as before. Bars: every call ends within 30 s, what died with the unit is written again from the
-archive under the same keys, and all trajectories can be read at the end, each with its own tokens.
+the rest is written as before. Bars: every call ends within 30 s, trajectories that were lost with the unit are written
+again from the archive under the same keys, and all can be read at the end, each with its own tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SESSIONS_AT_ONCE = 16
 
 
 def row_of(number: int) -> TrajectoryRow:
-    """A trajectory whose tokens are told by its number."""
+    """Return a trajectory whose tokens follow from its number."""
     chance = random.Random(number)
     prompt, response = chance.randint(20, TOKENS // 2), chance.randint(20, TOKENS // 2)
     ids = (np.arange(prompt + response, dtype=np.int64) * 7 + number) % 150_000
@@ -59,7 +59,7 @@ def row_of(number: int) -> TrajectoryRow:
 
 
 class Timed:
-    """How long calls took, and which failed."""
+    """Records how long the longest call took, and which calls failed."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -149,7 +149,7 @@ def main() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    # Its controller and each unit reserve a CPU, whether they use it or not.
+    # TransferQueue's controller and each unit reserve a CPU, whether they use it or not.
     ray.init(num_cpus=arguments.units + 6, include_dashboard=False, log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory(prefix="ng-tq-") as folder:

@@ -1,10 +1,10 @@
-"""A run that learns: a policy of a million parameters on the CPU, from tool calls that fail to tool calls that work.
+"""Train a policy of one million parameters on the CPU until its tool calls succeed.
 
     python -m examples.train.arithmetic --json
 
-The script makes the policy, warm-starts it on demonstrations by somebody who errs, serves it with vLLM behind the
-gateway, and trains it with GRPO on batches of the RL sampler. New weights are put into the running engine after each
-step; every trajectory says with which it was sampled. `README.md` beside this file says how to install what it needs.
+The script makes the policy, warm-starts it on demonstrations that contain errors, serves it with vLLM behind the
+gateway, and trains it with GRPO on batches of the RL sampler. After each step the running engine loads the new
+weights; every trajectory names the version it was sampled with. `README.md` here explains the installation.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ AGENT, ENVIRONMENT, GATEWAY = "simple_agent", "calculator", "policy_model"
 ANSWER_TOKENS, TURNS = 40, 4
 MAX_MODEL_LEN = 512
 RAMP = 5
-"""Steps until the learning rate is whole: Adam's first ones know nothing of the gradient's size."""
+"""Steps until the learning rate is at its full value: in its first steps, Adam has no estimate of gradient sizes."""
 FINAL_RATE = 0.1
-"""Of the learning rate, at the last step. Late in a run most groups are solved, and what is left is noise to Adam."""
+"""Fraction of the learning rate at the last step: by then most groups are solved, and the gradient is mostly noise."""
 WHOLE = 4
-"""Times the rows of an evaluation on the way: those before and after the run."""
+"""The evaluations before and after the run use this many times the rows of an evaluation during the run."""
 LOGPROB_TOLERANCE = 0.01
-"""Two programs in float32; measured: 1e-5."""
+"""Largest accepted difference between the engine's and the trainer's logprobs, both in float32; 1e-5 was measured."""
 HOPELESS = 20
-"""Groups that may end for each one that a batch wants."""
+"""Groups that may end, for each group that a batch needs, before the run gives up."""
 ALL_RIGHT = "all samples are right"
 
 
@@ -66,21 +66,21 @@ class Settings:
     batches: BatchSource = "sampler"
     steps: int = 45
     groups: int = 8
-    """Of one batch."""
+    """Groups in one batch."""
     samples: int = 8
-    """Of one group."""
+    """Samples in one group."""
     learning_rate: float = 3e-4
     warm_steps: int = 350
     held_out_rows: int = 50
-    """Of an evaluation on the way."""
+    """Rows of one evaluation during the run."""
     evaluate_every: int = 3
     max_weights_lag: int = 1
     concurrency: int = 64
     threads: int = 1
-    """Of the trainer; the engine has one as well."""
+    """Threads of the trainer; the engine uses one more."""
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: up over the first `RAMP`, then down to `FINAL_RATE` of it, both in a line."""
+        """Return a step's learning rate: a linear rise over `RAMP` steps, then a linear fall to `FINAL_RATE` of it."""
         fall = (step + 1 - RAMP) / max(self.steps - RAMP, 1)
         return self.learning_rate * min((step + 1) / RAMP, 1 - (1 - FINAL_RATE) * fall)
 
@@ -93,15 +93,15 @@ class Step:
     wall_s: float
     cpu_s: float
     rollouts: int
-    """Since the start, held-out ones excepted."""
+    """Rollouts since the start, without held-out ones."""
     reward: float
-    """Mean of all rollouts that ended for this batch, effective or not."""
+    """Mean reward of all rollouts that ended for this batch, whether their groups are effective or not."""
     effective: float
-    """Share of the groups that ended for this batch."""
+    """Share of effective groups among those that ended for this batch."""
     staleness_mean: float
     staleness_max: int
     tokens_per_s: float
-    """Sampled for this batch."""
+    """Tokens sampled for this batch, per second of the whole step."""
     loss: float | None
     gradient_norm: float | None
     clipped: float | None
@@ -111,15 +111,15 @@ class Step:
 
 @dataclass
 class Engine:
-    """The running vLLM and the gateway before it."""
+    """The running vLLM and the gateway in front of it."""
 
     url: str
     client: ServerClient
     http: aiohttp.ClientSession
 
     async def use(self, folder: Path, version: int) -> None:
-        """Put weights into the engine in place. Calls under way stand still meanwhile and go on with the new weights;
-        the gateway notes both versions for them."""
+        """Load weights into the running engine. Calls in progress pause, then continue with the new weights; for them,
+        the gateway records both versions."""
         await self._post("/pause?mode=keep")
         try:
             await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
@@ -137,7 +137,7 @@ class Engine:
 
 @asynccontextmanager
 async def serving(policy: Path, folder: Path) -> AsyncIterator[Engine]:
-    """vLLM, and a stack of agent, environment and gateway before it."""
+    """Run vLLM, and in front of it a stack of agent, environment and gateway."""
     roots = [str(HERE), os.environ.get("NEMO_GYM_EXTRA_ROOTS", "")]
     os.environ["NEMO_GYM_EXTRA_ROOTS"] = os.pathsep.join(root for root in roots if root)
     async with AsyncExitStack() as undo:
@@ -152,7 +152,7 @@ async def serving(policy: Path, folder: Path) -> AsyncIterator[Engine]:
         undo.push_async_callback(asyncio.to_thread, stack.stop)
         entry = await asyncio.to_thread(stack.start)
         undo.push_async_callback(close_global_aiohttp_client)
-        # Steps are about as far apart as vLLM keeps an idle connection open: each call gets one of its own.
+        # vLLM closes an idle connection after about the time of one step, so each call opens its own connection.
         connector = aiohttp.TCPConnector(force_close=True)
         http = await undo.enter_async_context(aiohttp.ClientSession(connector=connector))
         yield Engine(url, pipeline_client(entry), http)
@@ -171,7 +171,7 @@ def run_keys(settings: Settings) -> dict[str, Any]:
 async def collected(
     client: ServerClient, rows: Sequence[Mapping[str, Any]], settings: Settings
 ) -> list[dict[str, Any]]:
-    """The result of each row, in their order."""
+    """Run one rollout for each row; return the results in the order of the rows."""
     helper = RolloutCollectionHelper(client)
     given = [{**row, "_ng_task_index": number, "at": number} for number, row in enumerate(rows)]
     found: dict[int, dict[str, Any]] = {}
@@ -185,7 +185,7 @@ async def collected(
 
 
 async def held_out_reward(engine: Engine, rows: Sequence[Mapping[str, Any]], settings: Settings) -> list[float]:
-    """Rewards of one rollout for each row, with the temperature of training. One without a verdict is no reward."""
+    """Return the reward of one rollout per row, at the training temperature; leave out rollouts without a verdict."""
     results = await collected(engine.client, rows, settings)
     return [float(result["reward"]) for result in results if result["reward"] is not None]
 
@@ -194,9 +194,9 @@ async def held_out_reward(engine: Engine, rows: Sequence[Mapping[str, Any]], set
 class Batch:
     groups: list[list[dict[str, Any]]]
     ended: int
-    """Groups that ended for it."""
+    """Groups that ended for this batch."""
     solved: int = 0
-    """Those of them that are left out because all samples are right."""
+    """How many of the ended groups are left out because all their samples are right."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -204,7 +204,7 @@ class Batch:
 
     @property
     def reward(self) -> float:
-        """Mean over all groups that ended; those that are left out are all right or all wrong."""
+        """Mean reward of all groups that ended; in a group that is left out, samples are all right or all wrong."""
         each = [statistics.fmean(float(row["reward"] or 0.0) for row in group) for group in self.groups]
         return (sum(each) + self.solved) / max(self.ended, 1)
 
@@ -219,7 +219,7 @@ class Batches(Protocol):
 
 
 class PlainBatches:
-    """The next rows, all of their rollouts, and the trainer waits until the last one has ended."""
+    """Batches of the next rows with all their rollouts; the trainer waits until the last rollout has ended."""
 
     def __init__(self, engine: Engine, rows: Sequence[Mapping[str, Any]], settings: Settings) -> None:
         self._engine, self._rows, self._settings = engine, rows, settings
@@ -234,7 +234,7 @@ class PlainBatches:
 
 
 class SampledBatches:
-    """Effective groups of the RL sampler, which goes on while the trainer computes."""
+    """Batches of effective groups from the RL sampler, which keeps sampling while the trainer computes."""
 
     def __init__(self, sampler: RolloutSampler, settings: Settings) -> None:
         self._sampler, self._settings = sampler, settings
@@ -267,32 +267,32 @@ async def batches_of(
 
 @dataclass
 class Outcome:
-    """One run."""
+    """The outcome of one run."""
 
     settings: Settings
     engine: str
     parameters: int
     merges: int
     retokenising_changes: float
-    """Share of the batches' trajectories whose tokens are others when their text is encoded again."""
+    """Share of the batches' trajectories whose tokens change when their text is encoded again."""
     before: Interval
     after: Interval
     target: float
     reached: dict[str, float] | None
-    """Step, seconds, CPU seconds and rollouts at which the held-out reward was first at the target."""
+    """Step, seconds, CPU seconds and rollouts when the held-out reward first reached the target."""
     warm_start_s: float
     wall_s: float
     cpu_s: float
     turns_per_rollout: float
     weights_versions: list[int]
-    """The first and the last version that trajectories of the batches name."""
+    """The lowest and the highest version among the batches' trajectories."""
     spanning: int
     """Trajectories with more than one version."""
     steps: list[Step] = field(default_factory=list)
 
 
 class Trainer:
-    """The loop; see `run`."""
+    """The training loop; see `run`."""
 
     def __init__(self, settings: Settings, folder: Path, say: Any) -> None:
         self.settings, self.folder, self._say = settings, folder, say
@@ -425,14 +425,14 @@ def told(step: Step) -> str:
 
 
 async def until_told(run: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """The run; SIGTERM ends it in order, or the engine would be left behind."""
+    """Await the run. SIGTERM cancels it, so that the run can stop the engine."""
     task = asyncio.ensure_future(run)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await task
 
 
 def bars_of(outcome: Outcome) -> list[Bar]:
-    """Whether it learnt what this run is to show, on tokens that encoding their text again would have changed."""
+    """Return the bars: the policy must learn, and encoding the text again must change enough of its tokens."""
     return [
         Bar.at_most("held_out_before", outcome.before.mean, 0.3),
         Bar.at_least("held_out_after", outcome.after.mean, outcome.target),

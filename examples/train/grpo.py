@@ -16,18 +16,18 @@ from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
 
 TokenSource = Literal["exact", "retokenised"]
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-"""DAPO's, with which a rare token can become likely."""
+"""DAPO's values: the larger upper bound lets a rare token become likely."""
 EPSILON = 1e-4
 ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What the loss sees of one trajectory."""
+    """One trajectory, as input of the loss."""
 
     tokens: Tokens
     logprobs: list[float] | None
-    """The engine's, for each token, 0 where it is not said; nothing where the tokens are not the engine's."""
+    """The engine's logprob of each token, 0 for prompt tokens; ``None`` if the tokens are not the engine's."""
     advantage: float
     staleness: int
 
@@ -44,7 +44,7 @@ def exact(one: Trajectory) -> Tokens:
 def examples_of(
     groups: Sequence[Sequence[Mapping[str, Any]]], source: TokenSource, speller: Speller
 ) -> Iterator[Example]:
-    """Advantages within each group; samples without a verdict and groups of one outcome teach nothing."""
+    """Yield examples with advantages within each group; skip samples without a verdict and groups of equal rewards."""
     for rows in groups:
         valid = [row for row in rows if row.get("reward") is not None and not row.get("mask_sample")]
         rewards = [float(row["reward"]) for row in valid]
@@ -68,15 +68,15 @@ class StepReport:
     loss: float
     gradient_norm: float
     tokens: int
-    """Those that the loss counts."""
+    """Tokens that count in the loss."""
     clipped: float
-    """Share of them whose ratio left the clip's range on the side that matters."""
+    """Share of these tokens whose ratio left the clip range on the side where clipping takes effect."""
     logprob_error: float | None
-    """Largest difference between the engine's logprobs and the trainer's, of samples of the current weights."""
+    """Largest difference between the engine's and the trainer's logprobs on samples of the current weights, if any."""
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, examples: Sequence[Example]) -> StepReport:
-    """One gradient step: DAPO's mean over tokens, of the clipped ratio to the logprobs sampled with."""
+    """Take one gradient step on DAPO's token-mean loss, with clipped ratios to the logprobs at sampling time."""
     counted = sum(sum(example.tokens.said) for example in examples)
     optimizer.zero_grad()
     loss = clipped = 0.0
@@ -103,7 +103,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, examples: Seq
 
 
 def _sampled_with(part: Sequence[Example], now: Tensor) -> Tensor:
-    """The engine's logprobs, or the trainer's own where the engine's tokens are lost."""
+    """Return the engine's logprobs, or the trainer's own for examples without the engine's tokens."""
     before = now.detach().clone()
     for number, example in enumerate(part):
         if example.logprobs is not None:

@@ -1,4 +1,4 @@
-"""A policy of one million parameters, made here: tokenizer, chat template, weights, and its warm start."""
+"""Make a policy of one million parameters: tokenizer, chat template, weights and warm start."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ END = "<|end|>"
 MERGES = 1_200
 POSITIONS = 512
 DROPOUT = 0.1
-"""Of merges, in the answers of demonstrations: the policy learns more spellings of a word than the tokenizer has."""
-# Digits are words of their own, as in Qwen's tokenizers, and so are line breaks.
+"""Dropout of merges in demonstrated answers: the policy learns more spellings of a word than the tokenizer makes."""
+# Each digit is a separate word, as in Qwen's tokenizers, and so are line breaks.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 PAGES = Path(__file__).resolve().parents[2] / "fern" / "pages"
 """Text from which the tokenizer learns most of its merges."""
 SPELLINGS = '[TOOL_CALLS]add{"a":1,"b":2} plus minus subtract \\boxed{1}{"result":1}'
-"""The words of the task, so that the tokenizer has them whole."""
+"""The task's words, so that the tokenizer learns them whole."""
 GIVEN_WEIGHT = 0.1
-"""Of what the policy does not say, in the loss of its warm start: reading it teaches to look things up."""
+"""Weight, in the warm-start loss, of tokens that the policy does not write: they teach it to look things up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Size:
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str]) -> None:
-    """The directory of a policy without weights, for the gateway and the engine; the BPE is learnt from ``texts``."""
+    """Write a policy's directory without weights, for the gateway and the engine; learn the BPE from ``texts``."""
     folder.mkdir(parents=True, exist_ok=True)
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -101,7 +101,7 @@ def make_model(folder: Path, seed: int, size: Size = Size()) -> Qwen3ForCausalLM
 
 
 def save_weights(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """``config.json`` and ``model.safetensors``, beside the tokenizer's own files."""
+    """Write ``config.json`` and ``model.safetensors`` beside the tokenizer's files, and keep the latter unchanged."""
     generation = (folder / "generation_config.json").read_bytes()
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_bytes(generation)
@@ -109,15 +109,15 @@ def save_weights(model: Qwen3ForCausalLM, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One conversation: ids, and which of them the policy says."""
+    """The token ids of one conversation, and which of them the policy writes."""
 
     ids: list[int]
     said: list[bool]
 
 
 class Speller:
-    """Conversations as tokens: what stands around an answer as the gateway encodes it, and answers with dropout of
-    merges, so that a word has many spellings."""
+    """Encodes conversations: text around answers as the gateway encodes it, and answers with dropout of merges, so
+    that a word has many spellings."""
 
     def __init__(self, folder: Path, dropout: float = DROPOUT) -> None:
         self._policy = PolicyTokenizer.load(folder)
@@ -141,8 +141,7 @@ class Speller:
         return Tokens(ids, said)
 
     def again(self, ids: Sequence[int]) -> Tokens:
-        """The tokens that a trainer gets which keeps text and encodes it: the same text, spelled as the tokenizer
-        spells it."""
+        """Decode ``ids`` and encode the text again, as a trainer does that stores text instead of tokens."""
         text = self._policy.decode(ids)
         found = self._policy.encode(text)
         said, speaking = [], False
@@ -153,7 +152,7 @@ class Speller:
 
 
 def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-    """Ids, and which of them are said, as rectangles."""
+    """Return the ids, and the mask of those that the policy writes, padded to [rows, longest row]."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), longest), PAD_ID)
     said = torch.zeros((len(rows), longest), dtype=torch.bool)
@@ -164,8 +163,8 @@ def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
 
 
 def logprobs_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Of each token but the first, after those before it: [rows, tokens − 1]. Padding stands at the end, behind all
-    that looks back, so no mask is needed."""
+    """Return the logprob of each token but the first, given the tokens before it: [rows, tokens − 1]. Padding is at
+    the end, where no real token attends to it, so no mask is needed."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
     return -nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
 
@@ -174,11 +173,11 @@ def logprobs_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 BATCH, PEAK_RATE, RAMP = 48, 3e-3, 50
 LAST = 20
-"""Steps over which the loss is told as a mean."""
+"""The reported loss is the mean over this many steps."""
 
 
 def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable[[str], None]) -> Path:
-    """A warm-started policy in ``folder``; one that is there already is taken as it is."""
+    """Make a warm-started policy in ``folder``, unless it holds one already."""
     if (folder / "warm_start.json").is_file():
         return folder
     started, cpu = time.monotonic(), time.process_time()
@@ -187,7 +186,7 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
     torch.set_num_threads(threads)
     model, demonstrated = make_model(folder, seed), demonstrations(seed, Speller(folder))
     losses = imitate(model, demonstrated, steps, say)
-    # vLLM 0.32 goes on with its old head where the new weights tie it to the embedding and leave it out.
+    # vLLM 0.32 keeps its old head if the new weights leave the head out because it is tied to the embedding.
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     save_weights(model, folder)
@@ -198,7 +197,7 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
 
 
 def demonstrations(seed: int, speller: Speller) -> Iterator[list[Tokens]]:
-    """Batches of demonstrated conversations, without end."""
+    """Yield batches of demonstrated conversations without end."""
     training, held_out = task.split_operands(seed)
     draw = random.Random(f"demonstrations:{seed}")
     source = task.sums(training, draw, never=held_out, wide=task.WIDE_SHARE)
@@ -212,7 +211,7 @@ def imitate(
     steps: int,
     say: Callable[[str], None],
 ) -> list[float]:
-    """So many steps on demonstrations, with a learning rate that rises and then falls in a line; the loss of each."""
+    """Train ``steps`` steps on demonstrations at a rate that rises, then falls linearly. Return each step's loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     losses: list[float] = []
     for step in range(steps):
@@ -237,7 +236,7 @@ def load_model(folder: Path) -> Qwen3ForCausalLM:
 
 
 def save_step(model: Qwen3ForCausalLM, folder: Path) -> Path:
-    """The weights alone, as the engine reloads them."""
+    """Write only the weights, in the form that the engine reloads."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     written = folder / "model.safetensors.new"

@@ -18,7 +18,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its interval of 95 %."""
+    """A mean with its 95 % interval."""
 
     mean: float
     low: float
@@ -30,7 +30,7 @@ class Interval:
 
 
 def interval(rewards: Sequence[float]) -> Interval:
-    """Of rewards that are 0 or 1, after Wilson."""
+    """Return the mean of rewards that are 0 or 1, with Wilson's interval."""
     count, mean, z = len(rewards), statistics.fmean(rewards), 1.96
     middle = (mean + z * z / (2 * count)) / (1 + z * z / count)
     half = z * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count)) / (1 + z * z / count)
@@ -38,7 +38,7 @@ def interval(rewards: Sequence[float]) -> Interval:
 
 
 class Usage:
-    """Seconds since `start`, on the clock and of the processors, of this process and all below it."""
+    """Wall-clock and CPU seconds since `start`, of this process and all its descendants."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -76,7 +76,7 @@ PANELS = (
 
 
 def plot(outcomes: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Curves of one run or of several, one panel for each figure; runs of one arm have one colour."""
+    """Plot the curves of one or several runs, one panel for each figure; runs of one arm share a colour."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -118,7 +118,7 @@ def name_of(outcome: Mapping[str, Any]) -> str:
 
 
 def compared(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """A table, one line for each run."""
+    """Return a Markdown table with one line for each run."""
     head = (
         *("run", "held-out before [95 %]", "after [95 %]", "mean on the way"),
         *("target at step", "s", "CPU s", "rollouts", "s in all", "CPU s in all"),

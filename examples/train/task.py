@@ -1,9 +1,9 @@
-"""The task: sums of three numbers by a calculator's tools, and demonstrations of it by somebody who errs.
+"""The task: sums of three numbers with a calculator's tools, and demonstrations that contain errors.
 
     47 plus 38 minus 21  →  add(47, 38) = 85  →  subtract(85, 21) = 64  →  \\boxed{64}
 
-Two calls in a row and an answer. The policy has to pick tools and to copy digits; it need not add. The operands of
-held-out rows are in no demonstration and no training row, not as a value on the way either.
+A solution is two calls in a row and an answer. The policy has to choose tools and copy digits; it need not add. No
+demonstration and no training row contains an operand of the held-out rows, not even as an intermediate value.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 OPERANDS = range(10, 100)
 WIDE = range(100, 1000)
 WIDE_SHARE = 0.3
-"""Of operands in demonstrations and training rows: longer numbers have every pair of digits, so a policy that copies
-digits has seen each pair, though not as a number."""
+"""Share of `WIDE` operands in demonstrations and training rows. They contain every pair of digits, so a policy that
+copies digits has seen the pairs of held-out operands too, though not as numbers."""
 HELD_OUT_SHARE = 0.2
 TOOLS = {"plus": "add", "minus": "subtract"}
 
@@ -31,9 +31,9 @@ class Errors:
     minus: float = 0.3
     """A minus is taken for a plus."""
     digit: float = 0.005
-    """One digit of an argument is another. It stays small: a reward says nothing of which digit was wrong."""
+    """One digit of an argument is wrong. Kept small, because a reward does not tell which digit was wrong."""
     early: float = 0.7
-    """The first result is given as the answer: most of the time, so the likeliest path is wrong."""
+    """The first result is given as the answer. This is the usual case, so that the likeliest path is wrong."""
 
 
 ERRORS = Errors()
@@ -46,7 +46,7 @@ class Sum:
 
     @property
     def values(self) -> tuple[int, int]:
-        """After the first step, and after the second."""
+        """The values after the first and after the second step."""
         first = apply(TOOLS[self.signs[0]], self.operands[0], self.operands[1])
         return first, apply(TOOLS[self.signs[1]], first, self.operands[2])
 
@@ -69,7 +69,7 @@ def apply(tool: str, a: int, b: int) -> int:
 
 
 def split_operands(seed: int) -> tuple[frozenset[int], frozenset[int]]:
-    """Operands of training and those that are held out: disjoint."""
+    """Return two disjoint sets: the operands of training and the held-out operands."""
     shuffled = random.Random(f"operands:{seed}").sample(OPERANDS, len(OPERANDS))
     held_out = frozenset(shuffled[: round(len(OPERANDS) * HELD_OUT_SHARE)])
     return frozenset(OPERANDS) - held_out, held_out
@@ -78,8 +78,8 @@ def split_operands(seed: int) -> tuple[frozenset[int], frozenset[int]]:
 def sums(
     operands: frozenset[int], draw: random.Random, *, never: frozenset[int] = frozenset(), wide: float = 0.0
 ) -> Iterator[Sum]:
-    """Without end: sums of ``operands``, and of wide ones with the chance ``wide``. None has a negative value, or one
-    in ``never``."""
+    """Yield sums without end. Each operand is from `WIDE` with probability ``wide``, else from ``operands``. No value
+    is negative or in ``never``."""
     choice = sorted(operands)
 
     def operand() -> int:
@@ -104,8 +104,8 @@ def distinct(source: Iterator[Sum], count: int) -> list[Sum]:
 def demonstration(
     task: Sum, never: frozenset[int], draw: random.Random, errors: Errors = ERRORS
 ) -> list[dict[str, Any]]:
-    """A conversation in the form of the chat template. It shows no value in ``never``: where an error leads to one,
-    another conversation is drawn."""
+    """Return a conversation in the form of the chat template. It shows no value in ``never``: if an error leads to
+    such a value, another conversation is drawn."""
     while True:
         messages, shown = _attempt(task, errors, draw)
         if never.isdisjoint(shown):

@@ -1,1 +1,1 @@
-"""Small things that exist once."""
+"""Small helpers that several packages share."""

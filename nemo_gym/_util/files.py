@@ -1,10 +1,10 @@
-"""Where paths start from, where packages are kept, writing files whole, and JSON lines that survive a crash.
+"""Base directories for paths and caches, atomic file writes, and JSON lines that survive a crash.
 
-A server works in its plugin's folder, as plugins written for NeMo Gym expect; a path in its configuration was written
-by somebody who stood elsewhere.
+A server's working directory is its plugin's folder, as plugins written for NeMo Gym expect. A relative path in its
+configuration, however, is relative to the directory in which the user typed the command (`from_command`).
 
-A crash may leave a file of JSON lines with a torn last line. A line counts when its line end is written: `open_lines`
-cuts a torn one off before anything is appended, and readers leave it out.
+A crash may leave a file of JSON lines with an incomplete last line. A line is valid once its line end is written:
+`open_lines` truncates an incomplete one before anything is appended, and readers skip it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 
 INSTALL_ROOT = Path(__file__).resolve().parents[2]
 COMMAND_DIRECTORY_VARIABLE = "NEMO_GYM_COMMAND_DIR"
-"""Tells servers that `ng_run` starts where it was started; others have a working directory of their own."""
+"""Environment variable with the directory in which `ng_run` was started, for servers, whose own differs."""
 
 
 def from_command(path: str | Path) -> Path:
-    """An absolute path: ``~`` is the user's home, and a relative path starts where the command was typed. Links are
-    kept."""
+    """Make a path absolute: ``~`` is the user's home, and a relative path starts where the command was typed. Links
+    are not resolved."""
     start = os.environ.get(COMMAND_DIRECTORY_VARIABLE) or os.getcwd()  # noqa: PTH109 - links stay
     return Path(os.path.abspath(os.path.join(start, os.path.expanduser(path))))  # noqa: PTH100, PTH111, PTH118
 
 
 def cache_root() -> Path:
-    """``$NEMO_GYM_CACHE_DIR``, else ``nemo-gym`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return ``$NEMO_GYM_CACHE_DIR``, else ``nemo-gym`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := os.environ.get("NEMO_GYM_CACHE_DIR"):
         return Path(own).expanduser().resolve()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -38,10 +38,10 @@ def write_all(descriptor: int, data: bytes | bytearray | memoryview, *, at_once:
     """Write all of ``data``; ``os.write`` may take only a part.
 
     Args:
-        at_once: most bytes that one call is given.
+        at_once: maximum number of bytes passed to one ``os.write``.
 
     Raises:
-        OSError: a part may have been written.
+        OSError: some of ``data`` may have been written.
     """
     view = memoryview(data)
     while view:
@@ -49,13 +49,13 @@ def write_all(descriptor: int, data: bytes | bytearray | memoryview, *, at_once:
 
 
 def write_private(path: Path, text: str, *, sync: bool = False) -> None:
-    """Make or replace a file that only its owner may read; a reader meets the old text or the new one, whole.
+    """Create or atomically replace a file that only its owner may read.
 
     Args:
-        sync: whether it is on the disk when this returns.
+        sync: whether to sync the file to disk before returning.
 
     Raises:
-        OSError: the old file stands.
+        OSError: the old file is unchanged.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -74,7 +74,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 def open_lines(path: Path, mode: int = 0o666) -> int:
-    """A file descriptor that appends behind the last whole line; the file is made where there is none."""
+    """Open a file for appending after its last complete line; return the descriptor. Creates a missing file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
     try:
         _drop_torn_line(fd)
@@ -85,7 +85,7 @@ def open_lines(path: Path, mode: int = 0o666) -> int:
 
 
 def append_lines(fd: int, lines: bytes) -> None:
-    """Append whole lines or, where the disk does not take them, nothing. Raises the disk's `OSError`."""
+    """Append complete lines, or nothing if the write fails. Raises the `OSError` of the write."""
     before = os.fstat(fd).st_size
     try:
         write_all(fd, lines)
@@ -95,7 +95,7 @@ def append_lines(fd: int, lines: bytes) -> None:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Each whole line with its end."""
+    """Yield each complete line, including its line end."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Modules that are loaded when something of them is asked for first."""
+"""Modules that are loaded when one of their attributes is first used."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import ModuleType
 
 
 def lazily(name: str) -> ModuleType:
-    """The top-level module ``name``, loaded with the first use of an attribute.
+    """Return the top-level module ``name``, which is loaded when an attribute is first used.
 
-    Every server and command starts faster without the modules that only some of them use: ``aiohttp`` alone takes
-    0.15 s of CPU. Where types are checked, import the module itself:
+    Servers and commands start faster without modules that only some of them use: ``aiohttp`` alone takes 0.15 s of
+    CPU. For type checkers, import the module itself:
 
         if TYPE_CHECKING:
             import aiohttp

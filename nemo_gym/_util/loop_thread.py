@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for callers that have none."""
+"""An event loop on a separate thread, for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs from its making until `close`. Safe from several threads."""
+    """An event loop that runs from its creation until `close`. Its methods may be called from several threads."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -21,18 +21,18 @@ class LoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is on this very thread, which `run` would block for ever."""
+        """Whether the caller runs on the loop's own thread, where `run` would block for ever."""
         return threading.current_thread() is self._thread
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin ``work`` on the loop."""
+        """Start ``work`` on the loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
-        """Run ``work`` to its end; what interrupts the caller cancels it.
+        """Run ``work`` to its end. An exception that interrupts the caller, such as KeyboardInterrupt, cancels it.
 
         Raises:
-            TimeoutError: it took longer than ``timeout_s``, and was cancelled for that.
+            TimeoutError: ``work`` took longer than ``timeout_s`` and was cancelled.
         """
         future = self.start(work)
         try:
@@ -42,7 +42,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what is left, and end the thread; idempotent."""
+        """Cancel the remaining tasks, and end the thread; idempotent."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()

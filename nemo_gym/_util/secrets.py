@@ -1,4 +1,4 @@
-"""Which values are secret, and what is shown in their place."""
+"""Detection of secret values, and their removal from output."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NOT_SECRET = frozenset({"eos_token", "bos_token", "pad_token", "unk_token", "st
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key or an environment variable of that name holds a secret (``policy_api_key``, ``HF_TOKEN``, …).
-    Counts of tokens (``max_output_tokens``) and a tokenizer's markers (``eos_token``) do not."""
+    """Return whether a key or environment variable of this name holds a secret (``policy_api_key``, ``HF_TOKEN``, …).
+    Counts of tokens (``max_output_tokens``) and a tokenizer's special tokens (``eos_token``) are not secret."""
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     return plain not in _NOT_SECRET and _SECRET_NAME.search(plain) is not None
 
 
 def redact(values: Any) -> Any:
-    """A copy whose secret values are replaced. Interpolations and unset values stay: they hold no secret."""
+    """Return a copy with secret values replaced. Interpolations and unset values stay, as they contain no secret."""
     if isinstance(values, Mapping):
         return {
             key: _mask(value) if isinstance(key, str) and is_secret_name(key) else redact(value)
@@ -40,7 +40,7 @@ def redact(values: Any) -> Any:
 
 
 def without_password(text: str) -> str:
-    """``text`` without the passwords of URLs (``postgresql://user:password@host/name``)."""
+    """Return ``text`` with the passwords of URLs replaced (``postgresql://user:password@host/name``)."""
     return _URL_PASSWORD.sub(rf"\1{REDACTED}@", text)
 
 
@@ -57,7 +57,7 @@ def _mask(value: Any) -> Any:
 
 
 def secret_values(values: Any) -> set[str]:
-    """The secret strings themselves, to keep them out of logs and messages."""
+    """Return the secret strings themselves, so that `scrub` can keep them out of logs and messages."""
     found: set[str] = set()
     if isinstance(values, Mapping):
         for key, value in values.items():
@@ -73,7 +73,7 @@ def secret_values(values: Any) -> set[str]:
 
 def _strings(value: Any) -> Iterable[str]:
     if isinstance(value, str):
-        # Shorter strings are placeholders ("EMPTY", "x") that would blot out ordinary words.
+        # Shorter strings are placeholders ("EMPTY", "x"); scrubbing them would also replace ordinary words.
         if len(value) >= 8:
             yield value
     elif isinstance(value, Mapping):
@@ -85,20 +85,20 @@ def _strings(value: Any) -> Iterable[str]:
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
-    """``text`` without the given secrets."""
+    """Return ``text`` with the given secrets replaced."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
 
 
 def redact_tokens(text: AnyStr) -> AnyStr:
-    """``text`` without this suite's own tokens and credentials, wherever they stand: in a header, a URL's path, a
-    message."""
+    """Return ``text`` with this suite's own tokens and credentials replaced, wherever they occur: in a header, a URL's
+    path, a message."""
     if isinstance(text, bytes):
         return _TOKEN_BYTES.sub(REDACTED.encode(), text)
     return _TOKEN.sub(REDACTED, text)
 
 
 def public_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables a server process inherits: all but those whose names say that they are secret."""
+    """Return the environment variables that a server process inherits: those without a secret name."""
     return {name: value for name, value in environ.items() if not is_secret_name(name)}

@@ -1,4 +1,4 @@
-"""Which known name was probably meant, and what a pydantic model refused."""
+"""Error messages: suggestions for misspelled names, and the problems that a pydantic model found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_PROBLEMS = 10
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)``, or an empty string when nothing is near."""
+    """Return `` (did you mean 'x'?)``, or an empty string if no known name is similar."""
     matches = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
 
@@ -19,12 +19,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def validation_problems(
     error: ValidationError, known: Collection[str] = (), *, where: str = "", whole: str = "value"
 ) -> str:
-    """What a model refused, by field and without the values: they may be secrets, or private to an environment.
+    """Describe the problems by field, without the values, which may be secret or private to an environment.
 
     Args:
-        known: the model's keys, from which a misspelled one gets a suggestion.
+        known: the model's keys, from which a misspelled key gets a suggestion.
         where: the dotted path of a configuration's block, so that each problem names the key as a user types it.
-        whole: what a problem without a key is about.
+        whole: the name used for a problem without a key.
     """
     problems, block = [], f"{where}." if where else ""
     for item in error.errors(include_input=False, include_url=False, include_context=False)[:MAX_PROBLEMS]:

@@ -1,5 +1,5 @@
-"""Tasks: work that is finished although its caller is cancelled, or left to an owner; what a group of them raises;
-and when a failed operation is tried again (`Backoff`): growing pauses, `Retry-After` headers, and when to give up.
+"""Tasks: work that finishes although its caller is cancelled (`finish`), tasks in the background (`BackgroundTasks`),
+and retries of failed operations (`Backoff`): growing pauses, ``Retry-After`` headers, and when to give up.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ E = TypeVar("E", bound=Exception)
 
 
 async def finish(work: Awaitable[T], *, timeout_s: float | None = None) -> T:
-    """Await ``work`` to its end, however often the caller is cancelled meanwhile; the cancellation follows then.
+    """Await ``work`` to its end, even if the caller is cancelled meanwhile; raise the cancellation afterwards.
 
     Raises:
-        TimeoutError: it did not end within ``timeout_s``, and was cancelled for that.
-        asyncio.CancelledError: the caller was cancelled. An error of ``work`` itself is its context.
+        TimeoutError: ``work`` did not end within ``timeout_s`` and was cancelled.
+        asyncio.CancelledError: the caller was cancelled. Its context is the error of ``work``, if any.
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
@@ -47,10 +47,10 @@ async def finish(work: Awaitable[T], *, timeout_s: float | None = None) -> T:
 
 
 def first_of(errors: ExceptionGroup[Exception], kind: type[E]) -> E:
-    """The first exception of a task group whose exceptions are all of ``kind``, to be raised in its place. Raises
-    ``errors`` where others are among them.
+    """Return the first exception of a task group whose exceptions are all of ``kind``, for the caller to raise. Raises
+    ``errors`` itself if it contains any other exception.
 
-    For ``except ExceptionGroup``: Debian 12's Python 3.11.2 wraps what ``except*`` raises into one more group.
+    Use it with ``except ExceptionGroup``: Debian 12's Python 3.11.2 wraps what ``except*`` raises in another group.
     """
     found, others = errors.split(kind)
     if found is None or others is not None:
@@ -62,10 +62,10 @@ def first_of(errors: ExceptionGroup[Exception], kind: type[E]) -> E:
 
 
 class BackgroundTasks:
-    """Tasks that nobody awaits; their owner does before it ends. One owner may live in several event loops.
+    """Tasks that run in the background until their owner joins or cancels them. The owner may use several event loops.
 
     Args:
-        on_error: sees the exception of a task that fails; without it asyncio logs one that nobody retrieved.
+        on_error: gets each task that fails and its exception; without it, asyncio logs exceptions never retrieved.
     """
 
     def __init__(self, on_error: Callable[[asyncio.Task[Any], BaseException], None] | None = None) -> None:
@@ -85,7 +85,7 @@ class BackgroundTasks:
             self._on_error(task, error)
 
     async def join(self, *, timeout_s: float | None = None) -> None:
-        """Wait until this loop's tasks have ended, those included that start meanwhile, or until ``timeout_s``."""
+        """Wait until this loop's tasks have ended, including those that start meanwhile, or until ``timeout_s``."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while mine := self._of(loop):
@@ -109,13 +109,13 @@ class BackgroundTasks:
 
 
 RETRY_AFTER_AT_MOST_S = 60.0
-"""A peer that asks for a longer wait is asked again after this one: it cannot know when it will be well again."""
+"""Limit on the wait that a peer requests, because a peer cannot know when it will have recovered."""
 NETWORK_JITTER = 0.25
-"""For calls over the network: hundreds of rollouts that one outage failed do not come back in the same millisecond."""
+"""Jitter for network calls, so that hundreds of rollouts that fail together do not retry in the same millisecond."""
 
 
 class Backoff:
-    """The pauses between the tries of one operation. The caller judges which errors deserve another try::
+    """The pauses between the tries of one operation. The caller decides which errors to retry::
 
         backoff = Backoff(first_s=0.5, longest_s=30, tries=5)
         while True:
@@ -127,11 +127,11 @@ class Backoff:
 
     Args:
         first_s: the first pause.
-        longest_s: no pause is longer, but one of ``at_least_s``.
-        factor: how much longer each pause is than the one before.
-        tries: tries in all, the first included; unlimited by default.
+        longest_s: the longest pause, unless ``at_least_s`` requests a longer one.
+        factor: ratio of each pause to the previous one.
+        tries: total number of tries, including the first; unlimited by default.
         patience_s: seconds from now after which no further try begins; unlimited by default.
-        jitter: each pause is longer by a random share of itself, up to this one.
+        jitter: each pause is extended by a random fraction of itself, up to this fraction.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ class Backoff:
         return self._deadline - time.monotonic()
 
     def next_pause_s(self, *, at_least_s: float = 0.0, instead_s: float | None = None) -> float | None:
-        """How long to wait before the next try; ``None`` when there is none. Each call spends a try.
+        """Return the pause before the next try, or ``None`` if there is no further try. Each call uses up one try.
 
         Args:
-            at_least_s: what the peer asked for, kept to even beyond ``longest_s``.
-            instead_s: what the peer asked for, in place of this pause and within ``longest_s``.
+            at_least_s: wait that the peer requested; the pause is never shorter, even beyond ``longest_s``.
+            instead_s: wait that the peer requested; it replaces this pause, but ``longest_s`` still applies.
         """
         pause_s = self._pause_s if instead_s is None else instead_s
         pause_s = max(min(pause_s * (1 + random.random() * self._jitter), self._longest_s), at_least_s)
@@ -169,7 +169,7 @@ class Backoff:
         return pause_s
 
     async def again(self, *, at_least_s: float = 0.0, instead_s: float | None = None) -> bool:
-        """Wait for the next try; ``False`` at once when there is none."""
+        """Wait before the next try and return ``True``; return ``False`` at once if there is no further try."""
         pause_s = self.next_pause_s(at_least_s=at_least_s, instead_s=instead_s)
         if pause_s is None:
             return False
@@ -177,7 +177,7 @@ class Backoff:
         return True
 
     def again_blocking(self) -> bool:
-        """As `again`, for threads."""
+        """Do the same as `again`, but block the thread."""
         pause_s = self.next_pause_s()
         if pause_s is None:
             return False
@@ -186,7 +186,7 @@ class Backoff:
 
 
 def pause_after(failures: int, *, first_s: float, longest_s: float) -> float:
-    """The doubling pause after so many failures, for callers that count them in a record of their own."""
+    """Return a pause that doubles with each of ``failures``, for callers that count the failures themselves."""
     return min(first_s * 2.0 ** min(failures - 1, 64), longest_s)
 
 
@@ -199,8 +199,8 @@ def retry_after_s(header: str | None, default: float) -> float: ...
 
 
 def retry_after_s(header: str | None, default: float | None = None) -> float | None:
-    """Seconds from a ``Retry-After`` header in either of its forms, at most `RETRY_AFTER_AT_MOST_S`; ``default`` when
-    it says nothing usable."""
+    """Return the seconds of a ``Retry-After`` header in either of its forms, at most `RETRY_AFTER_AT_MOST_S`;
+    ``default`` if the header is missing or malformed."""
     seconds = _seconds(header) if header else None
     return default if seconds is None else seconds
 
@@ -218,7 +218,7 @@ def _seconds(header: str) -> float | None:
 
 
 def waiting_s(seconds: float | None) -> float | None:
-    """The wait that a peer asks for, within bounds; ``None`` when it asks for none."""
+    """Limit the wait that a peer requests to 0 … `RETRY_AFTER_AT_MOST_S`; ``None`` if it requests none."""
     if seconds is None or math.isnan(seconds):
         return None
     return min(max(0.0, seconds), RETRY_AFTER_AT_MOST_S)

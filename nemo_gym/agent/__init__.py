@@ -1,1 +1,1 @@
-"""What stands behind an agent server: the act, binding by topology, harnesses."""
+"""The implementation of agent servers: acts, sessions, topology bindings and harnesses."""

@@ -1,14 +1,14 @@
-"""Running acts of an agent server, and how one asks its policy.
+"""The running acts of an agent server, and their client for the policy.
 
-There is one act per rollout, ended by a newer attempt, a cancel, or the caller's departure. However an act ends, its
-own teardown is waited for: when its caller is told, its box is gone.
+Each rollout has at most one act. A newer attempt, a cancel, or the caller's disconnect ends it. However an act ends,
+its teardown completes first: when the caller gets the response, the act's box is gone.
 
-`OwnRunMiddleware` carries what an attempt was given along in the calls that an overridden ``run`` makes, whatever an
-agent's types keep of it.
+`OwnRunMiddleware` attaches an attempt's tokens to the calls of an overridden ``run``, even if the agent's types drop
+them.
 
-`PolicyClient` asks the policy endpoint of one attempt, with bounded and classified retries. Every attempt of a server
-asks over the connections of that server's event loop (`nemo_gym.http.client`). A client of its own costs an attempt a
-TLS context, which reads every certificate authority of the system: 25 ms of CPU.
+`PolicyClient` calls the policy endpoint of one attempt, with bounded and classified retries. All attempts share the
+connections of their server's event loop (`nemo_gym.http.client`). A separate client per attempt would need its own TLS
+context, which reads every certificate authority of the system: 25 ms of CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nemo_gym.http.requests import json_object
 from nemo_gym.http.telemetry import Counter, inject
 
 REMEMBERED = 4096
-"""Rollouts whose older attempts are known for such: about 1 MB."""
+"""Rollouts whose newest attempt is remembered, to refuse older ones; about 1 MB."""
 
 ACTS = Counter("nemo_gym_acts", "Acts of an agent that were answered, by outcome", ("outcome",))
 
@@ -54,7 +54,7 @@ class _Act:
 
 
 def invoked(agent: str) -> dict[str, str]:
-    """What a span says of an act, by the conventions for generative AI."""
+    """The span attributes of an act, by OpenTelemetry's conventions for generative AI."""
     return {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": agent}
 
 
@@ -64,8 +64,7 @@ class ActRegistry:
     def __init__(self) -> None:
         self._acts: dict[tuple[str, str], _Act] = {}
         self._latest: dict[tuple[str, str], int] = {}
-        """The newest attempt of each rollout that was seen, in the order of the last sight; the latest
-        `REMEMBERED`."""
+        """The newest known attempt of the `REMEMBERED` most recently used rollouts, least recent first."""
 
     @property
     def active(self) -> int:
@@ -74,8 +73,8 @@ class ActRegistry:
     async def run(self, rollout: RolloutIdentity, work: Callable[[], Coroutine[Any, Any, T]], request: Request) -> T:
         """Run ``work`` for an attempt while its caller is connected.
 
-        An older attempt of the rollout is ended first. Raises `FencedError` for an attempt that was replaced,
-        `ContractError` for one that is already running, and `CallerGoneError` when the caller left.
+        An older attempt of the rollout is ended first. Raises `FencedError` if this attempt was replaced or cancelled,
+        `ContractError` if it is already running, and `CallerGoneError` if the caller disconnected.
         """
         key = (rollout.run_id, rollout.rollout_id)
         self._admit(key, rollout)
@@ -121,11 +120,11 @@ class ActRegistry:
         self._latest.pop(key, None)
         self._latest[key] = attempt
         if len(self._latest) > REMEMBERED:
-            # An attempt that comes this late would have been refused by its environment, too.
+            # The environment refuses attempts that come this late too.
             self._latest.pop(next(iter(self._latest)))
 
     async def cancel(self, rollout: RolloutIdentity) -> tuple[bool, float]:
-        """End the act of this attempt or of an older one; whether there was one, and the seconds it took to end."""
+        """End the act of this attempt or of an older one. Returns whether there was one, and the seconds it took."""
         key = (rollout.run_id, rollout.rollout_id)
         self._remember(key, max(self._latest.get(key, 0), rollout.attempt))
         act = self._acts.get(key)
@@ -144,9 +143,9 @@ class ActRegistry:
 
 
 class OwnRunMiddleware:
-    """Calls that an overridden ``run`` makes carry its attempt's rights as headers: to the environment the reference
-    to its row, to the model server its inference token; to this server the same, as its ``/v1/responses`` may make the
-    model call. A body that cannot be passed on to the environment is refused here, before the plugin tries."""
+    """Attaches an attempt's tokens as headers to the calls of an overridden ``run``: the row reference for the
+    environment, and the inference token for the model server and for this server, whose ``/v1/responses`` may call the
+    model. A body that could not be passed on to the environment is refused here, before the plugin runs."""
 
     def __init__(self, app: ASGIApp, *, agent: str, environment: str | None, model: str | None) -> None:
         self.app = app
@@ -204,27 +203,27 @@ Route = Literal["/chat/completions", "/responses"]
 
 
 class ContextExceededError(ModelError):
-    """The conversation grew past what the model takes: the policy's doing, and no failure of its endpoint."""
+    """The conversation exceeds the model's context: the policy's doing, not a failure of the endpoint."""
 
     code = "context_exceeded"
 
 
 class PolicyClient:
-    """Asks one attempt's endpoint. Retries what a later try may cure, at most ``max_tries`` times."""
+    """Calls one attempt's policy endpoint. Makes at most ``max_tries`` tries, and retries only temporary failures."""
 
     def __init__(self, endpoint: InferenceEndpoint, *, max_tries: int) -> None:
         self.endpoint = endpoint
         self._base_url = endpoint.base_url.rstrip("/")
         self._model = endpoint.model
         self._headers = {"Authorization": f"Bearer {endpoint.token}"}
-        # The endpoint ends a call itself, and says why; this is for one that does not answer at all.
+        # The endpoint ends overdue calls itself and reports why; this limit is for an endpoint that never responds.
         self._limit_s = endpoint.request_timeout_s + WAIT_BEYOND_S
         self._patience = Patience(CONNECT_TIMEOUT_S, self._limit_s)
         self._max_tries = max_tries
 
     async def ask(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
-        """The endpoint's answer to ``body``, a JSON object. Raises `ModelError` when the endpoint refuses, or fails
-        every try."""
+        """Send ``body`` and return the endpoint's response, a JSON object. Raises `ModelError` if the endpoint refuses
+        the request or every try fails."""
         data = orjson.dumps({**body, "model": self._model})
         headers = {**self._headers}
         inject(headers)
@@ -254,7 +253,7 @@ class PolicyClient:
 
 
 def _problem(content: bytes) -> str:
-    """What went wrong, in the words of an error body."""
+    """The error message in an error response's body, or the start of the body."""
     said = content[:300].decode("utf-8", "replace")
     try:
         body = orjson.loads(content)

@@ -1,9 +1,9 @@
-"""The base of every agent server.
+"""The base class of every agent server.
 
-A new agent implements ``act``: everything it needs is in the `ActRequest`, everything it made in the `ActResponse`.
-A NeMo Gym agent implements ``responses`` and perhaps ``run``; it works unmodified. One that only implements
-``responses`` is called through ``act`` like any other; one that overrides ``run`` seeds and verifies by itself, with a
-row reference instead of the private part of its row.
+A new agent implements ``act``: the `ActRequest` holds everything it needs, the `ActResponse` everything it produced.
+A NeMo Gym agent implements ``responses`` and perhaps ``run``; it works unmodified. An agent with only ``responses`` is
+called through ``act`` like any other. An agent that overrides ``run`` seeds and verifies itself, with a row reference
+instead of the private part of its row.
 """
 
 from __future__ import annotations
@@ -116,16 +116,16 @@ class BaseResponsesAPIAgentConfig(BaseRunServerInstanceConfig):
     """Configuration of an agent. Most also have ``resources_server`` and ``model_server``."""
 
     skip_verification: bool = False
-    """``/run`` answers without asking for a verdict, with ``skip_verification_reward``."""
+    """Have ``/run`` skip the verification and return ``skip_verification_reward``."""
     skip_verification_reward: float = 0.0
     token_id_capture: bool = False
-    """NeMo Gym's; accepted. Token ids come from the model server's session."""
+    """A setting of NeMo Gym's, accepted for compatibility. Token ids come from the model server's session."""
     session_close_retry_window_seconds: float = Field(default=300, gt=0, allow_inf_nan=False)
-    """How long the reply to a session's close can be asked for again."""
+    """How long a repeated close of a session gets the same reply."""
     tool_accesses: list[ToolAccess] = Field(default_factory=list)
-    """Tools that every session of NeMo Gym's protocol is given."""
+    """Tools that every session of NeMo Gym's protocol gets."""
     row_access: Literal["public", "full", "validation"] = "public"
-    """What of a row this agent gets. ``full`` is for agents that read private fields, and their results say so;
+    """Which part of a row this agent gets. ``full`` is for agents that read private fields, and labels their results;
     ``validation`` is for oracle agents."""
 
     @field_validator("tool_accesses")
@@ -145,10 +145,10 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
 
     ROLE: ClassVar[Role] = Role.AGENT
     topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE, Topology.ENV_SANDBOXED)
-    """Where this agent's harness can work. A composition with another topology is refused before it starts."""
+    """The topologies that this agent supports. A composition with another topology is refused before it starts."""
     needs_prompt: ClassVar[bool] = True
-    """Whether its work begins with the row's prompt; rows without one are refused. ``False`` for an agent that
-    gets its task elsewhere: from tools, or from an environment that it steps through."""
+    """Whether the agent starts from the row's prompt; if so, rows without one are refused. ``False`` for an agent that
+    gets its task elsewhere: from tools, or from a stepped environment."""
 
     _acts: ActRegistry = PrivateAttr(default_factory=ActRegistry)
     _session_records: dict[str, _AgentSessionRecord] = PrivateAttr(default_factory=dict)
@@ -156,31 +156,32 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     async def act(self, request: ActRequest) -> ActResponse:
-        """One attempt. Cancelled when the pipeline leaves, cancels or starts a newer attempt: release everything in a
-        shielded ``finally``. Raise `AgentError` or `ModelError` for failures that are not the policy's."""
+        """Run one attempt. It is cancelled if the pipeline disconnects, cancels or starts a newer attempt, so release
+        everything in a shielded ``finally``. For failures that are not the policy's, raise `AgentError` or
+        `ModelError`."""
         return await self._act_by_responses(request, {})
 
     async def act_in_session(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
-        """As ``act``, for agents that call the environment's tool routes: ``cookies`` are those of its seed, by which
-        it knows the attempt's session. Default: ``act``, or ``responses`` of a NeMo Gym agent."""
+        """Like ``act``, for agents that call the environment's tool routes: ``cookies`` are those of the environment's
+        seed and identify the attempt's session. Default: ``act``, or ``responses`` of a NeMo Gym agent."""
         if self.overrides("act"):
             return await self.act(request)
         return await self._act_by_responses(request, cookies)
 
     async def box_needs(self) -> BoxNeeds:
-        """What this agent's harness needs in a world's box that somebody else makes. Default: nothing."""
+        """What this agent's harness needs in a world's box that the environment creates. Default: nothing."""
         return BoxNeeds()
 
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
-        """NeMo Gym's hook: answer one prompt, calling tools and model by ``self.server_client``."""
+        """Answer one prompt, calling tools and model through ``self.server_client``; a hook of NeMo Gym's."""
         raise NotImplementedError(f"{type(self).__name__} implements neither act() nor responses()")
 
     async def run(self, body: BaseRunRequest) -> BaseVerifyResponse:
-        """NeMo Gym's hook: the whole rollout. Not implemented here: ``/run`` is built from seed, act and verify."""
+        """Run a whole rollout; a hook of NeMo Gym's. By default ``/run`` consists of seed, act and verify instead."""
         raise NotImplementedError(f"{type(self).__name__} does not override run()")
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
-        """Metrics over all results: the environment's, unless this agent shapes its own."""
+        """Metrics over all results: the environment's, unless this agent overrides how they are computed."""
         environment = self._server_name("resources_server")
         if environment is None or self.overrides("compute_metrics") or self.overrides("get_key_metrics"):
             return await asyncio.to_thread(
@@ -212,8 +213,8 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         yield Reading("nemo_gym_acts_running", "Acts under way", [({}, float(self._acts.active))])
 
     def kept_limits(self) -> frozenset[str]:
-        """Names of the `Limits` that this agent keeps to. Default: all, as `act_in_world` does; of NeMo Gym's agents,
-        one that answers by ``responses`` is stopped at its wall clock, and one with its own ``run`` keeps none."""
+        """The names of the `Limits` that this agent obeys. Default: all, which `act_in_world` enforces; for a NeMo Gym
+        agent with ``responses`` only the wall clock, and none for one with its own ``run``."""
         if self.overrides("run"):
             return frozenset()
         return frozenset(Limits.model_fields) if self.overrides("act") else frozenset({"wall_clock_s"})
@@ -230,7 +231,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         if self.overrides("_seed_agent_session_state"):
             self._add_session_routes(app)
         if self.overrides("run"):
-            # The innermost layer: it reads bodies, which the layers around let in and bound.
+            # The innermost layer, because it reads bodies, which the outer layers admit and bound.
             inner = Middleware(
                 OwnRunMiddleware,
                 agent=self.config.name,
@@ -290,7 +291,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         return Response(answer.model_dump_json().encode(), media_type="application/json")
 
     async def _act_by_responses(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
-        """``act`` of a NeMo Gym agent: its ``responses``, with the session's cookies and the attempt's token."""
+        """Run ``act`` by a NeMo Gym agent's ``responses``, with the session's cookies and the attempt's token."""
         topology = asked.descriptor.placement.topology
         if topology not in self.topologies:
             raise ConfigError(
@@ -329,10 +330,10 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
     # -- /run ----------------------------------------------------------------------------------------------------
 
     async def _run_route(self, request: Request) -> Response:
-        """One rollout for a caller outside of the pipeline.
+        """Run one rollout for a caller outside of the pipeline.
 
-        The caller has left the row with the environment (``/rows``) and sends what that answered: this server sees
-        the row's public part, and the reference is its right to seed, verify and close this one attempt.
+        The caller has stored the row with the environment (``/rows``) and sends the reply: this server gets the row's
+        public part, and a reference that lets it seed, verify and close this one attempt.
         """
         require_role(request, Role.PIPELINE, Role.OPERATOR)
         row = await parse_json_object(request)
@@ -371,7 +372,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def _rollout(self, attempt: Attempt) -> dict[str, Any]:
-        """The verify response; without a valid verdict, the row with the typed failure and no reward."""
+        """Run an attempt. Returns the verify response, or after a failed stage the row with the failure, no reward."""
         said: dict[str, Any] = {}
 
         async def call_agent(attempt: Attempt, body: dict[str, Any]) -> Reply:
@@ -408,22 +409,22 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         return self._model_call_capture_enabled() or self._token_id_capture_enabled()
 
     def rollout_id_from_run(self, body: Any) -> str | None:
-        """The id under which the calls of a ``run`` body are captured; ``None`` when nothing is."""
+        """The rollout id under which the calls of a ``run`` body are captured; ``None`` if capture is off."""
         return maybe_rollout_id_from_run_body(body) if self._capture_correlation_enabled() else None
 
     def url_path_for_run(self, url_path: str, body: Any) -> str:
-        """``url_path``, with the prefix that names the run's rollout when its calls are captured."""
+        """``url_path`` with a prefix that names the run's rollout, if its calls are captured."""
         prefix = rollout_path_prefix(self.rollout_id_from_run(body), token_capture=self._token_id_capture_enabled())
         return prefix + url_path
 
     def base_url_for_run(self, base_url: str, body: Any) -> str:
-        """A model server's root URL, with the prefix that names the run's rollout when its calls are captured."""
+        """A model server's root URL with a prefix that names the run's rollout, if its calls are captured."""
         return apply_rollout_prefix(
             base_url, self.rollout_id_from_run(body), token_capture=self._token_id_capture_enabled()
         )
 
     def url_path_for_request(self, url_path: str, request: Request | None) -> str:
-        """``url_path``, with the rollout prefix that ``request`` itself came with."""
+        """``url_path`` with the rollout prefix of ``request``'s own path, if it has one."""
         params = getattr(request, "path_params", None)
         rollout_id = params.get("rollout_id") if isinstance(params, Mapping) else None
         scope = getattr(request, "scope", None)
@@ -431,7 +432,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         return rollout_path_prefix(rollout_id, token_capture=capture) + url_path
 
     def resolve_model_base_url(self, model_server_name: str, rollout_id: str | None = None) -> str:
-        """The base URL, ending in ``/v1``, that a harness is given for a model server."""
+        """A model server's base URL for a harness, ending in ``/v1``."""
         from nemo_gym.http.client import server_config_of
 
         block = server_config_of(self.server_client.global_config_dict, model_server_name)
@@ -442,7 +443,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
 
 
 async def _json_reply(reply: ClientResponse, server: str) -> dict[str, Any]:
-    """`expect_json` of a body that is our own caller's: what the peer finds wrong with it is the caller's to mend."""
+    """`expect_json` for a request that forwards a caller's body: a peer's refusal of it becomes `InvalidBodyError`."""
     try:
         return await expect_json(reply, server)
     except ServerError as error:
@@ -452,7 +453,7 @@ async def _json_reply(reply: ClientResponse, server: str) -> dict[str, Any]:
 
 
 def _told_by_peer(error: PeerError) -> InvalidBodyError | ServerError:
-    """The same for a `PeerError`."""
+    """Translate a `PeerError` as `_json_reply` does."""
     kind = InvalidBodyError if error.status in (400, 413, 422) else ServerError
     problem = error.problem
     details = {"peer": error.server, "peer_status": error.status or None, "peer_code": problem.get("code")}
@@ -460,7 +461,7 @@ def _told_by_peer(error: PeerError) -> InvalidBodyError | ServerError:
 
 
 def _named(row: Mapping[str, Any]) -> RolloutIdentity:
-    """The identity of a row that a NeMo Gym caller numbered, or a new one."""
+    """The identity of a row by the numbers that a NeMo Gym caller gave it, or a new identity."""
     numbers = {key: row[key] for key in (ATTEMPT_INDEX_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY) if key in row}
     for key, number in numbers.items():
         if not isinstance(number, int) or not 0 <= number < 1 << 31:
@@ -482,7 +483,7 @@ def _named(row: Mapping[str, Any]) -> RolloutIdentity:
 
 
 def __getattr__(name: str) -> Any:
-    """The rest of ``__all__``, which needs OpenAI's types: imported by the plugins that use it."""
+    """Import the rest of ``__all__`` when a plugin uses it, because it needs OpenAI's types."""
     if name in __all__:
         from nemo_gym.http import environment_bodies as wire
 

@@ -1,7 +1,7 @@
 """Agent sessions of NeMo Gym's protocol: seeded and closed under an id that the caller chose.
 
-An agent overrides `AgentSessions._seed_agent_session_state` and `_close_agent_session_state`. Seeding again with the
-same request gives the same session; a close of an id that nobody seeded keeps a late seed out.
+An agent overrides `AgentSessions._seed_agent_session_state` and `_close_agent_session_state`. A repeated seed gets the
+same session. If an id is closed before it was seeded, a later seed of it is refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AgentCloseSessionRequest(BaseModel):
 
 
 class AgentCloseSessionResponse(BaseModel):
-    """What the session left: what was observed, and the environment's cookies as the agent last had them."""
+    """The session's results: the agent's observations, and the latest cookies it got from the environment."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,13 +68,13 @@ class AgentCloseSessionResponse(BaseModel):
 
 @dataclass
 class AgentSessionState:
-    """What an agent keeps of a session; subclasses add their own."""
+    """An agent's state for a session; subclasses add fields."""
 
     request: AgentSeedSessionRequest
 
 
 class AgentSessionSetupError(Exception):
-    """A seed failed half-way and its cleanup did too. ``state`` is kept, so that a close can try again."""
+    """A seed failed half-way, and so did its cleanup. ``state`` is kept so that a close can retry the cleanup."""
 
     def __init__(self, state: AgentSessionState, *, error: BaseException) -> None:
         super().__init__(str(error))
@@ -87,27 +87,27 @@ class _AgentSessionRecord:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     state: AgentSessionState | None = None
     closing: bool = False
-    """A close began, or a seed failed half-way: it takes no work any more."""
+    """Whether the session accepts no more work, because a close began or a seed failed half-way."""
     episode_id: EpisodeId | None = None
     close_response: AgentCloseSessionResponse | None = None
     expires_at: float = float("inf")
 
 
 class AgentSessions:
-    """The part of `nemo_gym.agent.server.SimpleResponsesAPIAgent` that keeps sessions."""
+    """The part of `nemo_gym.agent.server.SimpleResponsesAPIAgent` that manages sessions."""
 
     config: Any
     _session_records: dict[str, _AgentSessionRecord]
 
     def effective_tool_accesses(self, request: AgentSeedSessionRequest) -> list[ToolAccess]:
-        """The configured tools, each replaced by the session's of the same name, and the session's others."""
+        """The configured tools and the session's tools; the session's replace configured ones of the same name."""
         granted = {access.name: access for access in request.tool_accesses}
         configured = [granted.pop(access.name, access) for access in self.config.tool_accesses]
         return [*configured, *granted.values()]
 
     async def seed_agent_session(self, request: Request, body: AgentSeedSessionRequest) -> AgentSeedSessionResponse:
-        """Open the session; the same request again answers the same. One that was closed is a conflict (409), which
-        no caller tries again."""
+        """Open the session; a repeated request gets the same response. A closed session is a conflict (409), which no
+        caller retries."""
         if (self.config.num_workers or 1) > 1:
             raise ValueError(
                 f"sessions require num_workers=1: they live in one process, and '{self.config.name}' has"
@@ -132,8 +132,8 @@ class AgentSessions:
         return AgentSeedSessionResponse(agent_session_id=body.agent_session_id)
 
     async def close_agent_session(self, request: Request, body: AgentCloseSessionRequest) -> AgentCloseSessionResponse:
-        """End the session. The reply is kept for ``session_close_retry_window_seconds``; a failed cleanup keeps the
-        session, to be closed again."""
+        """End the session. A repeated close gets the same reply for ``session_close_retry_window_seconds``. If the
+        cleanup fails, the session is kept and can be closed again."""
         async with self._locked_agent_session(body.agent_session_id) as record:
             known = record.state.request.episode_id if record.state is not None else record.episode_id
             if known is not None and known != body.episode_id:
@@ -173,11 +173,12 @@ class AgentSessions:
         return record.state
 
     async def _seed_agent_session_state(self, body: AgentSeedSessionRequest) -> AgentSessionState:
-        """Check what is granted, and prepare the harness. Raise `AgentSessionSetupError` for what is left half-way."""
+        """Check the granted access, and prepare the harness. If the cleanup of a failed seed fails too, raise
+        `AgentSessionSetupError`."""
         raise NotImplementedError(f"{type(self).__name__} keeps no agent sessions")
 
     async def _close_agent_session_state(self, state: AgentSessionState) -> AgentCloseSessionResponse:
-        """Release what the session holds; raise without losing it when that fails."""
+        """Release what the session holds. If that fails, raise and keep ``state`` fit for another close."""
         return AgentCloseSessionResponse(agent_session_id=state.request.agent_session_id)
 
     def _add_session_routes(self, app: FastAPI) -> None:

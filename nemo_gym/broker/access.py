@@ -1,4 +1,4 @@
-"""Who may do what: credentials, lease tokens and the permissions they give."""
+"""Access control: credentials, lease tokens, and what they permit."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ from nemo_gym.sandbox.wire.models import CreateSandbox, DoorModel
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 # -- Lease tokens --------------------------------------------------------------------------------------------------
-# Lease tokens: signed, so that a forged one costs no look-up, and looked up, so that one can be taken back.
+# Lease tokens are signed, so that a forged one is refused without a look-up, and they are looked up, so that they can
+# be revoked.
 #
-# ``ngl1.<box>.<lease>.<scope>.<mac>``. A token names no expiry: its lease does, and is renewed without a new token.
+# ``ngl1.<box>.<lease>.<scope>.<mac>``. A token contains no expiry; its lease does, and renewal needs no new token.
 
 PREFIX = "ngl1"
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseClaim:
-    """What a genuine token says. Whether its lease still holds is the registry's to say."""
+    """The content of a genuine token. Only the registry knows whether its lease still holds."""
 
     sandbox_id: str
     lease_id: str
@@ -50,7 +51,7 @@ class LeaseClaim:
 
 
 class TokenSigner:
-    """Signs and checks with a key that no other server has."""
+    """Signs and checks lease tokens with a key that no other server has."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -60,7 +61,7 @@ class TokenSigner:
         return f"{body}.{self._mac(body)}"
 
     def check(self, token: str) -> LeaseClaim:
-        """Raises `BrokerError` ``unauthenticated`` for anything that this signer did not issue."""
+        """Check a token. Raises `BrokerError` ``unauthenticated`` for anything that this signer did not issue."""
         body, _, mac = token.rpartition(".")
         if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             raise BrokerError("unauthenticated", "the lease token is not one of this broker's")
@@ -75,20 +76,20 @@ class TokenSigner:
 
 
 # -- Callers -------------------------------------------------------------------------------------------------------
-# Who may do what: the caller or the lease behind a request.
+# The caller or the lease behind a request.
 #
-# A caller credential (of the stack) says who asks for boxes; a lease token says what its holder may do with one box.
-# Boxes of others are not found, whether they exist or not.
+# A caller credential (of the stack) identifies who requests boxes; a lease token defines what its holder may do with
+# one box. Other callers' boxes are reported as not found, whether they exist or not.
 
 ANONYMOUS = Caller(Role.OPERATOR, "anonymous")
-"""Everybody, on a broker that was started without credentials (on loopback, by hand)."""
+"""The caller of every request to a broker that was started without credentials (on loopback, by hand)."""
 _BEARER = "bearer "
 _RANK = {LeaseScope.READ: 0, LeaseScope.OPERATE: 1, LeaseScope.OWNER: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A request's right to one box. Exactly one of ``box`` (live) and ``record`` (gone) is there."""
+    """A request's right to one box. Exactly one of ``box`` (live) and ``record`` (gone) is set."""
 
     sandbox_id: str
     scope: LeaseScope
@@ -99,19 +100,19 @@ class Grant:
 
     @property
     def holds(self) -> bool:
-        """Whether the lease still holds: what goes on for long (streams) looks again and again."""
+        """Whether the lease still holds. Streams check it again and again, because they last long."""
         if self.lease is None or self.box is None:
             return True
         return not (self.lease.revoked or self.lease.epoch < self.box.epoch or self.box.lease_has_ended(self.lease))
 
 
 class Access:
-    """Checks requests.
+    """Authenticates requests.
 
     Args:
-        credentials: the server's own; ``None`` where it was started without.
-        tokens: callers that are no servers of the stack, by name.
-        trusted: those of them who count as environments; the others count as agents.
+        credentials: the server's own; ``None`` if it was started without a stack.
+        tokens: name → token of callers that are not servers of the stack.
+        trusted: the names among them that count as environments; the others count as agents.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Access:
         self._tokens, self._trusted = dict(tokens), frozenset(trusted)
 
     def caller(self, request: Request) -> Caller:
-        """The checked sender. Raises `BrokerError` ``unauthenticated``."""
+        """Return the authenticated sender. Raises `BrokerError` ``unauthenticated``."""
         caller = self._caller(request)
         if caller is None:
             raise BrokerError("unauthenticated", f"{request.url.path} needs a caller's credential")
@@ -137,7 +138,7 @@ class Access:
             return self._of_the_stack(known)
         token = _bearer(request)
         given = (token or "").encode()
-        # All of them are compared, so that the time taken tells nothing.
+        # Compare with every token, so that the time taken reveals nothing.
         names = [name for name, known in self._tokens.items() if hmac.compare_digest(known.encode(), given)]
         if names:
             return Caller(Role.ENVIRONMENT if names[0] in self._trusted else Role.AGENT, names[0])
@@ -151,7 +152,7 @@ class Access:
             raise BrokerError("unauthenticated", error.message) from None
 
     def _of_the_stack(self, caller: Caller) -> Caller:
-        # What a caller made is its own by its name, so two callers of one name would have each other's boxes.
+        # A caller's name decides which boxes belong to it, so two callers with one name would share their boxes.
         if self.is_outsider(caller):
             raise BrokerError(
                 "unauthenticated",
@@ -161,15 +162,15 @@ class Access:
         return caller
 
     def is_outsider(self, caller: Caller) -> bool:
-        """Whether a caller showed a token of the configuration, and so is no server of the stack."""
+        """Return whether a caller used one of the configured tokens, and so is not a server of the stack."""
         return caller.name in self._tokens
 
     def sees(self, caller: Caller) -> str | None:
-        """Whose boxes a caller may see and reap; ``None`` is everybody's."""
+        """Return the creator whose boxes a caller may see and reap; ``None`` means all boxes."""
         return None if caller.role in (Role.PIPELINE, Role.OPERATOR) else caller.name
 
     async def any_caller(self, request: Request) -> None:
-        """A caller, or the holder of any lease that holds. Raises `BrokerError`."""
+        """Require a caller's credential or any valid lease. Raises `BrokerError` otherwise."""
         token = _bearer(request)
         if token is not None and token.startswith(PREFIX):
             await self.box(request, self.signer.check(token).sandbox_id, LeaseScope.READ)
@@ -177,14 +178,14 @@ class Access:
             self.caller(request)
 
     async def box(self, request: Request, sandbox_id: str, wanted: LeaseScope, *, creator_may: bool = False) -> Grant:
-        """The right to do something of scope ``wanted`` with a box.
+        """Return the request's right to a box, which must include the scope ``wanted``.
 
         Args:
-            creator_may: whether the credential of the caller that made the box does as well as a lease.
+            creator_may: whether the credential of the box's creator is accepted instead of a lease.
 
         Raises:
             BrokerError: ``unauthenticated``, ``lease_expired``, ``scope`` or ``sandbox_not_found``.
-            FencedError: the lease was taken back.
+            FencedError: the lease was revoked.
         """
         token = _bearer(request)
         if token is not None and token.startswith(PREFIX):
@@ -218,7 +219,7 @@ class Access:
             raise BrokerError("unauthenticated", "the lease of this token is not known any more")
         if lease.revoked or lease.epoch < epoch:
             raise FencedError(f"this lease of box '{sandbox_id}' was taken back", sandbox_id=sandbox_id)
-        # Of a box that is gone nothing is left but the record, by the wall clock.
+        # A box that is gone has only its record, whose times are on the wall clock.
         ended = lease.expires_at is not None and lease.expires_at <= time.time()
         if ended if box is None else box.lease_has_ended(lease):
             raise BrokerError("lease_expired", f"this lease of box '{sandbox_id}' has ended", sandbox_id=sandbox_id)
@@ -245,41 +246,41 @@ def _not_found(sandbox_id: str) -> BrokerError:
 
 
 # -- Permissions ---------------------------------------------------------------------------------------------------
-# What a caller may ask of its boxes.
+# The boxes that a caller may request.
 #
-# Agent servers run what others wrote, and callers from outside are no servers of the stack: both get boxes that see
-# nothing of the broker's host or network but what the configuration names. Environments, the pipeline and operators
-# prepare images and grade, and are held to ``mount_roots`` alone.
+# Agent servers run other people's code, and callers from outside are not servers of the stack. The boxes of both reach
+# only those parts of the broker's host and network that the configuration names. Environments, the pipeline and
+# operators prepare images and grade; for them, only ``mount_roots`` is a restriction.
 
 OWNER_LABEL = "nemo_gym.owner"
-"""Label by which a caller says whose quota its box counts against; default: its own."""
+"""Label with which a caller names the owner whose quota its box counts against; by default the caller itself."""
 DOOR_ROUTES = (*INFERENCE_ROUTES, *MCP_ROUTES)
 _TRUSTED = (Role.PIPELINE, Role.OPERATOR, Role.ENVIRONMENT)
 _HOST_PATH = re.compile(r"(?:(?:docker|oci)-archive:|(?:[A-Za-z][A-Za-z0-9+.-]*:(?://)?)?(?=[/~.]))(.*)", re.DOTALL)
-"""An image that is a path of the backend's host, by itself or after the kind of a file (``docker-archive:/x``)."""
+"""Matches an image that is a path on the backend's host, bare or after a type of file (``docker-archive:/x``)."""
 
 
 def is_trusted(role: Role) -> bool:
-    """Whether callers of this role prepare and grade."""
+    """Return whether callers with this role prepare images and grade."""
     return role in _TRUSTED
 
 
 class Permissions:
-    """The rules of one broker, by its configuration."""
+    """The rules of one broker, from its configuration."""
 
     def __init__(self, config: BrokerConfig, endpoints: Iterable[str] = ()) -> None:
-        """``endpoints``: what doors may lead to where the configuration names nothing."""
+        """``endpoints``: the base URLs that doors may lead to if the configuration has no ``door_targets``."""
         self._config = config
         named = config.mount_roots
         roots = [*(named or ()), *(_packages() if config.agent_packages else ())]
         self._everybody = named is None
-        """Whether a server of the stack that is trusted may mount anything, as with a provider of its own."""
+        """Whether a trusted server of the stack may mount any path, as it could with its own provider."""
         self._roots = [Path(os.path.realpath(root)) for root in roots]
         targets = endpoints if config.door_targets is None else config.door_targets
         self._targets = [_base(target) for target in targets]
 
     def check_create(self, caller: Caller, body: CreateSandbox, *, is_outsider: bool) -> None:
-        """Raise `BrokerError` ``mount_refused`` or ``not_permitted`` for what the caller may not have."""
+        """Raise `BrokerError` ``mount_refused`` or ``not_permitted`` if the caller may not create this box."""
         spec, trusted = body.spec, is_trusted(caller.role)
         if not (self._everybody and trusted and not is_outsider):
             self._check_paths((mount.source for mount in spec.mounts), "spec.mounts")
@@ -308,8 +309,8 @@ class Permissions:
         self.check_doors(spec.doors)
 
     def check_doors(self, doors: Iterable[DoorModel]) -> None:
-        """Raise `BrokerError` ``not_permitted`` for a door that only somebody trusted opens: the broker dials its
-        target, from its own host."""
+        """Raise `BrokerError` ``not_permitted`` for a door that only trusted callers may open. The broker dials a
+        door's target from its own host."""
         for door in doors:
             if door.kind == "proxy":
                 raise _not_permitted(
@@ -333,7 +334,7 @@ class Permissions:
 
     def _check_paths(self, sources: Iterable[str], field: str) -> None:
         for source in sources:
-            # Links are followed first, because the backend follows them too.
+            # Resolve links first, because the backend follows them too.
             if not any(Path(os.path.realpath(source)).is_relative_to(root) for root in self._roots):
                 raise BrokerError(
                     "mount_refused",
@@ -343,14 +344,14 @@ class Permissions:
 
 
 def _packages() -> Iterable[str]:
-    """Where the programs of agents are on this host: what ``ng_prepare agents`` and ``scripts/install-clis`` put into
-    the cache, and what plugins bring along."""
+    """Yield the directories of agent programs on this host: those that ``ng_prepare agents`` and
+    ``scripts/install-clis`` fill in the cache, and the agent folders of plugins."""
     yield from (str(cache_root() / name) for name in ("agents", "clis"))
     yield from (str(root / AGENT_TYPE) for root in plugin_roots())
 
 
 def _base(target: str) -> str:
-    """A URL as the door dials it, to be compared. Raises `BrokerError` for one that has no single reading."""
+    """Normalize a URL to the form that the door dials, for comparison. Raises `BrokerError` if it is ambiguous."""
     try:
         url = URL(target)
         path = normalize_path(url.raw_path or "/")

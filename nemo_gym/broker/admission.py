@@ -1,7 +1,7 @@
-"""How many boxes there may be: a bound on all, one per owner, and a queue with a deadline that is fair across owners.
+"""Limits on the number of boxes, in total and per owner, and a queue with a deadline that is fair across owners.
 
-A place that falls free goes to the waiting owner who holds the fewest, and among equals to the one who was served
-longest ago; so an owner who asks for five hundred boxes does not keep another from its first.
+A place that becomes free goes to the waiting owner with the fewest boxes, and among equals to the one served longest
+ago. So an owner who requests five hundred boxes does not keep another owner from its first.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from nemo_gym.sandbox.wire.problems import BrokerError
 
 
 class Admission:
-    """Places for boxes, held from before a create until the box is gone.
+    """Places for boxes. A box holds one from before its create until it is gone.
 
     Args:
-        max_boxes: of all owners together; ``None`` is without a bound.
-        max_per_owner: of one owner; ``None`` is without a bound.
-        max_waiting: requests in the queue; one more is refused at once.
-        timeout_s: seconds in the queue until a request is refused.
+        max_boxes: limit for all owners together; ``None`` is no limit.
+        max_per_owner: limit for each owner; ``None`` is no limit.
+        max_waiting: requests in the queue; a further request is refused at once.
+        timeout_s: seconds in the queue after which a request is refused.
     """
 
     def __init__(
@@ -43,29 +43,29 @@ class Admission:
 
     @property
     def has_place(self) -> bool:
-        """Whether the bound on all leaves room for one more."""
+        """Whether the total limit leaves room for one more box."""
         return self._max_boxes is None or self.total < self._max_boxes
 
     def has_room(self, owner: str) -> bool:
         return self.has_place and self.may_have_more(owner)
 
     def may_have_more(self, owner: str) -> bool:
-        """Whether the owner's own bound leaves room for one more."""
+        """Return whether the limit per owner leaves room for one more box of this owner."""
         return self._max_per_owner is None or self.held[owner] < self._max_per_owner
 
     def occupy(self, owner: str) -> None:
-        """Count a box that is there already (adopted after a restart), whatever the bounds say."""
+        """Count a box without checking the limits, such as one adopted after a restart."""
         self.held[owner] += 1
 
     def swap(self, before: str, after: str) -> None:
-        """Give a place that ``before`` holds to ``after``."""
+        """Move a place from the owner ``before`` to the owner ``after``."""
         self.held[before] -= 1
         if self.held[before] <= 0:
             del self.held[before]
         self._take(after)
 
     async def enter(self, owner: str) -> None:
-        """Wait for a place. Raises `BrokerError` ``quota`` (the owner's own boxes fill its bound), or ``no_room``."""
+        """Wait for a place. Raises `BrokerError` ``quota`` if the owner is at its own limit, else ``no_room``."""
         if not self._waiting.get(owner) and self.has_room(owner) and not self._someone_goes_first(owner):
             self._take(owner)
             return

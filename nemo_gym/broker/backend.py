@@ -1,7 +1,7 @@
-"""The provider behind the broker, asked so that whatever it leaves can be found again.
+"""The provider behind the broker, with labels on every box so that no box is ever lost.
 
-Every box carries the broker's identity and its own id as labels. Both are enough to find it, and to destroy it, when
-nothing else is known.
+Every box carries the broker's identity and its own id as labels. These two suffice to find and destroy a box when
+nothing else is known about it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ BROKER_LABEL = "nemo_gym.broker"
 SANDBOX_LABEL = "nemo_gym.sandbox"
 """The broker's id of a box; the backend has its own."""
 EXEC_VARIABLE = "NEMO_GYM_BROKER_EXEC"
-"""In the environment of a command, by which one that outlived its broker is found."""
+"""Environment variable of every command, which identifies the processes of a command that outlived its broker."""
 _STRAYS_TIMEOUT_S = 30.0
 
-# Stopped first, so that nothing forks between being listed and being killed. A process of another name space, or one
-# that cleared its environment, is not found: the box's end is its end.
+# Stop all matching processes first, so that none forks between being listed and being killed. A process in another
+# namespace, or one that cleared its environment, is not found; it ends with the box.
 _KILL_STRAYS = """
 for signal in STOP KILL; do
   for directory in /proc/[0-9]*; do
@@ -69,13 +69,14 @@ class Backend:
         return self.provider.name
 
     async def capabilities(self) -> SandboxCapabilities:
-        """What the provider can do here; asked once. Raises `SandboxError` when the backend does not answer."""
+        """Return the provider's capabilities, cached after the first call. Raises `SandboxError` if that one fails."""
         if self._capabilities is None:
             self._capabilities = await asyncio.to_thread(lambda: self.provider.capabilities)
         return self._capabilities
 
     def labelled(self, sandbox_id: str, spec: SandboxSpec) -> SandboxSpec:
-        """The spec as the provider gets it: found by label, and created once however often it is asked for."""
+        """Return the spec with the labels that identify the box and an idempotency key, with which repeated creates
+        yield one box."""
         metadata = {**spec.metadata, BoxLabel.MANAGED: "true", BROKER_LABEL: self.identity, SANDBOX_LABEL: sandbox_id}
         return spec.replace(metadata=metadata, idempotency_key=f"{self.identity}/{sandbox_id}")
 
@@ -83,32 +84,33 @@ class Backend:
         return await self.provider.create(self.labelled(sandbox_id, spec))
 
     async def creates_once(self) -> bool:
-        """Whether a second create with the same key gives the same box."""
+        """Return whether a second create with the same key returns the same box."""
         return "idempotent_create" not in (await self.capabilities()).reasons
 
     async def describe(self, handle: SandboxHandle) -> bytes | None:
-        """From which `connect` finds the box after a restart; ``None`` where the provider cannot connect."""
+        """Return the descriptor with which `connect` finds the box after a restart; ``None`` if the provider cannot
+        connect."""
         if not isinstance(self.provider, Connectable):
             return None
         return orjson.dumps(await self.provider.serialize_handle(handle, scope="owner"))
 
     async def connect(self, descriptor: bytes) -> SandboxHandle:
-        """Raises `SandboxLostError` when the box is gone."""
+        """Connect to a box of an earlier process. Raises `SandboxLostError` if the box is gone."""
         require(self.provider, Connectable, why="to go on with boxes after a restart")
         assert isinstance(self.provider, Connectable)
         return await self.provider.connect(orjson.loads(descriptor))
 
     async def destroy(self, sandbox_id: str, handle: SandboxHandle | None, *, by_label: bool = True) -> None:
-        """Destroy the box: by its handle where there is one, and whatever carries its label, with ``by_label`` or
-        without a handle. Raises `SandboxError` when it may still be there."""
+        """Destroy the box by its handle, if there is one. Without a handle, or with ``by_label``, also destroy every
+        box that carries its label. Raises `SandboxError` if the box may still exist."""
         if handle is not None:
             await self.provider.close(handle)
         if handle is None or by_label:
             await self.provider.reap({BROKER_LABEL: self.identity, SANDBOX_LABEL: sandbox_id})
 
     async def judged(self, error: SandboxError, handle: SandboxHandle, code: str = "backend_refused") -> NemoGymError:
-        """What an error of the provider's says of the request. One of no particular kind, while the box runs well, is
-        the request's own fault."""
+        """Decide whether the request caused a provider's error. A plain `SandboxError` that is not retryable, while
+        the box runs, becomes `BrokerError` ``code``, which blames the request. Other errors are returned unchanged."""
         if type(error) is not SandboxError or error.retryable:
             return error
         try:
@@ -118,16 +120,16 @@ class Backend:
         return BrokerError(code, error.message) if status is SandboxStatus.RUNNING else error
 
     async def inventory(self) -> dict[str, SandboxInfo]:
-        """This broker's boxes by its own ids, as the backend knows them."""
+        """Return the broker's own id → the backend's information, for each of this broker's boxes."""
         found: dict[str, SandboxInfo] = {}
         for info in await self.provider.list({BROKER_LABEL: self.identity}):
             sandbox_id = info.labels.get(SANDBOX_LABEL, "")
-            # A provider without idempotent create may have two of one id; either is enough to reap both by label.
+            # A provider without idempotent create may have two boxes with one id; a reap by label destroys both.
             found[sandbox_id] = info
         return found
 
     async def kill_strays(self, handle: SandboxHandle, exec_ids: list[str]) -> None:
-        """Kill leftover commands that have no reader."""
+        """Kill the commands that an earlier broker process left running, whose output nobody reads."""
         script = ["/bin/sh", "-c", _KILL_STRAYS, "sh", EXEC_VARIABLE, "|".join(exec_ids)]
         with contextlib.suppress(SandboxLostError):
             result = await self.provider.exec(handle, script, timeout_s=_STRAYS_TIMEOUT_S, user="root")
@@ -137,7 +139,7 @@ class Backend:
     # -- doors ---------------------------------------------------------------------------------------------------
 
     async def open_door(self, handle: SandboxHandle, door: Door) -> None:
-        """Raises `SandboxCapabilityError` where the provider has no doors, `SandboxError` where it cannot open it."""
+        """Open a door. Raises `SandboxCapabilityError` if the provider has no doors, `SandboxError` if it fails."""
         require(self.provider, SupportsLoopbackDoor, why=f"to open the door '{door.name}'")
         assert isinstance(self.provider, SupportsLoopbackDoor)
         await self.provider.open_door(handle, door)

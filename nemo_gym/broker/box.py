@@ -1,4 +1,4 @@
-"""One box of the broker: what it was asked for as, what is known of it, and the commands that run in it."""
+"""One box of the broker: the order that created it, its state in memory, and the commands that run in it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nemo_gym.sandbox.wire.models import (
 
 @dataclass(frozen=True, slots=True)
 class CreateOrder:
-    """Who asks for a box, under which key, and for what."""
+    """A checked request to create a box: its caller, idempotency key and body."""
 
     creator: str
     creator_role: Role
@@ -50,7 +50,7 @@ class CreateOrder:
 log = structlog.get_logger(__name__)
 _WRITE_RETRY_S = 1.0
 _END_PATIENCE_S = 30.0
-"""How long a closed box's command may take to be reported as lost by the backend."""
+"""How long to wait after a box is gone for the backend to report how its commands ended."""
 
 ExecPhase = Literal["awaiting_stdin", "running", "ended"]
 
@@ -78,13 +78,13 @@ class ExecRun:
         self.process: ExecProcess | None = None
         self.phase: ExecPhase = "running" if end is None else "ended"
         self.started: asyncio.Future[None] | None = None
-        """Resolves once the command runs, or with the error because of which it never will."""
+        """Resolves once the command runs, or with the error that prevented it from starting."""
         self.submitted_at = submitted_at
         self.pumping: asyncio.Task[None] | None = None
         self.lease_id: str | None = None
-        """By which it was submitted."""
+        """The lease with which the command was submitted."""
         self.stdin_digest: bytes | None = None
-        """Of the standard input that it was given."""
+        """Digest of the standard input that the command received."""
         self._waiters: list[asyncio.Future[bool]] = []
 
     @property
@@ -102,8 +102,8 @@ class ExecRun:
         )
 
     async def changed(self, timeout_s: float) -> bool:
-        """Wait for more output or the end; whether there was any within ``timeout_s`` seconds."""
-        # By hand: an event and a timeout make several times as many objects, for every command.
+        """Wait at most ``timeout_s`` seconds for more output or the end; return whether either came."""
+        # Not with asyncio.Event and asyncio.timeout: they would create several times as many objects per command.
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
         timer = loop.call_later(timeout_s, _answer, waiter, False)
@@ -116,7 +116,7 @@ class ExecRun:
                 self._waiters.remove(waiter)
 
     async def ended(self, timeout_s: float, unless: asyncio.Event | None = None) -> bool:
-        """Wait for the end; whether it has come within ``timeout_s`` seconds, or before ``unless`` was set."""
+        """Wait at most ``timeout_s`` seconds, or until ``unless`` is set, for the end; return whether it came."""
         deadline = time.monotonic() + timeout_s
         while self.end is None and (left_s := deadline - time.monotonic()) > 0:
             if unless is not None and unless.is_set():
@@ -132,7 +132,7 @@ class ExecRun:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def pump(self, process: ExecProcess) -> None:
-        """Take the command's output until its end, in a task of its own."""
+        """Start a task that reads the command's output until its end."""
         self.process, self.phase = process, "running"
         self.pumping = asyncio.create_task(self._pump(process), name=f"pump {self.exec_id[:40]}")
 
@@ -144,14 +144,14 @@ class ExecRun:
                 if not isinstance(event, ExecOutput):
                     end = event
                 elif not is_lost and not self._keep(event):
-                    # What is missing is this broker's fault: a command that ended well would be judged by half of
-                    # its words.
+                    # The broker lost output. Report the command as lost, so that nobody judges a successful command
+                    # by half of its output.
                     is_lost = True
                     await process.signal(signal.SIGKILL)
         except NemoGymError as error:
             log.info("exec_lost", sandbox_id=self.sandbox_id, exec_id=self.exec_id, error=str(error)[:500])
         except Exception:
-            # The boundary of a provider's own code: whatever it raises, nobody knows how the command ends.
+            # A provider's own code may raise anything; the command's end is then unknown.
             log.exception("exec_lost", sandbox_id=self.sandbox_id, exec_id=self.exec_id)
         cut: set[Stream] = set(getattr(process, "truncated", set()))
         await self.finish(ExecEnd(ExecOutcome.LOST) if is_lost else end, truncated=tuple(sorted(cut)))
@@ -167,11 +167,11 @@ class ExecRun:
         return True
 
     async def finish(self, end: ExecEnd, *, truncated: tuple[Stream, ...] = ()) -> None:
-        """Record the end; readers learn of it once it is durable."""
+        """Record the end. Readers see it only once it is durable."""
         if self.end is not None:
             return
         if end.outcome is not ExecOutcome.EXITED:
-            # A provider may know the code of a shell that failed of its child's death; it is not the outcome.
+            # A provider may report the exit code of a shell whose child was killed; it is not the command's.
             end = replace(end, return_code=None)
         said = ExecEndModel.of(end, output_bytes=self.size, truncated=truncated)
         written = said.model_dump_json().encode()
@@ -190,7 +190,7 @@ class ExecRun:
         self.notify()
 
     async def box_ended(self) -> None:
-        """Wait until the end is known, now that the box is gone; without word from the backend it is lost."""
+        """Wait for the end, now that the box is gone. If the backend does not report one, record it as lost."""
         if self.pumping is not None:
             await asyncio.wait({self.pumping}, timeout=_END_PATIENCE_S)
             self.pumping.cancel()
@@ -214,21 +214,21 @@ _STATUS = {
 
 @dataclass(slots=True, eq=False)
 class Box:
-    """A box that is not gone. The registry has all of it that must survive this process."""
+    """A box that is not gone. The registry holds everything about it that must survive this process."""
 
     sandbox_id: str
     creator: str
-    """Name of the caller that asked for it."""
+    """Name of the caller that requested it."""
     creator_role: Role
     owner: str
-    """Whose quota it counts against."""
+    """Name whose quota it counts against."""
     idempotency_key: str | None
     body_digest: bytes
     state: BoxState
     created_at: float
     ttl_s: float
     deadline: float
-    """When its lease ends, on the monotonic clock: the wall clock may jump."""
+    """When its lease ends, on the monotonic clock, because the wall clock may jump."""
     labels: Mapping[str, str]
     epoch: int
     image: str | None
@@ -239,27 +239,27 @@ class Box:
     creating: asyncio.Task[None] | None = None
     closing: asyncio.Task[None] | None = None
     adopting: bool = False
-    """Known to the registry and, after a restart, not looked for in the backend yet."""
+    """Loaded from the registry after a restart, and not yet looked up in the backend."""
     interrupted: bool = False
-    """Its create was cut short and begun again: a backend that does not know the two to be one has its twin."""
+    """Its create was interrupted and started again. A backend without idempotent create may then have two boxes."""
     execs: dict[str, ExecRun] = field(default_factory=dict)
     doors: dict[str, bytes] = field(default_factory=dict)
-    """Digests of the doors that are open, by name."""
+    """Name → digest of each open door."""
     doors_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease_deadlines: dict[str, float] = field(default_factory=dict)
-    """When leases with an end of their own end, by lease, on the monotonic clock."""
+    """Lease id → when the lease ends, on the monotonic clock; only leases that have their own ``expires_at``."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Given to each exec: a box of the warm pool was made before it was known for what."""
+    """Variables for each exec of the box, because a warm box is created before its purpose is known."""
 
     @classmethod
     def of(cls, record: BoxRecord, leases: list[LeaseRecord]) -> Box:
-        """From the registry; what is left of its lease is counted from now, and is never more than its whole length,
-        should the clock have jumped back."""
+        """Build a box from its registry record. The remaining lease counts from now; it is capped at the full lease,
+        in case the wall clock has jumped back."""
         left_s = min(record.expires_at - time.time(), record.ttl_s)
         box = cls(
             sandbox_id=record.sandbox_id,
             creator=record.creator,
-            # A release without roles wrote this record: its creator is unknown, so it gets the least rights.
+            # A release without roles wrote a record without one; its creator's role is unknown, so assume the weakest.
             creator_role=record.creator_role or Role.AGENT,
             owner=record.owner,
             idempotency_key=record.idempotency_key,
@@ -301,8 +301,8 @@ class Box:
         return next(lease for lease in self.leases.values() if lease.scope is LeaseScope.OWNER)
 
     def lease_left_s(self, lease: LeaseRecord) -> float:
-        """Seconds until a lease of this box ends, counted from when this process first saw it: with the box, or by
-        itself before."""
+        """Seconds until a lease of this box ends: at its own end or the box's, whichever comes first. Its own end is
+        converted to the monotonic clock when this process first sees the lease."""
         if lease.expires_at is None:
             return self.left_s
         now = time.monotonic()
@@ -310,7 +310,7 @@ class Box:
         return min(own, self.left_s)
 
     def lease_has_ended(self, lease: LeaseRecord) -> bool:
-        """Whether the lease ran out. The end of the box itself is a state, not a lease's end."""
+        """Return whether the lease ended while the box lives on. The end of the box itself does not count."""
         return lease.expires_at is not None and self.lease_left_s(lease) <= 0 < self.left_s
 
     def has_labels(self, wanted: Mapping[str, str]) -> bool:
@@ -344,7 +344,7 @@ class Box:
 
 
 def gone_view(record: BoxRecord, provider: str) -> SandboxView:
-    """A box of which only the record is left."""
+    """Return the view of a box that is gone, from its record."""
     return SandboxView(
         sandbox_id=record.sandbox_id,
         state=SandboxStatus.ERROR if record.reason == "create_failed" else SandboxStatus.STOPPED,

@@ -1,4 +1,4 @@
-"""Boxes of the broker: made, renewed, destroyed; their requests are sealed in the registry."""
+"""Creation, renewal and destruction of the broker's boxes, whose requests are stored sealed in the registry."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _NONCE_BYTES = 12
 
 
 class SealError(SandboxError):
-    """Sealed data that this broker's key does not open: it was sealed by another stack, or changed."""
+    """Sealed data cannot be opened with this broker's key: another stack sealed it, or it was changed."""
 
     code = "sealed"
 
 
 class Sealer:
-    """Authenticated encryption with one key of 32 bytes. ``context`` (the row's id) binds data to its place."""
+    """Authenticated encryption with one key of 32 bytes. ``context`` (the row's id) binds the data to its row."""
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
@@ -50,7 +50,7 @@ class Sealer:
         return nonce + self._cipher.encrypt(nonce, data, context.encode())
 
     def open(self, sealed: bytes, context: str) -> bytes:
-        """Raises `SealError`."""
+        """Decrypt and authenticate. Raises `SealError`."""
         try:
             return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], context.encode())
         except (InvalidTag, ValueError) as error:
@@ -58,17 +58,18 @@ class Sealer:
 
 
 # -- Boxes ---------------------------------------------------------------------------------------------------------
-# `Boxes`: every live box of this broker, and what may happen to one.
+# `Boxes` holds every live box of this broker, and implements the operations on boxes.
 #
-# Whatever the backend is asked for is written down before, and confirmed after. A box whose write or whose backend
-# call is interrupted is found in one of the states between, and `Reconciler` ends what was begun.
+# Every call to the backend is recorded in the registry before, and confirmed after. If the write or the call is
+# interrupted, the box stays in a state between the two, and `Reconciler` completes the operation.
 
 log = structlog.get_logger(__name__)
 
 RENEWALS = Counter("sandbox_broker_renewals", "Leases renewed")
 
 _RENEW_AFTER_S = 1.0
-"""A create that took longer has used up some of the lease that the backend counts."""
+"""After a create that took longer than this, the lease is renewed, because the backend already counts from its start.
+"""
 
 
 class Boxes:
@@ -83,7 +84,7 @@ class Boxes:
         return self.live.get(sandbox_id)
 
     def ready(self, box: Box) -> SandboxHandle:
-        """The handle of a box that takes commands. Raises `BrokerError` ``sandbox_gone`` or ``sandbox_not_ready``."""
+        """Return the handle of a running box. Raises `BrokerError` ``sandbox_gone`` or ``sandbox_not_ready``."""
         if box.state is BoxState.RUNNING and box.left_s <= 0:
             raise gone(box.sandbox_id, "its lease has ended")
         if box.handle is not None and box.state is BoxState.RUNNING:
@@ -93,7 +94,7 @@ class Boxes:
         raise BrokerError("sandbox_not_ready", f"box '{box.sandbox_id}' is not ready yet; try again", retry_after_s=1)
 
     def select(self, labels: Mapping[str, str], creator: str | None) -> list[Box]:
-        """Boxes with all the labels, of one creator or of all, oldest first."""
+        """Return the boxes with all the labels, of one creator (``None``: of all), oldest first."""
         found = [
             box
             for box in self.live.values()
@@ -102,7 +103,7 @@ class Boxes:
         return sorted(found, key=lambda box: (box.created_at, box.sandbox_id))
 
     def by_key(self, creator: str, key: str) -> Box | None:
-        """The live box of an idempotency key."""
+        """Return the live box that a creator's idempotency key created, if any."""
         return next((b for b in self.live.values() if b.idempotency_key == key and b.creator == creator), None)
 
     # -- create --------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Boxes:
         digest: bytes,
         ttl_s: float,
     ) -> Box:
-        """A new box: the place in `admission` is the caller's to have taken. Raises what the provider raises."""
+        """Create a box; the caller must already hold a place in `admission`. Raises what the provider raises."""
         now = time.time()
         sandbox_id = f"sb-{uuid.uuid4().hex}"
         record = BoxRecord(
@@ -144,7 +145,7 @@ class Boxes:
         try:
             await self.store.insert(record, lease, doors)
         except BaseException:
-            # The write may have succeeded all the same; the next reconciliation then finds a create without a maker.
+            # The write may still have succeeded; the next reconciliation then finds the unfinished create.
             del self.live[sandbox_id]
             self.admission.leave(owner)
             raise
@@ -152,7 +153,8 @@ class Boxes:
         return box
 
     async def bring_up(self, box: Box, body: CreateSandbox, *, interrupted: bool = False) -> None:
-        """Ask the backend for a box that the registry knows; again, where that was interrupted before its end."""
+        """Have the backend create a box that the registry already records. ``interrupted``: an earlier attempt was
+        interrupted, and this one repeats it."""
         if box.state is not BoxState.CREATING:
             raise gone(box.sandbox_id, "it was closed before it was ready")
         creating = box.creating
@@ -174,7 +176,7 @@ class Boxes:
                 raise SandboxCreateError(error.message, retryable=error.retryable, **error.details) from error
             raise
         except Exception as error:
-            # The boundary of a provider's own code: whatever it raises, nobody has the box.
+            # A provider's own code may raise anything; the box is then not usable.
             await self._not_created(box, error)
             said = f"the backend failed: {type(error).__name__}: {error}"
             raise SandboxCreateError(said, retryable=isinstance(error, OSError)) from error
@@ -206,14 +208,14 @@ class Boxes:
         try:
             await self.backend.destroy(box.sandbox_id, None)
         except SandboxError as left:
-            # The reconciler tries again: the registry says that it shall go.
+            # The reconciler tries again: it reaps boxes that the registry does not record as live.
             log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(left))
         await self._ended(box, "create_failed", detail)
 
     # -- leases --------------------------------------------------------------------------------------------------
 
     async def renew(self, box: Box, ttl_s: float) -> None:
-        """Let the box live ``ttl_s`` seconds from now."""
+        """Extend the box's lease to ``ttl_s`` seconds from now."""
         handle = self.ready(box)
         deadline = time.monotonic() + ttl_s
         await self.store.renew(box.sandbox_id, ttl_s, time.time() + ttl_s)
@@ -228,8 +230,8 @@ class Boxes:
     # -- destroy -------------------------------------------------------------------------------------------------
 
     async def destroy(self, box: Box, reason: str) -> None:
-        """Destroy the box, and return when the backend has none any more. Idempotent; goes on when its caller does
-        not wait. Raises `SandboxError` when the backend cannot be reached: it is tried again on a timer."""
+        """Destroy the box, and return once the backend no longer has it. Idempotent; continues if the caller is
+        cancelled. Raises `SandboxError` if the backend cannot be reached; the reconciler then tries again."""
         if box.state is BoxState.GONE:
             return
         if box.closing is None or box.closing.done():
@@ -253,17 +255,17 @@ class Boxes:
     async def _end_creation(self, box: Box) -> None:
         creating = box.creating
         if creating is not None and not creating.done():
-            # One that was begun by an earlier process is joined by ours; cancelling ours would not take it back.
+            # A create that an earlier process began is not undone by cancelling its repetition, so wait for that.
             if not box.interrupted:
                 creating.cancel()
             await asyncio.wait({creating})
 
     async def lost(self, box: Box, reason: str = "lost") -> None:
-        """The backend lost the box without being asked to close it."""
+        """Record that the backend lost the box without a request to close it."""
         if box.state is BoxState.GONE:
             return
         try:
-            # Should it be there after all, it shall not outlive its record.
+            # If the box still exists after all, it must not outlive its record.
             await self.backend.destroy(box.sandbox_id, None)
         except SandboxError as error:
             log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(error)[:500])
@@ -282,7 +284,7 @@ class Boxes:
     # -- life ----------------------------------------------------------------------------------------------------
 
     def adopt(self, entries: Iterable[tuple[BoxRecord, list[LeaseRecord]]]) -> None:
-        """Take over what an earlier process of this broker left; nothing of it is ready yet."""
+        """Take over the boxes of an earlier process of this broker. They are not ready until they are reconciled."""
         for record, leases in entries:
             box = Box.of(record, leases)
             box.adopting = True
@@ -290,16 +292,16 @@ class Boxes:
             self.admission.occupy(box.owner)
 
     def opened(self, sealed: bytes, sandbox_id: str) -> CreateSandbox:
-        """A stored create request. Raises `SealError`."""
+        """Open a stored create request. Raises `SealError`."""
         return CreateSandbox.model_validate_json(self.sealer.open(sealed, sandbox_id))
 
     async def aclose(self) -> None:
-        """Let what is under way end, for a while; boxes stay until their lease ends."""
+        """Wait at most 10 s for creates and destroys in progress. Boxes live on until their leases end."""
         await self._tasks.join(timeout_s=10)
 
 
 def _log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
-    """Callers that wait get the error; without any, this is its only trace."""
+    """Log a failed task. Waiting callers also get the error; if there are none, the log is its only trace."""
     log.info("sandbox_task_failed", task=task.get_name(), error=repr(error)[:500])
 
 

@@ -1,4 +1,4 @@
-"""Creates, each idempotency key once; and boxes that are made before anybody asks for them."""
+"""Creation of boxes, once per idempotency key, and pools of boxes that are created in advance."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from nemo_gym.sandbox.wire.models import BoxSpec, CreateSandbox
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 # -- Warm pools ----------------------------------------------------------------------------------------------------
-# Boxes that wait for a create that asks for just them, and images that are fetched before anybody asks.
+# Boxes that wait for a create with the same spec, and images that are fetched in advance.
 #
-# A warm box is a box like any other, with a record and a lease that the pool renews. Handing it out gives it another
-# owner in one transaction, after a look at whether it lives. It gives way when the place it holds is wanted.
+# A warm box is a box like any other, with a record and a lease that the pool renews. To hand it out, the pool checks
+# that it is alive and changes its owner in one transaction. If a create needs the place of a warm box, the pool
+# destroys the box.
 
 log = structlog.get_logger(__name__)
 
 OWNER = "(warm pool)"
-"""As which warm boxes stand in the registry. No caller has this name: it has characters that names escape."""
+"""Owner and creator of warm boxes in the registry. Its characters cannot appear in a caller's name."""
 _LEASE_S = 120.0
 _TICK_S = 0.5
 _RETRY_S = 10.0
@@ -48,11 +49,11 @@ class WarmPools:
 
     @property
     def idle(self) -> int:
-        """Boxes that wait."""
+        """The number of warm boxes."""
         return sum(map(len, self._idle))
 
     async def start(self) -> None:
-        """Let go of what an earlier process kept warm, and fill the pools from now on."""
+        """Destroy the warm boxes of an earlier process, and keep the pools filled from now on."""
         for box in [box for box in self._boxes.live.values() if box.creator == OWNER]:
             await self._boxes.destroy(box, "closed")
         if self._pools:
@@ -67,7 +68,7 @@ class WarmPools:
             await asyncio.wait(self._tasks)
 
     async def take(self, order: CreateOrder) -> Box | None:
-        """A warm box that is what is asked for, alive and the asker's own; ``None`` where there is none."""
+        """Hand over a live warm box with the order's spec to the order's creator; ``None`` if there is none."""
         wanted = _bare(order.body.spec)
         for (spec, _), idle in zip(self._pools, self._idle, strict=True):
             if spec != wanted:
@@ -80,7 +81,7 @@ class WarmPools:
         return None
 
     async def give_way(self) -> None:
-        """Free one place, if a warm box holds one."""
+        """Destroy one warm box, if there is any, to free its place."""
         for idle in self._idle:
             if idle:
                 await self._drop(idle.pop())
@@ -93,7 +94,7 @@ class WarmPools:
             result = await self._boxes.backend.provider.exec(box.handle, ["true"], timeout_s=_LOOK_TIMEOUT_S)
         except SandboxError:
             return False
-        return result.outcome is ExecOutcome.EXITED  # with any code: an image may have no such program
+        return result.outcome is ExecOutcome.EXITED  # with any exit code: an image may lack the program
 
     async def _hand_over(self, box: Box, order: CreateOrder) -> bool:
         boxes, body = self._boxes, order.body
@@ -153,7 +154,7 @@ class WarmPools:
             await asyncio.sleep(pause_s)
 
     def _has_place(self) -> bool:
-        """Whether there is room for a warm box while no create waits."""
+        """Return whether there is a free place and no create waits for one."""
         return not self._boxes.admission.waiting and self._boxes.admission.has_place
 
     async def _make(self, spec: BoxSpec) -> Box:
@@ -179,7 +180,7 @@ class WarmPools:
 
 
 def _bare(spec: BoxSpec) -> BoxSpec:
-    """The spec without doors and ready_timeout_s, which a running box can still be given."""
+    """Return the spec without doors and ``ready_timeout_s``, in which a warm box may differ from a request."""
     return spec.model_copy(update={"doors": (), "ready_timeout_s": None})
 
 
@@ -188,7 +189,7 @@ def _bare(spec: BoxSpec) -> BoxSpec:
 CREATES = Counter("sandbox_broker_creates", "Creates by how they ended", ("outcome",))
 CREATE_SECONDS = Histogram("sandbox_broker_create_seconds", "From the request to the box")
 IN_PROGRESS_WAIT_S = 20.0
-"""How long a repeated request waits for the first one's box."""
+"""How long a repeated request waits for the box of the first request."""
 
 
 @dataclass(slots=True)
@@ -197,12 +198,12 @@ class _Pending:
     task: asyncio.Task[tuple[Box, bool]]
     waiters: int = 0
     queued: bool = True
-    """Nothing was written nor asked for yet: it can be dropped without a trace."""
+    """Still true while nothing was written and the backend was not asked, so that the create can simply be dropped."""
 
 
 class Creations:
-    """Creates under way. One goes on when its caller has left, as the caller may ask again by its key; only one that
-    still waits for a place is dropped."""
+    """Creates in progress. A create continues after its caller disconnects, because the caller may repeat it with the
+    same key; only a create that still waits for a place is dropped."""
 
     def __init__(self, boxes: Boxes, warm: WarmPools) -> None:
         self._boxes, self._warm = boxes, warm
@@ -210,12 +211,12 @@ class Creations:
         self._draining = False
 
     async def create(self, order: CreateOrder) -> tuple[Box, bool]:
-        """The box, and whether this request is the one that made it.
+        """Return the box, and whether this request created it.
 
         Raises:
             BrokerError: the key was used with another body (``idempotency_key_reused``), its box is gone
-                (``sandbox_gone``), it is not there yet (``create_in_progress``), or there is no place.
-            SandboxError: what the provider said.
+                (``sandbox_gone``), it is not ready yet (``create_in_progress``), or there is no free place.
+            SandboxError: the provider failed.
         """
         if self._draining:
             raise draining()
@@ -247,21 +248,21 @@ class Creations:
                 self._finished(name, pending.task)
 
     def drain(self) -> None:
-        """Refuse creates from now on, those that wait for a place included."""
+        """Refuse all creates from now on, including those that wait for a place."""
         self._draining = True
         for pending in self._pending.values():
             if pending.queued:
                 pending.task.cancel()
 
     async def discard(self, creator: str, key: str) -> str | None:
-        """Take back a create, whether it is under way, done, or still to come; the id of the box that is destroyed."""
+        """Undo a create that is in progress or done, or refuse one yet to arrive; return the destroyed box's id."""
         pending = self._pending.get((creator, key))
         if pending is not None and pending.queued:
             pending.task.cancel()
             self._finished((creator, key), pending.task)
         box = self._boxes.by_key(creator, key)
         if box is None:
-            # Should the request be still on its way, it finds its key spent.
+            # If the create request arrives later, it finds its key already used.
             await self._boxes.store.spend_key(creator, key)
             return None
         await self._boxes.destroy(box, "closed")
@@ -272,7 +273,7 @@ class Creations:
         if found is not None and found.task is task:
             del self._pending[name]
         if task.done() and not task.cancelled():
-            task.exception()  # its callers have it, or have left
+            task.exception()  # mark it as retrieved: its callers received it, or have disconnected
 
     async def _counted(self, order: CreateOrder) -> tuple[Box, bool]:
         start, outcome = time.monotonic(), "internal"

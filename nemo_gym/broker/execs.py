@@ -1,4 +1,4 @@
-"""`Execs`: submissions, each of which runs once however often it is sent, and what is left of them later."""
+"""`Execs`: submitted commands, each of which runs once even if it is sent again, and their records and output."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ log = structlog.get_logger(__name__)
 
 STARTED = Counter("sandbox_broker_execs", "Commands started")
 MAX_OPEN_EXECS = 256
-"""Of one box. Each takes descriptors of this process, and memory for as long as it waits for its input."""
+"""Limit per box. Each open exec uses descriptors of this process, and memory while it waits for its input."""
 _KILL_PATIENCE_S = 10.0
 _KEPT_ENDED = 32
-"""Ended execs of a box that stay in memory; others are read from the registry when somebody asks."""
+"""Number of a box's ended execs that stay in memory; older ones are read from the registry on request."""
 
 
 class Execs:
     """The execs of all boxes.
 
     Args:
-        max_output_bytes: kept of each stream, whatever a submission asks for.
+        max_output_bytes: output kept per stream, even if a submission requests more.
     """
 
     def __init__(self, store: ExecStore, backend: Backend, space: SpoolSpace, *, max_output_bytes: int) -> None:
@@ -53,11 +53,11 @@ class Execs:
         digest: bytes,
         lease_id: str | None = None,
     ) -> tuple[ExecRun, bool]:
-        """Run a command, or find the run of this id; whether it is new.
+        """Run a command, or find the existing run of this id; return the run, and whether it is new.
 
         Raises:
-            BrokerError: ``exec_conflict``, when the id was used for another command; ``too_many_of_box``.
-            SandboxError: the command cannot be started; nothing of it ran.
+            BrokerError: ``exec_conflict`` if the id was used for another command; ``too_many_of_box``.
+            SandboxError: the command could not be started; no part of it ran.
         """
         run = box.execs.get(exec_id)
         if run is not None:
@@ -74,8 +74,8 @@ class Execs:
         except BaseException as error:
             self._never_started(box, run, error)
             raise
-        # All commands of this box are in memory. A record without an end is then left over from a write that was
-        # reported as failed, or whose caller had gone: nothing was started for it.
+        # All running commands of this box are in memory. So a record without an end is left over from a write that was
+        # reported as failed, or whose caller was cancelled; no command was started for it.
         if known is not None and (known.end is not None or known.body_digest != digest):
             return self._resume_known(box, run, known), False
         if submission.stdin == "attached":
@@ -102,7 +102,7 @@ class Execs:
         return run
 
     def _resume_known(self, box: Box, run: ExecRun, known: ExecRecord) -> ExecRun:
-        """The id is in the registry already: from before a restart, or no longer in memory."""
+        """Return the run of an id that is already in the registry, from before a restart or no longer in memory."""
         if known.end is not None:
             run.end, run.phase = ExecEndModel.model_validate_json(known.end), "ended"
         asked, run.digest, run.submitted_at = run.digest, known.body_digest, known.submitted_at
@@ -113,8 +113,8 @@ class Execs:
         return run
 
     async def attach_stdin(self, box: Box, handle: SandboxHandle, run: ExecRun, data: bytes) -> None:
-        """Start a command that waits for its standard input. The same bytes again change nothing, as do any for a
-        command that ended with an earlier process of the broker. Raises `BrokerError` ``stdin_not_expected``."""
+        """Start a command that waits for its standard input. Does nothing if the command already has the same bytes,
+        or ended in an earlier process of the broker. Raises `BrokerError` ``stdin_not_expected``."""
         given = hashlib.sha256(data).digest()
         if run.stdin_digest == given or (run.submission is None and run.end is not None):
             if run.started is not None:
@@ -141,14 +141,14 @@ class Execs:
             self._started(run)
             return
         except (NemoGymError, OSError) as error:
-            if isinstance(error, OSError):  # no descriptors left, or no memory
+            if isinstance(error, OSError):  # the host has no descriptors or memory left
                 said = f"the broker's host cannot start a command: {error.strerror}"
                 judged: NemoGymError = SandboxError(said, retryable=True)
             else:
                 judged = await self.backend.judged(error, handle) if isinstance(error, SandboxError) else error
             try:
                 await self.store.discard(box.sandbox_id, run.exec_id)
-            except NemoGymError as failure:  # the intent stays: nothing runs for it until it is sent again
+            except NemoGymError as failure:  # the intent stays recorded; it has no effect until it is submitted again
                 log.warning("exec_not_discarded", exec_id=run.exec_id, error=str(failure))
             self._never_started(box, run, judged)
             raise judged from error
@@ -169,7 +169,7 @@ class Execs:
         if run.started is not None and not run.started.done():
             if isinstance(error, NemoGymError):
                 run.started.set_exception(error)
-                run.started.exception()  # nobody may be waiting
+                run.started.exception()  # mark it as retrieved, because there may be no waiter
             else:
                 run.started.cancel()
 
@@ -180,17 +180,17 @@ class Execs:
             del box.execs[run.exec_id]
 
     async def signal(self, run: ExecRun, number: int) -> None:
-        """Signal a command; nothing when it has ended. One that still waits for its standard input never starts."""
+        """Signal a command, unless it has ended. A command that still waits for its standard input never starts."""
         if run.phase == "awaiting_stdin":
             await run.finish(ExecEnd(ExecOutcome.SIGNALED, signal=number))
             return
         if run.started is not None:
-            await asyncio.wait({run.started})  # one that is just being started is there to be signalled then
+            await asyncio.wait({run.started})  # a command that is being started has its process after this
         if run.process is not None:
             await run.process.signal(number)
 
     async def end_execs_of(self, box: Box, lease_ids: set[str]) -> None:
-        """Kill the commands of leases that were taken back: nothing of theirs goes on in the box."""
+        """Kill the commands of revoked leases, and wait for their ends."""
         runs = [run for run in box.execs.values() if run.lease_id in lease_ids and run.end is None]
         for run in runs:
             try:
@@ -202,7 +202,7 @@ class Execs:
     # -- reading -------------------------------------------------------------------------------------------------
 
     async def find(self, sandbox_id: str, box: Box | None, exec_id: str) -> ExecRun:
-        """An exec of a live or a gone box. Raises `BrokerError` ``exec_not_found``."""
+        """Return an exec of a live or gone box. Raises `BrokerError` ``exec_not_found``."""
         run = box.execs.get(exec_id) if box is not None else None
         if run is not None:
             return run
@@ -212,7 +212,7 @@ class Execs:
         run = box.execs.get(exec_id) if box is not None else None
         if run is not None:
             return run
-        # One without an end, in a box that is gone or not adopted yet: nobody reads its output any more.
+        # A record without an end belongs to a box that is gone or not adopted yet; its output is not read any more.
         end = ExecEndModel.model_validate_json(known.end) if known.end is not None else None
         spool = OutputSpool.load(self.space.directory(sandbox_id), exec_id)
         if end is None and box is None:
@@ -231,8 +231,8 @@ class Execs:
     # -- after a restart -----------------------------------------------------------------------------------------
 
     async def recover(self, box: Box, handle: SandboxHandle | None) -> None:
-        """End what an earlier process of the broker left without an end: what became of it is not known, so it is
-        lost, and what still runs of it is killed first."""
+        """Record as lost the commands that an earlier process of the broker left without an end, because their results
+        are unknown. Those that still run are killed first."""
         left = await self.store.unfinished(box.sandbox_id)
         if left and handle is not None:
             await self.backend.kill_strays(handle, [record.exec_id for record in left])

@@ -1,9 +1,9 @@
-"""Images made of boxes, and whose they are.
+"""Images made of boxes, and their owners.
 
-An image is its committer's: nobody else commits over it or deletes it, but the pipeline and operators. Images that the
-broker did not make (those of ``ng_prepare`` above all, which works on the backend itself) have no owner here, and are
-out of an agent's reach. What an agent commits goes by a name of the broker's own in the backend: whatever an agent
-calls its image, nobody else gets a box of it, now or when an image of that name is prepared later.
+An image belongs to the caller that committed it. Only that caller, the pipeline and operators may replace or delete
+it. Images that the broker did not make (mainly those of ``ng_prepare``, which uses the backend directly) have no owner
+here, and agents cannot change them. An agent's image has a name in the backend that the broker generates. So whatever
+name an agent chooses, no other caller gets a box of that image, now or when an image of that name is prepared later.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from nemo_gym.sandbox.wire.problems import BrokerError
 log = structlog.get_logger(__name__)
 
 PRIVATE = "nemo-gym-agent."
-"""What the backend's names of agents' images begin with."""
+"""Prefix of the backend's names of agents' images."""
 _AT_ONCE = 16
 
 
 class Images:
-    """The images of one broker's backend, each caller with its own rights."""
+    """The images in one broker's backend, with the rights of each caller."""
 
     def __init__(self, store: ImageStore, backend: Backend, identity: str) -> None:
         self._store, self._backend, self._identity = store, backend, identity
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def commit(self, owner: Caller, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
-        """Store a box's files as ``image``, for the box's creator.
+        """Store a box's files as ``image``, owned by the box's creator.
 
         Raises:
-            BrokerError: ``image_owned``: another has an image of this name.
-            SandboxError: what the provider said.
+            BrokerError: ``image_owned``: another caller has an image of this name.
+            SandboxError: the provider failed.
         """
         snapshots, name = self._snapshots(), self._name(owner, image)
         async with self._alone(name):
@@ -63,14 +63,15 @@ class Images:
                 raise await self._backend.judged(error, handle) from error
 
     async def labels(self, caller: Caller, image: str, *, own_only: bool = False) -> Mapping[str, str] | None:
-        """Labels of the image that `of_box` finds; ``None`` where there is none, or none of the caller's own."""
+        """Return the labels of the image that `of_box` selects; ``None`` if there is none, or if ``own_only`` is set
+        and the image is not the agent's own."""
         name = await self.of_box(caller, image)
         if own_only and name == image:
             return None
         return await self._snapshots().image_labels(name)
 
     async def remove(self, caller: Caller, image: str) -> None:
-        """Forget an image. Raises `BrokerError` ``image_owned`` for another's."""
+        """Delete an image. Raises `BrokerError` ``image_owned`` if it belongs to another caller."""
         snapshots, name = self._snapshots(), self._name(caller, image)
         async with self._alone(name):
             known = await self._store.find(name)
@@ -84,12 +85,13 @@ class Images:
             await self._store.forget(name)
 
     async def of_box(self, caller: Caller, image: str) -> str:
-        """The backend's name of an image that a caller wants a box of: its own before any other of that name."""
+        """Return the backend's name of the image from which a caller requests a box. The caller's own image takes
+        precedence over any other of that name."""
         name = self._name(caller, image)
         return name if name == image or await self._store.find(name) is not None else image
 
     async def reconcile(self) -> None:
-        """After a restart: forget names for which the backend has no image, as of a commit that was cut short."""
+        """Forget names for which the backend has no image, as after an interrupted commit. Call it after a restart."""
         if not isinstance(self._backend.provider, SupportsSnapshot):
             return
         limit = asyncio.Semaphore(_AT_ONCE)
@@ -101,18 +103,18 @@ class Images:
         await asyncio.gather(*(look(record) for record in await self._store.all()))
 
     def _name(self, caller: Caller, image: str) -> str:
-        """The backend's name of a caller's image. Raises `BrokerError` ``image_owned`` for a name that stands for an
-        agent's image."""
+        """Return the backend's name of a caller's image. Raises `BrokerError` ``image_owned`` if ``image`` is itself
+        the backend's name of an agent's image."""
         if PRIVATE in image and not _sees_all(caller):
             raise _owned(caller, image)
         if is_trusted(caller.role):
             return image
-        # With the broker's identity: another broker of this backend has agents of the same names.
+        # Include the broker's identity, because another broker of this backend may have agents with the same names.
         asked = "\0".join((self._identity, caller.name, image)).encode("utf-8", "surrogateescape")
         return f"{PRIVATE}{hashlib.sha256(asked).hexdigest()[:40]}"
 
     async def _belongs_to_another(self, image: str) -> bool:
-        """Whether somebody else has prepared an image under the name that an agent wants for its own."""
+        """Return whether another caller has already prepared an image under the name that an agent requests."""
         return await self._store.find(image) is not None or await self._snapshots().image_labels(image) is not None
 
     def _check_owner(self, caller: Caller, known: ImageRecord, image: str) -> None:
@@ -124,7 +126,7 @@ class Images:
             if await self._snapshots().image_labels(name) is None:
                 await self._store.forget(name)
         except SandboxError as error:
-            # Its name stays taken, until its owner commits or deletes it, or the next start.
+            # The name stays taken until its owner commits or deletes the image, or the broker starts again.
             log.warning("image_not_looked_for", image=name, error=str(error)[:300])
 
     def _snapshots(self) -> SupportsSnapshot:
@@ -134,7 +136,7 @@ class Images:
         return provider
 
     def _alone(self, name: str) -> asyncio.Lock:
-        """One at a time for each name: who owns it is looked at before the backend is asked, and written between."""
+        """Return the lock of a name. It makes checking the owner, recording it and calling the backend one step."""
         lock = self._busy.get(name)
         if lock is None:
             self._busy[name] = lock = asyncio.Lock()

@@ -1,4 +1,4 @@
-"""The broker put together from its configuration."""
+"""Assembly of the broker from its configuration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from nemo_gym.sandbox.base import SandboxProvider
 
 
 class State:
-    """What is so now, read with each scrape; creates, commands and renewals are counted where they are made."""
+    """Gauges, read at each scrape; creates, commands and renewals are counted where they happen."""
 
     def __init__(self, boxes: Boxes, reconciler: Reconciler, space: SpoolSpace) -> None:
         self._boxes, self._reconciler, self._space = boxes, reconciler, space
@@ -81,9 +81,9 @@ class BrokerService:
     upkeep: Upkeep
     state: State
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-    """What this process alone may have: the lock of the state directory."""
+    """Releases what only one process may hold: the lock of the state directory."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the broker is told to stop: no more creates, and streams end so that clients come back later."""
+    """Set when the broker is told to stop: it refuses creates, and ends streams so that clients reconnect later."""
 
     async def start(self) -> None:
         await self.upkeep.start()
@@ -94,7 +94,7 @@ class BrokerService:
         try:
             await self.warm.start()
         except NemoGymError as error:
-            # The reconciler comes back to what could not be let go.
+            # The reconciler destroys later what could not be destroyed now.
             log.warning("warm_pools_not_started", error=str(error)[:300])
 
     async def aclose(self) -> None:
@@ -120,11 +120,11 @@ def assemble(
     credentials: ServerCredentials | None,
     endpoints: Sequence[str] = (),
 ) -> BrokerService:
-    """A broker that has asked nobody for anything yet. Runs in the server's event loop. ``endpoints``: the base URLs
-    of the stack's model servers and environments.
+    """Build the broker without contacting the backend or the database. Call it in the server's event loop.
+    ``endpoints``: the base URLs of the stack's model servers and environments.
 
     Raises:
-        ConfigError: the state directory is another process's, or cannot be used; the database's URL is wrong.
+        ConfigError: another process uses the state directory, or it cannot be used; the database URL is wrong.
     """
     held = contextlib.ExitStack()
     try:
@@ -192,7 +192,8 @@ def _lock(state_dir: Path, held: contextlib.ExitStack) -> None:
 
 
 def _keys(state_dir: Path, credentials: ServerCredentials | None) -> Callable[[str], bytes]:
-    """The stack's key for this server; without a stack, one kept in the state directory."""
+    """Return the function that derives keys: from the stack's key for this server or, without a stack, from a key in
+    the state directory."""
     if credentials is not None:
         return credentials.derive
     kept = _read_or_make(state_dir / "key", lambda: secrets.token_hex(KEY_BYTES))
@@ -200,7 +201,7 @@ def _keys(state_dir: Path, credentials: ServerCredentials | None) -> Callable[[s
 
 
 def _read_or_make(path: Path, make: Callable[[], str]) -> str:
-    """The text of a file that is made once, readable by this user alone."""
+    """Return the text of a file. If it does not exist, create it with ``make()``, readable only by this user."""
     try:
         return path.read_text().strip()
     except FileNotFoundError:

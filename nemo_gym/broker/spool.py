@@ -1,7 +1,7 @@
-"""Output of one exec on disk: the bytes as they came, and an index that says which stream they are of.
+"""Output of one exec on disk: the bytes in arrival order, and an index of the stream to which they belong.
 
-The index gets its entry before the bytes that it speaks of, so that whatever a killed broker leaves can be read. An
-offset counts the bytes of both streams in the order they came (`nemo_gym.sandbox.wire.frames`).
+An index entry is written before its bytes, so that the files of a killed broker are readable. An offset counts the
+bytes of both streams in arrival order (`nemo_gym.sandbox.wire.frames`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OutputSpool:
 
     @classmethod
     def load(cls, directory: Path, name: str) -> OutputSpool:
-        """What an earlier process left; empty when that is nothing."""
+        """Load the output that an earlier process wrote; empty if there is none."""
         spool = cls(directory, name)
         try:
             spool.size = spool._data_path.stat().st_size
@@ -49,7 +49,7 @@ class OutputSpool:
         return spool
 
     def append(self, stream: Stream, data: bytes) -> None:
-        """Raises `OSError` when the disk is full; then nothing of ``data`` counts."""
+        """Append ``data``. Raises `OSError` if the disk is full; then none of ``data`` is kept."""
         if self._data < 0:
             self._data_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._data = os.open(self._data_path, _FLAGS, 0o600)
@@ -67,8 +67,8 @@ class OutputSpool:
         self.size += len(data)
 
     def read(self, offset: int, max_bytes: int) -> list[tuple[Stream, bytes]]:
-        """Up to ``max_bytes`` from ``offset`` on, in pieces of one stream each. Raises `FileNotFoundError` when they
-        were dropped."""
+        """Return up to ``max_bytes`` from ``offset`` on, in pieces of one stream each. Raises `FileNotFoundError` if
+        the output was dropped."""
         wanted = min(max_bytes, self.size - offset)
         if wanted <= 0:
             return []
@@ -93,21 +93,21 @@ class OutputSpool:
             return os.pread(file.fileno(), wanted, offset)
 
     def close(self) -> None:
-        """No more will be appended."""
+        """Close the files once nothing more will be appended; reading still works."""
         for descriptor in (self._data, self._index):
             if descriptor >= 0:
                 os.close(descriptor)
         self._data = self._index = -1
 
     def drop(self) -> None:
-        """Give its disk space back; reading raises from then on."""
+        """Delete the files to free disk space; later reads raise `FileNotFoundError`."""
         self.close()
         for path in (self._data_path, self._index_path):
             path.unlink(missing_ok=True)
 
 
 class SpoolSpace:
-    """The disk space of all output, bounded: what ended first is dropped first."""
+    """The disk space of all output, with a limit. Beyond it, the output of the execs that ended first is dropped."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         self.root = root
@@ -119,7 +119,7 @@ class SpoolSpace:
         return self.root / sandbox_id
 
     def load(self) -> None:
-        """Count what an earlier process left, oldest first."""
+        """Count the output that an earlier process wrote, oldest first."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = [(path.stat(), path) for path in self.root.glob("*/*.out")]
         for info, path in sorted(found, key=lambda item: item[0].st_mtime):
@@ -132,12 +132,12 @@ class SpoolSpace:
             self._make_room()
 
     def ended(self, sandbox_id: str, exec_id: str, size: int) -> None:
-        """Its output may be dropped from now on."""
+        """Record that an exec has ended, so that its output may be dropped."""
         if size:
             self._ended[(sandbox_id, exec_id)] = size
 
     def boxes(self) -> set[str]:
-        """Ids of boxes of which there is output."""
+        """Return the ids of the boxes that have output on disk."""
         return {path.name for path in self.root.iterdir()}
 
     def forget(self, sandbox_id: str) -> None:

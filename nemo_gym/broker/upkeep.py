@@ -1,4 +1,4 @@
-"""What the broker does by the clock and after a restart."""
+"""The broker's periodic tasks, and its recovery after a restart."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from nemo_gym.sandbox.base import SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.wire.models import DoorModel
 
 # -- Reconciliation ------------------------------------------------------------------------------------------------
-# What the registry says and what the backend has, made one again.
-#
-# At the start of the broker and on a timer: interrupted creates are finished, interrupted deletes are done, boxes
-# whose lease ended meanwhile are destroyed, boxes that vanished are written off, and boxes of ours that nobody has a
-# record of are reaped. The backend's inventory is the judge, never the registry.
+# Reconciliation makes the registry and the backend agree, at the start of the broker and on a timer. It completes
+# interrupted creates and deletes, destroys boxes whose leases have ended, records vanished boxes as gone, and reaps
+# boxes of this broker without a record. The backend's inventory decides which boxes exist, never the registry.
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +29,7 @@ _AT_ONCE = 16
 
 
 class Reconciler:
-    """Runs over all boxes of one broker."""
+    """Reconciles all boxes of one broker."""
 
     def __init__(self, boxes: Boxes, execs: Execs) -> None:
         self._boxes, self._execs = boxes, execs
@@ -40,11 +38,11 @@ class Reconciler:
         """Boxes without a record that were destroyed so far."""
 
     async def run(self) -> None:
-        """Once over everything. Raises `NemoGymError` when the registry or the backend does not answer."""
+        """Reconcile every box once. Raises `NemoGymError` if the registry or the backend does not respond."""
         boxes = self._boxes
         records = {record.sandbox_id: (record, leases) for record, leases in await boxes.store.live()}
         boxes.adopt(entry for sandbox_id, entry in records.items() if sandbox_id not in boxes.live)
-        # Only what was there before the backend was asked can be missed in its answer.
+        # Only a box that existed before the inventory was taken counts as vanished if the inventory lacks it.
         before = [box for box in boxes.live.values() if box.ready]
         inventory = await boxes.backend.inventory()
         adopting = [box for box in boxes.live.values() if box.adopting]
@@ -57,7 +55,7 @@ class Reconciler:
             await self._reap(sandbox_id)
 
     def _stuck(self) -> list[Box]:
-        """Boxes whose destruction failed before."""
+        """Return the boxes whose destruction failed earlier."""
         return [
             box
             for box in self._boxes.live.values()
@@ -69,7 +67,7 @@ class Reconciler:
             try:
                 await work  # type: ignore[misc]
             except NemoGymError as error:
-                # One box does not keep the others from being reconciled; the timer comes back to it.
+                # The failure of one box must not stop the others; the next run tries it again.
                 log.warning("reconcile_failed", sandbox_id=box.sandbox_id, error=str(error)[:500])
 
     async def _reap(self, sandbox_id: str) -> None:
@@ -83,7 +81,7 @@ class Reconciler:
         log.info("box_without_record_reaped", sandbox_id=sandbox_id, boxes=len(reaped))
 
     async def _check(self, box: Box, info: SandboxInfo | None) -> None:
-        """A running box that may have ended in the backend."""
+        """Record the end of a running box if the backend shows that the box has ended."""
         if not box.ready:
             return
         if info is None:
@@ -115,14 +113,14 @@ class Reconciler:
             await self._boxes.destroy(box, "lost")
             return
         if not await self._boxes.backend.creates_once():
-            # A second create would be a second box: the first is destroyed, and the client's retry makes another.
+            # A second create could make a second box, so destroy the first; the client's retry creates another.
             await self._boxes.destroy(box, "create_failed")
             return
         await self._boxes.bring_up(box, body, interrupted=True)
 
     async def _take_over(self, box: Box, record: BoxRecord) -> None:
-        """Go on with a running box: connect, lengthen its lease as far as was promised, end the commands whose output
-        nobody read, open its doors again."""
+        """Resume a running box: connect, renew its lease to the promised end, kill the commands whose output was not
+        read to the end, and open its doors again."""
         boxes, backend = self._boxes, self._boxes.backend
         try:
             if record.descriptor is None:
@@ -149,7 +147,7 @@ _FORGET_EVERY_S = 15.0
 
 
 class Upkeep:
-    """The broker's timers."""
+    """The broker's periodic tasks."""
 
     def __init__(
         self,
@@ -165,14 +163,14 @@ class Upkeep:
         self._reconcile_interval_s, self._retention_s = reconcile_interval_s, retention_s
         self._output_retention_s = output_retention_s
         self._ownerless: dict[str, float] = {}
-        """When a box was first seen to be gone whose output is still there."""
+        """Id of a box that is gone but still has output on disk → when it was first seen so (monotonic)."""
         self._tasks: list[asyncio.Task[None]] = []
         self._expiring: set[asyncio.Task[None]] = set()
         self.unreconciled: str | None = "the first reconciliation has not ended yet"
-        """Why the broker does not know for sure what the backend has."""
+        """Why the last reconciliation failed or has not ended; ``None`` if it succeeded."""
 
     async def start(self) -> None:
-        """Reconcile once, then go on with the timers. A backend that does not answer yet is asked again."""
+        """Reconcile once, then start the periodic tasks, which repeat a reconciliation that failed."""
         await self._reconcile()
         self._tasks = [
             asyncio.create_task(self._every(_EXPIRY_TICK_S, self._expire), name="broker leases"),
@@ -189,7 +187,7 @@ class Upkeep:
             await asyncio.wait(self._expiring, timeout=10)
 
     async def destroy_all(self) -> None:
-        """Every box of this broker, at its orderly end."""
+        """Destroy every box of this broker, when the broker stops in an orderly way."""
         live = [*self._boxes.live.values()]
         results = await asyncio.gather(*(self._boxes.destroy(box, "closed") for box in live), return_exceptions=True)
         for box, error in zip(live, results, strict=True):
@@ -202,13 +200,13 @@ class Upkeep:
             try:
                 await work()
             except Exception:
-                # A timer that ended would let boxes live for ever; what it met is in the log.
+                # The task must go on: without it, boxes would live for ever.
                 log.exception("upkeep_failed", work=work.__name__)
 
     async def _expire(self) -> None:
         now = time.monotonic()
         for box in [*self._boxes.live.values()]:
-            # One whose end could not even be written down is tried again.
+            # A box whose destruction failed before its intent was recorded keeps its state, and is tried again.
             is_ending = box.closing is not None and not box.closing.done()
             if box.deadline <= now and box.state in (BoxState.CREATING, BoxState.RUNNING) and not is_ending:
                 task = asyncio.create_task(self._boxes.destroy(box, "expired"), name=f"expire {box.sandbox_id}")

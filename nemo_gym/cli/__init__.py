@@ -1,5 +1,5 @@
-"""The commands: thin, lazily importing layers over configuration, serving and rollouts. Programs find NeMo Gym's run
-helper here."""
+"""The commands: thin, lazily importing layers over configuration, serving and rollouts. Programs import NeMo Gym's run
+helper from here."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def collect_command(argv: Sequence[str]) -> int:
     from nemo_gym.stack.endpoints import find_stack
 
     values = given_values(arguments.settings)
-    # NeMo Gym's address of its head server says nothing here: the stack is found on this machine.
+    # The address of NeMo Gym's head server is not used: the stack is found on this machine.
     values.pop("head_server", None)
     dataset, split = values.pop("dataset", None), values.pop("split", None)
     reject_unknown_keys(values, RUN_KEYS, where="the command line")
@@ -79,8 +79,8 @@ async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) ->
 
 
 async def collect(stack: StackEntry, config: RolloutRunConfig, inputs: MaterializedInputs | None = None) -> int:
-    """Run the rollouts that ``config`` describes against ``stack``; ``inputs`` are its rows, where they were read
-    already. 0 when every rollout has a verdict, else 3."""
+    """Run the rollouts that ``config`` describes against ``stack``; ``inputs`` are its rows, if they were read
+    already. Return 0 if every rollout has a verdict, else 3."""
     from nemo_gym.http.client import close_global_aiohttp_client
     from nemo_gym.rollouts.collection import run_collection
     from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
@@ -100,7 +100,7 @@ async def collect(stack: StackEntry, config: RolloutRunConfig, inputs: Materiali
 
 
 def stack_telemetry(stack: StackEntry, say: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
-    """What the pipeline of ``stack`` shows of itself, as its composition says."""
+    """Return the telemetry of the pipeline of ``stack``, as its composition configures it."""
     from nemo_gym.config.observability import ObservabilityConfig
     from nemo_gym.contract.credentials import StackKeys
     from nemo_gym.rollouts.pipeline import pipeline_telemetry

@@ -58,7 +58,7 @@ def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | N
         complain(name, "interrupted")
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (``ng_status | head``): not an error, and nothing more can be said.
+        # The reader of our output has gone (``ng_status | head``): not an error, and no more output is possible.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     sys.exit(code)

@@ -1,7 +1,7 @@
 """``ng dataset download`` and ``ng_prepare ENVIRONMENT dataset=NAME``: fetch rows once, pinned by commit and checksum.
 
-They come from the first of: a directory of ``NEMO_GYM_DATASETS`` (``<directory>/<owner>/<name>``, as a clone or
-``hf download --local-dir`` leaves it), and the hub or its mirror that ``HF_ENDPOINT`` names. The command is the same.
+The rows come from a directory in ``NEMO_GYM_DATASETS`` (``<directory>/<owner>/<name>``, as a clone or
+``hf download --local-dir`` leaves it) that has them, else from the hub or the mirror that ``HF_ENDPOINT`` names.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DIRECTORIES = "NEMO_GYM_DATASETS"
 _EXTRA = "pip install 'nemo-gym-suite[data]'"
 _PATTERNS: Final = [f"*.{ending}" for ending in ("json", "jsonl", "parquet", "csv", "tsv", "txt", "arrow")]
 _READ: Final = [*_PATTERNS, *(f"{name}.*" for name in _PATTERNS), "README.md", "*.yaml"]
-"""Data, also compressed, and what says which files a split is. No program is fetched."""
+"""Data files, also compressed, and files that describe the splits. No programs are fetched."""
 _TIMEOUT_S = 30.0
 _NEMO_GYM = {"repo_id": "dataset", "output_fpath": "output", "dataset_name": "dataset"}
-"""Its words → ours."""
+"""NeMo Gym's setting → this command's setting."""
 
 
 def download(argv: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def _environment(name: str | None) -> Path | None:
 
 
 def fetch_words(name: str, values: dict[str, Any], environment: Path | None) -> Path:
-    """The rows of the data set ``name``; takes ``split``, ``sha256`` and ``refresh`` out of ``values``."""
+    """Return the rows' file of the data set ``name``; remove ``split``, ``sha256`` and ``refresh`` from ``values``."""
     refresh = str(values.pop("refresh", "false")).lower() in ("true", "1", "yes")
     pinned = values.pop("sha256", None)
     dataset = DataSet.parse(name, values.pop("split", None), environment)
@@ -86,7 +86,7 @@ def fetch_words(name: str, values: dict[str, Any], environment: Path | None) -> 
 
 
 def fetch(dataset: DataSet, *, refresh: bool = False, pinned: str | None = None) -> Path:
-    """The rows of ``dataset``, which are fetched unless they are there. Raises `ConfigError`."""
+    """Return the rows' file of ``dataset``; fetch it unless it is there. Raises `ConfigError`."""
     if not refresh:
         try:
             return _checked(dataset.prepared(), dataset, pinned)
@@ -104,7 +104,7 @@ def fetch(dataset: DataSet, *, refresh: bool = False, pinned: str | None = None)
 
 
 def _local_copy(dataset: DataSet) -> Path | None:
-    """A directory that holds it; one for a revision is named ``<name>@<revision>``."""
+    """Return a directory that holds the data set; the directory of a revision is named ``<name>@<revision>``."""
     for directory in filter(None, os.environ.get(DIRECTORIES, "").split(os.pathsep)):
         for name in (f"{dataset.repo}@{dataset.revision}", dataset.repo):
             path = Path(directory).expanduser() / name
@@ -120,7 +120,7 @@ def _local_copy(dataset: DataSet) -> Path | None:
 
 
 def _from_hub(dataset: DataSet, scratch: Path) -> tuple[Path, str, str]:
-    """A snapshot at one commit, each large file checked against the hub's digest."""
+    """Fetch a snapshot at one commit; check large files against the hub's digests. Return folder, commit and hub."""
     try:
         from huggingface_hub import HfApi, constants, snapshot_download
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -173,7 +173,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _load(dataset: DataSet, source: Path, scratch: Path) -> tuple[str, Iterable[Mapping[str, Any]]]:
-    """The split and its rows, as the `datasets` package reads the files."""
+    """Return the split's name and its rows, as the `datasets` package reads the files."""
     try:
         import datasets
     except ImportError:
@@ -206,7 +206,7 @@ def _keep(
     origin: Mapping[str, Any],
     pinned: str | None,
 ) -> Path:
-    """Write the rows and the record of where they are from, whole or not at all."""
+    """Write all rows or none, and the record of their origin."""
     dataset.folder.mkdir(parents=True, exist_ok=True)
     final, record = dataset.rows_file(split), dataset.record_file(split)
     temporary = final.with_name(f".{final.name}.{os.getpid()}")
@@ -230,7 +230,7 @@ def _keep(
 
 
 def _refuse_another(record: Path, told: Mapping[str, Any]) -> None:
-    """The same commit never has other rows."""
+    """Raise `ConfigError` if the record has other rows for the same commit."""
     try:
         before = json.loads(record.read_text())
     except (OSError, ValueError):

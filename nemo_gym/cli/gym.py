@@ -1,7 +1,7 @@
 """``ng`` and ``gym``: one command over the others, with NeMo Gym's subcommands and flags.
 
-`COMMANDS` says which command of this suite a subcommand is, `FLAGS` which setting a flag is. Settings (``key=value``)
-may stand beside flags. NeMo Gym's older names (``ng_test``, ``ng_dump_config``, …) are in `OLD_NAMES`.
+`COMMANDS` maps subcommands to this suite's commands, `FLAGS` maps flags to settings. Settings (``key=value``) and
+flags may be mixed. NeMo Gym's older names (``ng_test``, ``ng_dump_config``, …) are in `OLD_NAMES`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ NAME = "ng"
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: a function of this suite, or why there is none."""
+    """One subcommand: the function that runs it, or what to do instead."""
 
     what: str
     runs: str = ""
     """``module:function`` below `nemo_gym.cli`."""
     adds: tuple[str, ...] = ()
-    """Words that always stand there."""
+    """Arguments that are put before the user's."""
     plain: bool = False
-    """Its words are handed on as they are: it reads flags of its own."""
+    """Whether its arguments are passed on unchanged, because it parses its own flags."""
     instead: str = ""
-    """Of a subcommand that does not exist here: what to do."""
+    """What to do instead of a subcommand that does not exist here."""
 
 
 COMMANDS: Final = {
@@ -100,7 +100,7 @@ class Flag:
     key: str
     what: str
     value: str | None = None
-    """Of a flag that takes none."""
+    """The setting's value, for a flag that takes no argument."""
 
 
 FLAGS: Final = (
@@ -178,7 +178,7 @@ def _named(words: list[str]) -> tuple[str, list[str]]:
 
 
 def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """The function that serves ``name`` with these words, and its settings."""
+    """Return the function (``module:function``) that runs ``name`` with these arguments, and its settings."""
     runs = COMMANDS[name].runs
     settings: list[str] = []
     files: list[str] = []
@@ -221,13 +221,13 @@ def add_root(folder: str) -> None:
 
 
 def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[str]:
-    """Settings for a command that composes: names of NeMo Gym's plugins become their files."""
+    """Return the settings; for a command that composes, replace names of NeMo Gym's plugins with their files."""
     if not serving:
         return [f"agent_name={word[6:]}" if word.startswith("agent=") else word for word in settings]
     from nemo_gym.config.roots import find_file, plugin_roots
 
     roots = plugin_roots()
-    has_own_files = bool(files)  # they may bring a model
+    has_own_files = bool(files)  # they may define a model
     kept: list[str] = []
     for word in settings:
         key, _, value = word.partition("=")
@@ -239,7 +239,7 @@ def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[s
             if found is None or any(other.startswith("agent=") for other in settings):
                 kept.append(word)
             else:
-                # With the agent that its file brings.
+                # The file defines the agent as well.
                 files.append(found)
         elif key == "model" and not find_file(f"configs/model/{value}.yaml", roots):
             files.append(f"responses_api_models/{value}/configs/{value}.yaml")

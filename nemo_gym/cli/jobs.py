@@ -113,7 +113,7 @@ async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments:
 
 
 def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A job for each sample of each row. Rows that cannot be read are the service's to refuse: it names them."""
+    """Yield a job for each sample of each row, also for lines that are no JSON: the service refuses and names them."""
     from nemo_gym.contract.errors import ConfigError
     from nemo_gym.contract.verdict import group_id_of, rollout_id_of
 
@@ -145,7 +145,7 @@ def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, An
 
 
 async def _watch(client: AsyncRolloutClient, values: dict[str, Any], *, as_json: bool) -> int:
-    """Show results as they come; 3 when some ended without a verdict."""
+    """Show results as they arrive. Return 3 if some jobs ended without a verdict."""
     from contextlib import ExitStack
 
     from rich.console import Console

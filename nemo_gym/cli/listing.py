@@ -10,13 +10,13 @@ from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
 KINDS = {"agents": "agent", "environments": "environment", "sandboxes": "sandbox", "models": "model"}
-"""Word of the command → the setting that takes the names."""
+"""The command's argument → the setting that takes the listed names."""
 MAX_CHARS = 100
 _SAME = {"benchmarks": "environments"}
 
 
 def list_parts(argv: Sequence[str]) -> int:
-    """Print names with a line each: of all kinds, or of those that are named."""
+    """Print names with one line each, of all kinds or of the given kinds."""
     parser = command.parser("ng list", f"What exists: {', '.join(KINDS)}.", words="kind")
     parser.add_argument("--search-dir", action="append", default=[], help="look here as well")
     arguments = parser.parse_intermixed_args(argv)
@@ -24,7 +24,7 @@ def list_parts(argv: Sequence[str]) -> int:
 
 
 def search(argv: Sequence[str]) -> int:
-    """Print names and lines that hold a word."""
+    """Print the names and lines that contain a word."""
     parser = command.parser("ng search", "What exists and holds WORD in its name or its line.", words="WORD")
     words = parser.parse_intermixed_args(argv).settings
     if len(words) != 1:
@@ -59,7 +59,7 @@ def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> in
 
 
 def _is_broker(group: str, name: str, roots: Sequence[Path]) -> bool:
-    """Whether a name of an environment is that of the broker, which holds boxes and grades nothing."""
+    """Whether an environment is the sandbox broker, which holds boxes and grades nothing."""
     from nemo_gym.config.groups import Choice, find_group_file
 
     path = find_group_file(Choice(group, name, "ng list"), roots) if group == "environment" else None
@@ -69,7 +69,7 @@ def _is_broker(group: str, name: str, roots: Sequence[Path]) -> bool:
 
 
 def line_of(group: str, name: str, roots: Sequence[Path]) -> str:
-    """The first sentence of a part's file, else of its README."""
+    """Return the first sentence of a part's configuration file, else of its README."""
     from nemo_gym.config.groups import Choice, find_group_file
 
     path = find_group_file(Choice(group, name, "ng list"), roots)

@@ -1,4 +1,4 @@
-"""``ng_logs``: the structured log lines of all servers that speak of one rollout."""
+"""``ng_logs``: all servers' structured log lines about one rollout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def logs(argv: Sequence[str]) -> int:
-    """Print the lines in the order of their time. 1 when there is none."""
+    """Print the lines in order of time. Return 1 if there are none."""
     parser = command.plain_parser(
         NAME,
         "Print what all servers logged about one rollout, in order. rollout= is its id. output= names the result file"
@@ -55,7 +55,7 @@ def logs(argv: Sequence[str]) -> int:
 
 
 def _where(given: dict[str, str]) -> tuple[str, list[Path], dict[str, Any]]:
-    """The rollout's id, the folders to search, and its row where there is one."""
+    """Return the rollout's id, the folders to search, and its result row (empty if there is none)."""
     rollout = given["rollout"]
     if "output" in given:
         from nemo_gym.cli.show import open_shown
@@ -67,7 +67,7 @@ def _where(given: dict[str, str]) -> tuple[str, list[Path], dict[str, Any]]:
         try:
             found = find_row(index, rollout)
         except ViewError:
-            return rollout, log_folders(index.files, {}), {}  # it may be under way still
+            return rollout, log_folders(index.files, {}), {}  # it may still be running
         return str(found.columns["rollout_id"]), log_folders(index.files, found.row), found.row
     if "run_dir" in given:
         folder = Path(given["run_dir"], "logs")

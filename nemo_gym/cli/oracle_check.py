@@ -1,5 +1,5 @@
-"""``ng_validate --oracle``: run an environment's gold solutions and no solutions, and mark it as verified if it grades
-both as it should."""
+"""``ng_validate --oracle``: run an environment with gold solutions and with none, and mark it as verified if it grades
+both correctly."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from nemo_gym.config.composition import Composition
 
 MARKER = "verified.yaml"
-"""In the environment's folder: what its last oracle campaign that passed was."""
+"""The file in an environment's folder that records the last oracle run that passed."""
 _UNKNOWN = "unknown"
-"""The commit of a folder that is under no version control."""
+"""Stands for the commit of a folder that is not under version control."""
 _RUN = "from nemo_gym.cli.run import main; main()"
 
 
 def check_with_oracle(words: Sequence[str]) -> list[str]:
-    """Run gold and nothing for each row with what ``words`` compose, and write the marker.
+    """Compose ``words``, run each row with the gold solution and with none; write the marker if all grades are right.
 
-    Returns a sentence for each row that is not graded as it should be; then the marker stays as it is.
+    Returns a sentence for each row that is graded wrongly; if there are any, the marker is not changed.
 
     Raises:
-        ConfigError: the words choose no environment, or an agent; it has no rows; the oracle could not be run.
+        ConfigError: the words choose no environment, or choose an agent; there are no rows; the oracle's run failed.
     """
     from nemo_gym.config.compose import compose
 
@@ -60,7 +60,7 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
 
 
 def marker_of(composition: Composition) -> dict[str, Any] | None:
-    """The marker of the chosen environment, ``changed`` in it where its folder is not the commit's any more."""
+    """Return the chosen environment's marker, if any; ``changed`` tells whether the folder differs from its commit."""
     import yaml
 
     try:
@@ -72,7 +72,7 @@ def marker_of(composition: Composition) -> dict[str, Any] | None:
 
 
 def sentence(marker: dict[str, Any] | None) -> str:
-    """The marker for people."""
+    """Describe the marker in one sentence."""
     if marker is None:
         return "no; ng_validate environment=… --oracle checks and marks it"
     changed = ", changed since" if marker["changed"] else ""
@@ -91,11 +91,11 @@ def folder_of(composition: Composition) -> Path:
 
 
 _SOURCES = (".", f":(exclude){MARKER}", ":(exclude)*.md", ":(exclude)tests", ":(exclude,glob)**/__pycache__/**")
-"""What of the folder the marker speaks of."""
+"""Git's path patterns for the files of the folder that the marker covers."""
 
 
 def _judged(output: Path, mode: str) -> Iterable[str]:
-    """Rows that are not graded as they should be."""
+    """Yield a sentence for each row that is graded wrongly."""
     import orjson
 
     from nemo_gym.rollouts.results import RunFiles
@@ -120,7 +120,7 @@ def _providers(composition: Composition) -> list[str]:
 
 
 def _write(folder: Path, rows: Path, providers: list[str]) -> None:
-    """Providers that passed before, with the same sources and rows, stay in the marker."""
+    """Write the marker. Providers that passed before with the same sources and rows stay in it."""
     import yaml
 
     content = rows.read_bytes()
@@ -153,7 +153,7 @@ def _changed(folder: Path, commit: str) -> bool:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git says in a folder; ``None`` when it fails (there is no repository, no such commit, a difference)."""
+    """Return git's output in a folder; ``None`` if git fails (there is no repository or commit, or a difference)."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
     except OSError:

@@ -13,7 +13,7 @@ from nemo_gym.contract.errors import ConfigError
 
 
 def run_tests(argv: Sequence[str]) -> int:
-    """Run pytest in the plugin's folder, as NeMo Gym does: its folder and its root can be imported from."""
+    """Run pytest in the plugin's folder, as NeMo Gym does: the folder and its root are on the import path."""
     parser = command.parser("ng env test", "Run a plugin's own tests.", words="NAME | FOLDER")
     for flag in ("--resources-server", "--environment", "--agent"):
         parser.add_argument(flag, dest="name", help="the plugin")
@@ -43,7 +43,7 @@ def run_tests(argv: Sequence[str]) -> int:
 
 
 def plugin_folder(name: str) -> Path:
-    """The folder of a plugin, by path or by name. Raises `ConfigError` with the nearest name."""
+    """Return the folder of a plugin, given by path or by name. Raises `ConfigError` that suggests the nearest name."""
     given = Path(name).expanduser()
     if given.is_dir() and (given / "app.py").is_file():
         return given.resolve()

@@ -1,4 +1,4 @@
-"""``ng_prepare <environment> key=value…``: make once what an environment needs to serve (images, datasets).
+"""``ng_prepare <environment> key=value…``: make, once, the images and datasets that an environment needs.
 
 ``ng_prepare agents`` fetches the CLIs that agents run (`nemo_gym.cli.prepare_agents`)."""
 
@@ -16,9 +16,9 @@ from nemo_gym.contract.errors import ConfigError
 
 NAME = "ng_prepare"
 AGENTS = "agents"
-"""In place of an environment."""
+"""Given in place of an environment."""
 _OF_A_DATASET = ("dataset=", "split=", "sha256=", "refresh=")
-"""Words about the data set; an environment's ``prepare.py`` gets its rows instead."""
+"""Settings about the data set; an environment's ``prepare.py`` gets ``rows=`` in their place."""
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def preparable() -> list[str]:
 
 
 def _call(script: Path, roots: Sequence[Path], settings: list[str]) -> int:
-    """``main`` (or NeMo Gym's ``prepare``), plain or a coroutine, with or without the settings."""
+    """Call ``main`` (or NeMo Gym's ``prepare``), async or not, with the settings if it takes an argument."""
     sys.path[:0] = [str(script.parent), *(str(root) for root in roots if str(root) not in sys.path)]
     package = f"resources_servers.{script.parent.name}.prepare"
     spec = importlib.util.spec_from_file_location(package, script)

@@ -17,8 +17,8 @@ from nemo_gym.contract.errors import ConfigError
 
 
 def prepare_agents(settings: Sequence[str]) -> int:
-    """Fetch what is missing; ``agents`` names some of them. Raises `ConfigError` when all have been tried, also for an
-    archive that is not the pinned one."""
+    """Fetch the missing CLIs of all agents, or of those in ``agents=``. Raises `ConfigError` after trying all of them,
+    if one cannot be fetched or an archive is not the pinned one."""
     from nemo_gym.agent.harness.provision.fetch import fetch
 
     packages = cli_packages()
@@ -42,13 +42,13 @@ def prepare_agents(settings: Sequence[str]) -> int:
 
 
 def cli_packages() -> Mapping[str, CliPackage]:
-    """Agent → the package that has to be fetched for it, of every plugin root."""
+    """Map each agent of every plugin root to the package that must be fetched for it."""
     found: dict[str, CliPackage] = {}
     roots = plugin_roots()
     sys.path[:0] = [str(root) for root in roots if str(root) not in sys.path]
     for root in roots:
         for path in sorted(root.glob(f"{AGENT_TYPE}/*/app.py")):
-            # An agent without a harness runs no CLI, and importing it may need what is not installed here.
+            # An agent without a harness runs no CLI, and importing it may need packages that are not installed here.
             if "harness_class" in path.read_text(encoding="utf-8") and (package := _package(path)) is not None:
                 found.setdefault(path.parent.name.removesuffix("_agent"), package)
     return found
@@ -68,7 +68,7 @@ def _package(path: Path) -> CliPackage | None:
 
 
 def chosen(settings: Sequence[str], packages: Mapping[str, CliPackage]) -> list[str]:
-    """The agents that ``agents=`` names, or all. Raises `ConfigError` for others."""
+    """Return the agents that ``agents=`` names, or all. Raises `ConfigError` for unknown agents and settings."""
     names = list(packages)
     for word in settings:
         key, sign, value = word.partition("=")

@@ -1,7 +1,7 @@
 """Runs from a program: ``from nemo_gym import run`` for notebooks and scripts, ``run_async`` for trainers.
 
-The servers run in a process beside the program, as with `ng env start`; the rollouts run here, through the pipeline of
-``ng_run`` (`run_collection`), with its files.
+The servers run in a separate process, as with `ng env start`. The rollouts run in this process, through the pipeline
+of ``ng_run`` (`run_collection`), and write the same files.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from nemo_gym.config.run import RolloutRunConfig
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
-"""A JSONL file, or rows that the program holds."""
+"""A JSONL file, or rows in memory."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to. The files stay where ``collection.files`` says."""
+    """The result of a run. Its files remain; ``collection.files`` names them."""
 
     collection: CollectionResult
 
@@ -45,7 +45,7 @@ class RunResult:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The result row of every rollout with a verdict, by task and sample."""
+        """The result row of every rollout with a verdict, sorted by task and sample."""
         return _read(self.collection.files.output)
 
     @property
@@ -60,12 +60,12 @@ class RunResult:
 
     @property
     def mean_reward(self) -> float | None:
-        """Over rollouts with a verdict; ``None`` when there are none."""
+        """The mean reward of the rollouts with a verdict; ``None`` if there are none."""
         rewards = [each.reward for each in self.collection.summaries if each.reward is not None]
         return sum(rewards) / len(rewards) if rewards else None
 
     def data_frame(self) -> pandas.DataFrame:
-        """One line for each rollout, those without a verdict too (their reward is missing). Needs pandas."""
+        """Return one line for each rollout, also without a verdict (then its reward is missing). Needs pandas."""
         try:
             import pandas
         except ImportError:
@@ -101,7 +101,7 @@ FRAME_COLUMNS = [
     *("task_id", "task", "sample", "agent", "reward", "valid", "outcome", "findings", "turns"),
     *("input_tokens", "output_tokens", "seconds", "attempts", "reason"),
 ]
-"""Of `RunResult.data_frame`."""
+"""The columns of `RunResult.data_frame`."""
 
 
 def _place(row: Mapping[str, Any]) -> tuple[int, int]:
@@ -115,14 +115,14 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 class AsyncStack:
-    """Running servers and what they were composed of; ``run`` as often as wanted. Made by `start_async`."""
+    """Running servers and the settings that composed them. ``run`` may be called repeatedly. Made by `start_async`."""
 
     def __init__(self, settings: Sequence[str], background: BackgroundStack) -> None:
         self._settings = list(settings)
         self._background = background
 
     async def run(self, input: Rows | None = None, *settings: str, show: bool = False, **keys: Any) -> RunResult:
-        """Run ``input`` (left out, the environment's own rows) on these servers; ``keys`` are run keys."""
+        """Run ``input`` (default: the environment's own rows) on these servers; ``keys`` are run keys."""
         words = [*self._settings, *_settings_of(settings, keys)]
         planned = await asyncio.to_thread(_plan, words, input)
         try:
@@ -144,7 +144,7 @@ class AsyncStack:
 
 
 class Stack:
-    """`AsyncStack` for programs without an event loop, and for notebooks, whose loop is taken. Made by `start`."""
+    """`AsyncStack` for programs without an event loop, and for notebooks, whose loop already runs. Made by `start`."""
 
     def __init__(self, loop: LoopThread, stack: AsyncStack) -> None:
         self._loop = loop
@@ -176,7 +176,7 @@ async def start_async(*settings: str, **keys: Any) -> AsyncStack:
 
 
 def start(*settings: str, **keys: Any) -> Stack:
-    """`start_async` without an event loop of the caller's."""
+    """Like `start_async`, but with an event loop of its own."""
     loop = LoopThread("nemo-gym-stack")
     try:
         return Stack(loop, loop.run(start_async(*settings, **keys)))
@@ -189,11 +189,11 @@ async def run_async(*settings: str, input: Rows | None = None, show: bool = Fals
     """Compose, start servers, run rollouts, stop the servers.
 
     Args:
-        settings: words as on ng_run's command line (``"mcqa.resources_servers.mcqa.grading_mode=strict"``).
-        input: a JSONL file or rows; left out, ``dataset``'s or the environment's own.
+        settings: arguments as on ng_run's command line (``"mcqa.resources_servers.mcqa.grading_mode=strict"``).
+        input: a JSONL file or rows; by default the rows of ``dataset``, else the environment's own.
         show: print progress and the tables that ng_run prints.
-        keys: settings as ``agent="simple_agent", environment="mcqa", num_repeats=4``. ``output`` is
-            ``results/<time>/rollouts.jsonl`` unless given; one that holds the same run is continued.
+        keys: settings as ``agent="simple_agent", environment="mcqa", num_repeats=4``. ``output`` defaults to
+            ``results/<time>/rollouts.jsonl``; if the given file holds the same run, that run is continued.
 
     Raises:
         ConfigError: the composition, a key or the input is wrong; no server was started.
@@ -215,7 +215,7 @@ async def run_async(*settings: str, input: Rows | None = None, show: bool = Fals
 
 
 def run(*settings: str, input: Rows | None = None, show: bool = False, **keys: Any) -> RunResult:
-    """`run_async` without an event loop of the caller's: in scripts, and in notebooks, whose own loop runs already."""
+    """Like `run_async`, but with an event loop of its own: for scripts, and for notebooks, whose loop already runs."""
     loop = LoopThread("nemo-gym-run")
     try:
         return loop.run(run_async(*settings, input=input, show=show, **keys))
@@ -238,7 +238,7 @@ def _settings_of(settings: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
 
 
 def _start(words: Sequence[str]) -> BackgroundStack:
-    """The servers of ``words``, ready; their run is left out."""
+    """Start the servers that ``words`` compose and wait until they are ready; leave out the settings of the run."""
     from nemo_gym.config.pipeline import PipelineConfig
     from nemo_gym.config.run import RUN_KEYS
 
@@ -259,7 +259,7 @@ def _path_setting(words: Sequence[str], key: str) -> Path | None:
 
 
 def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
-    """Compose and check: everything that can be refused is refused here, before any server starts."""
+    """Compose and check everything that can be checked before any server starts."""
     from nemo_gym.cli.run import check_rollout_run
     from nemo_gym.config.check import check_everything
     from nemo_gym.config.compose import compose
@@ -286,7 +286,7 @@ def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
 
 
 def _keep(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
-    """Rows of a program as a file beside the results, which name it."""
+    """Write rows from memory to a file beside the results, which refer to it."""
     file = output.with_name(f"{output.stem}_input.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))

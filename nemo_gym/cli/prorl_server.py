@@ -66,7 +66,7 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def words_of(settings: Sequence[str]) -> dict[str, str]:
-    """The command's settings; raises `ConfigError` for a word that is none."""
+    """Return the command's settings. Raises `ConfigError` for an argument that is not a known setting."""
     for word in settings:
         if "=" not in word:
             raise ConfigError(f"'{word}' is no setting; settings are key=value", key=word)
@@ -76,7 +76,7 @@ def words_of(settings: Sequence[str]) -> dict[str, str]:
 
 
 def register(given: Mapping[str, str]) -> None:
-    """The handlers that the command line names."""
+    """Register the handlers that the command line names."""
     from nemo_gym.prorl.handlers import MathHandler, SweBenchHandler
     from nemo_gym.prorl.registry import register_agent_handler
 
@@ -92,7 +92,7 @@ def register(given: Mapping[str, str]) -> None:
 
 
 def _over(defaults: Sequence[str], name: str, text: str) -> list[str]:
-    """A composition's words, with those of the command line over them."""
+    """Return a composition's default settings, overridden by the command line's; check that they compose."""
     from nemo_gym.config.compose import compose
 
     words = shlex.split(text)
@@ -106,7 +106,7 @@ def _over(defaults: Sequence[str], name: str, text: str) -> list[str]:
 
 
 def addresses(text: str) -> list[tuple[str, float]]:
-    """``url,url*2``: addresses, each with its weight."""
+    """Parse ``url,url*2`` into addresses, each with its weight (default 1)."""
     found = []
     for item in filter(None, text.split(",")):
         address, star, weight = item.partition("*")

@@ -1,4 +1,4 @@
-"""``dispatch=ray``: this command runs the pipeline, or nothing, and the servers run on the nodes of a Ray cluster."""
+"""``dispatch=ray``: run the servers on the nodes of a Ray cluster, and the pipeline here or as services on nodes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from nemo_gym.stack.supervisor import Supervisor
 
 VARIABLES = "NEMO_GYM_"
-"""Variables of this command that its nodes get, too."""
+"""Prefix of the environment variables that this command passes to its nodes."""
 Work = Callable[["Supervisor"], Awaitable[int]]
 
 
 class RayRun:
-    """The parts of a cluster's nodes, and the composition of this command, which has no server left to start."""
+    """The parts that the cluster's nodes run, and this command's own composition, which starts no server."""
 
     def __init__(
         self, composition: Composition, config: RayConfig, words: Sequence[str], say: Callable[[str], None]
@@ -70,7 +70,7 @@ class RayRun:
         return {**self._composition.serve_values(), **place}
 
     def around(self, work: Work) -> Work:
-        """``work`` while the nodes' servers run; it begins when they are ready."""
+        """Wrap ``work``: start the nodes' servers, do the work when they are ready, then stop them."""
 
         async def on_nodes(supervisor: Supervisor) -> int:
             hosts = Hosts.of(self._composition)
@@ -112,7 +112,7 @@ class RayRun:
         return [f"http://{url_host(each['host'])}:{each['port']}" for each in self._services.values()]
 
     async def _tell_address(self) -> None:
-        """One set of tokens for all services, and where the first of them is, for commands of the same user."""
+        """Make one set of tokens for all services; write the first one's address for commands of the same user."""
         given = next(iter(self._services.values())).get("tokens")
         tokens = ServiceTokens.load(Path(given) if given else None)
         told = {role: tokens.one_of(role) for role in ServiceRole}

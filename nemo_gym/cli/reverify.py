@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NAME = "ng_reverify"
 _COMPOSING = frozenset({"environment", "agent", "config_paths"})
-"""Settings that name a composition; with none of them, the run's own is used."""
+"""Settings that choose a composition; without any of them, the run's own configuration is used."""
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def reverify_command(argv: Sequence[str]) -> int:
-    """0 when every verdict is the same, 1 when one differs or is missing, 2 for bad input."""
+    """Return 0 if every verdict is the same, 1 if one differs or is missing, 2 for bad input."""
     parser = command.parser(
         NAME,
         "Grade the rollouts of the result file OUTPUT again, with an operator's credential, through environment"
@@ -59,7 +59,7 @@ def reverify_command(argv: Sequence[str]) -> int:
 
 
 def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]:
-    """The settings, over the run's own configuration where they name no composition."""
+    """Return the settings; if they choose no composition, put the run's own configuration under them."""
     if any(word.lstrip("+~").partition("=")[0] in _COMPOSING for word in words):
         return words
     import tempfile
@@ -81,7 +81,7 @@ def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[s
         raise ConfigError(f"{files.configuration} cannot be read: {error}", key="output") from error
     of_the_run = {*RUN_KEYS, COMPOSITION, HOST, HOSTS, "run_dir", "run_id"}
     kept = {key: value for key, value in stored.items() if key not in of_the_run}
-    # They were checked when the run began; resolved, nothing refers to keys such as `script` any more.
+    # The keys were checked when the run began. In the resolved file, nothing refers to keys such as `script` any more.
     kept["error_on_unknown_keys"] = False
     folder = temporary.enter_context(tempfile.TemporaryDirectory())
     path = Path(folder, files.configuration.name)
@@ -90,7 +90,7 @@ def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[s
 
 
 def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict[str, str]]:
-    """The part of a composition that grades, and the environment of each agent."""
+    """Return the part of a composition that grades, and the environment of each agent."""
     from nemo_gym.config.check import check_everything
     from nemo_gym.config.compose import compose
     from nemo_gym.config.servers import references
@@ -112,7 +112,7 @@ def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict
             )
         found[agent] = chosen
     needed = list(dict.fromkeys(found.values()))
-    for name in needed:  # grows: what they call, and so on
+    for name in needed:  # grows while it is read: adds the servers that they call
         needed += [target for target in call_targets(composition, name) if target not in needed]
     left_out = [name for name in composition.servers if name not in needed]
     grading = replace(

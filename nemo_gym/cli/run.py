@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Parse, start the nursery, compose, check, run. The nursery warms up while the rest is worked out."""
+    """Parse, start the nursery, compose, check, run. The nursery warms up during composition and checks."""
     arguments = command.parser(
         NAME,
         "Run rollouts: input= names their rows (left out, the environment's own examples), output= their results"
@@ -39,13 +39,13 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
-    """``ng eval run``: the same, and always a run where there are rows."""
+    """``ng eval run``: like `run_command`, but always run rollouts if there are rows."""
     arguments = command.parser("ng eval run", "Start servers, run rows, write results.").parse_args(argv)
     return _run_or_serve(arguments.settings, wanted=True)
 
 
 def start_command(argv: Sequence[str]) -> int:
-    """``ng env start``: the servers, until a signal, unless the words begin a run."""
+    """``ng env start``: keep the servers running until a signal, unless the settings ask for a run."""
     arguments = command.parser("ng env start", "Start servers and keep them running.").parse_args(argv)
     return _run_or_serve(arguments.settings, wanted=False)
 
@@ -58,7 +58,7 @@ def _run_or_serve(words: Sequence[str], *, wanted: bool) -> int:
 
 
 def is_a_whole_run(words: Sequence[str]) -> bool:
-    """Whether words say what is to run without saying which rows, and name no stack that others are to find."""
+    """Whether the settings choose agent and environment, and do not name a stack for other commands to find."""
     keys = {word.lstrip("+").split("=", 1)[0] for word in words}
     return {"agent", "environment"} <= keys and not {"run_id", "run_dir", "host", "hosts", "serve", "join"} & {
         key.split(".")[0] for key in keys
@@ -73,7 +73,7 @@ class _NothingLeft(Exception):
 
 
 Work = Callable[["Supervisor"], Awaitable[int]]
-"""What is done with a stack that is ready; its exit code."""
+"""The work to do with a ready stack; returns the exit code."""
 
 
 def with_stack(compose: Callable[[], tuple[Composition, Topology | None, Work]]) -> int:
@@ -100,7 +100,7 @@ def with_stack(compose: Callable[[], tuple[Composition, Topology | None, Work]])
 
 
 def _dry_run(composition: Composition, topology: Topology | None) -> int:
-    """Everything that can be checked without starting a server, and nothing else."""
+    """Check everything that can be checked without starting a server, and start nothing."""
     from nemo_gym.cli.sandbox_check import check_sandbox
 
     check_sandbox(composition, topology)
@@ -139,7 +139,7 @@ def compose_stack(
     if on_ray is not None and not composition.values.get("dry_run"):
         from nemo_gym.cli.ray_dispatch import RayRun
 
-        # Its nodes become the composition's hosts.
+        # The cluster's nodes become the composition's hosts.
         around = RayRun(composition, on_ray, words, say).around
         return composition, topology, around(_work_of(composition))
     return composition, topology, _work_of(composition)
@@ -163,7 +163,7 @@ def _work_of(composition: Composition) -> Work:
 
 
 def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutRunConfig, RunOutlook]:
-    """The composition's run, checked as far as that goes before any server starts; ``keep`` its rows for the run."""
+    """Check the composition's run as far as possible before any server starts; ``keep`` its rows for the run."""
     from dataclasses import replace
 
     from nemo_gym.config.run import RolloutRunConfig
@@ -180,7 +180,7 @@ def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutR
 
 
 def _words_no_prompt(composition: Composition, agent: str) -> bool:
-    """Whether the sources tell that this agent's work begins with a prompt that only its rows can bring."""
+    """Whether the sources show that this agent needs a prompt and that only its rows can provide it."""
     from nemo_gym.config.plugin_keys import defines
     from nemo_gym.rollouts.routing import servers_of
 
@@ -206,7 +206,7 @@ def say(text: str, name: str = NAME) -> None:
 
 
 class _Run:
-    """One invocation: the stack, what it does, and how signals end it."""
+    """One invocation: the stack, its work, and the handling of signals."""
 
     def __init__(
         self,
@@ -235,9 +235,9 @@ class _Run:
         from nemo_gym.stack.supervisor import stop_nursery
 
         try:
-            # In a thread of its own: asking a sandbox provider takes a moment, in which the servers can start.
+            # In a separate thread: querying a sandbox provider takes time, and the servers can start meanwhile.
             checked = asyncio.create_task(asyncio.to_thread(check_sandbox, self.composition, self.topology))
-            # Where the stack itself fails first, nobody asks for the check's outcome.
+            # If the stack fails first, nobody else retrieves the check's exception.
             checked.add_done_callback(lambda done: done.cancelled() or done.exception())
             async with running_stack(self.composition, self.process, say) as supervisor:
                 self.supervisor = supervisor
@@ -251,11 +251,11 @@ class _Run:
             serves = self.work is _serve or self.composition.serves or joins or stays
             return command.EXIT_OK if serves else command.EXIT_INTERRUPTED
         finally:
-            # Where the stack was never set up, nobody else has ended it.
+            # If the stack was never set up, nothing else has stopped the nursery.
             stop_nursery(self.process[0])
 
     async def _work(self, supervisor: Supervisor) -> int:
-        """Until the work or the stack ends, whichever is first."""
+        """Do the work until it ends or the stack fails, whichever is first."""
         work: asyncio.Future[int] = asyncio.ensure_future(self.work(supervisor))
         try:
             either: set[asyncio.Future[Any]] = {work, supervisor.failure}
@@ -276,7 +276,7 @@ class _Run:
         else:
             if self.supervisor is not None:
                 self.supervisor.kill()
-            # The guardian kills what is left, should this come before the stack was complete.
+            # If the stack is not complete yet, the guardian kills the remaining processes.
             os._exit(command.EXIT_INTERRUPTED)
 
 
@@ -315,7 +315,7 @@ def _joining(composition: Composition, service: str) -> Work:
             try:
                 await asyncio.Event().wait()
             finally:
-                # Nothing new comes from here on, and what is under way goes to others.
+                # From here on these servers get no new jobs, and their unfinished jobs move to other servers.
                 for server_id in lent:
                     await client.remove_server(server_id)
         return command.EXIT_OK

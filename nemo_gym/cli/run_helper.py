@@ -1,4 +1,4 @@
-"""NeMo Gym's run helper: a program starts the servers of a configuration, and stops them."""
+"""NeMo Gym's run helper, with which a program starts and stops the servers of a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_OURS = frozenset(
         "config_paths",
     }
 )
-"""Of what NeMo RL passes: there is no head server and no Ray here, and connections are not limited."""
+"""Keys of NeMo RL that are dropped: there is no head server and no Ray here, and connections are not limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class GlobalConfigDictParserConfig:
     """Where a run helper's configuration comes from."""
 
     dotenv_path: Path | None = None
-    """A YAML file of further keys (``env.yaml``), which ``initial_global_config_dict`` wins over."""
+    """A YAML file with more keys (``env.yaml``); ``initial_global_config_dict`` takes precedence over it."""
     initial_global_config_dict: Mapping[str, Any] | None = None
     skip_load_from_cli: bool = False
     """Accepted; the program's own command line is never read."""
@@ -36,7 +36,7 @@ class GlobalConfigDictParserConfig:
 
 
 class RunHelper:
-    """Starts the servers in a process beside this one. `RolloutCollectionHelper` finds them."""
+    """Starts the servers in a separate process. `RolloutCollectionHelper` finds them."""
 
     def __init__(self) -> None:
         self._stack: BackgroundStack | None = None
@@ -49,7 +49,7 @@ class RunHelper:
             raise ConfigError("this run helper has started its servers already; shut it down first")
         given = global_config_dict_parser_config
         initial: Any = given.initial_global_config_dict or {}
-        # References stay references: some mean keys of the files, and the policy's URL is a list until below.
+        # Interpolations stay unresolved: some refer to keys of the files, and the policy's URL is still a list here.
         plain: Any = OmegaConf.to_container(initial) if OmegaConf.is_config(initial) else initial
         values = dict(plain)
         paths = [str(path) for path in values.get("config_paths") or ()]
@@ -67,7 +67,7 @@ class RunHelper:
             raise
 
     def poll(self) -> None:
-        """Raises `ServerError` when the servers do not run; NeMo RL asks so for the health of its environment."""
+        """Raise `ServerError` if the servers do not run. NeMo RL calls this to check the health of its environment."""
         if self._stack is None:
             raise ServerError("the servers are not running; start them first")
         self._stack.check()

@@ -1,6 +1,6 @@
-"""Whether the chosen sandbox can do, on this machine, what the composition will ask of it.
+"""Check that the chosen sandbox supports, on this machine, what the composition needs.
 
-Asks the provider itself, so it takes a moment: ``ng_run`` does it while its servers start.
+The check queries the provider itself, which takes time, so ``ng_run`` runs it while its servers start.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from nemo_gym.contract.session import Topology
 
 
 def check_sandbox(composition: Composition, topology: Topology | None) -> None:
-    """Raise `ConfigError` for each thing a provider lacks here, with its own word on why and what would help."""
+    """Raise `ConfigError` with the capabilities that a provider lacks here, and its own reasons and remedies."""
     hosts = Hosts.of(composition)
     for server in composition.servers.values():
         name = sandbox_provider(composition, server)
         if name is None or (hosts is not None and boxes_at(composition, server) not in hosts.local):
-            continue  # it has no boxes, or they are another host's: that one looks
+            continue  # it has no boxes, or they are on another host, which checks them
         if server.server_type == AGENT_TYPE and topology not in side_of(server, composition.roots).box_topologies:
             continue  # it makes no box of its own
         wanted = list(dict.fromkeys(_required_capabilities(composition, server, topology)))
@@ -41,7 +41,7 @@ def check_sandbox(composition: Composition, topology: Topology | None) -> None:
 
 
 def _required_capabilities(composition: Composition, server: ServerBlock, topology: Topology | None) -> Iterator[str]:
-    """Names of capabilities, as `SandboxCapabilities` has them; ``network_none`` for a box without a network."""
+    """Yield names of fields of `SandboxCapabilities`, and ``network_none`` for a box without a network."""
     yield "network_none"
     yield from side_of(server, composition.roots).requires
     for reference in references(server.values):
@@ -75,7 +75,7 @@ def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: l
             has = bool(getattr(capabilities, capability, False))
         if not has:
             reason = capabilities.reasons.get(capability) or _not_offered(capability)
-            # One cause (a missing program) may take away everything; it is said once.
+            # One cause (a missing program) may disable several capabilities; it is reported once.
             lacking[reason] = f"{lacking[reason]}, {capability}" if reason in lacking else capability
     return [f"{names}: {reason}" for reason, names in lacking.items()]
 

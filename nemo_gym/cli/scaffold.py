@@ -1,4 +1,4 @@
-"""``ng env init`` and ``ng agent init``: folders that run and pass their own tests at once."""
+"""``ng env init`` and ``ng agent init``: write plugin folders that run and pass their own tests at once."""
 
 from __future__ import annotations
 

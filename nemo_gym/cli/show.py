@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def show(argv: Sequence[str]) -> int:
-    """Print what is asked for. 1 when the rollout is not there, 2 when the file is not."""
+    """Print the run, rollout or comparison. Exit with 1 if the rollout does not exist, 2 if the file does not."""
     parser = command.plain_parser(
         NAME,
         "Show a run as a table, worst first; with a rollout (its id, task#sample, or a task) that rollout turn by"
@@ -54,7 +54,7 @@ def show(argv: Sequence[str]) -> int:
 
 
 def open_shown(path: str) -> ResultIndex:
-    """The index of a result file, made with a line of progress where that takes a while."""
+    """Open the index of a result file; show a line of progress if reading takes more than a second."""
     from nemo_gym.view.index import Reading, open_result
 
     is_terminal = sys.stderr.isatty()
@@ -131,7 +131,7 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
 
 
 def progress_lines(progress: Mapping[str, Any]) -> Iterator[str]:
-    """How far a run is, where it is not at its end."""
+    """Describe the progress of a run that has not ended."""
     from nemo_gym.view.text import one_line, seconds_text
 
     if progress.get("note"):
@@ -162,7 +162,7 @@ def progress_lines(progress: Mapping[str, Any]) -> Iterator[str]:
 
 
 def figure_lines(of: Mapping[str, Any]) -> Iterator[str]:
-    """The figures of `queries.summary`, a line each."""
+    """Yield the figures of `queries.summary`, one line each."""
     mean = of["reward"]
     if mean is not None:
         interval = (

@@ -1,4 +1,4 @@
-"""Commands that a signal ends in order."""
+"""Stop commands cleanly on a signal."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 async def until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """Await ``work``, which the first SIGINT or SIGTERM cancels; of a second one this process dies."""
+    """Await ``work``. The first SIGINT or SIGTERM cancels it; the second one kills this process."""
     task = asyncio.ensure_future(work)
     stopped = False
 
     def stop() -> None:
         nonlocal stopped
         if stopped:
-            # Die of it, so that nothing is waited for.
+            # Die from the signal at once, without waiting for anything.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         stopped = True

@@ -16,7 +16,7 @@ def main() -> None:
 
 
 def status(argv: Sequence[str]) -> int:
-    """Print every running stack of this user. 1 when a server is not healthy, else 0 (also when nothing runs)."""
+    """Print every running stack of this user. Return 1 if a server is not healthy, else 0 (also if nothing runs)."""
     parser = command.parser(NAME, "Show running stacks and their servers.", words="run_dir=DIR")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""``ng_view``: runs as pages in a browser."""
+"""``ng_view``: show runs in a browser."""
 
 from __future__ import annotations
 

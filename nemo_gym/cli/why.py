@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def why(argv: Sequence[str]) -> int:
-    """Explain. 0 also when nothing failed."""
+    """Explain the failures. Return 0, also if nothing failed."""
     parser = command.plain_parser(
         NAME,
         "Explain why rollouts of a run have no verdict, findings, or no reward: for each class what happened, the"
@@ -46,7 +46,7 @@ def why(argv: Sequence[str]) -> int:
 
 
 def _of_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
-    """A class for each way to fail, told by its first rollout."""
+    """Yield a class for each way to fail, explained by its first rollout."""
     from nemo_gym.view.queries import reasons
 
     for group in reasons(index, MAX_CLASSES):
@@ -62,7 +62,7 @@ def _of_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
 
 
 def _stopped(index: ResultIndex) -> dict[str, Any] | None:
-    """What a run that was stopped has left, told by those that were under way."""
+    """Explain what a stopped run has left unfinished, with log lines of rollouts that had begun."""
     from nemo_gym.view import live
     from nemo_gym.view.logs import lines_of
     from nemo_gym.view.why import CAUSES

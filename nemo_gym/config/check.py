@@ -48,8 +48,8 @@ def check_everything(composition: Composition) -> Topology | None:
 
 
 def free_ports(values: Mapping[str, Any]) -> list[int] | None:
-    """The ports for servers whose block names none, by NeMo Gym's keys and defaults; ``None`` leaves the choice to the
-    kernel. Raises `ConfigError` for wrong values."""
+    """Return the ports for servers whose block names none, by NeMo Gym's keys and defaults; ``None`` leaves the choice
+    to the kernel. Raises `ConfigError` for wrong values."""
     low, high, taken = (values.get(key) for key in ("port_range_low", "port_range_high", "disallowed_ports"))
     if low is None and high is None and taken is None:
         return None
@@ -71,8 +71,8 @@ def free_ports(values: Mapping[str, Any]) -> list[int] | None:
 
 
 def notices(composition: Composition) -> list[str]:
-    """A sentence for each key that is accepted and does nothing, with what it would do elsewhere, and for each plugin
-    that several roots have."""
+    """Return the warnings, a sentence for each key that does nothing here, with its meaning in NeMo Gym, and a
+    sentence for each plugin that is hidden by one of another root."""
     return [
         *composition.warnings,
         *_hidden_plugins(composition),
@@ -85,7 +85,7 @@ def notices(composition: Composition) -> list[str]:
 
 
 def _hidden_plugins(composition: Composition) -> list[str]:
-    """Two plugins of one name: the first root's is taken, as `plugin_roots` orders them, and the other is named."""
+    """Name the plugins that are not used because an earlier root of `plugin_roots` has one of the same name."""
     told = []
     for kind, name in dict.fromkeys(
         (block.server_type, block.implementation) for block in composition.servers.values()
@@ -114,7 +114,7 @@ def _check_place(server: ServerBlock, warnings: list[str]) -> None:
 
 
 def _check_run_keys(composition: Composition) -> None:
-    """The values of run keys, also without a run; half of a run is a mistake."""
+    """Check the values of run keys, also without a run. Only one of ``input`` and ``output`` is an error."""
     run = composition.run_values()
     has_output = "output" in run or "output_jsonl_fpath" in run
     join = composition.values.get("join")

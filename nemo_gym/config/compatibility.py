@@ -1,12 +1,12 @@
 """Whether the chosen agent, environment, sandbox and topology fit together, before anything starts.
 
-What a plugin can do is declared, in its block or as a class attribute of its server:
+A plugin declares what it can do, in its block or as class attributes of its server:
 
 - an environment: ``topologies``, the first being its default unless its block's ``topology`` names another;
   ``requires``, sandbox capabilities its tasks need;
 - an agent: ``topologies`` it can be bound in; ``box_topologies``, those in which it makes a box of its own;
-- both: ``sandbox_provider``, the block that says which sandbox they use; ``tool_access``, how a harness outside of the
-  world reaches it in topology B: ``mcp``, ``http`` (NeMo Gym's tool routes) or ``exec`` (commands in the world's box).
+- both: ``sandbox_provider``, the block that names their sandbox; ``tool_access``, how a harness outside of the world
+  reaches it in topology B: ``mcp``, ``http`` (NeMo Gym's tool routes) or ``exec`` (commands in the world's box).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORLD_TOPOLOGIES = (Topology.AGENT_IN_ENV, Topology.WHOLE_INTERACTION)
 
 @dataclass(frozen=True)
 class Side:
-    """What one server declares. ``topologies`` is ``None`` where it declares nothing (then anything goes)."""
+    """What one server declares. ``topologies`` is ``None`` if it declares none (then every topology is allowed)."""
 
     instance: str
     topologies: tuple[Topology, ...] | None = None
@@ -39,15 +39,15 @@ class Side:
     """The name of its sandbox block."""
     requires: tuple[str, ...] = ()
     box_topologies: tuple[Topology, ...] = WORLD_TOPOLOGIES
-    """Of an agent: where it makes a box."""
+    """The topologies in which an agent makes a box."""
     tool_access: tuple[str, ...] | None = None
-    """How the world is reached from outside of it; ``None`` where nothing is declared (then anything goes)."""
+    """The ways to reach the world from outside of it; ``None`` if none are declared (then every way is allowed)."""
 
 
 def check_composition(
     agent: Side, environment: Side, *, sandbox: str | None, topology: Topology | None = None
 ) -> Topology | None:
-    """The topology that this pair runs in; ``None`` when neither declares any.
+    """Return the topology that this pair runs in; ``None`` if neither declares any.
 
     ``sandbox`` is the provider's name, ``None`` without a sandbox. Raises `ConfigError` with the reason and the
     choices that would work.
@@ -91,7 +91,7 @@ def check_composition(
 
 
 def _out_of_reach(agent: Side, environment: Side) -> str | None:
-    """Why the agent could not act on the environment's world from outside of it; ``None`` when it could."""
+    """Return why the agent cannot act on the environment's world from outside of it, or ``None`` if it can."""
     if agent.tool_access is None or environment.tool_access is None:
         return None
     if set(agent.tool_access) & set(environment.tool_access):
@@ -104,7 +104,7 @@ def _out_of_reach(agent: Side, environment: Side) -> str | None:
 
 
 def _common(offered: Sequence[Topology] | None, served: Sequence[Topology] | None) -> tuple[Topology, ...] | None:
-    """What both can, in the environment's order of preference."""
+    """Return the topologies that both support, in the environment's order of preference."""
     if offered is None:
         return tuple(served) if served is not None else None
     return tuple(choice for choice in offered if served is None or choice in served)
@@ -142,7 +142,7 @@ def side_of(server: ServerBlock, roots: Sequence[Path]) -> Side:
 
 
 def _declared(server: ServerBlock, name: str, roots: Sequence[Path]) -> list[str] | None:
-    """The words a server's block declares, else its class."""
+    """Return the list that a server's block declares, else the one that its class declares."""
     declared = server.values.get(name)
     if declared is None:
         return class_constant(server, name, roots)
@@ -160,8 +160,8 @@ def _topologies(server: ServerBlock, name: str, roots: Sequence[Path]) -> tuple[
 
 
 def sandbox_provider(composition: Composition, server: ServerBlock) -> str | None:
-    """The provider's name that a server's ``sandbox_provider`` leads to; ``None`` without one. Raises `ConfigError`
-    for a block that does not exist, names no single provider, or names one that is not installed."""
+    """Return the name of the provider that a server's ``sandbox_provider`` selects; ``None`` without one. Raises
+    `ConfigError` for a block that does not exist, names no single provider, or names one that is not installed."""
     from nemo_gym.config.sandbox_blocks import list_providers, resolve_provider_config
 
     named = server.values.get("sandbox_provider")
@@ -191,8 +191,8 @@ def sandbox_provider(composition: Composition, server: ServerBlock) -> str | Non
 
 
 def _check_pairing(composition: Composition, agent: ServerBlock, environment: ServerBlock) -> None:
-    """An environment's ``allowed_agents`` (instances or implementations) and ``allowed_model_types``
-    (implementations, of models that are not this suite's gateway, which serves what they do)."""
+    """Check an environment's ``allowed_agents`` (instances or implementations) and ``allowed_model_types``
+    (implementations). This suite's gateway is always allowed, because it serves what other models do."""
     if composition.values.get(UNSUPPORTED_PAIRING):
         return
     models = [composition.servers[found.name] for found in references(agent.values) if len(found.path) == 1]
@@ -219,8 +219,8 @@ def _check_pairing(composition: Composition, agent: ServerBlock, environment: Se
 def check(composition: Composition) -> Topology | None:
     """Check every agent of the composition with the environment it refers to.
 
-    Returns the chosen agent's topology; where the environment declares what it supports, the composition's values name
-    it too, so that every attempt is placed in it.
+    Returns the chosen agent's topology. If the environment declares topologies, the result is also stored in the
+    composition's values, so that every attempt runs in it.
     """
     wanted = composition.chosen.get("topology")
     topology = Topology(wanted) if wanted else None

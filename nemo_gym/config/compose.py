@@ -1,4 +1,4 @@
-"""From the command line's words to one validated configuration. No server starts and no plugin is imported here."""
+"""Compose the command line's settings into one validated configuration. Starts no server and imports no plugin."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ _BROKER: Final = {
 def _lends_its_world(
     merged: Merged, chosen: Mapping[str, str], blocks: Mapping[str, ServerBlock], roots: Sequence[Path]
 ) -> bool:
-    """Whether the environment has to own a box that the agent works in from outside (topology B), and the chosen
-    sandbox cannot lend any: then a broker of this run's own stands before it."""
+    """Whether the environment must lend its box to an agent outside of it (topology B) and the chosen sandbox cannot
+    lend boxes. If so, this run puts a broker of its own in front of the sandbox."""
     agent, environment = blocks.get(chosen.get("agent", "")), blocks.get(chosen.get("environment", ""))
     block = merged.values.get(SANDBOX)
     if agent is None or environment is None or HOSTS in merged.values:
@@ -192,8 +192,8 @@ def _config_paths(
 def _load_groups(
     choices: dict[str, Choice], roots: Sequence[Path]
 ) -> tuple[dict[str, LoadedGroup], dict[str, Choice]]:
-    """The chosen groups, and the choices that no file has (they may name an instance). A run file may choose others;
-    what is chosen outside it wins."""
+    """Return the chosen groups, and the choices without a file (they may name an instance). A run file may make more
+    choices; choices outside it win."""
     loaded: dict[str, LoadedGroup] = {}
     unmatched: dict[str, Choice] = {}
     if run := choices.get("run"):
@@ -217,7 +217,7 @@ def _load_groups(
 
 
 def _group_layers(groups: Mapping[str, LoadedGroup]) -> list[Layer]:
-    """All group layers, lowest precedence first. An environment's own agents step aside for a chosen agent."""
+    """Return all group layers, lowest precedence first. A chosen agent replaces an environment's own agents."""
     layers = []
     for name in GROUPS:
         group = groups.get(name)
@@ -283,7 +283,7 @@ def _complete_references(merged: Merged, chosen: Mapping[str, str], blocks: Mapp
 
 
 def _hand_down(merged: Merged, blocks: Mapping[str, ServerBlock]) -> None:
-    """Give agents what is said for all of them at the top."""
+    """Copy the top-level keys that hold for all agents into the agents' blocks that do not set them."""
     said = {key: merged.values[key] for key in AGENT_WIDE_KEYS if merged.values.get(key) is not None}
     for block in blocks.values() if said else ():
         if block.server_type == AGENT_TYPE:

@@ -1,4 +1,4 @@
-"""What composing results in, and where its sandbox's boxes run."""
+"""The result of composing, and where its sandbox's boxes run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Composition:
     values: dict[str, Any] = field(repr=False)
     """Resolved plain data. Holds secrets: show it through `nemo_gym._util.secrets.redact` only."""
     unresolved: dict[str, Any] = field(repr=False)
-    """The same before interpolation, for knowing who uses what."""
+    """The same before interpolation; tells which server uses which key."""
     servers: dict[str, ServerBlock]
     chosen: dict[str, str]
     """``agent``, ``environment``, ``model``: instance names; ``sandbox``: the block's name; ``topology``."""
     roots: tuple[Path, ...]
     sources: Merged = field(repr=False)
     warnings: list[str] = field(default_factory=list)
-    """What files written for NeMo Gym say that would be refused in others."""
+    """Problems in files written for NeMo Gym that would be errors in other files."""
 
     @property
     def config(self) -> DictConfig:
@@ -47,17 +47,17 @@ class Composition:
 
     @property
     def has_run(self) -> bool:
-        """Whether rollouts are asked for."""
+        """Whether the configuration asks for a rollout run."""
         run = self.run_values()
         return "input" in run or "input_jsonl_fpath" in run
 
     @property
     def serves(self) -> bool:
-        """Whether rollouts are to be served."""
+        """Whether the configuration asks for a rollout service."""
         return self.values.get(SERVE) is not None
 
     def serve_values(self) -> dict[str, Any]:
-        """The keys of the service: those of its pipeline may stand at the top level, as for a run."""
+        """The keys of the service. Those of its pipeline may also be at the top level, as for a run."""
         from nemo_gym.config.pipeline import PipelineConfig
 
         shared = {key: value for key, value in self.run_values().items() if key in PipelineConfig.spellings()}
@@ -71,7 +71,7 @@ class Composition:
 
 
 def boxes_at(composition: Composition, server: ServerBlock) -> str:
-    """The instance on whose host the boxes of ``server`` are: its broker, or itself."""
+    """Return the instance on whose host the boxes of ``server`` run: its broker, or itself."""
     from nemo_gym.config.sandbox_blocks import resolve_provider_config
 
     configured = resolve_provider_config(server.values["sandbox_provider"], composition.values)
@@ -82,8 +82,8 @@ def boxes_at(composition: Composition, server: ServerBlock) -> str:
 def backend_of(
     composition: Composition, sandbox_provider: str | Mapping[str, Any], *, where: str = "sandbox"
 ) -> dict[str, dict[str, Any]]:
-    """The ``{provider: settings}`` whose abilities and images count, while no server runs yet. A broker that is not
-    of this composition (``remote`` with a ``url``) is its own provider.
+    """Return the ``{provider: settings}`` that makes the boxes, also behind a broker, while no server runs yet. For a
+    broker outside of this composition (``remote`` with a ``url``), that is ``remote`` itself.
 
     Raises:
         ConfigError: the block is wrong, or leads to a server that is no broker; ``where`` names it.

@@ -1,4 +1,4 @@
-"""Data sets by name: which one a word means, where its rows are kept, and whether they are what was fetched.
+"""Data sets by name: which one a name means, where its rows are kept, and whether they are as fetched.
 
 ``dataset=NAME[:SUBSET][@REVISION]``: ``NAME`` is ``owner/name`` as on the Hugging Face hub, or a short name from the
 environment's ``data/datasets.yaml``. Nothing here fetches; `nemo_gym.cli.dataset` does.
@@ -20,8 +20,8 @@ from nemo_gym.config.files import read_yaml
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
 SHORT_NAMES: Final = Path("data", "datasets.yaml")
-"""Of an environment's folder: short name → `DataSet`'s ``repo``, ``subset``, ``revision``, ``split``, ``rename``,
-``sha256``."""
+"""A file in an environment's folder that maps each short name to `DataSet`'s ``repo``, ``subset``, ``revision``,
+``split``, ``rename`` and ``sha256``."""
 _ENTRY_KEYS: Final = ("repo", "subset", "revision", "split", "rename", "sha256")
 _NAME = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 _CHUNK = 1 << 20
@@ -29,24 +29,24 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of the hub, one split of it, and what becomes of its fields."""
+    """A data set of the hub, one split of it, and how its fields are renamed."""
 
     asked: str
-    """As it was named."""
+    """The name as the user wrote it."""
     repo: str
     subset: str | None = None
     revision: str = "main"
     split: str | None = None
-    """``None``: the only one."""
+    """``None`` means the only split."""
     rename: dict[str, str] = field(default_factory=dict)
     """Field of the environment's rows → field of the data set."""
     sha256: str | None = None
-    """Of the rows, where somebody pinned it."""
+    """The pinned digest of the rows, if any."""
     environment: str | None = None
 
     @classmethod
     def parse(cls, text: str, split: object = None, environment: Path | None = None) -> DataSet:
-        """``text`` as a user writes it, for the environment in that folder. Raises `ConfigError`."""
+        """Parse a name as a user writes it, with the short names of the environment's folder. Raises `ConfigError`."""
         found = _NAME.fullmatch(text)
         if found is None or ".." in text:
             raise ConfigError(
@@ -75,21 +75,21 @@ class DataSet:
 
     @property
     def folder(self) -> Path:
-        """Where its rows are kept: one folder for each revision that was asked for."""
+        """Where its rows are kept: one folder for each requested revision."""
         whose = f"{self.environment}--" if self.rename and self.environment else ""
         name = f"{whose}{self.repo.replace('/', '--')}{f'--{self.subset}' if self.subset else ''}"
         return cache_root() / "datasets" / name / self.revision.replace("/", "--")
 
     @property
     def command(self) -> str:
-        """What fetches it."""
+        """The command that fetches it."""
         split = [f"split={self.split}"] if self.split else []
         if self.environment is None:
             return shlex.join(["ng", "dataset", "download", self.asked, *split])
         return shlex.join(["ng_prepare", self.environment, f"dataset={self.asked}", *split])
 
     def prepared(self) -> Path:
-        """Its rows. Raises `ConfigError` when they were not fetched, or are not what was fetched."""
+        """Return the rows' file. Raises `ConfigError` if it was not fetched, or has changed since."""
         split = self.split or self._only_split()
         rows = self.rows_file(split)
         try:
@@ -116,7 +116,7 @@ class DataSet:
         return self.folder / f"{split}.jsonl"
 
     def record_file(self, split: str) -> Path:
-        """What was fetched, from where, and its digest."""
+        """The file that records what was fetched, from where, and its digest."""
         return self.folder / f"{split}.json"
 
     def absent(self) -> ConfigError:
@@ -134,7 +134,7 @@ class DataSet:
 
 
 def short_names(environment: Path | None) -> dict[str, dict[str, Any]]:
-    """What the environment in this folder calls data sets by. Raises `ConfigError`."""
+    """Read the short names of data sets from an environment's folder. Raises `ConfigError`."""
     file = environment / SHORT_NAMES if environment is not None else None
     if file is None or not file.is_file():
         return {}
@@ -145,7 +145,7 @@ def short_names(environment: Path | None) -> dict[str, dict[str, Any]]:
         reject_unknown_keys(entry, _ENTRY_KEYS, where=f"{file}: '{name}'")
         for key in ("repo", "subset", "revision", "split", "sha256"):
             if not isinstance(entry.get(key, ""), str):
-                # YAML reads a digest or a revision of digits alone as a number.
+                # YAML reads a digest or a revision that consists of digits as a number.
                 raise ConfigError(f"{file}: '{name}.{key}' must be text; put it in quotes", key=f"{name}.{key}")
     return names
 

@@ -3,7 +3,7 @@
 - ``_inherit_from: a.b`` in a mapping: the mapping is merged over ``a.b``, and ``a.b`` disappears (it was a template).
 - ``_copy: a.b``: the same, and ``a.b`` stays.
 - ``key: ${inherit_from:a.b}`` and ``key: ${copy:a.b}``: the value is ``a.b``, moved or copied.
-- ``_delete_key: "a,b"``: these keys leave the mapping, after it has inherited.
+- ``_delete_key: "a,b"``: these keys are removed from the mapping after it has inherited.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Resolver:
             try:
                 del lookup(self.merged.values, path[:-1])[path[-1]]
             except KeyError:
-                continue  # it lay in a block that has moved itself
+                continue  # it was inside a block that was moved, too
         _delete_keys(self.merged.values)
 
     def _resolve(self, value: Any, path: tuple[str, ...]) -> Any:

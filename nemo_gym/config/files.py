@@ -14,7 +14,7 @@ from nemo_gym.contract.errors import ConfigError
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """One file's mapping, interpolations unresolved. Duplicate keys and bad YAML raise `ConfigError` with the line."""
+    """Read one file's mapping without interpolation. Duplicate keys and bad YAML raise `ConfigError` with the line."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError, YAMLError
@@ -74,8 +74,8 @@ def include_paths(value: Any, source: str) -> list[str]:
 
 
 def load_files(paths: Iterable[str], roots: Sequence[Path], source: str) -> list[Layer]:
-    """Layers of the files and everything they include, lowest precedence first: includes come before the file that
-    includes them, and later siblings after earlier ones. A file that is included twice counts where it came first."""
+    """Return the layers of the files and everything they include, lowest precedence first: includes come before the
+    file that includes them, in their order. A file that is included twice is loaded once, at its first place."""
     layers: list[Layer] = []
     done: set[Path] = set()
     for path in paths:

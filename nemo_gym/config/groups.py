@@ -17,7 +17,7 @@ from nemo_gym.contract.errors import ConfigError
 
 @dataclass(frozen=True)
 class Choice:
-    """``<group>=<value>`` and who said it."""
+    """``<group>=<value>`` and its source."""
 
     group: str
     value: str
@@ -54,7 +54,7 @@ def take_choices(values: dict[str, Any], source: str) -> dict[str, Choice]:
 
 
 def find_group_file(choice: Choice, roots: Sequence[Path]) -> Path | None:
-    """``configs/<group>/<name>.yaml`` under any root, else the plugin's ``configs/<name>.yaml``; a path is itself."""
+    """Find ``configs/<group>/<name>.yaml`` under any root, else the plugin's ``configs/<name>.yaml``, or a path."""
     if choice.value.endswith((".yaml", ".yml")):
         path = Path(choice.value).expanduser()
         candidates = [path] if path.is_absolute() else [root / path for root in roots]
@@ -74,7 +74,7 @@ def load_group(choice: Choice, roots: Sequence[Path]) -> LoadedGroup | None:
 
 
 def available(group: str, roots: Iterable[Path]) -> list[str]:
-    """Names that ``<group>=`` takes."""
+    """Return the names that ``<group>=`` accepts."""
     names: set[str] = set()
     for root in roots:
         names |= {path.stem for path in (root / "configs" / group).glob("*.yaml")}
@@ -101,10 +101,10 @@ def unknown_choice(choice: Choice, roots: Sequence[Path]) -> ConfigError:
 
 
 def choose_instance(group: str, chosen: LoadedGroup | None, servers: Mapping[str, str]) -> str | None:
-    """The instance that stands for a group. ``servers`` maps instance names of the group's type to implementations.
+    """Return a group's instance. ``servers`` maps instance names of the group's type to implementations.
 
-    Of several in a chosen file, the one named as the choice (or implemented by it) counts. Without a choice it is
-    the only one of its type, or for models ``policy_model``; else there is none.
+    If a chosen file defines several, take the one whose name, or else implementation, is the choice. Without a choice,
+    take ``policy_model`` for models, else the only instance of the type; if there are several, return ``None``.
     """
     if chosen is None:
         if group == "model" and "policy_model" in servers:

@@ -1,8 +1,8 @@
 """A composition on several hosts: which servers run where, in how many replicas, and on which network they talk.
 
-Every host composes the same words and says which one it is (``host=worlds-1``). No address outside the network that
-the block names is listened on or called. Off loopback servers speak HTTPS, or plain HTTP where the block says that the
-network is private enough for it.
+Every host composes the same settings and names itself (``host=worlds-1``). Servers listen on and call only addresses
+in the network that the block names. Except on loopback, they speak HTTPS, or plain HTTP if the block allows it for a
+private network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Machine(BaseModel):
 
 
 class Tls(BaseModel):
-    """A host's own certificate, for its address, and the key to it: files of that host, at the same places on each."""
+    """A host's own certificate for its address, and its private key: files at the same paths on every host."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ class _Block(BaseModel):
     network: IPvAnyNetwork
     tls: Tls | None = None
     plain_http: bool = False
-    """Servers of a private network do without ``tls``."""
+    """Whether servers of a private network may do without ``tls``."""
     stack_secret: str = Field(pattern=rf"^[0-9a-fA-F]{{{2 * ROOT_KEY_BYTES},}}$", repr=False)
     machines: dict[str, _Machine] = Field(min_length=1)
 
@@ -64,9 +64,9 @@ class Hosts:
     """The checked ``hosts`` block of a composition."""
 
     here: str | None
-    """This host's name; ``None`` where nobody said, which only looking at a composition allows."""
+    """This host's name; ``None`` if it is not given, which suffices for inspecting a composition."""
     replicas: Mapping[str, tuple[Address, ...]]
-    """Where each server runs: the same order on every host, for replicas are told by their number."""
+    """Where each server runs, in the same order on every host, because replicas are identified by number."""
     local: Mapping[str, Address]
     """The servers of this host."""
     keys: StackKeys
@@ -110,7 +110,7 @@ class Hosts:
         return cls(here, {name: tuple(places) for name, places in replicas.items()}, local, keys, block.tls)
 
     def require_here(self) -> None:
-        """Raise `ConfigError` unless it was said which host this is, and it has what its servers need to listen."""
+        """Raise `ConfigError` unless this host is named and can read the TLS files that its servers need."""
         if self.here is None:
             raise ConfigError(f"the composition has a '{HOSTS}' block: say which host this is with {HOST}=", key=HOST)
         if self.tls is None or not self.local:

@@ -1,4 +1,4 @@
-"""The names that configurations are made of. Imports nothing heavy: the command line reads it first."""
+"""The key names of configurations. Imports nothing heavy, because every command imports it first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COPY: Final = "_copy"
 DELETE_KEY: Final = "_delete_key"
 
 AGENT_WIDE_KEYS: Final = ("skip_verification", "skip_verification_reward")
-"""Top-level keys that hold for every agent whose block does not say otherwise."""
+"""Top-level keys that hold for every agent whose block does not set them."""
 
 SUITE_KEYS: Final = frozenset(
     {
@@ -105,8 +105,8 @@ UNREAD_NEMO_GYM_KEYS: Final = {
     "rollout_input": "its rows; here `input`",
     "agent_bindings": "which agent works in which environment; here `agent` and `environment`",
 }
-"""Top-level keys of NeMo Gym that nothing here reads → what they are there, and what does it here. They may stand in
-configurations written for it; whoever uses one is told."""
+"""Top-level keys of NeMo Gym that nothing here reads → their meaning there, and what replaces them here.
+Configurations written for NeMo Gym may hold them; a notice names those that are set."""
 
 NEMO_GYM_KEYS: Final = frozenset(
     {*UNREAD_NEMO_GYM_KEYS, "hf_token", "observability_enabled", "model_call_capture_dir"}

@@ -1,6 +1,6 @@
-"""What a server process is told at its start, over an inherited file descriptor.
+"""The launch data that a server process reads at its start from an inherited file descriptor.
 
-Nothing of it is in the environment or on the command line: ``NEMO_GYM_LAUNCH_FD`` holds the number of a descriptor
+The data is neither in the environment nor on the command line: ``NEMO_GYM_LAUNCH_FD`` holds the number of a descriptor
 (pipe or memfd) from which the child reads one JSON object. The parent writes it with `write_launch`.
 """
 
@@ -21,8 +21,8 @@ from nemo_gym.contract.errors import ConfigError
 LAUNCH_FD_ENV = "NEMO_GYM_LAUNCH_FD"
 READY_LINE = b"ready\n"
 GC_THRESHOLDS = (50_000, 20, 20)
-"""Of a process that serves or asks. Parsing one large body makes more objects than the interpreter's 700, none of them
-garbage: with its thresholds the collector takes longer than the parser."""
+"""Garbage collector thresholds of servers and clients. Parsing one large body makes far more objects than the default
+threshold of 700, none of them garbage; with the default the collector takes longer than the parser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class ServerLaunch:
     state_dir: str | None = None
     """Where the server may keep what must survive its restart; ``None`` keeps it in memory."""
     url: str | None = None
-    """Where it is reached, in a composition on several hosts."""
+    """The URL at which the server is reached, in a composition on several hosts."""
     endpoints: tuple[str, ...] = ()
     """Base URLs of the run's model servers and environments: what boxes may reach."""
     certificate_file: str | None = None
     key_file: str | None = None
-    """Of TLS; without them it speaks plain HTTP."""
+    """The TLS key; without key and certificate the server speaks plain HTTP."""
     metrics_token: str | None = field(default=None, repr=False)
-    """Who has it may read every server's metrics, and do nothing else."""
+    """Grants reading every server's metrics, and nothing else."""
 
     def to_json(self) -> bytes:
         return orjson.dumps(
@@ -69,7 +69,7 @@ class ServerLaunch:
                 "key_file": self.key_file,
                 "metrics_token": self.metrics_token,
             },
-            option=orjson.OPT_NON_STR_KEYS,  # as YAML has them; their names are read as numbers again
+            option=orjson.OPT_NON_STR_KEYS,  # YAML keys may be numbers; the reader converts them back
         )
 
     @classmethod
@@ -84,7 +84,7 @@ _current: ServerLaunch | None = None
 
 
 def set_current_launch(launch: ServerLaunch | None) -> None:
-    """Make ``launch`` the one of this process (a forked server process serves exactly one instance)."""
+    """Set the launch of this process (a forked server process serves exactly one instance)."""
     global _current
     _current = launch
 
@@ -114,7 +114,7 @@ def load_launch_from_fd(fd: int) -> ServerLaunch:
 
 
 def write_launch(launch: ServerLaunch) -> int:
-    """An inheritable memfd holding ``launch``, for ``NEMO_GYM_LAUNCH_FD`` of a child; the caller closes it."""
+    """Return an inheritable memfd holding ``launch``, for a child's ``NEMO_GYM_LAUNCH_FD``; the caller closes it."""
     fd = os.memfd_create("nemo-gym-launch", 0)
     os.set_inheritable(fd, True)
     write_all(fd, launch.to_json())

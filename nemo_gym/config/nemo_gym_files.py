@@ -1,7 +1,7 @@
-"""Configurations written for NeMo Gym: which files are its own, and what they say that is said otherwise here.
+"""Configurations written for NeMo Gym: how they are recognised, and what is read differently here.
 
-Its parser takes what this one refuses: keys that nothing reads, blocks that lead nowhere. In its own files that is a
-warning; in everybody else's it is a mistake.
+NeMo Gym's parser accepts what this one refuses: keys that nothing reads, references that lead nowhere. In NeMo Gym's
+own files these cause a warning; in all other files they are errors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from nemo_gym.config.layers import Merged
 from nemo_gym.contract.errors import ConfigError
 
 ENVIRONMENT_SERVERS: Final = "environment_servers"
-"""NeMo Gym's fourth server type: an episode's driver. Here the pipeline drives, so its block only says which agent
-works in which environment."""
+"""NeMo Gym's fourth server type: an episode's driver. Here the pipeline drives episodes, so such a block only tells
+which agent works in which environment."""
 _REQUIRES_NEMO_GYM = re.compile(r"(^|[\s\"'])nemo-gym(\[|[\s@=<>~!\"']|$)", re.MULTILINE)
 
 
 def is_nemo_gyms(source: str) -> bool:
-    """Whether a file is NeMo Gym's or of a plugin written for it: its plugin's requirements name ``nemo-gym``, or it
-    stands in a checkout or an installation of NeMo Gym."""
+    """Whether a file belongs to NeMo Gym or to a plugin written for it: the plugin's requirements name ``nemo-gym``,
+    or the file is in a checkout or an installation of NeMo Gym."""
     path = Path(source)
     return path.is_absolute() and not path.is_relative_to(INSTALL_ROOT) and _belongs(path.parent)
 
@@ -42,17 +42,17 @@ def _belongs(folder: Path) -> bool:
 
 
 def refuse(problem: ConfigError, source: str, warnings: list[str]) -> None:
-    """Raise ``problem``, or keep it as a warning where the file is NeMo Gym's."""
+    """Raise ``problem``, or add it to the warnings if the file is NeMo Gym's."""
     if not is_nemo_gyms(source):
         raise problem
     warnings.append(f"{problem.message} (tolerated: the file is written for NeMo Gym)")
 
 
 def take_environment_servers(merged: Merged) -> None:
-    """Remove blocks of environment servers: the agent that each names is driven by the pipeline itself.
+    """Remove blocks of environment servers: here the pipeline itself drives the agent that each block names.
 
-    An agent that leaves its environment to its environment server is given the one that the block names. Raises
-    `ConfigError` for one that names no agent: what it does, nothing here does.
+    An agent that names no environment gets the one that the block names. Raises `ConfigError` for a block that names
+    no agent, because nothing here replaces such a server.
     """
     for name, value in list(merged.values.items()):
         if not isinstance(value, Mapping) or ENVIRONMENT_SERVERS not in value:

@@ -21,17 +21,17 @@ class TracesConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     endpoint: str
-    """Of OTLP over HTTP: ``http://127.0.0.1:4318``. A URL with a path is used as it is."""
+    """The endpoint for OTLP over HTTP: ``http://127.0.0.1:4318``. A URL with a path is used unchanged."""
     headers: dict[str, str] = Field(default_factory=dict, repr=False)
     protocol: Literal["http/protobuf", "http/json"] = "http/protobuf"
     sample: float = Field(1.0, gt=0, le=1)
-    """Share of attempts that are traced; the same ones on every server."""
+    """Share of attempts that are traced; all servers trace the same attempts."""
     queue_spans: int = Field(20_000, ge=1)
-    """Spans that a process keeps for a collector that is slow or gone; more are dropped and counted."""
+    """Spans that a process keeps for a collector that is slow or gone; any more are dropped and counted."""
     interval_s: float = Field(2.0, gt=0)
     """How often finished spans are sent."""
     timeout_s: float = Field(10.0, gt=0)
-    """Of one request to the collector."""
+    """Time limit of one request to the collector."""
 
     @field_validator("endpoint")
     @classmethod
@@ -49,14 +49,14 @@ class TracesConfig(BaseModel):
 
 
 class ObservabilityConfig(BaseModel):
-    """What of a run others may see while it goes. Servers answer ``/metrics`` without this block, too."""
+    """What a run exposes for monitoring while it runs. Servers answer ``/metrics`` without this block, too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     traces: TracesConfig | None = None
     metrics_port: int | None = Field(None, ge=0, le=65535)
     """Where the pipeline of ``ng_run`` and ``ng_collect_rollouts`` serves ``/metrics``, on loopback; 0 takes a free
-    port. A rollout service has the route among its own."""
+    port. A rollout service serves ``/metrics`` among its own routes."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:

@@ -43,7 +43,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
 
 
 def given_values(words: Sequence[str]) -> dict[str, Any]:
-    """What words say by themselves, for a command that composes nothing. Raises `ConfigError`."""
+    """Return the values that the words set, for a command that composes nothing. Raises `ConfigError`."""
     values: dict[str, Any] = {}
     for override in parse_overrides(words):
         if override.mode is Mode.DELETE:
@@ -59,7 +59,7 @@ def given_values(words: Sequence[str]) -> dict[str, Any]:
 
 
 def word_of(key: str, value: Any) -> str:
-    """The word that says ``value``, plain data, whatever characters it holds."""
+    """Return the ``key=value`` word for ``value``, which is plain data and may hold any characters."""
     return f"{key}={_spelled(value)}"
 
 
@@ -74,13 +74,13 @@ def _spelled(value: Any) -> str:
         return "{" + ",".join(f"{_bare(str(key))}:{_spelled(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_spelled(item) for item in value) + "]"
-    # Hydra's quotes: backslashes count only before a quote.
+    # In Hydra's quotes, backslashes are special only before a quote.
     quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(value))
     return f"'{quoted}'"
 
 
 def _bare(key: str) -> str:
-    """A key of a mapping: there, quotes do not exist, and one that holds a quote is refused when it is read."""
+    """Escape a key of a mapping. Hydra has no quotes for keys; a key that holds a quote is refused when it is read."""
     return re.sub(r"([\\()\[\]{}:=,'\"\s])", r"\\\1", key)
 
 
@@ -131,9 +131,9 @@ def _plain(value: Any) -> Any:
 
 
 def apply_overrides(merged: Merged, overrides: Iterable[Override], known: Iterable[str]) -> None:
-    """Change ``merged`` in place. ``k=v`` needs a key that exists, is ``known``, or lies in a block that is checked
-    later: of a server, of a sandbox provider, of the service, of what is observed. ``+k=v`` and ``++k=v`` may add;
-    ``~k`` needs one that is there."""
+    """Change ``merged`` in place. ``k=v`` needs a key that exists, is ``known``, or is in a block that is checked
+    later: a server's, a sandbox provider's, ``serve`` or ``observability``. ``+k=v`` and ``++k=v`` may add a key;
+    ``~k`` needs a key that exists."""
     known_names = set(known)
     for override in overrides:
         if override.mode is Mode.DELETE:

@@ -1,4 +1,4 @@
-"""What drives rollouts: keys of a run, of a service and of a sampler alike."""
+"""The keys of the pipeline that drives rollouts, for runs, services and samplers alike."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def named(*names: str, default: Any = None, **constraints: Any) -> Any:
 
 
 class PipelineConfig(BaseModel):
-    """The pipeline's workers, deadlines, budgets and bounds. Every key has one default, and it is here. These keys win
+    """The pipeline's workers, deadlines, budgets and bounds. All defaults are defined here. These keys take precedence
     over an agent's own configuration.
 
-    Timeouts count a stage's execution, never its time in a queue, in seconds.
+    Timeouts are in seconds and count a stage's execution, never its time in a queue.
     """
 
     WHAT: ClassVar[str] = "pipeline keys"
-    """What errors call them."""
+    """What error messages call these keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -38,19 +38,19 @@ class PipelineConfig(BaseModel):
     run_workers: int | None = Field(None, ge=1)
     eval_workers: int | None = Field(None, ge=1)
     ready_buffer: int | None = Field(None, ge=1)
-    """Rollouts that may stand prepared between INIT and RUN; a quarter of the RUN workers by default."""
+    """Prepared rollouts that may wait between INIT and RUN; a quarter of the RUN workers by default."""
 
     init_timeout_s: float = Field(900.0, gt=0)
     run_timeout_s: float = Field(7200.0, gt=0)
     eval_timeout_s: float = Field(3600.0, gt=0)
     close_timeout_s: float = Field(30.0, gt=0)
-    """Bound of every clean-up, also after a cancel."""
+    """Time limit of every clean-up, also after a cancel."""
     model_connect_timeout_s: float | None = Field(None, gt=0)
     model_idle_timeout_s: float | None = Field(None, gt=0)
     model_request_timeout_s: float | None = Field(None, gt=0)
     """Limits of every model call of this run, in place of the model server's: see `nemo_gym.contract.session`."""
     max_attempts: int = Field(3, ge=1)
-    """Attempts per rollout when the infrastructure fails; EVAL alone is tried as often on the same artifact."""
+    """Attempts per rollout when the infrastructure fails; a failed EVAL is repeated as often, on the same artifact."""
     max_lost_attempts: int | None = Field(None, ge=1)
     """The same for attempts whose agent or environment server went away; ``max_attempts`` by default."""
     stop_after_same_failure: int = Field(20, ge=0)
@@ -58,17 +58,17 @@ class PipelineConfig(BaseModel):
     retry_delay_s: float = Field(0.5, ge=0)
     """Wait before the second attempt; doubles with each further one, up to 30 s."""
     wall_clock_s: float | None = Field(None, gt=0)
-    """Of one attempt's agent, which then ends as ``timed_out`` and is graded. This and the next four win over what
-    environments and agents say; ``None`` leaves it to them."""
+    """Time limit of one attempt's agent, which then ends as ``timed_out`` and is graded. This key and the next four
+    take precedence over the limits of environments and agents; ``None`` leaves those in force."""
     max_turns: int | None = Field(None, ge=1)
     max_output_bytes: int | None = Field(None, ge=1)
     memory_mib: int | None = Field(None, ge=1)
-    """Of one attempt's box, and ``cpu`` its cores."""
+    """Memory of one attempt's box; ``cpu`` is the number of its cores."""
     cpu: float | None = Field(None, gt=0)
     lease_s: float = Field(60.0, gt=0)
     """How long a job stays with a silent worker before it returns to the queue."""
     agent_caps: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Rollouts at once, by agent instance; the others have no bound of their own."""
+    """Concurrent rollouts by agent instance; instances that are not listed have no limit of their own."""
     environment_caps: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """The same by environment instance."""
 
@@ -78,18 +78,18 @@ class PipelineConfig(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     max_output_tokens: int | None = Field(None, ge=1)
-    """Of one answer. A harness may ask for less."""
+    """Token limit of one model response. A harness may ask for less."""
     stop: str | list[str] | None = None
-    """Strings that end an answer."""
+    """Strings that end a model response."""
     seed: int | None = None
-    """Sampling seed; each sample gets ``seed + sample index``. ``None`` leaves the engine its own."""
+    """Sampling seed; each sample gets ``seed + sample index``. With ``None`` the engine chooses."""
     num_repeats_add_seed: bool = False
     """NeMo Gym's spelling of ``seed=0``."""
 
     validation: Literal["gold", "nothing"] | None = None
-    """Validate environments: agents with ``row_access: validation`` get the solution, and results say so."""
+    """Validate environments: agents with ``row_access: validation`` get the solution, and results record this."""
     evaluation_log_chars: int = Field(MAX_EVALUATION_LOG_CHARS, ge=0, le=MAX_EVALUATION_LOG_CHARS)
-    """Of the end of each evaluation's log, kept as a file beside ``output``; 0 keeps none."""
+    """Characters at the end of each evaluation's log that are kept, as a file beside ``output``; 0 keeps none."""
 
     @classmethod
     def spellings(cls) -> frozenset[str]:
@@ -103,7 +103,7 @@ class PipelineConfig(BaseModel):
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
-        """The configuration of ``given``; raises `ConfigError` naming each wrong key, with the nearest right one."""
+        """Parse ``given``. Raises `ConfigError` that names each wrong key and the nearest right one."""
         reject_unknown_keys(given, cls.spellings(), where=cls.WHAT)
         try:
             return cls.model_validate(dict(given))
@@ -140,7 +140,7 @@ class PipelineConfig(BaseModel):
 
     @property
     def model_limits(self) -> ChosenLimits:
-        """What this run chose for its model calls."""
+        """The limits that this run sets for its model calls."""
         return ChosenLimits(
             connect_timeout_s=self.model_connect_timeout_s,
             idle_timeout_s=self.model_idle_timeout_s,
@@ -162,7 +162,7 @@ class PipelineConfig(BaseModel):
 
 
 def _plain(problem: Any) -> str:
-    """One problem, by the key as a user types it; what is wrong with several together names them itself."""
+    """Describe one problem, by the key as a user types it; a message about several keys already names them."""
     said = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
         return str(said)

@@ -22,7 +22,7 @@ from nemo_gym.config.servers import ServerBlock
 from nemo_gym.contract.errors import ConfigError
 
 CORE_BASES = frozenset({"SimpleResourcesServer", "SimpleResponsesAPIAgent", "SimpleResponsesAPIModel"})
-"""Where what a plugin defines itself ends."""
+"""The suite's own base classes, whose members a plugin does not define itself."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Class:
 
 
 class _UnknownSource(Exception):
-    """Something the source does not tell."""
+    """Something that the source does not show."""
 
 
 def check_server_keys(server: ServerBlock, roots: Sequence[Path], warnings: list[str]) -> None:
@@ -153,7 +153,7 @@ def _running_class(path: Path) -> ast.ClassDef | None:
 
 
 def _find(name: str, path: Path, roots: Sequence[Path]) -> _Class:
-    """The class a name means in a file: defined there, or imported from a file below a root or beside it."""
+    """Return the class that a name means in a file: defined there, or imported from below a root or from beside it."""
     if node := _classes(path).get(name):
         return _Class(path, node)
     for statement in _imports(path):

@@ -1,4 +1,4 @@
-"""``dispatch: ray``: a composition's servers on the nodes of a Ray cluster, and what a node is told of its part."""
+"""``dispatch: ray``: a composition's servers on the nodes of a Ray cluster, and the part that each node receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nemo_gym.contract.errors import ConfigError
 
 NODE_FD = "NEMO_GYM_RAY_NODE_FD"
 PIPELINE = "pipeline"
-"""The host that the command itself is: it runs the pipeline and no server."""
+"""The name of the command's own host, which runs the pipeline and no server."""
 LOOPBACK = "127.0.0.0/8"
 RUN_FILES = ("input", "output", "input_jsonl_fpath", "output_jsonl_fpath", "dataset", "split")
 
@@ -33,9 +33,9 @@ class RayConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = "auto"
-    """Of the cluster; ``auto`` finds the one that runs on this machine."""
+    """The cluster's address; ``auto`` finds the cluster that runs on this machine."""
     network: IPvAnyNetwork | None = None
-    """The range that every node's address is in, as in a ``hosts`` block; not needed where all are loopback."""
+    """The range that every node's address is in, as in a ``hosts`` block; not needed if all addresses are loopback."""
     tls: Tls | None = None
     plain_http: bool = False
     nodes: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
@@ -98,7 +98,7 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class NodePart:
-    """What one node is told, over a descriptor that ``NEMO_GYM_RAY_NODE_FD`` names."""
+    """The part of one node, which it reads from the descriptor that ``NEMO_GYM_RAY_NODE_FD`` names."""
 
     host: str
     hosts: Mapping[str, Any] = field(repr=False)
@@ -106,21 +106,21 @@ class NodePart:
     run_dir: str
     parent_pid: int | None = None
     serve: Mapping[str, Any] | None = None
-    """The service that it runs."""
+    """The ``serve`` block of the service that the node runs, if any."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_parent(cls) -> NodePart | None:
-        """This process's part, read once; ``None`` where it is no node's."""
+        """Read this process's part, once; ``None`` if this process is not started for a node."""
         if (number := os.environ.pop(NODE_FD, None)) is None:
             return None
         with os.fdopen(int(number), "rb") as file:
             return cls(**json.load(file))
 
     def take(self, composition: Composition) -> None:
-        """Make of the whole composition this node's part: its servers, and at most a service."""
+        """Reduce the whole composition to this node's part: its servers, and a service if the node runs one."""
         for key in (*RUN_FILES, SERVE, DISPATCH, RAY, "join"):
             composition.values.pop(key, None)
         composition.values.update({HOSTS: dict(self.hosts), HOST: self.host})
@@ -132,8 +132,8 @@ class NodePart:
 def hosts_block(
     composition: Composition, config: RayConfig, nodes: Sequence[RayNode], own_address: str
 ) -> dict[str, Any]:
-    """The cluster as a ``hosts`` block: every server on every node, or on as many as ``ray.nodes`` says, by turns.
-    Raises `ConfigError`."""
+    """Return the cluster as a ``hosts`` block: every server on every node, or round-robin on as many nodes as
+    ``ray.nodes`` says. Raises `ConfigError`."""
     machines: dict[str, Any] = {PIPELINE: {"address": own_address}}
     taken: set[tuple[str, int]] = set()
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Interpolations and unset values: everything that is wrong, in one message."""
+"""Resolve interpolations, and report everything that is unset or unresolvable in one message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 
 
 def interpolated_keys(text: str) -> list[str]:
-    """The dotted keys that a string's interpolations name (resolvers such as ``oc.env`` excepted)."""
+    """Return the dotted keys that a string's interpolations name, without those of resolvers such as ``oc.env``."""
     return _REFERENCE.findall(text)
 
 
@@ -44,7 +44,7 @@ def resolve(merged: Merged) -> dict[str, Any]:
             except OmegaConfBaseException as error:
                 keys.append(dotted)
                 why = _why(value, error, merged)
-                # What several places need is set once.
+                # A value that several places lack is reported once.
                 if why not in told:
                     problems.append(f"{dotted} ({merged.source_of(path)}) {why}")
                 told.add(why)

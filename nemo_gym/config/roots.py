@@ -1,7 +1,7 @@
-"""Where plugins and configuration files are looked for.
+"""The folders that are searched for plugins and configuration files.
 
 The order is ``NEMO_GYM_EXTRA_ROOTS`` (separated like ``PATH``), the working directory, the installation. The first
-root that has a thing wins, so a user's folder can add to or replace what ships.
+root that has a plugin or file wins, so a user's folder can add to or replace what ships.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one rollout run needs to know: keys of the command line, of a run block in YAML, or of the Python API."""
+"""The keys of one rollout run, from the command line, from a run block in YAML, or from the Python API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RolloutRunConfig(PipelineConfig):
     """Dataset: one JSON object per line. A relative path is looked for here, then below ``NEMO_GYM_EXTRA_ROOTS`` and
     the installation."""
     output: Path = named("output", "output_jsonl_fpath", default=...)
-    """Result file; the other files of the run stand beside it and share its stem."""
+    """Result file; the other files of the run are beside it and share its stem."""
     num_repeats: int = named("num_repeats", default=1, ge=1)
     """Samples per task."""
     limit: int | None = Field(None, ge=1)
@@ -34,12 +34,12 @@ class RolloutRunConfig(PipelineConfig):
     are mended."""
 
     resume: bool = named("resume", "resume_from_cache", default=True)
-    """Continue the run that ``output`` holds; what is finished is kept, what was under way starts as a new attempt.
+    """Continue the run that ``output`` holds: keep finished rollouts, start unfinished ones as new attempts.
     ``false`` refuses an ``output`` that holds a run."""
     retry_failed: bool = False
-    """Give rollouts of that run that ended without a verdict a new budget."""
+    """Give rollouts of the continued run that ended without a verdict a new budget of attempts."""
     overwrite: bool = False
-    """Discard what stands at ``output``: a run, finished or not, or a file of other origin."""
+    """Discard what is at ``output``: a run, finished or not, or a file of other origin."""
 
     disable_aggregation: bool = False
     """Leave out the aggregate metrics file."""
@@ -80,7 +80,7 @@ class RolloutRunConfig(PipelineConfig):
         return self
 
     def check_input(self) -> None:
-        """Raise `ConfigError` when there is no input file; a look, before anything is started for it."""
+        """Raise `ConfigError` if there is no input file; a cheap check before anything is started."""
         if not self.input.is_file():
             what = "is a directory" if self.input.is_dir() else "does not exist"
             raise ConfigError(
@@ -89,7 +89,7 @@ class RolloutRunConfig(PipelineConfig):
 
     @property
     def shard_of(self) -> tuple[int, int]:
-        """Which tasks are this run's: those whose position, divided by the second number, leaves the first."""
+        """``(remainder, count)``: this run has the tasks whose position modulo ``count`` is ``remainder``."""
         if self.shard is None:
             return 0, 1
         number, count = self.shard.split("/")

@@ -1,4 +1,4 @@
-"""What a run takes where its words leave something out: the environment's own rows, and results named by the time."""
+"""Defaults of a run: the environment's own rows as input, and an output folder named after the time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from nemo_gym.config.composition import Composition
 
 OWN_ROWS = Path("data", "example.jsonl")
-"""Of an environment's folder."""
+"""The path of the rows in an environment's folder."""
 
 
 def complete_run(composition: Composition, *, wanted: bool) -> None:
-    """Give a run what its words leave out: the environment's own rows, or those of ``dataset``, as ``input``; a
-    directory named after the time as ``output``. Without ``wanted`` only a run that is begun (one of ``input``,
-    ``output`` and ``dataset`` is there) is completed; a wanted one needs an environment that ships rows.
+    """Set what the settings of a run leave out: as ``input`` the rows of ``dataset`` or the environment's own; as
+    ``output`` a file in a directory named after the time. Without ``wanted``, do so only if one of ``input``,
+    ``output`` and ``dataset`` is given; with it, also if the environment ships rows.
 
     Raises:
         ConfigError: ``dataset`` is not prepared, or stands beside ``input``.

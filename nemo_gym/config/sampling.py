@@ -1,4 +1,4 @@
-"""What an RL sampler needs to know besides its run's keys."""
+"""The keys of an RL sampler, besides those of its run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
 
 class SamplingConfig(BaseModel):
-    """How groups are sampled, filtered and kept fresh. Every key has one default, and it is here."""
+    """How groups are sampled, filtered and kept fresh. All defaults are defined here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,25 +21,25 @@ class SamplingConfig(BaseModel):
     """Submit groups before the queue runs dry, so that no worker waits. ``False``: one group whenever no rollout waits
     for a worker, as ProRL publishes it."""
     batches_ahead: int | None = Field(None, ge=0)
-    """How many batches' worth of effective groups may be ready or under way beyond the batch that is asked for; by
-    default ``max_weights_lag``, and 1 without it."""
+    """How many batches' worth of effective groups may be ready or in progress beyond the requested batch; by default
+    ``max_weights_lag``, and 1 without it."""
     max_weights_lag: int | None = Field(None, ge=0)
     """How many weights versions a sample may lie behind when it is handed out; ``None`` sets no bound."""
     when_stale: Literal["drop", "rerun"] = "drop"
-    """What becomes of what is older: it is left out, or sampled again with the current weights."""
+    """What happens to samples that are older: they are left out, or sampled again with the current weights."""
     stale_unit: Literal["group", "sample"] = "group"
-    """Whether one sample that is too old takes its whole group with it."""
+    """``group``: one sample that is too old makes its whole group stale; ``sample``: only itself."""
     max_reruns: int = Field(1, ge=0)
-    """How often a group's samples are run again for their age; then they are dropped."""
+    """How often a group's samples are run again because they are too old; then they are dropped."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the data; ``None`` goes on as long as batches are asked for."""
+    """Passes over the data; ``None`` continues as long as batches are requested."""
     max_groups_per_batch: int | None = Field(None, ge=1)
     """Groups that may end for one batch before `next_batch` gives up; ``None`` never does. A policy that solves
     everything, or nothing, yields no effective group however long it runs."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
-        """The configuration of ``given``; raises `ConfigError` naming each wrong key, with the nearest right one."""
+        """Parse ``given``. Raises `ConfigError` that names each wrong key and the nearest right one."""
         reject_unknown_keys(given, cls.model_fields, where="sampling keys")
         try:
             return cls.model_validate(dict(given))
@@ -59,7 +59,7 @@ class SamplingConfig(BaseModel):
 
     @property
     def ahead(self) -> int:
-        """Batches that may be prepared beyond the one that is asked for."""
+        """Batches that may be prepared beyond the requested one."""
         if self.batches_ahead is not None:
             return self.batches_ahead
         return 1 if self.max_weights_lag is None else self.max_weights_lag

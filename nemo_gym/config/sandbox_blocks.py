@@ -35,19 +35,19 @@ def installed_providers() -> Mapping[str, EntryPoint]:
 
 @functools.cache
 def _installed_in(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    # Reading every installed package's file takes 3 ms, and one composition asks a dozen times.
+    # Reading every installed package's file takes 3 ms, and one composition needs the result a dozen times.
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def list_providers() -> list[str]:
-    """Names that a block or ``sandbox_provider`` can say, sorted."""
+    """Return the names of all providers, sorted."""
     return sorted({*registered_providers, *installed_providers()})
 
 
 def resolve_provider_config(
     sandbox_provider: str | Mapping[str, Any], named_configs: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The one ``{provider: settings}`` that ``sandbox_provider`` means.
+    """Return the one ``{provider: settings}`` that ``sandbox_provider`` selects.
 
     Args:
         sandbox_provider: name of a block, a block, or the name of a provider that needs no settings.
@@ -74,7 +74,7 @@ def resolve_provider_config(
 def resolve_provider_metadata(
     sandbox_provider: str | Mapping[str, Any], named_configs: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """The block's ``default_metadata``: labels for every box made with it, weaker than the spec's own.
+    """Return the block's ``default_metadata``: labels for every box made with it; the spec's own take precedence.
 
     Raises:
         ConfigError: as `resolve_provider_config`; also when the metadata is not a flat mapping.
@@ -107,7 +107,7 @@ def _block(
 
 
 def _plain(value: Any) -> Any:
-    """A copy in built-in types; configuration libraries bring mappings and lists of their own."""
+    """Return a copy in built-in types; configuration libraries use their own mappings and lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if not isinstance(value, str | bytes) and hasattr(value, "__iter__"):

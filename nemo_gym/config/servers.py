@@ -82,7 +82,7 @@ def find_servers(merged: Merged) -> dict[str, ServerBlock]:
 
 
 def almost_servers(merged: Merged, servers: Mapping[str, ServerBlock]) -> dict[str, list[str]]:
-    """Top-level blocks that look like servers and are none, with a sentence for each thing that is wrong."""
+    """Return the top-level blocks that look like servers but are not, with a sentence for each problem."""
     found: dict[str, list[str]] = {}
     for name, value in merged.values.items():
         if isinstance(value, Mapping) and name not in servers:
@@ -124,7 +124,7 @@ def _what_is_wrong(name: str, value: Mapping[str, Any]) -> Iterator[str]:
 
 
 def references(values: Any, path: tuple[str, ...] = ()) -> Iterator[Reference]:
-    """Every reference in a block. A name that is unset (``???``) is none yet."""
+    """Yield every reference in a block. A reference whose name is unset (``???``) does not count."""
     if isinstance(values, Mapping):
         kind, name = values.get("type"), values.get("name")
         if kind in SERVER_TYPES and isinstance(name, str):
@@ -140,7 +140,7 @@ def references(values: Any, path: tuple[str, ...] = ()) -> Iterator[Reference]:
 
 def check_references(servers: Mapping[str, ServerBlock], warnings: list[str]) -> None:
     """Raise `ConfigError` for the first reference to an instance that does not exist or is of another type. NeMo Gym
-    does not look below the first level of a block: there, its own files get a warning."""
+    checks only the first level of a block, so deeper down its own files get a warning for a missing instance."""
     for server in servers.values():
         for reference in references(server.values):
             where = f"{server.where}.{'.'.join(reference.path)}"

@@ -1,4 +1,4 @@
-"""What the rollout service needs to know: the keys of a composition's ``serve`` block."""
+"""The keys of the rollout service: a composition's ``serve`` block."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class ServiceConfig(PipelineConfig):
 
     host: str = "127.0.0.1"
     port: int = Field(8210, ge=0, le=65535)
-    """0 takes a free one."""
+    """0 chooses a free port."""
     store: str | None = None
     """A file for SQLite, ``jobs.sqlite`` in the run's directory by default; or ``postgresql://user@host/database``,
     which several services may share."""
     pipeline: str = Field("main", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
-    """Names this service among those that share a store; its successor of the same name takes over its jobs."""
+    """The service's name among those that share a store; a later service of the same name takes over its jobs."""
     tokens: Path | None = None
-    """A YAML file with the tokens of each role: ``submit``, ``read``, ``operate``. Without it those of
-    ``NEMO_GYM_SERVICE_SUBMIT_TOKEN``, ``…_READ_TOKEN`` and ``…_OPERATE_TOKEN``, and without these new ones."""
+    """A YAML file with the tokens of each role: ``submit``, ``read``, ``operate``. Without it, the tokens come from
+    ``NEMO_GYM_SERVICE_SUBMIT_TOKEN``, ``…_READ_TOKEN`` and ``…_OPERATE_TOKEN``; without these, new ones are made."""
     datasets: dict[str, Path] = Field(default_factory=dict)
-    """Files whose rows jobs may name instead of bringing them."""
+    """Files whose rows jobs may refer to instead of carrying them."""
     capacities: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Rollouts at once of each replica of a server instance; the others have no bound."""
+    """Concurrent rollouts of each replica, by server instance; instances that are not listed have no limit."""
     watch_s: float = Field(5.0, gt=0)
-    """How often servers are asked whether they are there."""
+    """Interval at which the service checks that its servers respond."""
     silent_s: float = Field(30.0, gt=0)
-    """A server that is silent for so long gives its jobs to others."""
+    """When a server has been silent for this long, its jobs go to other servers."""
     check_s: float = Field(60.0, gt=0)
-    """How long an agent and its servers may take to say that they are ready, when the first of its jobs comes."""
+    """How long an agent and its servers may take to report that they are ready, when the agent's first job arrives."""
     max_lost_attempts: int | None = Field(10, ge=1)
-    """Attempts of a job whose server went away; counted apart from those that failed."""
+    """Attempts of a job whose server went away; counted separately from failed attempts."""
     stop_after_same_failure: int = Field(0, ge=0)
-    """A service goes on whatever fails."""
+    """0: a service never stops because of failures."""
     max_jobs_per_request: int = Field(10_000, ge=1)
     max_body_mib: int = Field(256, ge=1)
 

@@ -1,4 +1,4 @@
-"""Top-level keys that nobody reads are mistakes."""
+"""Reject top-level keys that nothing reads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def known_keys() -> frozenset[str]:
 def check_top_level(
     merged: Merged, servers: Collection[str], known: Collection[str], free: Iterable[str], warnings: list[str]
 ) -> None:
-    """Raise `ConfigError` for every top-level key that is no server, not ``known``, and that nothing uses; those of
-    NeMo Gym's own files become ``warnings``.
+    """Raise `ConfigError` for every top-level key that is neither a server nor ``known`` nor used; such keys of NeMo
+    Gym's own files become ``warnings``.
 
     A key is used when an interpolation names it, or when a string names it as a block
     (``sandbox_provider: sandbox``). Keys from ``free`` sources (``env.yaml`` and ``+key=value``), and keys that start
-    with ``_`` or ``x-``, may be idle.
+    with ``_`` or ``x-``, may be unused.
     """
     used = _used(merged.values)
     free_sources = set(free)

@@ -1,8 +1,8 @@
-"""What each server process may know of the configuration.
+"""Which parts of the configuration each server process receives.
 
-A server gets its own block, resolved; the address and kind of every other server it refers to, and nothing else of
-theirs; shared top-level values, secrets among them only when its own block uses them; and top-level blocks, whole when
-its own block names them (``sandbox_provider: sandbox``), without their secrets otherwise.
+A server gets its own block, resolved; of every other server it refers to, only the address and kind; shared top-level
+values, secrets among them only if its own block uses them; and top-level blocks, whole if its own block names them
+(``sandbox_provider: sandbox``), otherwise without their secrets.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Address:
 
 
 def call_targets(composition: Composition, instance: str) -> list[str]:
-    """The instances that a server's block refers to, itself or by a top-level block that it names (a ``sandbox`` that
-    is behind a broker), so may call."""
+    """Return the instances that a server may call: those that its block refers to, directly or through a top-level
+    block that it names (a ``sandbox`` behind a broker)."""
     server = composition.servers[instance]
     found = [*references(server.values), *references(named_blocks(composition, instance))]
     return list(dict.fromkeys(reference.name for reference in found if reference.name != instance))
 
 
 def named_blocks(composition: Composition, instance: str) -> dict[str, Any]:
-    """Top-level blocks that are no servers and that a server's block names (``sandbox_provider: sandbox``)."""
+    """Return the top-level blocks, except servers, that a server's block names (``sandbox_provider: sandbox``)."""
     named = {value for _, value in leaves(composition.servers[instance].values) if isinstance(value, str)}
     return {
         key: value
@@ -97,7 +97,7 @@ def endpoints(
 def pipeline_view(
     composition: Composition, addresses: Mapping[str, Address], replicas: Replicas | None = None
 ) -> dict[str, Any]:
-    """The servers' blocks with their addresses and without any secret, and what was chosen: what a caller needs."""
+    """Return what a caller needs: the servers' blocks with addresses and without secrets, and what was chosen."""
     view: dict[str, Any] = {COMPOSITION: dict(composition.values.get(COMPOSITION) or {})}
     for name, server in composition.servers.items():
         address = addresses[name]

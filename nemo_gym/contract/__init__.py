@@ -1,1 +1,1 @@
-"""What every part agrees on: errors, identity, the session contract, verdicts. It imports nothing of ours."""
+"""The types that all parts share: errors, identity, the session contract, verdicts. It imports only ``_util``."""

@@ -1,9 +1,9 @@
-"""Who may call whom inside one stack, and who may decide about an attempt.
+"""Credentials for calls inside one stack, and control tokens for attempts.
 
-Every server instance has an *audience key*, derived from the stack's root key. A caller's credential names its role,
-itself and the one server it is meant for, and is signed with that server's key: a server can check credentials for
-itself and can mint none for another. A *control token* is signed by an environment (or a model server) for one attempt
-and expires; whoever holds it may verify or close that attempt.
+Every server instance has an *audience key*, derived from the stack's root key. A credential names the caller, its role
+and the one server it is meant for, and is signed with that server's key: a server can check credentials for itself,
+but cannot issue any for another server. A *control token* is signed by an environment (or a model server) for one
+attempt and expires; its holder may verify or close that attempt.
 
     root key ──▶ audience key of S ──▶ credential ``ngc1.<role>.<caller>.<S>.<mac>``
                                   └──▶ control token ``ngt1.<expiry>.<mac>`` bound to (purpose, rollout, attempt)
@@ -30,7 +30,7 @@ CONTROL_TOKEN_HEADER = "X-NeMo-Gym-Control-Token"
 ROW_REF_HEADER = "X-NeMo-Gym-Row-Ref"
 """An agent's right to seed and verify one attempt; see `nemo_gym.environment.attempts`."""
 INFERENCE_TOKEN_HEADER = "X-NeMo-Gym-Inference-Token"
-"""Of a request to an agent with its own ``run()``: what its calls to the model server are to carry."""
+"""The header that gives an agent with its own ``run()`` the inference token for its calls to the model server."""
 CONTROL_TOKEN_TTL_S = 24 * 3600.0
 ROOT_KEY_BYTES = 32
 
@@ -40,7 +40,7 @@ _EXPIRY_DIGITS = 15
 
 
 class Role(StrEnum):
-    """What a caller is. A route says which roles it serves."""
+    """The role of a caller. Each route serves certain roles only."""
 
     PIPELINE = "pipeline"
     AGENT = "agent"
@@ -50,7 +50,7 @@ class Role(StrEnum):
 
 
 class RoleError(CredentialError):
-    """A genuine credential of a role that this route does not serve."""
+    """The credential is genuine, but the route does not serve its role."""
 
     code = "role"
     status = 403
@@ -58,7 +58,7 @@ class RoleError(CredentialError):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The checked sender of a request."""
+    """The authenticated sender of a request."""
 
     role: Role
     name: str
@@ -87,17 +87,17 @@ def _sign(audience_key: bytes, role: Role, caller: str, target: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerCredentials:
-    """What one server process holds: its own audience key, and a credential per server it may call."""
+    """One server process's secrets: its own audience key, and a credential per server it may call."""
 
     instance: str
     audience_key: bytes = field(repr=False)
     outgoing: Mapping[str, str] = field(default_factory=dict, repr=False)
     _genuine: dict[str, Caller] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Callers by the credentials that were checked: as many as a stack gave out."""
+    """A cache of callers by verified credential. Its size is bounded by the number of credentials issued."""
 
     def check(self, credential: str | None) -> Caller:
-        """The caller behind a credential; raises `CredentialError` when there is none, it is forged, or it is meant
-        for another server. The message never holds the credential."""
+        """Return the caller that a credential belongs to. Raises `CredentialError` if it is missing, forged or meant
+        for another server. The message never contains the credential."""
         if not credential:
             raise CredentialError(f"server '{self.instance}' needs the header {CREDENTIAL_HEADER}")
         if (known := self._genuine.get(credential)) is not None:
@@ -122,7 +122,7 @@ class ServerCredentials:
         return _sign(self.audience_key, role, self.instance, self.instance)
 
     def derive(self, purpose: str) -> bytes:
-        """A key for one more purpose of this server (session cookies, control tokens, …)."""
+        """Derive a key of this server for another purpose (session cookies, control tokens, …)."""
         return hmac.digest(self.audience_key, f"purpose:{purpose}".encode(), hashlib.sha256)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,15 +163,15 @@ class StackKeys:
 
     @property
     def metrics_token(self) -> str:
-        """With which a scraper reads the metrics of every server of the stack."""
+        """The token with which a scraper may read the metrics of every server in the stack."""
         return hmac.digest(self.root, b"purpose:metrics", hashlib.sha256).hex()
 
     def caller(self, role: Role | str, name: str, target: str) -> str:
-        """A credential with which ``name`` may call ``target`` in ``role``."""
+        """Issue a credential with which ``name`` may call ``target`` in ``role``."""
         return _sign(self.audience_key(target), Role(role), name, target)
 
     def for_server(self, name: str, role: Role | str, targets: Collection[str]) -> ServerCredentials:
-        """What the server ``name`` gets: its key, and credentials for ``targets``."""
+        """The secrets of the server ``name``: its key, and credentials for ``targets``."""
         return ServerCredentials(
             instance=name,
             audience_key=self.audience_key(name),
@@ -179,14 +179,14 @@ class StackKeys:
         )
 
     def outgoing(self, role: Role | str, name: str, targets: Collection[str]) -> dict[str, str]:
-        """Credentials for a caller that is no server: the pipeline, an operator's tool."""
+        """Credentials for a caller that is not a server: the pipeline, or an operator's tool."""
         return {target: self.caller(role, name, target) for target in targets}
 
 
 def issue_control_token(
     key: bytes, subject: str, rollout: RolloutIdentity, *, ttl_s: float = CONTROL_TOKEN_TTL_S
 ) -> str:
-    """A token that decides about one attempt. ``subject`` says about what (``environment``, a gateway session)."""
+    """Issue a token to control one attempt. ``subject`` is what it controls (``environment``, a gateway session)."""
     expiry = int(time.time() + ttl_s)
     return f"{_CONTROL}.{expiry}.{_mac(key, _control_message(subject, rollout, expiry))}"
 

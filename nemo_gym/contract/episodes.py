@@ -1,6 +1,6 @@
-"""The words of NeMo Gym's session protocol: episodes, tasks, what an agent is given, and how an episode fails.
+"""The types of NeMo Gym's session protocol: episodes, tasks, an agent's tools and sandbox, and failures of an episode.
 
-Its plugins import them as ``nemo_gym.episode_types``, ``tool_access``, ``failure_kinds`` and ``sandbox.access``.
+NeMo Gym plugins import them as ``nemo_gym.episode_types``, ``tool_access``, ``failure_kinds`` and ``sandbox.access``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import (
 log = structlog.get_logger(__name__)
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Of a name that stands in URL paths and in files."""
+"""The pattern of names that appear in URL paths and file names."""
 
 # -- failure kinds: each constant is its own name in lower case ------------------------------------------------------
 
@@ -70,8 +70,8 @@ def is_namespaced(name: str) -> bool:
 
 
 def validate_failure_kind(name: str | None) -> str | None:
-    """``name`` as it is. One that is neither shared nor an environment's own is logged, once: a failure under a wrong
-    name is worth more than no failure."""
+    """Return ``name`` unchanged. A name that is neither shared nor an environment's own is logged once, not refused: a
+    failure under a wrong name is better than no failure."""
     if name is not None and not is_registered(name) and not is_namespaced(name) and name not in _warned:
         _warned.add(name)
         log.warning("unknown failure kind; use a shared one, or <server>:<kind>", failure_kind=name)
@@ -112,7 +112,7 @@ class TaskId(_Strict):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     taskset: str = Field(min_length=1)
-    """Unique in the run."""
+    """The name of the set of tasks, unique in the run."""
     task_id: str = Field(min_length=1)
 
 
@@ -151,14 +151,14 @@ class MaterializedTask(_Strict, Generic[TaskInputT]):
 
 
 class BaseEpisodeRequest(_Strict, Generic[TaskInputT]):
-    """What an environment server's ``/run`` takes."""
+    """The body of a request to an environment server's ``/run``."""
 
     episode_id: EpisodeId
     task: MaterializedTask[TaskInputT]
 
 
 class BaseEpisodeResponse(_Strict, Generic[ResultT]):
-    """What it answers: a result or a failure."""
+    """The response of ``/run``: either a result or a failure."""
 
     episode_id: EpisodeId
     task_id: TaskId
@@ -173,11 +173,11 @@ class BaseEpisodeResponse(_Strict, Generic[ResultT]):
 
 
 def is_materialized_task_row(row: Mapping[str, object]) -> bool:
-    """Whether a row has the shape of a `MaterializedTask`, right or wrong inside."""
+    """Whether a row has the keys of a `MaterializedTask`; their values are not checked."""
     return "task_id" in row and "task_input" in row
 
 
-# -- what an agent is given ------------------------------------------------------------------------------------------
+# -- an agent's tools and sandbox ------------------------------------------------------------------------------------
 
 
 class DirectHTTPToolAccess(_Strict):
@@ -192,7 +192,7 @@ class DirectHTTPToolAccess(_Strict):
 
 
 class MCPStreamableHTTPConnection(_Strict):
-    """Where an MCP server is."""
+    """The address of an MCP server."""
 
     transport: Literal["streamable_http"] = "streamable_http"
     url: AnyHttpUrl
@@ -212,7 +212,7 @@ ToolAccess = Annotated[DirectHTTPToolAccess | MCPToolAccess, Field(discriminator
 
 
 class DirectSandboxConnection(_Strict):
-    """How a borrower reaches a box: the provider's block by name, and what its `connect` takes."""
+    """How a borrower reaches a box: the name of the provider's configuration block, and the argument of `connect`."""
 
     kind: Literal["direct"] = "direct"
     provider_config_ref: str
@@ -220,14 +220,14 @@ class DirectSandboxConnection(_Strict):
 
 
 class SandboxAccess(_Strict):
-    """A box that somebody else owns, and where to work in it."""
+    """A box that another server owns, and the working directory in it."""
 
     connection: DirectSandboxConnection
     workdir: str
 
 
 def unique_tool_names(accesses: list[Any]) -> list[Any]:
-    """``accesses``; raises ``ValueError`` for two of one name."""
+    """Return ``accesses`` unchanged. Raises ``ValueError`` if two have the same name."""
     names = [access.name for access in accesses]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

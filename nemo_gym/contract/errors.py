@@ -1,23 +1,23 @@
-"""Every error this suite raises on purpose, one type per boundary that can fail.
+"""Every error that this suite raises on purpose, one type per boundary that can fail.
 
     NemoGymError
     ├── ConfigError              a YAML file, an override or a composition (also a ValueError)
     ├── RowError                 a dataset row that cannot be read (also a ValueError)
-    ├── InvalidBodyError         a request body that is not what the route takes (also a ValueError)
+    ├── InvalidBodyError         a request body that the route does not accept (also a ValueError)
     ├── ContractError            a caller broke the session contract
     │   ├── CredentialError      no credential, a wrong one, or one for another audience
-    │   └── FencedError          an attempt, lease or artifact that a newer one has replaced
+    │   └── FencedError          an attempt, lease or verdict that a newer one has replaced
     ├── SandboxError             a box or its backend
     │   ├── SandboxCreateError → SandboxCreateVerificationError, SandboxImageMissingError
     │   ├── SandboxCapabilityError   the provider cannot do what the spec asks
-    │   ├── SandboxLostError     we do not know what happened in the box
+    │   ├── SandboxLostError     the box is gone, so what happened in it is unknown
     │   └── SandboxArchiveError  a tar stream that escapes, is damaged or is too large
     ├── ModelError               the policy endpoint
     ├── AgentError               the harness
     ├── VerifierError            the grader itself, never the graded work
-    └── ServerError              an HTTP peer of this suite answered with an error
+    └── ServerError              an HTTP peer of this suite returned an error, or no response
 
-Each carries what a scheduler needs to act: ``code`` (a stable word for programs), ``retryable``, and
+Each carries what a scheduler needs to act: ``code`` (a stable identifier for programs), ``retryable``, and
 ``details`` (plain data: ids, fields, limits; never a secret and never private row fields).
 """
 
@@ -30,11 +30,11 @@ from nemo_gym._util.suggest import nearest
 
 
 class NemoGymError(Exception):
-    """The root. ``str(error)`` is one clear sentence or two: what is wrong, and what to do about it."""
+    """The base class. ``str(error)`` is one or two clear sentences: what is wrong, and what to do about it."""
 
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
-    """The HTTP status a server answers with when this error leaves a route."""
+    """The HTTP status of the response when this error leaves a route."""
 
     def __init__(self, message: str, *, retryable: bool = False, **details: Any) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class RowError(NemoGymError, ValueError):
 
 
 class InvalidBodyError(NemoGymError, ValueError):
-    """A request body that is not what the route takes."""
+    """A request body that the route does not accept."""
 
     code = "body"
     status = 422
@@ -83,8 +83,8 @@ _UNWRITABLE = {
 
 
 def not_json(error: TypeError) -> TypeError | InvalidBodyError:
-    """What to raise for orjson's ``error``: data that somebody sent and that cannot be passed on is a wrong body;
-    anything else is a mistake of the program."""
+    """Return the error to raise for orjson's ``error``: `InvalidBodyError` for received data that cannot be encoded
+    again, else ``error`` itself, which is a bug in the program."""
     said = _UNWRITABLE.get(str(error))
     return error if said is None else InvalidBodyError(f"a value {said}")
 
@@ -97,14 +97,14 @@ class ContractError(NemoGymError):
 
 
 class CredentialError(ContractError):
-    """No credential, a wrong one, or one whose audience is another."""
+    """No credential, a wrong one, or one for another audience."""
 
     code = "credential"
     status = 401
 
 
 class FencedError(ContractError):
-    """A newer attempt, lease epoch or verdict has replaced the one this request belongs to."""
+    """A newer attempt, lease epoch or verdict has replaced the one that this request belongs to."""
 
     code = "fenced"
     status = 409
@@ -118,26 +118,26 @@ class SandboxError(NemoGymError):
 
 
 class SandboxCreateError(SandboxError):
-    """A box could not be created; nothing of it is left behind."""
+    """A box could not be created; no part of it is left behind."""
 
     code = "sandbox_create"
 
 
 class SandboxImageMissingError(SandboxCreateError):
-    """The image a box needs was never made; trying again does not make it."""
+    """The image that a box needs was never built; a retry does not help."""
 
     code = "sandbox_image_missing"
     status = 424
 
 
 class SandboxCreateVerificationError(SandboxCreateError):
-    """A box was created but is not what the spec asks for; it has been removed again."""
+    """A box was created but does not match its spec; it has been removed again."""
 
     code = "sandbox_create_verification"
 
 
 class SandboxCapabilityError(SandboxError):
-    """The provider cannot enforce or do what the spec asks. Raised before anything is created."""
+    """The provider cannot do or enforce what the spec requires. Raised before anything is created."""
 
     code = "sandbox_capability"
     status = 400
@@ -157,7 +157,7 @@ class SandboxArchiveError(SandboxError):
 
 
 class SandboxArchiveTooLargeError(SandboxArchiveError):
-    """A tar stream that would pass the caller's ``max_bytes``."""
+    """A tar stream larger than the caller's ``max_bytes``."""
 
     code = "sandbox_archive_too_large"
 
@@ -170,21 +170,21 @@ class ModelError(NemoGymError):
 
 
 class AgentError(NemoGymError):
-    """The agent harness failed as a program (not: its work was wrong)."""
+    """The agent harness failed as a program. Wrong work is not an `AgentError`."""
 
     code = "agent"
     status = 502
 
 
 class VerifierError(NemoGymError):
-    """The grader failed as a program; the work it should have graded has no verdict yet."""
+    """The grader failed as a program, so the work has no verdict yet."""
 
     code = "verifier"
     status = 502
 
 
 class ServerError(NemoGymError):
-    """Another server of this suite answered with an error, or not at all."""
+    """Another server of this suite returned an error, or no response."""
 
     code = "server"
     status = 502

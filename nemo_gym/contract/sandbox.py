@@ -1,6 +1,6 @@
-"""What a box is asked to be: plain, immutable data that environments and agents write and providers read.
+"""The specification of a box: plain, immutable data that environments and agents write and providers read.
 
-`SandboxSpec` is the whole of it. `AllowedHosts` says which names and addresses an allow-list lets through.
+`SandboxSpec` is the complete specification. `AllowedHosts` decides which names and addresses an allow-list permits.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
 DEFAULT_PORTS = (80, 443)
-"""Of an entry that names none."""
+"""The ports of an allow-list entry that names none."""
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _PLAIN_NAME = re.compile(rf"(?:{_LABEL}\.)*{_LABEL}")
 _NAME = re.compile(rf"(?:\*\.)?{_PLAIN_NAME.pattern}")
 _ENDS_IN_NUMBER = re.compile(r"(?:.*\.)?(?:\d+|0x[0-9a-f]*)")
-"""Names that resolvers read as addresses (``127.1``, ``0x7f000001``)."""
+"""Matches names that resolvers treat as addresses (``127.1``, ``0x7f000001``)."""
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -31,7 +31,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class _Entry:
-    """One line of an allow-list: a name, ``*.name``, or a network, at a port or the default ones."""
+    """One entry of an allow-list: a name, ``*.name``, or a network, with one port or the default ports."""
 
     name: str | None
     network: ipaddress.IPv4Network | ipaddress.IPv6Network | None
@@ -71,7 +71,7 @@ class _Entry:
 
 
 class AllowedHosts:
-    """An allow-list of hosts. Raises `ConfigError` for an entry that cannot be read."""
+    """An allow-list of hosts. Raises `ConfigError` for an invalid entry."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self._text = ", ".join(entries)
@@ -81,17 +81,17 @@ class AllowedHosts:
         return self._text
 
     def names(self, host: str, port: int) -> bool:
-        """Whether a host may be asked for, by this name or address; where a name leads is judged by `reaches`."""
+        """Whether a client may request this name or address. `reaches` checks the addresses a name resolves to."""
         host = host.lower().removesuffix(".")
         with contextlib.suppress(ValueError):
             return self._holds(_plain(ipaddress.ip_address(host)), port)
-        # A resolver stops at a zero byte: what is before it would be asked for, and what is behind it judged.
+        # A resolver stops at a zero byte, so it would resolve the part before it while this check sees the whole.
         if _PLAIN_NAME.fullmatch(host) is None:
             return False
         return any(entry.names(host) and port in entry.ports for entry in self._entries)
 
     def reaches(self, address: Address, port: int) -> bool:
-        """Whether a name that may be asked for may lead to this address."""
+        """Whether a permitted name may resolve to this address: it must be public, or on the list itself."""
         address = _plain(address)
         return _is_public(address) or self._holds(address, port)
 
@@ -100,7 +100,7 @@ class AllowedHosts:
 
 
 def _plain(address: Address) -> Address:
-    """The IPv4 address that an IPv6 address stands for, where it does."""
+    """Replace an IPv6 address that stands for an IPv4 address (mapped or NAT64) by that IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return address.ipv4_mapped
@@ -120,16 +120,16 @@ DEFAULT_READY_TIMEOUT_S = 120.0
 
 
 class NetworkPolicy(StrEnum):
-    """What processes in a box may reach by themselves. Doors are on loopback and exist under every policy."""
+    """The network that processes in a box can reach directly. Doors are on loopback and exist under every policy."""
 
     NONE = "none"
     """Loopback only: no route, no DNS."""
     OPEN = "open"
-    """Whatever the host reaches. For building images, never for a graded run."""
+    """Everything that the host can reach. For building images, never for a graded run."""
 
 
 class SandboxRole(StrEnum):
-    """What a box is for; written on it as a label, so that whoever holds only labels can reap."""
+    """The purpose of a box. It is one of the box's labels, so that a reaper can find boxes by labels alone."""
 
     WORK = "work"
     EVAL = "eval"
@@ -138,26 +138,26 @@ class SandboxRole(StrEnum):
 
 
 LIMITS = ("cpu", "memory_mib", "disk_gib", "pids")
-"""Resources that a box can have a limit of."""
+"""Resources of a box that can be limited."""
 
 
 @dataclass(frozen=True)
 class SandboxResources:
-    """Limits of one box. ``None`` leaves a limit to the provider, which has `default_limits`; one that is given and
-    cannot be enforced is refused."""
+    """Limits of one box. ``None`` leaves a limit to the provider, which uses `default_limits`. A provider refuses a
+    given limit that it cannot enforce."""
 
     cpu: float | None = None
     """CPU cores, fractions allowed."""
     memory_mib: int | None = None
-    """Memory of all processes and in-memory files together, in MiB; passing it kills a process (out of memory)."""
+    """Memory of all processes and in-memory files together, in MiB. Exceeding it kills a process (out of memory)."""
     disk_gib: float | None = None
-    """Bytes the box may write, in GiB; passing it fails the write, or ends the box where that can only be watched."""
+    """Data the box may write, in GiB. Exceeding it fails the write, or ends the box if it can only be monitored."""
     gpu: int | None = None
     gpu_type: str | None = None
     pids: int | None = None
     """Processes and threads alive at once."""
     unlimited: tuple[str, ...] = ()
-    """Those of `LIMITS` that the box shall not have, not by default either."""
+    """The `LIMITS` that the box must not have, not even by default."""
 
     def __post_init__(self) -> None:
         if isinstance(self.unlimited, str):
@@ -173,12 +173,12 @@ class SandboxResources:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SandboxResources:
-        """Build from configuration; an unknown key raises `ConfigError` with the nearest right name."""
+        """Build from configuration. An unknown key raises `ConfigError`, which suggests the nearest valid name."""
         reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where="resources")
         return cls(**values)
 
     def filled(self, defaults: SandboxResources) -> SandboxResources:
-        """These limits, and those of ``defaults`` for what is left open here."""
+        """Fill limits that are left open here from ``defaults``."""
         open_here = [name for name in LIMITS if getattr(self, name) is None and name not in self.unlimited]
         return dataclasses.replace(
             self,
@@ -193,12 +193,12 @@ DEFAULT_PIDS = 2048
 
 
 def default_limits(host_memory_mib: int | None) -> SandboxResources:
-    """Limits of boxes for which neither spec nor configuration says anything: enough for the agents and tests that
-    this suite is for, and not enough for one box to take a machine from its neighbours. Cores are not limited: the
-    kernel shares them out evenly, and a quota would make tests time out on idle machines.
+    """The limits of boxes for which neither spec nor configuration sets any: enough for this suite's agents and tests,
+    but too little for one box to starve the others on its machine. Cores are not limited: the kernel shares them out
+    evenly, and a quota would make tests time out on idle machines.
 
     Args:
-        host_memory_mib: memory of the machine that boxes run on; ``None`` where nobody knows.
+        host_memory_mib: memory of the machine that boxes run on; ``None`` if unknown.
     """
     memory_mib = DEFAULT_MEMORY_MIB if host_memory_mib is None else min(DEFAULT_MEMORY_MIB, host_memory_mib * 3 // 4)
     return SandboxResources(memory_mib=memory_mib, disk_gib=DEFAULT_DISK_GIB, pids=DEFAULT_PIDS)
@@ -206,35 +206,35 @@ def default_limits(host_memory_mib: int | None) -> SandboxResources:
 
 @dataclass(frozen=True)
 class Door:
-    """A listener on the box's loopback that reaches one target outside, and only the routes it allows.
+    """A listener on the box's loopback that forwards allowed requests to one target outside the box.
 
-    The listener belongs to whoever owns the box's host. It dials ``target``, adds ``headers`` (which never enter the
-    box) and forwards only requests that match ``allow``. One of kind ``proxy`` has no target: it is a forward proxy to
-    the hosts of ``allow`` (see `nemo_gym.sandbox.egress`).
+    The owner of the box's host runs the listener. It connects to ``target``, adds ``headers`` (which never enter the
+    box) and forwards only requests that match ``allow``. A door of kind ``proxy`` has no target: it is a forward proxy
+    to the hosts of ``allow`` (see `nemo_gym.sandbox.egress`).
     """
 
     name: str
-    """What is behind it: ``model``, or an MCP server's name."""
+    """The name of the target: ``model``, or an MCP server's name."""
     port: int
     """The TCP port on the box's 127.0.0.1."""
     target: str
     """Base URL outside the box; the request's path is appended to it."""
     allow: tuple[str, ...]
-    """``METHOD /path`` patterns; ``*`` stands for one path segment, a final ``/**`` for any rest. Of a proxy: names,
-    ``*.name`` or networks, with ``:port`` where it is not 80 and 443."""
+    """``METHOD /path`` patterns: ``*`` matches one path segment, a final ``/**`` any remainder. For a proxy: names,
+    ``*.name`` or networks, with ``:port`` unless the ports are 80 and 443."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Headers set on every forwarded request, over what the box sent. Credentials belong here."""
+    """Headers set on every forwarded request; they replace headers from the box. Credentials belong here."""
     counted: tuple[str, ...] = ()
-    """Patterns as in ``allow``: routes whose answers are counted (a model's answers). Where there are any, the door's
-    statistics judge by them alone whether the target serves."""
+    """Patterns as in ``allow`` for routes whose responses are counted (a model's answers). If there are any, the
+    door's statistics use only these routes to judge whether the target works."""
     kind: Literal["routes", "proxy"] = "routes"
     max_answers: int | None = None
-    """Answers of ``counted`` routes that it forwards; whoever asks for another gets 403. ``None``: any number."""
+    """How many responses of ``counted`` routes it forwards; further requests get 403. ``None`` means no limit."""
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A host directory or file that a box sees read-only (for example the shared cache of agent CLIs)."""
+    """A host directory or file mounted read-only into a box (for example the shared cache of agent CLIs)."""
 
     source: str
     target: str
@@ -242,38 +242,38 @@ class Mount:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """Everything needed to create one box. Immutable and plain, apart from door headers free of secrets."""
+    """Everything needed to create one box. Immutable and plain. Only the doors' headers may contain secrets."""
 
     image: str | None = None
-    """The provider's name for a root filesystem; ``None`` is the provider's default image."""
+    """The provider's name for a root filesystem; ``None`` selects the provider's default image."""
     ttl_s: float | None = None
     """Seconds the box lives without a renewal; ``None`` is `DEFAULT_TTL_S`."""
     ready_timeout_s: float | None = None
     """Seconds ``create`` may take; ``None`` is `DEFAULT_READY_TIMEOUT_S`."""
     workdir: str | None = None
-    """Directory commands start in by default."""
+    """The directory in which commands start by default."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of every process in the box. Nothing of the host's environment is inherited."""
+    """Environment variables of every process in the box. No variable of the host is inherited."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Absolute path in the box → text, written before ``create`` returns."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Labels of the box; see `nemo_gym.sandbox.base.BoxLabel` for the names this suite writes and reaps by."""
     resources: SandboxResources = field(default_factory=SandboxResources)
     entrypoint: Sequence[str] | None = None
-    """Replaces the image's own entry point; ``None`` keeps the box idle, waiting for execs."""
+    """Replaces the image's own entry point; with ``None`` the box stays idle and waits for execs."""
     provider_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options only one provider understands; unknown ones are refused by it."""
+    """Options for one specific provider, which refuses unknown options."""
     ports: Sequence[int] = ()
-    """Ports of the box that `SupportsEndpoint.endpoint` will be asked for."""
+    """Ports of the box for which `SupportsEndpoint.endpoint` will be called."""
     network: NetworkPolicy = NetworkPolicy.NONE
     doors: Sequence[Door] = ()
     mounts: Sequence[Mount] = ()
     user: str | None = None
-    """User commands run as by default; ``None`` is the image's."""
+    """The user that commands run as by default; ``None`` selects the image's user."""
     requires: Sequence[str] = ()
-    """Names of capabilities the box must have beyond what the other fields imply."""
+    """Names of capabilities that the box must have beyond those implied by the other fields."""
     idempotency_key: str | None = None
-    """Two creates with one key give one box, where the backend allows it."""
+    """Two creates with the same key return the same box, if the backend supports it."""
 
     def replace(self, **changes: Any) -> SandboxSpec:
         """A copy with the given fields changed."""

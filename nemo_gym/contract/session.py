@@ -1,11 +1,11 @@
-"""The session contract: what an environment tells an agent about one attempt, as plain data.
+"""The session contract: the data that an environment passes to an agent for one attempt, as plain data.
 
-``POST /seed_session`` answers with a `SessionDescriptor` and a control token. The descriptor goes to the agent server;
-the control token stays with the pipeline. Nothing in a descriptor can be turned into a reward, and nothing in it is
-private to the environment. The JSON Schema of every model here is exported to ``fern/`` by ``scripts/export-schema``.
+``POST /seed_session`` returns a `SessionDescriptor` and a control token. The descriptor goes to the agent server; the
+control token stays with the pipeline. Nothing in a descriptor can be turned into a reward or is private to the
+environment. ``scripts/export-schema`` exports the JSON Schema of every model here to ``fern/``.
 
-Writers forbid unknown keys. Readers take them from the versioned ``extensions`` map only, so that a newer environment
-can speak to an older agent.
+Unknown keys are forbidden. Additions go only into the versioned ``extensions`` map, of which readers ignore unknown
+entries, so that a newer environment works with an older agent.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from nemo_gym.contract.sandbox import AllowedHosts, Mount, NetworkPolicy, Sandbo
 
 DESCRIPTOR_VERSION: Literal[1] = 1
 MAX_DESCRIPTOR_BYTES = 16 * 1024
-"""Largest descriptor as JSON, without the files of an inline sandbox spec."""
+"""The largest size of a descriptor as JSON, without the files of an inline sandbox spec."""
 
 IDENTIFIER = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 MAX_ATTEMPT = 1_000_000
-"""More than any rollout is tried. A newer attempt fences the older ones: one without a bound would fence for good."""
+"""More attempts than any rollout gets. A newer attempt fences older ones; an unbounded number could fence forever."""
 MODEL_DOOR = "model"
-"""Name of the door behind which the policy model is."""
+"""The name of the door to the policy model."""
 DEFAULT_MODEL_DOOR_PORT = 8000
 CONNECT_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 600.0
-"""Of one call to a model; see `ChosenLimits`."""
+"""The defaults for one call to a model; see `ChosenLimits`."""
 WAIT_BEYOND_S = 30.0
-"""How much longer than a model server's own limit its caller waits for the answer that the call has ended."""
+"""How long a caller waits beyond a model server's own limit, to receive its report that the call timed out."""
 
 
 class _Contract(BaseModel):
@@ -50,15 +50,15 @@ class Topology(StrEnum):
     NONE = "none"
     """A: there is no world."""
     ENV_SANDBOXED = "env_sandboxed"
-    """B: harness outside, world in the environment's box, reached by tools."""
+    """B: the harness is outside; the world is in the environment's box and reached through tools."""
     AGENT_IN_ENV = "agent_in_env"
-    """C: harness in (or acting through exec in) the world's box."""
+    """C: the harness is in the world's box, or acts in it through exec."""
     WHOLE_INTERACTION = "whole_interaction"
-    """D: harness, tools and world in one outer box of the agent's."""
+    """D: harness, tools and world are in one outer box that the agent owns."""
 
     @classmethod
     def parse(cls, value: str) -> Topology:
-        """Accepts the value, or the letter A–D; anything else raises `ConfigError` with the choices."""
+        """Parse a topology's value, or its letter A–D. Anything else raises `ConfigError`, which lists the choices."""
         letters = dict(zip("ABCD", cls, strict=True))
         if value.upper() in letters:
             return letters[value.upper()]
@@ -74,17 +74,17 @@ class Topology(StrEnum):
 
 
 class RolloutIdentity(_Contract):
-    """One attempt at one sample of one task. Cookies, tokens, box labels, gateway sessions, logs, results and the
-    reaper all derive from it."""
+    """The identity of one attempt at one sample of one task. Cookies, tokens, box labels, gateway sessions, logs,
+    results and the reaper all use it."""
 
     rollout_id: str = Field(pattern=IDENTIFIER.pattern, max_length=128)
-    """Stable over attempts, chosen by the caller."""
+    """Chosen by the caller, and the same for all attempts."""
     task_id: str = Field(max_length=256)
     group_id: str = Field(max_length=256)
-    """Samples of one task in one run share it."""
+    """Shared by all samples of one task in one run."""
     sample_index: int = Field(0, ge=0)
     attempt: int = Field(1, ge=1, le=MAX_ATTEMPT)
-    """Grows with every retry of RUN; a newer attempt fences the older one."""
+    """Increases with every retry of RUN; a newer attempt fences the older one."""
     run_id: str = Field("run", max_length=128)
 
     @property
@@ -97,12 +97,12 @@ class RolloutIdentity(_Contract):
 
 
 class Placement(_Contract):
-    """How the harness and the world are arranged, and what the sandbox must be able to do for it."""
+    """The arrangement of harness and world, and the capabilities that the sandbox needs for it."""
 
     topology: Topology = Topology.NONE
     """The environment's default; a composition may choose another of ``supported``."""
     supported: tuple[Topology, ...] = ()
-    """Empty means: only ``topology``."""
+    """If empty, only ``topology`` is supported."""
     requires: tuple[str, ...] = ()
     """Sandbox capabilities the task needs, by name (``nested_containers``, ``gpu``, …)."""
 
@@ -130,15 +130,15 @@ class ResourcesModel(_Contract):
 
 
 class MountModel(_Contract):
-    """The wire form of `Mount`: a host path that the box sees read-only."""
+    """The wire form of `Mount`: a host path mounted read-only into the box."""
 
     source: str
     target: str
 
 
 class SandboxSpecModel(_Contract):
-    """The wire form of a world's `SandboxSpec`. Doors are not in it: they are opened by whoever owns the box, from
-    `Egress`, and may carry credentials that no descriptor holds."""
+    """The wire form of a world's `SandboxSpec`. It has no doors: the box's owner opens them by `Egress`, and they may
+    carry credentials that must not be in a descriptor."""
 
     image: str | None = None
     ttl_s: float | None = Field(None, gt=0)
@@ -181,7 +181,7 @@ class LeaseScope(StrEnum):
 
 
 class SandboxRef(_Contract):
-    """A box that somebody else's broker holds."""
+    """A reference to a box that another server's broker holds."""
 
     broker_url: str
     sandbox_id: str
@@ -190,11 +190,11 @@ class SandboxRef(_Contract):
     expires_at: float
     """Unix seconds."""
     workdir: str | None = None
-    """Directory commands start in by default; the box's owner knows it."""
+    """The directory in which commands start by default, set by the box's owner."""
 
 
 class SandboxClause(_Contract):
-    """Exactly one of: a spec (the agent side acquires and owns the box) or a reference (the environment owns it)."""
+    """Exactly one of a spec (the agent side acquires and owns the box) and a reference (the environment owns it)."""
 
     spec: SandboxSpecModel | None = None
     ref: SandboxRef | None = None
@@ -207,11 +207,11 @@ class SandboxClause(_Contract):
 
 
 class McpServer(_Contract):
-    """An MCP server the agent may use. Its headers hold a token whose only audience is MCP for this attempt."""
+    """An MCP server that the agent may use. Its headers hold a token that is valid only for this attempt's MCP."""
 
     name: str = Field(pattern=IDENTIFIER.pattern)
     url: str
-    """Routable from the box's host; the binding rewrites it to an in-box door."""
+    """Reachable from the box's host; the binding replaces it by the URL of a door in the box."""
     transport: Literal["http", "sse"] = "http"
     headers: dict[str, str] = Field(default_factory=dict, repr=False)
 
@@ -224,20 +224,20 @@ class EgressPolicy(StrEnum):
 
 
 class DoorRequest(_Contract):
-    """A door the world wants: the name says what is behind it (`MODEL_DOOR` or an MCP server's name)."""
+    """A door that the world requests. The name selects its target: `MODEL_DOOR` or an MCP server's name."""
 
     name: str
     port: int = Field(ge=1, le=65535)
 
 
 class Egress(_Contract):
-    """What a process in the box may reach."""
+    """The network that a process in the box may reach."""
 
     policy: EgressPolicy = EgressPolicy.MODEL_ONLY
     allow: tuple[str, ...] = ()
-    """With ``allowlist`` only: names (``pypi.org``), all names below one (``*.pypi.org``) or networks
-    (``10.0.0.0/8``), with ``:port`` where it is not 80 and 443. Processes find a proxy to them in ``HTTPS_PROXY`` and
-    ``HTTP_PROXY``. A name that leads to an address that is not public needs that address in the list too."""
+    """Only with policy ``allowlist``: names (``pypi.org``), all names below one (``*.pypi.org``) or networks
+    (``10.0.0.0/8``), with ``:port`` unless the ports are 80 and 443. Processes find a proxy to them in ``HTTPS_PROXY``
+    and ``HTTP_PROXY``. If a name resolves to an address that is not public, the list needs that address too."""
     doors: tuple[DoorRequest, ...] = (DoorRequest(name=MODEL_DOOR, port=DEFAULT_MODEL_DOOR_PORT),)
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of every process in the box."""
@@ -257,21 +257,21 @@ class Egress(_Contract):
 
 
 class GitDiffHarvest(_Contract):
-    """A patch of everything that differs between a repository in the box and the same repository in the box's
-    pristine image: staged, unstaged, new, deleted, renamed, binary. Computed outside the box."""
+    """A patch of all differences between a repository in the box and the same repository in the box's pristine image:
+    staged, unstaged, new, deleted, renamed, binary. Computed outside the box."""
 
     kind: Literal["git_diff"] = "git_diff"
     name: str = "patch"
     path: str
     """Absolute path of the repository's work tree in the box."""
     base_commit: str | None = None
-    """Checked to be the pristine repository's HEAD ancestor; ``None`` is its HEAD."""
+    """Must be an ancestor of the pristine repository's HEAD, which is checked; ``None`` is its HEAD."""
     max_bytes: int = 64 * 1024 * 1024
-    """Cap of the patch; more is an artifact marked ``truncated`` with no content, never a cut patch."""
+    """The largest patch. A larger one gives an artifact marked ``truncated`` with no content, never a cut patch."""
 
 
 class FilesHarvest(_Contract):
-    """Files of the box as a tar stream."""
+    """Files from the box, as a tar stream."""
 
     kind: Literal["files"] = "files"
     name: str = "files"
@@ -281,7 +281,7 @@ class FilesHarvest(_Contract):
 
 
 class CommandHarvest(_Contract):
-    """What a command prints in the box. For state that is no file; what it says is the box's word."""
+    """The output of a command in the box, for state that is not in a file. The box can forge this output."""
 
     kind: Literal["command"] = "command"
     name: str = "output"
@@ -298,34 +298,34 @@ class Limits(_Contract):
     """Bounds of the attempt; the binding enforces them, whatever the harness does."""
 
     wall_clock_s: float | None = Field(None, gt=0)
-    """Of the harness's work, without what it takes to make the box and to harvest it."""
+    """Time for the harness's work, without the time to create and harvest the box."""
     max_turns: int | None = Field(None, gt=0)
     """Answers of the model."""
     max_output_bytes: int | None = Field(None, gt=0)
-    """What the processes that the harness starts in the box write to standard output and error, all together; for a
-    harness without a box, what its tools answer. Passing it ends the attempt as ``max_output``."""
+    """Total standard output and error of the processes that the harness starts in the box; for a harness without a
+    box, the output of its tools. Exceeding it ends the attempt as ``max_output``."""
     memory_mib: int | None = Field(None, gt=0)
-    """Of the attempt's box, in place of what its spec says."""
+    """Memory of the attempt's box; overrides its spec."""
     cpu: float | None = Field(None, gt=0)
-    """Cores of the attempt's box, in place of what its spec says."""
+    """Cores of the attempt's box; overrides its spec."""
 
     def over(self, others: Limits) -> Limits:
-        """These limits, and those of ``others`` that are not given here."""
+        """Fill limits that are not given here from ``others``."""
         return self.model_copy(
             update={name: getattr(others, name) for name in type(self).model_fields if getattr(self, name) is None}
         )
 
 
 class ChosenLimits(_Contract):
-    """How long one call to a model may take, as a run chose; what it leaves open is the model server's configuration.
+    """Time limits for one call to a model, as chosen by a run; the model server's configuration fills in the others.
 
         key                    default   bounds
         connect_timeout_s        10 s    the connection to an endpoint or engine
-        idle_timeout_s          120 s    silence between two pieces of an answer that has begun
+        idle_timeout_s          120 s    silence between two pieces of a response that has begun
         request_timeout_s       600 s    the whole call, its retries included
 
-    The model server ends a call at its limits and says that another try is no use, so the attempt ends there: as a
-    failure of the model, in a masked row.
+    The model server ends a call at its limits and reports that a retry is no use. The attempt ends then as a failure
+    of the model, in a masked row.
     """
 
     connect_timeout_s: float | None = Field(None, gt=0)
@@ -341,7 +341,7 @@ NONE_CHOSEN = ChosenLimits()
 
 
 class SessionDescriptor(_Contract):
-    """What an agent may know about one attempt."""
+    """Everything that an agent may know about one attempt."""
 
     version: Literal[1] = DESCRIPTOR_VERSION
     environment: str
@@ -355,7 +355,7 @@ class SessionDescriptor(_Contract):
     harvest: tuple[HarvestItem, ...] = ()
     limits: Limits = Field(default_factory=Limits)
     extensions: dict[str, Any] = Field(default_factory=dict)
-    """Versioned additions, keyed ``<vendor>/<name>/v<n>``; a reader ignores those it does not know."""
+    """Versioned additions, keyed ``<vendor>/<name>/v<n>``; a reader ignores unknown ones."""
 
     @field_validator("harvest")
     @classmethod
@@ -385,10 +385,10 @@ class SessionDescriptor(_Contract):
         return self
 
     def placed(self, topology: str | None) -> SessionDescriptor:
-        """With the composition's topology, if it names one, instead of the environment's default.
+        """The descriptor with the composition's topology, if it names one, instead of the environment's default.
 
         Raises:
-            ConfigError: the environment does not support it; names those that it does.
+            ConfigError: the environment does not support the topology. The message lists those it supports.
         """
         if topology is None or (wanted := Topology.parse(topology)) is self.placement.topology:
             return self
@@ -404,49 +404,49 @@ class SessionDescriptor(_Contract):
 
 
 class InferenceEndpoint(_Contract):
-    """Where the harness finds the policy model, and the token that opens it for this attempt alone."""
+    """The address of the policy model, and a token for it that is valid only for this attempt."""
 
     base_url: str
     """Ends in ``/v1``; the inference routes are below it."""
     token: str = Field(repr=False)
     model: str = "policy"
-    """The model's name as requests spell it."""
+    """The model's name for use in requests."""
     request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
-    """After so many seconds the endpoint itself ends a call, its retries included, and says so."""
+    """The time after which the endpoint itself ends a call, its retries included, and reports the timeout."""
 
 
 class BoxNeeds(_Contract):
-    """What a harness needs in the box it is to work in. Whoever owns the box asks for it before the box is made."""
+    """What a harness needs in its box. The box's owner requests it before it creates the box."""
 
     env: dict[str, str] = Field(default_factory=dict)
     mounts: tuple[MountModel, ...] = ()
-    """Paths of the box's host; they are the same on every host that makes boxes for this agent."""
+    """Paths on the box's host; they are the same on every host that creates boxes for this agent."""
     requires: tuple[str, ...] = ()
 
 
 class Artifact(_Contract):
-    """One harvested thing: untrusted data from the box, bound to the attempt by its digest."""
+    """The result of one harvest item: untrusted data from the box, bound to the attempt by its digest."""
 
     name: str
     kind: Literal["git_diff", "files", "command"]
     encoding: Literal["utf-8", "base64"] = "utf-8"
     data: str = Field("", repr=False)
     sha256: str = ""
-    """Of the decoded bytes."""
+    """The digest of the decoded bytes."""
     size: int = 0
-    """Bytes before any cap."""
+    """Bytes before any truncation."""
     truncated: bool = False
-    """Over its cap: ``data`` is empty for a patch or files, cut for a command's output."""
+    """Whether it exceeded its limit: ``data`` is then empty for a patch or files, cut for a command's output."""
     error: str | None = None
-    """Why it could not be harvested for a reason that lies in the box's contents; the environment judges it."""
+    """Why it could not be harvested, if the reason lies in the box's contents; the environment judges this."""
     return_code: int | None = None
-    """Of a command."""
+    """The exit status of a command."""
     facts: dict[str, Any] = Field(default_factory=dict)
-    """What harvesting saw beside the content (for a patch: paths, skipped files, the box's own git oddities)."""
+    """Observations beside the content (for a patch: paths, skipped files, peculiarities of the box's git)."""
 
     @classmethod
     def of(cls, name: str, kind: Literal["git_diff", "files", "command"], data: bytes, **fields: Any) -> Artifact:
-        """An artifact of ``data``, as text where it is UTF-8."""
+        """Create an artifact of ``data``, as text if it is UTF-8, else as base64."""
         encoding: Literal["utf-8", "base64"] = "utf-8"
         try:
             text = data.decode("utf-8")
@@ -458,7 +458,7 @@ class Artifact(_Contract):
         )
 
     def content(self) -> bytes:
-        """The decoded bytes, checked against the digest; raises `ContractError` when they differ."""
+        """The decoded bytes. Raises `ContractError` if they do not match the digest."""
         try:
             data = base64.b64decode(self.data, validate=True) if self.encoding == "base64" else self.data.encode()
         except ValueError as error:
@@ -470,8 +470,8 @@ class Artifact(_Contract):
 
 class AgentOutcome(StrEnum):
     """How the harness ended. Only ``crashed``, ``model_unreachable``, ``model_refused``, ``mcp_failed`` and
-    ``sandbox_lost`` may be retried as infrastructure, and those not where the policy could cause them.
-    ``context_exceeded`` is no work of the policy either. The others are what it did, and are graded."""
+    ``sandbox_lost`` may be retried as infrastructure failures, and only if the policy could not have caused them.
+    ``context_exceeded`` is not the policy's doing either. Work with any other outcome is graded."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -481,15 +481,15 @@ class AgentOutcome(StrEnum):
     CRASHED = "crashed"
     MODEL_UNREACHABLE = "model_unreachable"
     MODEL_REFUSED = "model_refused"
-    """The model's server was reached and refused to serve: its key, the model's name, or the request."""
+    """The model's server was reached and refused the key, the model's name, or the request."""
     CONTEXT_EXCEEDED = "context_exceeded"
-    """The very first request does not fit the model's context. Later on it is ``max_turns``: the policy's doing."""
+    """The very first request does not fit the model's context. A later one is the policy's doing: ``max_turns``."""
     MCP_FAILED = "mcp_failed"
     SANDBOX_LOST = "sandbox_lost"
 
 
 class ActRequest(BaseModel):
-    """``POST /act``: everything an agent server gets for one attempt."""
+    """The body of ``POST /act``: everything that an agent server gets for one attempt."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -498,23 +498,23 @@ class ActRequest(BaseModel):
     descriptor: SessionDescriptor
     inference: InferenceEndpoint
     limits: Limits = Field(default_factory=Limits)
-    """Those of them that the run sets. They are in the descriptor already, over the environment's; here is what wins
-    over the agent's own configuration."""
+    """The limits that the run sets. The descriptor contains them already, merged over the environment's; this copy
+    tells which limits override the agent's own configuration."""
     validation: dict[str, Any] | None = None
-    """Private row fields, in the explicit validation mode only (see `oracle_agent`); results are labelled so."""
+    """Private row fields, only in the explicit validation mode (see `oracle_agent`), which labels its results."""
 
     def turns(self, configured: int | None) -> int | None:
-        """How many turns there are: the run's number, else the lower of the environment's and the agent's own."""
+        """The limit of turns: the run's, else the lower of the environment's and the agent's own (``configured``)."""
         given = [most for most in (configured, self.descriptor.limits.max_turns) if most is not None]
         return self.limits.max_turns or min(given, default=None)
 
     def wall_clock_s(self, configured: float | None) -> float | None:
-        """The run's seconds, else the environment's, else the agent's own."""
+        """The limit in seconds: the run's, else the environment's, else the agent's own (``configured``)."""
         return self.descriptor.limits.wall_clock_s or configured
 
 
 class ActResponse(BaseModel):
-    """What an agent server answers: the response object, how it ended, and what was harvested."""
+    """The response of ``/act``: the response object, the outcome, and the artifacts."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -524,32 +524,32 @@ class ActResponse(BaseModel):
     outcome_detail: str | None = None
     """One sentence about an outcome other than ``completed``."""
     within_reach: bool = False
-    """Whether what the policy did could have brought this outcome about (a harness in the box, which died after the
-    model had answered): the work is graded as it is, and no second try is to be had this way."""
+    """Whether the policy could have caused this outcome (for example, a harness in the box died after the model had
+    answered). The work is then graded as it is, so that a policy cannot force a retry this way."""
     artifacts: list[Artifact] = Field(default_factory=list)
     observations: dict[str, Any] = Field(default_factory=dict)
-    """Turns, tool calls, usage, timings: for people and metrics, never for rewards."""
+    """Turns, tool calls, usage and timings; for people and metrics, never for rewards."""
     validation: bool = False
     """Whether the agent saw private fields."""
 
 
 class SessionEnvelope(BaseModel):
-    """``_ng_session`` of a seed or verify body: the attempt, and what belongs to it beside the row."""
+    """``_ng_session`` of a seed or verify body: the attempt, and its data beside the row."""
 
     model_config = ConfigDict(extra="forbid")
 
     rollout: RolloutIdentity
     topology: str | None = None
     limits: Limits = Field(default_factory=Limits)
-    """The run's, which win over the environment's."""
+    """The run's limits, which override the environment's."""
     row_ref: str | None = Field(None, repr=False)
     validation: Literal["gold", "nothing"] | None = None
     artifacts: list[Artifact] = Field(default_factory=list)
     outcome: AgentOutcome | None = None
     outcome_detail: str | None = None
     reverify: bool = False
-    """Grade this work once more, whatever was said of it before: an operator's, whose every verify says so."""
+    """Grade this work once more, whatever its earlier verdict. Set in every verify of an operator, and in no other."""
     close: bool = False
-    """A valid verdict ends the attempt: a pipeline's, where the seed said ``closes_with_verdict``."""
+    """Let a valid verdict end the attempt. A pipeline sets it if the seed's reply has ``closes_with_verdict``."""
     box_needs: BoxNeeds | None = None
-    """What the agent needs in its box; given by a pipeline that will beat (`/heartbeat`) and ask for the harvest."""
+    """What the agent needs in its box. Given only by a pipeline that sends heartbeats and requests the harvest."""

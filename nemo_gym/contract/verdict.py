@@ -1,14 +1,14 @@
-"""Verdicts, a reward that can be trusted or the typed reason why there is none; and the rows that carry them.
+"""Verdicts (a reward that can be trusted, or the typed reason why there is none), and the rows that carry them.
 
-A verdict is ``valid`` with a reward or ``invalid`` with a failure and no reward; there is no third state, and no zero
-stands for a failure of ours. ``invalid`` needs evidence from outside the agent's reach. What a patch or a box's
-contents can cause is a valid failure and graded as one. Tampering is a finding beside the verdict.
+A verdict is ``valid`` with a reward or ``invalid`` with a failure and no reward. There is no third state, and a
+failure of the infrastructure is never a reward of 0. ``invalid`` needs evidence from outside the agent's reach. A
+failure that a patch or a box's contents can cause is graded as valid work. Tampering is a finding beside the verdict.
 
-`decide_validity` is the one place that says whether a reply or a result row holds a reward. Environments ask it about
-what a plugin's ``verify`` returned, the pipeline about every verify response, and readers about result rows.
+`decide_validity` is the only place that decides whether a reply or a result row holds a reward. Environments apply it
+to the reply of a plugin's ``verify``, the pipeline to every verify response, and readers to result rows.
 
-Of a dataset's row, ``responses_create_params`` without its ``metadata`` (allow-listed keys excepted) is public, and so
-are the keys by which a run numbers its rows. Everything else is the environment's alone.
+The public part of a dataset row is ``responses_create_params`` without its ``metadata`` (except allow-listed keys),
+and the keys by which a run numbers its rows. Only the environment sees everything else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TASK_INDEX_KEY = "_ng_task_index"
 ROLLOUT_INDEX_KEY = "_ng_rollout_index"
 ROLLOUT_ID_KEY = "_ng_rollout_id"
 ATTEMPT_INDEX_KEY = "_ng_attempt_index"
-"""From 0, as NeMo Gym counts: the first attempt of a rollout is 0."""
+"""Counted from 0, as in NeMo Gym: the first attempt of a rollout is 0."""
 AGENT_REF_KEY = "agent_ref"
 
 
@@ -48,7 +48,7 @@ def new_run_id() -> str:
 
 
 def rollout_id_of(run_id: str, task_index: int, rollout_index: int) -> str:
-    """NeMo Gym's ``<task>-<rollout>``, unique across runs: ``<run>.<task>-<rollout>``. Stable over attempts."""
+    """``<run>.<task>-<rollout>``: NeMo Gym's ``<task>-<rollout>``, unique across runs. The same for all attempts."""
     return f"{run_id}.{task_index}-{rollout_index}"
 
 
@@ -57,7 +57,7 @@ def group_id_of(run_id: str, task_index: int) -> str:
 
 
 def task_id_of(row: dict[str, Any], task_index: int) -> str:
-    """The row's own public name where it has one, else its index."""
+    """The row's own public name if it has one, else its index."""
     for key in _TASK_ID_FIELDS:
         value = row.get(key)
         if isinstance(value, str | int) and not isinstance(value, bool):
@@ -70,7 +70,7 @@ def task_id_of(row: dict[str, Any], task_index: int) -> str:
 PARAMS_KEY = "responses_create_params"
 RESPONSE_KEY = "response"
 SESSION_KEY = "_ng_session"
-"""What the pipeline adds to a row for the servers; never stored."""
+"""The key under which the pipeline adds data for the servers to a row; never stored."""
 NG_FAILURE_CLASS_KEY = "_ng_failure_class"
 NG_TERMINAL_KEY = "_ng_failure_terminal"
 NG_NO_PERSIST_KEY = "_ng_no_persist"
@@ -82,11 +82,11 @@ PUBLIC_VERDICT_KEYS = frozenset({"reward", "valid", "mask_sample", "failure_kind
 
 
 class RowAccess(StrEnum):
-    """What of a row an agent server gets."""
+    """Which part of a row an agent server gets."""
 
     PUBLIC = "public"
     FULL = "full"
-    """The whole row; results are labelled so."""
+    """The whole row; the results are labelled with it."""
     VALIDATION = "validation"
     """Private fields only in the explicit validation mode (oracle agents)."""
 
@@ -111,7 +111,7 @@ def public_row(row: Mapping[str, Any], metadata_keys: Collection[str] = ()) -> d
 
 
 def has_prompt(params: Any) -> bool:
-    """Whether ``responses_create_params`` ask anything: text that is not blank, an image, an earlier tool call."""
+    """Whether ``responses_create_params`` hold a prompt: text that is not blank, an image, or an earlier tool call."""
     return _says(params.get("input")) if isinstance(params, Mapping) else False
 
 
@@ -124,13 +124,13 @@ def _says(value: Any) -> bool:
         return False
     if "content" in value or "text" in value:
         return _says(value.get("content")) or _says(value.get("text"))
-    # A message without content says nothing; an image, a file or a call of a tool does.
+    # A message without content is no prompt; an image, a file or a tool call is.
     return bool(value.get("type", "message") != "message")
 
 
 def public_verdict(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """What an agent server may see of a verdict: numbers and flags this suite defines, and reward components. Other
-    fields of a plugin's reply may quote the expected answer under any name; the pipeline reads them by itself."""
+    """The part of a verdict that an agent server may see: numbers and flags that this suite defines, and reward
+    components. Any other field of a plugin's reply may quote the expected answer; the pipeline reads those itself."""
     public = {key: reply[key] for key in PUBLIC_VERDICT_KEYS if key in reply}
     components = reply.get("reward_components")
     if isinstance(components, Mapping):
@@ -141,7 +141,7 @@ def public_verdict(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_digest(row: Mapping[str, Any]) -> str:
-    """What identifies a task's row. The response is no part of it: a verify's body has one, its seed's had none."""
+    """A digest that identifies a task's row, without the response, which a verify body has and a seed body lacks."""
     row = {key: value for key, value in row.items() if key != RESPONSE_KEY}
     return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)).hexdigest()
 
@@ -160,19 +160,19 @@ class FailureKind(StrEnum):
     HOST_OUT_OF_MEMORY = "host_out_of_memory"
     MODEL_UNREACHABLE = "model_unreachable"
     MODEL_REFUSED = "model_refused"
-    """The model's server was reached and refused to serve: its key, the model's name, or the request."""
+    """The model's server was reached and refused the key, the model's name, or the request."""
     CONTEXT_EXCEEDED = "context_exceeded"
     """The first request of the attempt does not fit the model's context."""
     MCP_FAILED = "mcp_failed"
-    """A tool server of the session answered none of the harness's requests."""
+    """An MCP server of the session served none of the harness's requests."""
     AGENT_CRASHED = "agent_crashed"
     AGENT_LOST = "agent_lost"
-    """The agent server went away with the attempt."""
+    """The agent server ended, and the attempt with it."""
     VERIFIER_FAILED = "verifier_failed"
     CONTROL_RUN_FAILED = "control_run_failed"
-    """The environment itself no longer passes its own gold control run."""
+    """The environment no longer passes its own control run with the gold solution."""
     CONTROLS_WEAK = "controls_weak"
-    """The run asks for stronger controls than this row's tests allow."""
+    """The run demands stronger controls than this row's tests allow."""
     ENVIRONMENT_LOST = "environment_lost"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
@@ -193,13 +193,13 @@ class Finding(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kind: str
-    """A stable word, for example ``verdict_not_caused_by_tests``."""
+    """A stable identifier, for example ``verdict_not_caused_by_tests``."""
     detail: str
     evidence: dict[str, Any] = Field(default_factory=dict)
 
 
 class Verdict(BaseModel):
-    """What ``verify`` decided about one attempt; merged into the result row by its field names."""
+    """The decision of ``verify`` about one attempt; its fields become fields of the result row."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -213,9 +213,9 @@ class Verdict(BaseModel):
     findings: list[Finding] = Field(default_factory=list)
     details: dict[str, Any] = Field(default_factory=dict)
     reward_reason: str | None = None
-    """A few words on why the reward is what it is, for tables (``2 of 4 tests fail``)."""
+    """A few words that explain the reward, for tables (``2 of 4 tests fail``)."""
     evaluation_log: str | None = Field(None, repr=False)
-    """What the grading printed, for people. The pipeline keeps the last `MAX_EVALUATION_LOG_CHARS` in a file."""
+    """The output of the grading, for people. The pipeline keeps the last `MAX_EVALUATION_LOG_CHARS` in a file."""
 
     @field_validator("evaluation_log")
     @classmethod
@@ -251,7 +251,7 @@ class Verdict(BaseModel):
 
 
 def declares_failure(reply: Mapping[str, Any]) -> bool:
-    """Whether a reply or a result row says itself that it has no verdict, in this suite's words or NeMo Gym's."""
+    """Whether a reply or a result row declares that it has no verdict, by this suite's fields or NeMo Gym's."""
     return (
         reply.get("valid", True) is False
         or bool(reply.get("mask_sample"))
@@ -263,11 +263,11 @@ def declares_failure(reply: Mapping[str, Any]) -> bool:
 def decide_validity(reply: Mapping[str, Any], unnamed: FailureKind = FailureKind.VERIFIER_FAILED) -> Verdict:
     """The verdict in ``reply``: valid with its reward, or invalid with the reason.
 
-    A declared failure is invalid, whatever reward stands beside it, and so is a reward that is no finite number.
+    A declared failure is invalid, even if the reply has a reward, and so is a reward that is not a finite number.
 
     Args:
-        reply: what ``verify`` or an agent's ``run`` answered, or a result row.
-        unnamed: the kind of a failure that the reply does not name in this suite's words.
+        reply: the reply of ``verify`` or of an agent's ``run``, or a result row.
+        unnamed: the kind of a failure for which the reply names no `FailureKind`.
     """
     if declares_failure(reply):
         named = reply.get("failure_kind") or reply.get(NG_FAILURE_CLASS_KEY)
@@ -288,7 +288,7 @@ _KIND_OF_CODE = {
 
 
 def verdict_of_error(error: NemoGymError) -> Verdict:
-    """The invalid verdict for an error that grading raised. Its details may hold ``kind`` and ``evaluation_log``."""
+    """The invalid verdict for an error of the grading, whose details may hold ``kind`` and ``evaluation_log``."""
     fallback = FailureKind.SANDBOX_FAILED if error.code.startswith("sandbox") else FailureKind.VERIFIER_FAILED
     named = error.details.get("kind")
     kind = FailureKind(str(named)) if named in [*FailureKind] else _KIND_OF_CODE.get(error.code, fallback)
@@ -315,7 +315,7 @@ class StageFailure:
     reason: str
     retryable: bool = True
     new_attempt: bool = True
-    """A retry needs a new attempt; ``False`` repeats EVAL on the same attempt and artifact."""
+    """Whether a retry needs a new attempt; ``False`` repeats EVAL with the same attempt and artifacts."""
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -333,20 +333,20 @@ _CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window|size)|too many tokens|
 
 
 def is_context_exceeded(said: str) -> bool:
-    """Whether an endpoint's refusal speaks of the length of the request."""
+    """Whether an endpoint's error text says that the request exceeds the model's context."""
     return _CONTEXT_WORDS.search(said) is not None
 
 
 def outcome_of_refusal(status: int | None, said: str) -> AgentOutcome:
-    """What an endpoint's error means: it refused to serve, or it did not serve. A gateway answers 502 for an engine
-    that refuses the gateway's key."""
+    """Decide whether an endpoint refused the request or could not be reached, by its status and error text. The text
+    matters because a gateway answers 502 for an engine that refuses the gateway's key."""
     refused = status in _REFUSAL_STATUSES or _KEY_REFUSED.search(said) is not None
     return AgentOutcome.MODEL_REFUSED if refused else AgentOutcome.MODEL_UNREACHABLE
 
 
 def outcome_of_model_error(error: ModelError) -> AgentOutcome:
-    """The outcome of an attempt that ended with ``error``; its ``details['status']`` is the endpoint's, if it
-    answered."""
+    """The outcome of an attempt that ended with ``error``, whose ``details['status']`` is the endpoint's status, if
+    there was a response."""
     return outcome_of_refusal(error.details.get("status"), error.message)
 
 
@@ -356,14 +356,14 @@ INFRASTRUCTURE_OUTCOMES = {
     AgentOutcome.MODEL_REFUSED: FailureKind.MODEL_REFUSED,
     AgentOutcome.CONTEXT_EXCEEDED: FailureKind.CONTEXT_EXCEEDED,
     AgentOutcome.MCP_FAILED: FailureKind.MCP_FAILED,
-    # A lost box leaves nothing that could be graded.
+    # A lost box leaves nothing to grade.
     AgentOutcome.SANDBOX_LOST: FailureKind.SANDBOX_LOST,
 }
-"""Outcomes of an act that are no work of the policy; every other outcome is graded."""
+"""Outcomes of an act that are not the policy's doing; work with any other outcome is graded."""
 
 
 def failure_of_outcome(outcome: AgentOutcome, detail: Any) -> StageFailure | None:
-    """The failure that an act's outcome stands for; ``None`` when the work is to be graded."""
+    """The failure that an act's outcome stands for; ``None`` if the work must be graded."""
     kind = INFRASTRUCTURE_OUTCOMES.get(outcome)
     if kind is None:
         return None
@@ -372,7 +372,7 @@ def failure_of_outcome(outcome: AgentOutcome, detail: Any) -> StageFailure | Non
 
 
 def failure_of_reply(stage: StageName, reply: Mapping[str, Any]) -> StageFailure | None:
-    """Why a verify response (in RUN: the answer of an agent's ``run``) has no valid verdict; ``None`` when it has."""
+    """The failure in a verify response (in RUN: the reply of an agent's ``run``); ``None`` if its verdict is valid."""
     unnamed = FailureKind.AGENT_CRASHED if stage is StageName.RUN else FailureKind.VERIFIER_FAILED
     verdict = decide_validity(reply, unnamed)
     if verdict.failure_kind is None:

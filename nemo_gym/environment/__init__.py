@@ -1,1 +1,1 @@
-"""What stands behind `SimpleResourcesServer`: rows and what of them is public, attempts and their verdicts, routes."""
+"""The implementation of `SimpleResourcesServer`: rows and their public part, attempts, verdicts, boxes and routes."""

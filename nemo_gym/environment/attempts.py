@@ -1,9 +1,9 @@
-"""Attempts of an environment: which is current, what its seed answered, and its first verdict.
+"""An environment's attempts: the current attempt of each rollout, its seed's reply, and its first verdict.
 
-A SQLite database is the truth, and one thread its only user: each question is one operation on it, so no two of them
-interleave, and what was answered survives a kill (WAL mode). Without a state directory the database is a temporary
-file. Seeds are in such a file in any case: the state of a session that they promise ends with the process. The memory
-of this process holds a bounded number of attempts, those last asked about.
+A SQLite database is the source of truth. Every query or update is one operation on it, run one at a time, so no two
+interleave, and confirmed writes survive a kill (WAL mode). Without a state directory the database is a temporary file.
+Seeds are always in a temporary file, because the session state behind a seed ends with the process. This process's
+memory caches a bounded number of attempts, the most recently used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_gym.http.client import encode_json
 from nemo_gym.storage.group_commit import SqliteWriter
 
 MAX_KNOWN = 4096
-"""Rollouts of which this process remembers in memory whether an attempt is live."""
+"""Rollouts whose newest attempt and its state this process caches in memory."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rollout (
     run_id TEXT NOT NULL, rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, closed INTEGER NOT NULL,
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class AttemptKey(NamedTuple):
-    """Which attempt a token or a session belongs to."""
+    """The identity of the attempt that a token or a session belongs to."""
 
     run_id: str
     rollout_id: str
@@ -67,7 +67,7 @@ class AttemptKey(NamedTuple):
 
 @dataclass(slots=True)
 class Seed:
-    """What a seed answered, to be answered again to the same request."""
+    """A seed's reply and session, kept to answer a repeated seed the same way."""
 
     digest: str
     reply: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Seed:
 
 @dataclass(slots=True)
 class StoredVerdict:
-    """The first verdict of an attempt. Not ``final`` when it is invalid: the same work may then be graded again."""
+    """The first verdict of an attempt. An invalid verdict is not ``final``: the same work may be graded again."""
 
     digest: str
     final: bool
@@ -84,14 +84,14 @@ class StoredVerdict:
 
 
 class _Known(NamedTuple):
-    """The newest attempt of a rollout. Zero before there is one."""
+    """The newest attempt of a rollout; 0 if it has none yet."""
 
     attempt: int = 0
     closed: bool = False
 
 
 class AttemptStore:
-    """The truth about attempts. A write is durable when it returns. Belongs to the first event loop that asks."""
+    """The database of attempts. A write is durable when it returns. Belongs to the first event loop that uses it."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -119,12 +119,12 @@ class AttemptStore:
         return db
 
     def ask(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
-        """One operation on the database, for `RowStore` as well."""
+        """Run one operation on the database; `RowStore` uses this too."""
         return self._opened_writer().call(operation)
 
     def _ask_here(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
-        """One that reads, or writes temporary tables alone: it need not wait for another thread, which takes twice as
-        long as the answer."""
+        """Run an operation that only reads, or writes only temporary tables, on this thread if the writer is idle:
+        handing it to the writer's thread takes twice as long as the operation."""
         return self._opened_writer().call_here(operation)
 
     def _opened_writer(self) -> SqliteWriter:
@@ -142,7 +142,7 @@ class AttemptStore:
         )
 
     def _remember(self, key: tuple[str, str], attempt: int, *, closed: bool) -> None:
-        """What was learnt may come late: a newer attempt and a closed one stay what they are."""
+        """Cache a rollout's state. Results may arrive out of order, so a newer or closed attempt stays."""
         known = self._known.pop(key, _Known())
         self._known[key] = max(known, _Known(attempt, closed))
         if len(self._known) > MAX_KNOWN:
@@ -168,8 +168,8 @@ class AttemptStore:
             )
 
     async def session_of(self, run_id: str, rollout_id: str, attempt: int) -> Mapping[str, Any]:
-        """The session of an open attempt. Raises `FencedError` for one that was replaced or closed, and
-        `ContractError` for one that was not seeded since this process started."""
+        """The session of an open attempt. Raises `FencedError` if the attempt was replaced or closed, and
+        `ContractError` if it was not seeded since this process started."""
         await self.require_live(run_id, rollout_id, attempt)
         key = (run_id, rollout_id)
         seed = await self._ask_here(lambda db: _seed(db, key, attempt))
@@ -181,14 +181,14 @@ class AttemptStore:
         return seed.session
 
     async def keep_session(self, run_id: str, rollout_id: str, attempt: int, session: Mapping[str, Any]) -> None:
-        """Make ``session`` the one of this attempt's calls from now on; nothing for an attempt that is over."""
+        """Store ``session`` for this attempt's next calls. Does nothing for an attempt that is over."""
         values = (_json(session), run_id, rollout_id, attempt)
         query = f"UPDATE seed SET session = ? WHERE {_ROLLOUT} AND attempt = ?"
         await self.ask(lambda db: db.execute(query, values).rowcount)
 
     async def seed_of(self, rollout: RolloutIdentity, digest: str) -> Seed | None:
-        """The stored seed of this attempt. Raises `FencedError` for an attempt that was replaced or closed, and
-        `ContractError` for one that was seeded with another row."""
+        """The stored seed of this attempt, if any. Raises `FencedError` if the attempt was replaced or closed, and
+        `ContractError` if it was seeded with another row."""
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> Seed | None:
@@ -204,13 +204,13 @@ class AttemptStore:
         return seed
 
     async def require_row(self, rollout: RolloutIdentity, digest: str) -> None:
-        """Raise `ContractError` when this attempt is open here with another row. An attempt that is closed, or that an
-        earlier process seeded, is not known by its row any more."""
+        """Raise `ContractError` if this attempt is open here with another row. The row of a closed attempt, or of one
+        that an earlier process seeded, is no longer known and not checked."""
         key = _key(rollout)
         _check_row(rollout, await self.ask(lambda db: _seed(db, key, rollout.attempt)), digest)
 
     async def enter(self, rollout: RolloutIdentity) -> RolloutIdentity | None:
-        """Make this the current attempt and fence older ones; returns the attempt that was open until now."""
+        """Make this the current attempt and fence older ones; returns the older attempt that was open, if any."""
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> _Known:
@@ -227,7 +227,7 @@ class AttemptStore:
         return rollout.model_copy(update={"attempt": before.attempt})
 
     async def keep_seed(self, rollout: RolloutIdentity, seed: Seed) -> None:
-        """Keep what was answered. Raises `FencedError` for an attempt that was replaced or closed meanwhile."""
+        """Store a seed's reply. Raises `FencedError` if the attempt was replaced or closed meanwhile."""
         key = _key(rollout)
         values = (*key, rollout.attempt, seed.digest, _json(seed.reply), _json(seed.session))
 
@@ -244,9 +244,9 @@ class AttemptStore:
         return await self.ask(lambda db: _verdict(db, key, rollout.attempt))
 
     async def admit_verdict(self, rollout: RolloutIdentity, row: str, digest: str) -> StoredVerdict | None:
-        """The final verdict to replay, or ``None`` when the work is to be graded. ``row``: as for `require_row`, which
-        this does first. Raises `FencedError` for a replaced attempt and for work other than what this attempt was
-        first judged by."""
+        """Return the final verdict to replay, or ``None`` if the work must be graded. ``row`` is the row's digest,
+        checked first as in `require_row`. Raises `FencedError` for a replaced attempt, and for work that differs from
+        the work this attempt was first judged by."""
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> StoredVerdict | None:
@@ -263,9 +263,9 @@ class AttemptStore:
     async def keep_verdict(
         self, rollout: RolloutIdentity, verdict: StoredVerdict, *, closes: bool = False
     ) -> StoredVerdict:
-        """Keep the verdict of an attempt that has none yet, or only an invalid one of the same work; the one that
-        stands then. ``closes``: the same write closes the attempt, if that is final. Raises `FencedError` where it is
-        one of other work."""
+        """Store a verdict unless a final one is stored, and return the stored one. An invalid verdict is replaced only
+        by one of the same work. With ``closes`` the same write closes the attempt if the result is final. Raises
+        `FencedError` if the stored verdict is for other work."""
         key = _key(rollout)
         values = (*key, rollout.attempt, verdict.digest, verdict.final, _json(verdict.reply))
 
@@ -290,8 +290,8 @@ class AttemptStore:
         return stored
 
     async def close(self, rollout: RolloutIdentity) -> bool:
-        """Close the attempt, known or not, so that a late seed of it is refused, and forget the row of it that was
-        deposited. Whether it was open."""
+        """Close the attempt, even an unknown one, so that a late seed of it is refused, and delete its stored row.
+        Returns whether it was open."""
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> bool:
@@ -361,7 +361,7 @@ def _known(db: sqlite3.Connection, key: tuple[str, str]) -> _Known:
 
 
 def _save(db: sqlite3.Connection, key: tuple[str, str], attempt: int, *, closed: bool) -> None:
-    """The new state of a rollout. What an earlier attempt's seed promised, or a closed one's, is over."""
+    """Write a rollout's new state and delete its seed, which belongs to an earlier or a closed attempt."""
     db.execute(f"DELETE FROM seed WHERE {_ROLLOUT}", key)
     db.execute("INSERT OR REPLACE INTO rollout VALUES (?,?,?,?)", (*key, attempt, closed))
 
@@ -386,7 +386,7 @@ def _verdict(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> Stor
 _OF_ROLLOUT = "run_id = ? AND rollout_id = ?"
 
 
-# Rows kept for agents that must not see them whole
+# Rows stored for agents, which may see only a part of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,15 +399,15 @@ class StoredRow:
 
 
 class RowStore:
-    """Rows by unguessable reference, one per attempt, for as long as the attempt lives. They are in a temporary file,
-    as seeds are: many attempts are never closed."""
+    """Rows by unguessable reference, one per attempt, kept until the attempt ends. Like seeds they are in a temporary
+    file, because many attempts are never closed."""
 
     def __init__(self, attempts: AttemptStore) -> None:
         self._attempts = attempts
 
     async def put(self, stored: StoredRow) -> str:
-        """A reference to the row; the same attempt gets the same one, and an older attempt's is forgotten. Raises
-        `InvalidBodyError` for a row that is nested too deeply."""
+        """Store the row and return a reference to it. The same attempt and row get the same reference; an older
+        attempt's is deleted. Raises `InvalidBodyError` for a row that is nested too deeply."""
         rollout, written = stored.rollout, encode_json(dict(stored.row))
         key, digest = (rollout.run_id, rollout.rollout_id), row_digest(stored.row)
         ref = f"ngr_{secrets.token_urlsafe(32)}"
@@ -425,7 +425,7 @@ class RowStore:
         return await self._attempts.ask(operation)
 
     async def get(self, ref: str) -> StoredRow:
-        """The stored row; raises `CredentialError`, because a reference is also the right to use it."""
+        """The stored row. An unknown reference raises `CredentialError`, because the reference grants access too."""
         query = "SELECT row, rollout, access FROM given WHERE ref = ?"
         found = await self._attempts.ask(lambda db: db.execute(query, (ref,)).fetchone())
         if found is None:

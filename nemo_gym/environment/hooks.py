@@ -1,4 +1,4 @@
-"""What the routes of an environment ask of the server they stand before."""
+"""The interface that an environment's routes require of its server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 MCP_PATH = "/mcp"
 ALLOWED_TOOLS_SESSION_KEY = "_ng_mcp_tools"
-"""In a session: the names of the tools it may call over MCP, where not all."""
+"""The session key for the names of the tools that may be called over MCP; absent if all may."""
 
 
 class EnvironmentHooks(Protocol):
-    """`nemo_gym.environment.server.SimpleResourcesServer`, which says what each of them means."""
+    """The hooks of `nemo_gym.environment.server.SimpleResourcesServer`, which documents each of them."""
 
     config: Any
 
@@ -32,7 +32,7 @@ class EnvironmentHooks(Protocol):
 
     @property
     def seed_session(self) -> Any:
-        """Plugins differ in what this and ``verify`` take."""
+        """A property, because plugins differ in the parameters of this hook and ``verify``."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Calls to a judge model, whose failure is never a reward."""
+"""Calls to a judge model. Its failure never becomes a reward."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ JUDGE_FAILED = "judge_failed"
 
 
 class JudgeError(Exception):
-    """A judge could not be asked, or its reply could not be read. The sample has no verdict."""
+    """A judge could not be reached, or its reply could not be read. The sample has no verdict."""
 
 
 async def reraise_judge_errors(call: Awaitable[T]) -> T:
-    """The result of ``call``; anything it raises becomes a `JudgeError` that names it."""
+    """Return the result of ``call``. Any error it raises becomes a `JudgeError` that names the error."""
     try:
         return await call
     except JudgeError:
         raise
     except Exception as error:
-        # The boundary of a judge's client code: whatever failed, the sample was not judged.
+        # The boundary of a judge's client code: after any error the sample counts as not judged.
         raise JudgeError(f"{type(error).__name__}: {error}") from error
 
 
@@ -45,7 +45,7 @@ async def call_judge(
 
 
 def judge_failsafe(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """``verify``, whose `JudgeError` becomes an invalid verdict: no reward, ``mask_sample``, the failure's class."""
+    """Wrap ``verify`` so that a `JudgeError` becomes an invalid verdict: no reward, ``mask_sample``, failure class."""
 
     @functools.wraps(verify)
     async def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Boxes that an environment makes for its attempts and lends to their agents.
 
-The environment acquires, renews, harvests and destroys; the agent server operates, by a reference whose lease can do
-nothing else. It renews when the pipeline says that it still cares (`/heartbeat`), and at no other time: a pipeline
-that was killed frees its boxes. To harvest, the borrowers are shut out first.
+The environment acquires, renews, harvests and destroys a box; the agent server operates it, by a reference whose lease
+allows nothing else. The environment renews a box only when the pipeline sends a `/heartbeat`, so the boxes of a killed
+pipeline expire. Before a harvest the borrowers' access is revoked.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from nemo_gym.sandbox.harvest import harvest_all
 log = structlog.get_logger(__name__)
 
 DEFAULT_LEASE_S = 120.0
-"""How long a box outlives the pipeline that stopped asking for it, or this server."""
+"""How long a box lives after the pipeline's last heartbeat, also if this server was killed."""
 HARVEST_TIMEOUT_S = 600.0
 LENT_TOPOLOGIES = frozenset({Topology.ENV_SANDBOXED, Topology.AGENT_IN_ENV})
 _BEATS_PER_LEASE = 4
 MAX_KEPT_BYTES = 256 << 20
-"""Of the artifacts of attempts that nobody has closed yet. Their pipeline has them, or is gone."""
+"""The limit for artifacts of unclosed attempts. Beyond it the oldest are dropped: a live pipeline already has them."""
 _FORGOTTEN_AFTER_LEASES = 10
-"""Without a word of its pipeline: the box ended long ago."""
+"""Leases without a heartbeat after which a box's record is dropped; the box itself expired long before."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _Box:
     artifacts: list[Artifact] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     seen_at: float = field(default_factory=time.monotonic)
-    """When its pipeline last asked for it."""
+    """The monotonic time of the pipeline's last heartbeat, or of the harvest."""
 
     @property
     def kept_bytes(self) -> int:
@@ -70,7 +70,7 @@ class OwnedBoxes:
     """The working boxes of one environment.
 
     Args:
-        provider: of boxes that can be lent: `Connectable` and `SupportsFencing`.
+        provider: a provider whose boxes can be lent: `Connectable` and `SupportsFencing`.
         lease_s: how long a box lives without a heartbeat.
     """
 
@@ -82,20 +82,20 @@ class OwnedBoxes:
 
     @property
     def heartbeat_s(self) -> float:
-        """How often a pipeline is asked to say that it still cares."""
+        """The interval in seconds at which a pipeline is asked to send heartbeats."""
         return self._lease_s / _BEATS_PER_LEASE
 
     def owns(self, rollout: RolloutIdentity) -> bool:
-        """Whether a box of this attempt is here, harvested or not."""
+        """Whether this process has a box of the attempt, harvested or not."""
         return AttemptKey.of(rollout) in self._boxes
 
     async def lend(self, descriptor: SessionDescriptor, needs: BoxNeeds) -> SessionDescriptor:
-        """The descriptor with a box made as it describes, and with what the agent needs, instead of the description.
-        Unchanged where the topology leaves the box to the agent.
+        """Create the box that the descriptor specifies, with what the agent needs in it, and return the descriptor
+        with a reference to the box instead of the spec. Unchanged if the topology leaves the box to the agent.
 
         Raises:
-            ConfigError: the environment and the agent want different things of the box.
-            SandboxError: it could not be made.
+            ConfigError: the environment's and the agent's requirements for the box conflict.
+            SandboxError: the box could not be created.
         """
         clause = descriptor.sandbox
         if clause is None or clause.spec is None or descriptor.placement.topology not in LENT_TOPOLOGIES:
@@ -119,15 +119,16 @@ class OwnedBoxes:
         return lent
 
     async def renew(self, rollout: RolloutIdentity) -> None:
-        """The pipeline still cares. Raises `SandboxLostError` when the box is gone, `ContractError` when there never
-        was one here."""
+        """Renew the box's lease after a heartbeat. Raises `SandboxLostError` if the box is gone, and `ContractError`
+        if this process has none for the attempt."""
         box = self._box(rollout)
         if box.artifacts is None:
             await self._provider.renew(box.handle, self._lease_s)
         box.seen_at = time.monotonic()
 
     async def harvest(self, rollout: RolloutIdentity) -> list[Artifact]:
-        """Shut the borrowers out, collect what the descriptor says, destroy the box. Asked again, the same.
+        """Revoke the borrowers' access, collect the descriptor's artifacts, and destroy the box. A repeated call
+        returns the same artifacts.
 
         Raises:
             SandboxError: the box was lost, or could not be read in time.
@@ -156,7 +157,7 @@ class OwnedBoxes:
             return box.artifacts
 
     async def release(self, rollout: RolloutIdentity) -> None:
-        """Destroy what is left of the attempt's box, also one that an earlier process of this server made."""
+        """Destroy the attempt's box, even one that an earlier process of this server created."""
         box = self._boxes.pop(AttemptKey.of(rollout), None)
         if box is None:
             await self._provider.reap(_labels(rollout))
@@ -169,7 +170,7 @@ class OwnedBoxes:
         await asyncio.gather(*(self._destroyed(box) for box in boxes if box.artifacts is None))
 
     def _forget_old(self) -> None:
-        """Many attempts are never closed: their pipeline was killed."""
+        """Drop old boxes and artifacts. Many attempts are never closed, because their pipeline was killed."""
         ended = time.monotonic() - _FORGOTTEN_AFTER_LEASES * self._lease_s
         for key, box in [*self._boxes.items()]:
             if box.seen_at < ended and not box.lock.locked():
@@ -204,11 +205,11 @@ def _labels(rollout: RolloutIdentity) -> dict[str, str]:
 
 
 class Lending:
-    """The routes by which a pipeline keeps an environment's box alive and has it harvested, and the lending at seed.
+    """The routes by which a pipeline keeps an environment's box alive and harvests it, and the lending at seed.
 
     Args:
-        owned_boxes: the environment's boxes, where it makes any.
-        ask: the attempt that a request is about, its control token checked.
+        owned_boxes: returns the environment's boxes, or ``None`` if it creates none.
+        ask: checks a request's control token and returns its attempt.
     """
 
     def __init__(
@@ -220,7 +221,8 @@ class Lending:
         self._owned_boxes, self._attempts, self._ask = owned_boxes, attempts, ask
 
     async def lent(self, descriptor: SessionDescriptor, needs: BoxNeeds) -> tuple[SessionDescriptor, dict[str, Any]]:
-        """The descriptor with a box of this environment, and what a seed's reply says of it: ``heartbeat_s``."""
+        """Lend a box if this environment creates boxes. Returns the descriptor, and fields for the seed's reply
+        (``heartbeat_s``)."""
         boxes = self._owned_boxes()
         if boxes is None:
             return descriptor, {}
@@ -235,15 +237,15 @@ class Lending:
         return lent, {"heartbeat_s": boxes.heartbeat_s}
 
     async def heartbeat(self, request: Request) -> Response:
-        """The pipeline still cares for an attempt whose box is this environment's."""
+        """Handle a pipeline's heartbeat for an attempt whose box this environment owns."""
         rollout = await self._ask(request)
         boxes = self._boxes()
         await boxes.renew(rollout)
         return JsonResponse({"heartbeat_s": boxes.heartbeat_s})
 
     async def harvest(self, request: Request) -> Response:
-        """The agent has ended: take the box from it, and answer with what is in it. It goes on when its caller
-        leaves: asked again, it answers with what it found."""
+        """Take the box back from the agent, which has ended, and return its artifacts. The harvest continues if the
+        caller disconnects; a repeated request then returns its result."""
         rollout = await self._ask(request)
         harvesting = asyncio.ensure_future(self._boxes().harvest(rollout))
         try:
@@ -254,7 +256,7 @@ class Lending:
         return JsonResponse({"artifacts": [artifact.model_dump() for artifact in artifacts]})
 
     async def release(self, rollout: RolloutIdentity) -> None:
-        """Let go of an attempt's box, if it has one."""
+        """Destroy the attempt's box, if it has one."""
         boxes = self._owned_boxes()
         if boxes is not None:
             try:

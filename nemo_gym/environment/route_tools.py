@@ -1,4 +1,4 @@
-"""An environment's tools, found among its routes: ``POST /<tool>`` whose body is one pydantic model, or nothing."""
+"""Finds an environment's tools among its routes: ``POST /<tool>`` whose body is one pydantic model, or empty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 @dataclass(frozen=True, slots=True)
 class RouteTool:
-    """One tool, as its route declares it."""
+    """One tool as declared by its route."""
 
     name: str
     path: str
@@ -28,17 +28,17 @@ class RouteTool:
     """The handler's docstring."""
     input_schema: dict[str, Any]
     output_schema: dict[str, Any] | None
-    """``None`` where the route declares no model for its answer."""
+    """``None`` if the route declares no response model."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatchAll:
-    """A route that serves many tools by name (``POST /{tool}``), and so declares none of them."""
+    """A route that serves many tools by name (``POST /{tool}``) and so declares none of them."""
 
     route: APIRoute
 
     def tool(self, name: str, input_schema: dict[str, Any], description: str | None = None) -> RouteTool:
-        """The tool ``name`` of this route. Raises `ConfigError` for a name that is none."""
+        """Declare the tool ``name`` of this route. Raises `ConfigError` for an invalid name."""
         if not _TOOL_PATH.fullmatch(f"/{name}"):
             raise ConfigError(
                 f"'{name}' cannot be the name of a tool: a letter, then up to 63 letters, digits, '_' or '-'",
@@ -48,7 +48,7 @@ class CatchAll:
 
 
 def catch_all_of(routes: Iterable[Any]) -> CatchAll | None:
-    """The one catch-all route of an application; ``None`` where there is none, or several."""
+    """The application's only catch-all route; ``None`` if it has none or several."""
     found = [
         route
         for route in routes
@@ -58,8 +58,8 @@ def catch_all_of(routes: Iterable[Any]) -> CatchAll | None:
 
 
 def tools_of(routes: Iterable[Any]) -> dict[str, RouteTool]:
-    """The tools among an application's routes, by name, in the order they were added. The suite's own routes, those
-    with parameters in path, query or header, and those with several bodies are none."""
+    """The tools among an application's routes, by name, in the order they were added. The suite's own routes, and
+    routes with path, query or header parameters or with several body parameters, are not tools."""
     tools: dict[str, RouteTool] = {}
     for route in routes:
         if isinstance(route, APIRoute) and (tool := _tool(route)) is not None:

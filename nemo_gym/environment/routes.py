@@ -1,11 +1,10 @@
 """The routes of every environment, and the rules they enforce whatever a plugin does.
 
-Who may ask what: a pipeline seeds, verifies and closes with the attempt's control token; an operator may verify again;
-an agent reaches seed, verify and close only with the row reference that was made for its attempt, and never sees more
-than the public part of a row or a verdict. A server without credentials (a plugin in its own tests) behaves like
-NeMo Gym's.
+Permissions: a pipeline seeds, and verifies and closes with the attempt's control token; an operator may verify again;
+an agent may call seed, verify and close only with the row reference made for its attempt, and by default sees only the
+public part of a row or a verdict. A server without credentials (a plugin in its own tests) behaves like NeMo Gym's.
 
-Whatever a plugin's grading hook does, its outcome becomes the fields of a result row here.
+This module also turns the outcome of a plugin's grading hook, including any error, into fields of a result row.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ VERDICTS = Counter("nemo_gym_verdicts", "Verdicts by outcome: valid, or the kind
 
 
 def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:
-    """What identifies the work of an attempt: its response and what was harvested."""
+    """A digest that identifies an attempt's work: its response and its artifacts."""
     digest = hashlib.sha256(orjson.dumps(response, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS))
     for artifact in artifacts:
         content = artifact.sha256 or hashlib.sha256(artifact.data.encode()).hexdigest()
@@ -85,7 +84,7 @@ def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:
 
 
 def reply_fields(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """What a NeMo Gym ``verify`` returned, with its verdict made explicit and without the request it repeats."""
+    """The fields of a NeMo Gym ``verify`` reply, without the request it repeats and with its verdict made explicit."""
     fields = {key: value for key, value in reply.items() if key not in (PARAMS_KEY, RESPONSE_KEY)}
     return {**fields, **decide_validity(reply).as_fields()}
 
@@ -98,7 +97,7 @@ class Grader:
         self._hook: PluginCall | None = None
 
     async def nemo_verify(self, request: Request, row: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a NeMo Gym caller that names no attempt: what ``verify`` returns, and nothing more."""
+        """The reply to a NeMo Gym caller that names no attempt: just what ``verify`` returns."""
         server = self._server
         if server.overrides("grade") and not server.overrides("verify"):
             response = row.pop(RESPONSE_KEY, None) or {}
@@ -123,7 +122,8 @@ class Grader:
         artifacts: Sequence[Artifact],
         rollout: RolloutIdentity,
     ) -> dict[str, Any]:
-        """The verdict of an attempt as fields of its result row. Every failure of ours becomes an invalid verdict."""
+        """The verdict of an attempt as fields of its result row. Every error but a wrong body becomes an invalid
+        verdict."""
         with step("verify", has_span=False) as grading:
             fields = await self._graded(request, row, response, artifacts, rollout)
             outcome = "valid" if fields["valid"] else str(fields.get("failure_kind") or "invalid")
@@ -156,7 +156,7 @@ class Grader:
             log.warning("no verdict", rollout_id=rollout.rollout_id, code=error.code, error=error.message)
             return verdict_of_error(error).as_fields()
         except Exception as error:
-            # The boundary of plugin code: whatever the grader raised, it is not a reward.
+            # The boundary of plugin code: no error of a grader may become a reward.
             log.exception("verify failed", rollout_id=rollout.rollout_id)
             reason = f"verify raised {type(error).__name__}; the environment's log has the traceback"
             return Verdict.invalid(FailureKind.VERIFIER_FAILED, reason).as_fields()
@@ -165,7 +165,7 @@ class Grader:
 ATTEMPT_SESSION_KEY = "_ng_attempt"
 ROW_REF_SESSION_KEY = "_ng_row_ref"
 RESOURCES_SESSION_KEY = "resources_session_id"
-"""In bodies of NeMo Gym's session protocol."""
+"""The session id in bodies of NeMo Gym's session protocol."""
 CONTROL_SUBJECT = "environment"
 BASE_ROUTES = frozenset(
     {
@@ -189,13 +189,13 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Asked:
-    """One request, resolved: who asks, about which attempt, with which row."""
+    """A resolved request: its caller, its attempt and its row."""
 
     caller: Caller | None
     envelope: SessionEnvelope | None
     row: dict[str, Any]
     seeded_row: Mapping[str, Any]
-    """The row as its attempt was given it, whatever an agent added."""
+    """The row as given to its attempt, without fields that an agent added."""
     access: RowAccess = RowAccess.FULL
     row_ref: str | None = None
 
@@ -216,7 +216,7 @@ class EnvironmentRoutes:
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
         self._mcp: McpEndpoint | None = None
         self._steps: StepRewards | None = None
-        # With nothing to release at an attempt's end, its verdict may be that end.
+        # If nothing has to be released when an attempt ends, its valid verdict may close it.
         self._closes = not any(map(server.overrides, ("close_session", "owned_boxes")))
 
     def install(self, app: FastAPI) -> None:
@@ -241,18 +241,18 @@ class EnvironmentRoutes:
             self._mcp = McpEndpoint(self._server, self.attempts, app)
 
     def around(self, app: FastAPI) -> ASGIApp:
-        """An application that a plugin built itself, with what its attempts need around it."""
+        """Wrap an application that a plugin built itself: a stepped one gets its rewards counted."""
         if not is_stepped(app.routes):
             return app
         self._steps, self._closes = StepRewards(app, self.rows), False
         return self._steps
 
     def authenticates_itself(self, scope: Scope) -> bool:
-        """Whether the route of a request checks tokens of another kind than callers' credentials."""
+        """Whether the request's route checks another kind of token than callers' credentials."""
         return bool(scope["path"] == MCP_PATH) and self._server.exposes_mcp()
 
     async def guard(self, path: str, session: Mapping[str, Any]) -> None:
-        """Refuse a tool call whose attempt is over. The base routes judge for themselves."""
+        """Raise `FencedError` for a tool call whose attempt is over. The base routes check this themselves."""
         if path not in BASE_ROUTES and (attempt := session.get(ATTEMPT_SESSION_KEY)):
             await self.attempts.require_live(*attempt)
 
@@ -280,8 +280,8 @@ class EnvironmentRoutes:
     async def _asked_by_agent(
         self, request: Request, caller: Caller, envelope: SessionEnvelope | None, body: dict[str, Any]
     ) -> _Asked:
-        # An agent that rebuilds its bodies from typed fields loses the reference; its client's header and its seed's
-        # cookie still have it.
+        # An agent that rebuilds bodies from typed fields drops the reference, but its client's header and its seed's
+        # cookie still carry it.
         ref = envelope.row_ref if envelope is not None else None
         ref = ref or request.headers.get(ROW_REF_HEADER) or request.session.get(ROW_REF_SESSION_KEY)
         if ref is None:
@@ -318,11 +318,11 @@ class EnvironmentRoutes:
             check_control_token(self._control_key, CONTROL_SUBJECT, rollout, token)
 
     async def _once(self, kind: str, rollout: RolloutIdentity, digest: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Run ``work`` once for concurrent requests about the same thing. It goes on when a requester leaves: what it
-        finds out is what the requester will be told when it asks again.
+        """Run ``work`` once for concurrent requests with the same key. It continues when a requester disconnects, so
+        that a repeated request gets its result.
 
-        Who comes here because the store knew nothing yet, joins the work that is under way: the store answers in the
-        order in which it is asked, so it told this requester before it took what that work keeps.
+        A requester that found nothing in the store joins the running work. The store runs its operations in order, so
+        it looked for this requester before that work stored its result, and the work is still registered here.
         """
         key = (kind, digest, f"{rollout.run_id}/{rollout.rollout_id}", rollout.attempt)
         task = self._running.get(key)
@@ -335,7 +335,7 @@ class EnvironmentRoutes:
     def _finished(self, key: tuple[str, str, str, int], task: asyncio.Task[Any]) -> None:
         self._running.pop(key, None)
         if not task.cancelled():
-            task.exception()  # retrieved here too, for a requester that has left
+            task.exception()  # mark it as retrieved, in case the requester has disconnected
 
     # -- seed ----------------------------------------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class EnvironmentRoutes:
                 session[ALLOWED_TOOLS_SESSION_KEY] = [*names]
             descriptor = self._mcp.offered(descriptor)
             reply.setdefault("mcp", self._mcp.nemo_metadata(rollout))
-        needs = asked.envelope.box_needs  # who says none will not care for a box
+        needs = asked.envelope.box_needs  # a pipeline that states none will send no heartbeats for a box
         if needs is not None and (asked.caller is None or asked.caller.role is Role.PIPELINE):
             descriptor, more = await self._lending.lent(descriptor, needs)
             reply |= more
@@ -402,7 +402,7 @@ class EnvironmentRoutes:
         return plain(await self._seed_hook(request, row))
 
     async def close_session(self, request: Request) -> Response:
-        """The end of a session that a caller of NeMo Gym's session protocol seeded under an id of its own."""
+        """Close a session that a caller of NeMo Gym's session protocol seeded under its own id."""
         require_role(request, Role.PIPELINE, Role.OPERATOR)
         body = await parse_json_object(request)
         if self._close_session_hook is not None:
@@ -474,7 +474,7 @@ class EnvironmentRoutes:
         return await self.attempts.keep_verdict(rollout, verdict, closes=closes)
 
     async def _again(self, request: Request, asked: _Asked, response: dict[str, Any]) -> dict[str, Any]:
-        """Grade stored work once more, for an operator; the first verdict stays what it is."""
+        """Grade stored work once more, for an operator; the first verdict is not changed."""
         assert asked.envelope is not None
         if self._server.reverify_mode().value == "unsupported":
             raise ContractError(
@@ -491,7 +491,7 @@ class EnvironmentRoutes:
         caller = require_role(request, Role.PIPELINE, Role.AGENT)
         body = await parse_json_object(request)
         if caller is not None and caller.role is Role.AGENT:
-            # The end of a `/run`, which nobody else closes.
+            # An attempt of an agent's own `/run` is closed by nobody else.
             if not isinstance(ref := body.get("row_ref"), str):
                 raise RoleError("/close: an agent needs the row reference of its attempt", route="/close")
             asked = validated(RolloutIdentity, body.get("rollout"), "'rollout'")
@@ -524,7 +524,7 @@ class EnvironmentRoutes:
         return JsonResponse({"row_ref": ref, "public_row": self._server.public_row(row)})
 
     async def row_prompts(self, request: Request) -> Response:
-        """Which of these rows give their agents no prompt: ``{"without": {"<position>": why}}``."""
+        """Report which of these rows give their agents no prompt: ``{"without": {"<position>": reason}}``."""
         require_role(request, Role.PIPELINE, Role.OPERATOR)
         rows = (await parse_json_object(request)).get("rows")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -541,7 +541,7 @@ class EnvironmentRoutes:
         return JsonResponse({"without": without})
 
     async def verdict(self, request: Request) -> Response:
-        """The stored verdict of an attempt whose agent asked for it by itself."""
+        """Return the stored verdict of an attempt whose agent had it verified itself."""
         rollout = await self._ask_rollout(request, Role.PIPELINE, Role.OPERATOR)
         stored = await self.attempts.verdict_of(rollout)
         if stored is None and self._steps is not None and (episode := self._steps.episode_of(rollout)) is not None:
@@ -578,7 +578,7 @@ class EnvironmentRoutes:
         return validated(RolloutIdentity, (await parse_json_object(request)).get("rollout"), "'rollout'")
 
     async def finish(self) -> None:
-        """Let go of what is running, at shutdown."""
+        """Cancel running work and close the stores, at shutdown."""
         running = [*self._running.values()]
         for task in running:
             task.cancel()
@@ -589,7 +589,7 @@ class EnvironmentRoutes:
 
 
 def attempt_of(request: Request) -> AttemptKey:
-    """The attempt in whose session a tool is called. Raises `ContractError` for a session that was opened for none."""
+    """The attempt in whose session a tool is called. Raises `ContractError` if the session belongs to no attempt."""
     if not (attempt := request.session.get(ATTEMPT_SESSION_KEY)):
         raise ContractError(f"{request.url.path} needs the session of an attempt: the cookies of its seed")
     return AttemptKey(*attempt)

@@ -1,7 +1,7 @@
-"""The base of every environment.
+"""The base class of every environment.
 
 A new environment implements ``open_session`` (what an agent may know), ``grade`` (the verdict) and perhaps
-``gold_solution``. A NeMo Gym plugin implements ``verify`` and perhaps ``seed_session``, with tools as plain POST
+``gold_solution``. A NeMo Gym plugin implements ``verify`` and perhaps ``seed_session``, and has tools as plain POST
 routes; it works unmodified. Either way the routes of `nemo_gym.environment.routes` enforce the session contract.
 """
 
@@ -83,9 +83,9 @@ __all__ = [
 NEMO_GYM_MCP_METADATA_KEY = "mcp"
 NEMO_GYM_MCP_SESSION_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
 _COLLECTED = "collected"
-"""The harvest of `SimpleResourcesServer.boxed_session`."""
+"""The name of the harvest item of `SimpleResourcesServer.boxed_session`."""
 GRADING_LEASE_S = 120.0
-"""How long a box of `SimpleResourcesServer.grading_box` outlives a server that is killed."""
+"""How long a box of `SimpleResourcesServer.grading_box` outlives a killed server."""
 
 log = structlog.get_logger(__name__)
 
@@ -94,7 +94,7 @@ class ReverifyMode(StrEnum):
     """Whether stored work can be graded again."""
 
     STATELESS = "stateless"
-    """Grading needs the row, the response and the artifacts only."""
+    """Grading needs only the row, the response and the artifacts."""
     UNSUPPORTED = "unsupported"
     """The reward needs state of the live session."""
     UNKNOWN = "unknown"
@@ -104,13 +104,13 @@ class BaseResourcesServerConfig(BaseRunServerInstanceConfig):
     """Configuration of an environment."""
 
     REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.UNKNOWN
-    """A property of the implementation, where NeMo Gym's plugins state it."""
+    """A property of the implementation, declared here because NeMo Gym's plugins set it on their configuration."""
 
     expose_tools_over_mcp: bool = False
-    """Serve the tools (typed ``POST /<tool>`` routes) at ``/mcp`` as well, also where the class's ``tool_access`` does
+    """Serve the tools (typed ``POST /<tool>`` routes) at ``/mcp`` as well, even if the class's ``tool_access`` does
     not name ``mcp``. Needs the extra ``mcp``."""
     state_dir: CommandPath | None = None
-    """Where verdicts are kept so that they survive a restart; default: the run's directory, else memory."""
+    """The directory that keeps verdicts across restarts; default: the run's directory, else a temporary file."""
 
 
 class BaseResourcesServer(BaseServer):
@@ -140,25 +140,25 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         return ""
 
     def public_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What of a row an agent may see: ``responses_create_params`` without ``metadata`` (allow-listed keys
-        excepted) and the run's numbering."""
+        """The part of a row that an agent may see: ``responses_create_params`` without ``metadata`` (except for
+        allow-listed keys) and the run's numbering."""
         return public_row(row, self.public_metadata_keys)
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
-        """What the agent of this attempt may know. Default: no world (topology ``none``).
+        """Return what the agent of this attempt may know. Default: no world (topology ``none``).
 
-        Called once per attempt, however often it is seeded. Raise `RowError` for a row that is no task of this
-        environment, and other `NemoGymError` for what failed; a failed seed may be asked for again.
+        Called once per attempt, however often it is seeded. Raise `RowError` for a row that is not a task of this
+        environment, and another `NemoGymError` for other failures; a failed seed may be requested again.
         """
         return SessionDescriptor(environment=self.config.name, task_id=rollout.task_id, rollout=rollout)
 
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
     ) -> Verdict:
-        """Judge the work of one attempt. Needs no state from seed. Default: what ``verify`` says.
+        """Judge the work of one attempt, without state from its seed. Default: the verdict of ``verify``.
 
-        Raised errors become invalid verdicts: `SandboxError` and its kin by their kind, anything else as a failure
-        of the verifier. What the work itself can cause must be graded, not raised.
+        Raised errors become invalid verdicts: `SandboxError` and its like by their kind, anything else as a failure of
+        the verifier. A failure that the work itself can cause must be graded, not raised.
         """
         body = {**row, RESPONSE_KEY: response}
         reply = plain(await PluginCall(self.verify)(Request({"type": "http", "session": {}, "headers": []}), body))
@@ -169,23 +169,24 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         return None
 
     def owned_boxes(self) -> OwnedBoxes | None:
-        """The boxes this environment makes for its attempts and lends to their agents. Default ``None``: agents make
-        the boxes that descriptors describe."""
+        """The boxes that this environment creates for its attempts and lends to their agents. Default ``None``: agents
+        create the boxes that descriptors specify."""
         return None
 
     async def close_session(self, rollout: RolloutIdentity) -> None:
-        """Release what belongs to an attempt. Called once, when it is closed or fenced; where no class overrides it, a
-        valid verdict ends the attempt."""
+        """Release what belongs to an attempt. Called once, when the attempt is closed or fenced. If no class overrides
+        this, a valid verdict ends the attempt."""
 
     def boxed_session(
         self, rollout: RolloutIdentity, *, collect: Sequence[str] = (), workdir: str = "/home/task", **spec: Any
     ) -> SessionDescriptor:
-        """A descriptor for work in a box, for `open_session`: the class's ``topologies``, the first being the default.
+        """A descriptor for work in a box, for `open_session`. The class's ``topologies`` are supported, the first is
+        the default.
 
         Args:
             rollout: the attempt.
-            collect: files that the agent leaves, for `collected`; relative ones are in ``workdir``.
-            workdir: where the agent works; relative paths of ``files`` (path → text) are there.
+            collect: files to harvest for `collected`; relative paths are below ``workdir``.
+            workdir: the agent's working directory; relative paths of ``files`` (path → text) are below it too.
             spec: further fields of `SandboxSpecModel`: ``image``, ``files``, ``env``, ``resources``, …
         """
         from nemo_gym.contract.session import FilesHarvest, Placement, SandboxClause, SandboxSpecModel, Topology
@@ -203,7 +204,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         )
 
     def collected(self, artifacts: Sequence[Artifact], path: str, *, workdir: str = "/home/task") -> str | None:
-        """The text of a file that `boxed_session` was told to collect; ``None`` where there is none. Untrusted."""
+        """The text of a file that `boxed_session` collected; ``None`` if it does not exist. Untrusted."""
         from nemo_gym.sandbox.harvest import harvested_file
 
         content = harvested_file(artifacts, _COLLECTED, posixpath.join(workdir, path))
@@ -212,10 +213,10 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     # -- boxes of this environment's own -------------------------------------------------------------------------
 
     def box_provider(self) -> SandboxProvider:
-        """The provider that the configuration's ``sandbox_provider`` means, ended with this server.
+        """The provider that the configuration's ``sandbox_provider`` names, closed with this server.
 
         Raises:
-            ConfigError: the configuration has no ``sandbox_provider``, or none that can be used.
+            ConfigError: the configuration has no usable ``sandbox_provider``.
         """
         if self._box_owner is None:
             from nemo_gym.sandbox.facade import SandboxOwner
@@ -232,15 +233,15 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
     @asynccontextmanager
     async def grading_box(self, rollout: RolloutIdentity, **spec: Any) -> AsyncIterator[AsyncSandbox]:
-        """A fresh box for `grade`, destroyed when the block ends; when this server is killed, its lease ends it.
+        """A fresh box for `grade`, destroyed when the block ends. If this server is killed, the box's lease expires.
 
         Args:
             rollout: the attempt that is graded; the box is labelled with it.
-            spec: fields of `SandboxSpec`. Its network is ``none`` unless they say otherwise.
+            spec: fields of `SandboxSpec`. The network is ``none`` by default.
 
         Raises:
             ConfigError: see `box_provider`.
-            SandboxError: there is no such box to be had; raised out of `grade`, it makes the verdict invalid.
+            SandboxError: the box could not be created. Raised out of `grade`, it makes the verdict invalid.
         """
         from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
         from nemo_gym.sandbox.base import box_labels
@@ -260,7 +261,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     async def seed_session(
         self, body: ResourcesSeedSessionRequest | BaseSeedSessionRequest
     ) -> ResourcesSeedSessionResponse | BaseSeedSessionResponse:
-        """Prepare a session; may also take the ``Request``. Its reply goes to the agent."""
+        """Prepare a session; an override may also take the ``Request``. The reply goes to the agent."""
         from nemo_gym.http.environment_bodies import (
             BaseSeedSessionResponse,
             ResourcesSeedSessionRequest,
@@ -278,25 +279,26 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         return ResourcesCloseSessionResponse(resources_session_id=body.resources_session_id)
 
     async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-        """Judge a response; may also take the ``Request``."""
+        """Judge a response; an override may also take the ``Request``."""
         raise NotImplementedError(f"{type(self).__name__} implements neither grade() nor verify()")
 
     def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool] | None:
-        """The tools to serve over MCP. Default: ``harvested``, those of the typed routes.
+        """The tools to serve over MCP. Default: ``harvested``, the tools of the typed routes.
 
-        Leave some out, add those of a route that serves many (``catchall.tool(name, input_schema, description)``), or
-        return nothing for none. ``catchall`` is ``None`` unless there is exactly one route ``POST /{name}``.
+        An override may omit some, add tools of a catch-all route (``catchall.tool(name, input_schema, description)``),
+        or return ``None`` to serve none. ``catchall`` is ``None`` unless there is exactly one route ``POST /{name}``.
         """
         return harvested
 
     def mcp_allowed_tools_for_session(self, seed_body: dict[str, Any]) -> list[str] | None:
-        """Names of the tools that the attempt of this row may call over MCP. Default ``None``: all."""
+        """The names of the tools that this row's attempt may call over MCP. Default ``None``: all."""
         return None
 
     def reverify_mode(self) -> ReverifyMode:
-        """What the class or its configuration's class says; environments with ``grade`` are stateless otherwise."""
+        """The mode declared by the class or by its configuration class; without one, an environment with ``grade`` is
+        stateless."""
         for said in (self.REVERIFY_MODE, self.config.REVERIFY_MODE):
-            if (mode := ReverifyMode(said)) is not ReverifyMode.UNKNOWN:  # a plugin may state it as text
+            if (mode := ReverifyMode(said)) is not ReverifyMode.UNKNOWN:  # a plugin may declare it as a string
                 return mode
         return ReverifyMode.STATELESS if self.overrides("grade") else ReverifyMode.UNKNOWN
 
@@ -337,7 +339,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         }
 
     def exposes_mcp(self) -> bool:
-        """Whether the tools are served over MCP: ``tool_access`` of the class names it, or the configuration does."""
+        """Whether the tools are served over MCP, by the class's ``tool_access`` or by the configuration."""
         return self.config.expose_tools_over_mcp or "mcp" in (getattr(type(self), "tool_access", None) or ())
 
     def _attempt_store(self) -> AttemptStore:
@@ -354,7 +356,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
 
 def __getattr__(name: str) -> Any:
-    """The rest of ``__all__``, which needs OpenAI's types: imported by the plugins that use it."""
+    """Import the rest of ``__all__`` when a plugin uses it, because it needs OpenAI's types."""
     if name in __all__:
         from nemo_gym.http import environment_bodies as wire
 

@@ -1,8 +1,8 @@
-"""Rewards of environments that are stepped through: ``POST /reset``, then ``POST /step`` until it ends.
+"""Rewards of stepped environments: an agent calls ``POST /reset``, then ``POST /step`` until the episode ends.
 
-NeMo Gym's gymnasium plugins have no ``verify``: their agent adds up what ``/step`` answered and reports the sum. Here
-an agent reports no reward of its own, so the environment's server adds up what its own route answered, by attempt. And
-an agent has no private field of its row, so they are put back into what it posts.
+NeMo Gym's gymnasium plugins have no ``verify``: their agent sums the rewards of ``/step`` and reports the sum. Here an
+agent may not report its own reward, so the environment's server sums the rewards of its own route, per attempt. An
+agent also lacks the private fields of its row, so the server adds them to the bodies it posts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from nemo_gym.http.requests import parse_json_object
 
 _STEPPED = ("/reset", "/step")
 MAX_STEP_BYTES = 16 << 20
-"""Of a step's answer that is looked into."""
+"""Bytes of a step's response beyond which no more of it is collected for its reward."""
 
 
 @dataclass
 class Episode:
-    """The first episode of an attempt: another ``/reset`` begins nothing that counts."""
+    """The first episode of an attempt; episodes after another ``/reset`` do not count."""
 
     reward: float = 0.0
     steps: int = 0
     resets: int = 0
-    """That the environment answered: the second one leaves the episode as it is, so that a good step cannot be had
-    again and again, and no beginning be chosen."""
+    """Successful resets. The second one ends the counted episode, so that an agent can neither repeat a good step nor
+    choose among starting states."""
     terminated: bool = False
     truncated: bool = False
 
@@ -43,11 +43,11 @@ class Episode:
         return self.terminated or self.truncated or self.resets > 1
 
     def began(self, status: int) -> None:
-        """A ``/reset`` was answered."""
+        """Record the status of a ``/reset``."""
         self.resets += status == 200
 
     def add(self, status: int, body: bytes) -> None:
-        """Count what a step answered, unless the episode is over."""
+        """Add a step's reward, unless the episode is over."""
         try:
             answer: Any = orjson.loads(body) if status == 200 else None
         except orjson.JSONDecodeError:
@@ -71,7 +71,7 @@ def is_stepped(routes: list[Any]) -> bool:
 
 
 class StepRewards:
-    """Around the application of a stepped environment."""
+    """Wraps the application of a stepped environment, and counts its rewards."""
 
     def __init__(self, app: ASGIApp, rows: RowStore) -> None:
         self._app = app
@@ -79,7 +79,7 @@ class StepRewards:
         self._episodes: dict[AttemptKey, Episode] = {}
 
     def episode_of(self, rollout: RolloutIdentity) -> Episode | None:
-        """What an attempt has earned; ``None`` for one that took no step."""
+        """The episode of an attempt; ``None`` if it has taken no step."""
         episode = self._episodes.get(AttemptKey.of(rollout))
         return episode if episode is not None and episode.steps else None
 
@@ -107,7 +107,7 @@ class StepRewards:
             elif message["type"] == "http.response.body" and len(answer) <= MAX_STEP_BYTES:
                 answer.extend(message.get("body", b""))
             if message["type"] == "http.response.body" and not message.get("more_body"):
-                # Before the agent hears of it: whoever asks for the verdict next, gets this step's reward too.
+                # Count before the agent gets the response, so that a verdict requested next includes this step.
                 if scope["path"] == "/reset":
                     episode.began(status)
                 else:

@@ -1,11 +1,10 @@
-"""Processes for computations that may take any time or memory: each answers one question at a time, and is killed when
-it takes too long.
+"""Runs computations of unbounded time or memory in worker processes, one call at a time, and kills overdue ones.
 
-A regular expression or symbolic algebra over what an agent wrote can run for hours and holds the interpreter's lock
-all the while, so neither an event loop nor a thread can bound it. A process can be killed. Starting one costs a few
-hundred milliseconds of imports; here a process that has answered waits for the next question.
+A regular expression or symbolic algebra over an agent's output can run for hours while it holds the interpreter's
+lock, so neither an event loop nor a thread can bound it. A process can be killed. Starting one costs a few hundred
+milliseconds of imports, so a process that has answered waits for the next call.
 
-This file is both sides: the pool, and, run as a program, the process. They exchange JSON, its length before it.
+This file is both sides: the pool, and, run as a program, the worker process. They exchange length-prefixed JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from enum import StrEnum
 from typing import IO, Any
 
 STARTUP_TIMEOUT_S = 60.0
-"""For the imports and the first answer of a new process, on a busy machine."""
+"""The limit for a new process's imports and first answer; generous, for a busy machine."""
 MEMORY_BYTES = 2 * 1024**3
-"""Address space of one process."""
+"""The address space limit of one process."""
 _LENGTH = struct.Struct("!Q")
 _PR_SET_PDEATHSIG = 1
 
@@ -42,10 +41,10 @@ class Ending(StrEnum):
 
     ANSWERED = "answered"
     FAILED = "failed"
-    """The function raised; out of memory is one way."""
+    """The function raised an error, ``MemoryError`` included."""
     TIMED_OUT = "timed_out"
     DIED = "died"
-    """The process ended instead of answering: killed from outside, or a crash of the interpreter."""
+    """The process ended without answering: it was killed from outside, or the interpreter crashed."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,11 @@ class Answer:
     ending: Ending
     value: Any = None
     said: str = ""
-    """What the function raised, for ``failed``."""
+    """The function's error text, for ``failed``."""
 
 
 class _Turn:
-    """One question's hold on a process, which the clock and a caller that leaves may end from their own threads."""
+    """One question's hold on a process. The timer and a cancelled caller may end it from their own threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,19 +77,19 @@ class _Turn:
                 self._process.kill()
 
     def let_go(self) -> Ending | None:
-        """The process may serve others from now on, if the turn was not ended (``None``)."""
+        """Release the process. Returns ``None`` if it may serve other questions, else how the turn was ended."""
         with self._lock:
             self._process = None
             return self._ended
 
 
 class WorkerPool:
-    """Asks ``function`` in at most ``workers`` processes, made when they are needed. Belongs to no event loop.
+    """Calls ``function`` in at most ``workers`` processes, started on demand. Not tied to an event loop.
 
     Args:
-        function: ``module:name`` of what answers: keyword arguments and result are JSON.
-        warm_up: a question that a new process answers first, so that no caller's time limit pays for its imports.
-        missing: what to do when the function cannot be imported or the first question fails, for the error.
+        function: the ``module:name`` to call; its keyword arguments and result are JSON.
+        warm_up: arguments of a first call in each new process, so that imports do not count against a caller's limit.
+        missing: advice for the error message if the function cannot be imported or the first call fails.
     """
 
     def __init__(
@@ -110,8 +109,8 @@ class WorkerPool:
         self._generation = 0
 
     async def ask(self, question: Mapping[str, Any], *, timeout_s: float) -> Answer:
-        """Ask one process. The time limit counts from when a process has the question; when the caller leaves, its
-        process is killed.
+        """Call the function in one process. The time limit starts when a process gets the question; if the caller is
+        cancelled, the process is killed.
 
         Raises:
             VerifierError: no process can be started, or the function raised an error of this suite.
@@ -133,7 +132,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """End the processes that wait, and those that answer once they have. Asked again, the pool starts new ones."""
+        """End idle processes now and busy ones once they have answered. A later call starts new processes."""
         with self._lock:
             self._generation += 1
             idle, self._idle = self._idle, []
@@ -148,7 +147,7 @@ class WorkerPool:
         with self._lock:
             generation = self._generation
             process = self._idle.pop() if self._idle else None
-        if process is not None and process.poll() is not None:  # it died while it waited
+        if process is not None and process.poll() is not None:  # it died while idle
             _discard(process)
             process = None
         process = process or self._start(turn)
@@ -164,8 +163,8 @@ class WorkerPool:
         return answer
 
     def _start(self, turn: _Turn) -> subprocess.Popen[bytes]:
-        """A process that has answered once. Only an executor's thread may start one: the kernel ends the process with
-        the thread that started it."""
+        """Start a process and wait for its first answer. Only an executor's thread may do this: the kernel kills the
+        process when the thread that started it ends."""
         process = subprocess.Popen(
             [sys.executable, "-P", "-X", "utf8", __file__, self.function],
             stdin=subprocess.PIPE,
@@ -188,7 +187,7 @@ class WorkerPool:
 
 
 def _verifier_error(message: str) -> Exception:
-    from nemo_gym.contract.errors import VerifierError  # this file is a program too, which starts without the suite
+    from nemo_gym.contract.errors import VerifierError  # imported here, because the worker starts without the suite
 
     return VerifierError(message)
 
@@ -220,7 +219,7 @@ def _discard(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with contextlib.suppress(OSError):  # what was not written yet
+        with contextlib.suppress(OSError):  # raised if buffered data cannot be flushed
             pipe.close()
 
 
@@ -232,7 +231,7 @@ def _write(stream: IO[bytes], message: Mapping[str, Any]) -> None:
 
 
 def _read(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next message, ``None`` at the end."""
+    """Read the next message; ``None`` at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -246,11 +245,11 @@ def _read(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _serve(function: str) -> None:
-    """Answer questions until nobody asks any more."""
+    """Answer questions until the pool closes the pipe."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     silence = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # nothing else may write where the answers go
+    for descriptor in (0, 1, 2):  # keep the function's own output out of the replies
         os.dup2(silence, descriptor)
     hello = _read(questions)
     if hello is None:
@@ -258,12 +257,12 @@ def _serve(function: str) -> None:
     sys.path[:] = hello["path"]
     resource.setrlimit(resource.RLIMIT_AS, (hello["memory_bytes"], hello["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logging.disable(logging.CRITICAL)  # it would repeat what an agent wrote
+    logging.disable(logging.CRITICAL)  # logs would repeat an agent's text
     module, _, name = function.partition(":")
     try:
         answer = getattr(importlib.import_module(module), name)
         answer(**hello["warm_up"])
-    except Exception as error:  # noqa: BLE001 - whatever it was, the pool says it
+    except Exception as error:  # noqa: BLE001 - the pool reports any error
         _write(replies, {"ending": Ending.FAILED, "said": _error_text(error)})
         return
     _write(replies, {"ending": Ending.ANSWERED})
@@ -274,7 +273,7 @@ def _serve(function: str) -> None:
             reply = {"ending": Ending.ANSWERED, "value": answer(**question)}
         except NemoGymError as error:
             reply = {"ending": Ending.FAILED, "value": "refused", "said": error.message}
-        except Exception as error:  # noqa: BLE001 - the boundary of code that reads what an agent wrote
+        except Exception as error:  # noqa: BLE001 - the boundary of code that reads an agent's text
             reply = {"ending": Ending.FAILED, "said": _error_text(error)}
         _write(replies, reply)
 

@@ -1,4 +1,4 @@
-"""What trainers drive: agents as runners, sessions of the gateway, scored trajectories in TransferQueue."""
+"""The framework for trainers: it runs agents in gateway sessions, and puts scored trajectories into TransferQueue."""
 
 from nemo_gym.framework.config import FrameworkConfig, RunnerConfig
 from nemo_gym.framework.framework import (

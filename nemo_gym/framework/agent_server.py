@@ -1,5 +1,5 @@
-"""An agent server of this suite as a runner: seed, act, harvest and verify with the servers of a running stack, while
-the framework's own gateway holds the session."""
+"""Uses an agent server of this suite as a runner: seed, act, harvest and verify with the servers of a running stack,
+and with a session of the framework's own gateway."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from nemo_gym.stack.endpoints import find_stack
 from nemo_gym.stack.stack import pipeline_client
 
 _NO_RUN = RolloutRunConfig(input=Path("unused.jsonl"), output=Path("unused.jsonl"))
-"""A run of nothing: its keys have their defaults."""
+"""A run configuration with default values, for checks that need one; nothing is run with it."""
 
 
 class AgentServerRunner:
     """Runs samples with one agent server.
 
-    A sample's row is its ``extra_info`` with the prompt as ``responses_create_params.input``. What is private in it
-    goes to the environment alone.
+    A sample's row is its ``extra_info`` with the prompt as ``responses_create_params.input``. Only the environment
+    receives the private part of the row.
     """
 
     def __init__(self, agent: str, *, client: ServerClient | None = None, run_dir: Path | None = None) -> None:
@@ -41,8 +41,8 @@ class AgentServerRunner:
         self._servers: Servers | None = None
 
     async def run(self, session: OpenSession, sample: PromptSample) -> Score:
-        """One session's rollout, and the environment's verdict. Raises `StageError`; of a kind that another attempt
-        may not have, `SessionLostError`."""
+        """Run one session's rollout, and return the environment's verdict. Raises `SessionLostError` for a retryable
+        failure, and otherwise the original error, such as `StageError`."""
         servers = await self._checked()
         stage = StageName.INIT
         attempt = Attempt(
@@ -78,13 +78,13 @@ class AgentServerRunner:
                     f"agent '{self._agent}' overrides run(): it opens sessions of its own; name another agent server",
                     key="agent_server",
                 )
-            # The session is the framework's; the agent's own model server has no part in it.
+            # The framework holds the model session, so the agent's own model server is not used.
             self._servers = replace(found, model=None)
         return self._servers
 
 
 def row_of(sample: PromptSample) -> dict[str, Any]:
-    """The dataset row of a sample."""
+    """Return the dataset row of a sample."""
     given = sample.fields.get("extra_info")
     row = dict(given) if isinstance(given, Mapping) else {}
     params = row.get(PARAMS_KEY)
@@ -93,7 +93,7 @@ def row_of(sample: PromptSample) -> dict[str, Any]:
 
 
 def _extra(verified: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and flags of a verdict, which trainers log beside the reward."""
+    """Return the numbers and flags of a verdict, which trainers log beside the reward."""
     left_out = {"reward", RESPONSE_KEY, PARAMS_KEY, SESSION_KEY}
     own = {
         name: value

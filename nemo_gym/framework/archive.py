@@ -1,4 +1,4 @@
-"""Every trajectory that was written for a trainer, on disk, so that it can be written again when its storage dies."""
+"""Keeps every trajectory written for a trainer on disk, so that it can be written again if its storage dies."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ create table if not exists states (
 
 
 class TrajectoryArchive:
-    """A SQLite file of rows and of the states of prompts. One process writes it, and reads only what it wrote."""
+    """A SQLite file of rows and of the states of prompts. One process writes it, and reads only its own rows."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` where no file can be made."""
+        """Create the file if necessary. Raises `ConfigError` if that fails."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class TrajectoryArchive:
         self._writer: SqliteWriter | None = None
 
     async def add(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
-        """Keep rows; durable when this returns."""
+        """Store rows; once this returns, they survive a crash of the process."""
         packed = [(partition, row.key, _packed(row.tag), _packed(row.fields)) for row in rows]
 
         def write(connection: sqlite3.Connection) -> None:
@@ -54,7 +54,7 @@ class TrajectoryArchive:
         await self._started().call(write)
 
     async def add_state(self, partition: str, uid: str, tag: dict[str, Any]) -> None:
-        """Keep a prompt's latest state."""
+        """Store a prompt's latest state."""
         packed = (partition, uid, _packed(tag))
 
         def write(connection: sqlite3.Connection) -> None:
@@ -72,7 +72,7 @@ class TrajectoryArchive:
             return [name for (name,) in connection.execute("select distinct partition from rows order by 1")]
 
     def rows(self, partition: str, keys: Iterable[str]) -> Iterator[TrajectoryRow]:
-        """The rows of these keys, one after the other."""
+        """Yield the rows of these keys, in order."""
         with self._reading() as connection:
             for key in keys:
                 query = "select tag, fields from rows where partition = ? and key = ?"
@@ -80,7 +80,7 @@ class TrajectoryArchive:
                     yield TrajectoryRow(key, pickle.loads(fields), pickle.loads(tag))
 
     async def remove(self, partition: str, keys: Sequence[str]) -> None:
-        """Forget rows that a trainer has consumed."""
+        """Delete rows that a trainer has consumed."""
         gone = [(partition, key) for key in keys]
 
         def write(connection: sqlite3.Connection) -> None:

@@ -1,4 +1,4 @@
-"""A trainer's batch of prompts as samples: from a TensorDict, or from plain columns."""
+"""Reads a trainer's batch of prompts, a TensorDict or plain columns, as samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_gym.contract.errors import RowError
 _UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
 _BATCH_KEYS = frozenset({"validate", "global_steps", "do_sample"})
 CARRIED = ("uid", "raw_prompt", "data_source", "reward_model", "extra_info", "tools_kwargs", "agent_name")
-"""Columns of a sample that its trajectories carry on, for the trainer."""
+"""Columns of a sample that are copied to its trajectories, for the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class PromptSample:
 
     @property
     def safe_uid(self) -> str:
-        """A name for sessions and folders, unique in its batch."""
+        """A name for sessions and folders, unique in the batch."""
         name = _UNSAFE.sub("-", self.uid).strip("-.")[:64]
         digest = hashlib.sha256(self.uid.encode()).hexdigest()[:8]
         return f"{name or 'uid'}-{digest}"
 
     def sessions(self, default: int) -> int:
-        """How many are asked for; verl lets one prompt ask for another number."""
+        """Return the number of sessions: ``default``, unless the prompt sets verl's ``__rollout_n__``."""
         asked = self.fields.get("__rollout_n__")
         return default if asked is None else int(asked)
 
@@ -60,8 +60,8 @@ class Batch:
 
 
 def uids_of(prompts: Any) -> list[str]:
-    """The uids of a batch, each a name that TransferQueue's readers can tell from its trajectories' keys. Raises
-    `RowError`."""
+    """Return the uids of a batch. Raises `RowError` for a uid that TransferQueue's readers could not extract from
+    the keys of its trajectories."""
     columns = _columns(prompts)
     if "uid" not in columns:
         raise RowError("prompts: 'uid' is missing; trajectories are stored by it", field="uid")
@@ -82,7 +82,7 @@ def uids_of(prompts: Any) -> list[str]:
 
 
 def read_batch(prompts: Any) -> Batch:
-    """The samples of a batch. Raises `RowError` naming what is missing."""
+    """Return the samples of a batch. Raises `RowError` naming what is missing."""
     uids = uids_of(prompts)
     columns = _columns(prompts)
     if not uids:
@@ -116,8 +116,8 @@ class _Whole:
 
 
 def _columns(prompts: Any) -> dict[str, Any]:
-    """Columns by name; non-tensor columns of a TensorDict unpacked. They are told by their class's name: a batch of
-    plain columns needs no torch."""
+    """Return the columns by name, with a TensorDict's non-tensor columns unpacked. These are recognized by the name
+    of their class, so that a batch of plain columns does not need torch."""
     found: dict[str, Any] = {}
     for name, column in prompts.items():
         kind = type(column).__name__
@@ -144,7 +144,7 @@ def _has_rows(column: Any) -> bool:
 
 
 def _of_column(column: Any, length: int) -> list[Any]:
-    """One value per row of a column; what belongs to the whole batch is repeated."""
+    """Return one value per row of a column; a value of the whole batch is repeated."""
     if isinstance(column, _Whole):
         return [column.value] * length
     if not _has_rows(column):
@@ -155,7 +155,7 @@ def _of_column(column: Any, length: int) -> list[Any]:
 
 
 def _scalar(column: Any, *, default: Any) -> Any:
-    """A value of the whole batch, also where each row repeats it."""
+    """Return a value of the whole batch, also if each row repeats it."""
     if column is None:
         return default
     values = _of_column(column, len(column) if _has_rows(column) else 1)

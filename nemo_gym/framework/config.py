@@ -26,15 +26,15 @@ class RunnerConfig(BaseModel):
     stack_run_dir: Path | None = None
     """That stack's ``run_dir``; by default the only stack that runs on this machine."""
     runner_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Given to the class, or to each call of the function."""
+    """Keyword arguments for the class, or for each call of the function."""
     tool_config_path: str | None = None
     """verl's tool configuration; its tools reach the runner as ``tool_config``."""
     dispatch_mode: Literal["inline_async", "ray_task"] = "inline_async"
-    """In the framework's own event loop, or as a Ray task that imports the runner anew."""
+    """Where the runner runs: in the framework's event loop, or as a Ray task that imports the runner again."""
     max_concurrent_sessions: int = Field(0, ge=0)
-    """Of this runner; 0 is unlimited."""
+    """The limit for this runner; 0 is unlimited."""
     trajectory_selection: Literal["all", "longest"] = "all"
-    """Which of a session's trajectories are kept; ``longest`` has the most sampled tokens."""
+    """Which of a session's trajectories are kept; ``longest`` keeps the one with the most sampled tokens."""
     ray_num_cpus: float = Field(0.0, ge=0)
     """CPUs that Ray reserves for one task. Runners mostly wait, so none by default."""
 
@@ -48,18 +48,18 @@ class RunnerConfig(BaseModel):
 
 
 class FrameworkConfig(BaseModel):
-    """The framework's own keys. Every key has one default, and it is here."""
+    """The framework's own keys, with their defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     agent_runners: dict[str, RunnerConfig]
-    """By the ``agent_name`` of samples."""
+    """The runners, by the ``agent_name`` of samples."""
     gateway_count: int = Field(1, ge=1)
-    """Gateways to start."""
+    """How many gateways to start."""
     framework_class_fqn: str | None = None
-    """Another `AgentFramework`; by default `OpenAICompatibleAgentFramework`."""
+    """The import path of another `AgentFramework`; by default `OpenAICompatibleAgentFramework`."""
     log_dir: Path | None = None
-    """Where each session's trajectories are written, for people; nothing writes none."""
+    """The folder for copies of each session's trajectories, for people; ``None`` writes none."""
     use_reward_loop_worker: bool = True
     """Whether a trainer's reward workers score sessions that posted no reward."""
     mask_unfinished_episode: bool = False
@@ -67,9 +67,9 @@ class FrameworkConfig(BaseModel):
     enable_last_assistant_rollback: bool = True
     """Accepted, and without effect: this suite's gateway keeps every sampled token."""
     max_session_attempts: int = Field(3, ge=1)
-    """Of one session, when its gateway or another part of the infrastructure is lost."""
+    """How often one session is tried if its gateway or another part of the infrastructure is lost."""
     session_ttl_s: float = Field(6 * 3600.0, gt=0)
-    """How long a session may last; its gateway aborts it then."""
+    """How long a session may last before its gateway aborts it."""
     gateway_patience_s: float = Field(60.0, gt=0)
     """How long a new session waits when no gateway answers."""
 
@@ -89,7 +89,7 @@ class FrameworkConfig(BaseModel):
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Self:
-        """The configuration of a block; raises `ConfigError` naming each wrong key below `CONFIG_PATH`."""
+        """Parse a configuration block. Raises `ConfigError` naming each wrong key below `CONFIG_PATH`."""
         block = dict(given or {})
         if lonely := {"runner_fqn", "runner_kwargs", "dispatch_mode", "agent_server"} & block.keys():
             raise ConfigError(
@@ -117,7 +117,7 @@ class FrameworkConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """What the framework reads of ``actor_rollout_ref.rollout``: sessions per prompt, and sampling."""
+    """The part of ``actor_rollout_ref.rollout`` that the framework uses: sessions per prompt, and sampling."""
 
     n: int
     val_n: int
@@ -126,7 +126,7 @@ class RolloutConfig:
 
     @classmethod
     def of(cls, rollout: Any) -> Self:
-        """From the trainer's configuration, a mapping or an OmegaConf node."""
+        """Read the trainer's configuration, a mapping or an OmegaConf node."""
         val = _get(rollout, "val_kwargs") or {}
         sampling = {name: _get(rollout, name) for name in ("temperature", "top_p", "top_k")}
         limit = _get(rollout, "response_length")
@@ -148,14 +148,14 @@ class RolloutConfig:
         return self.val_n if partition == "val" else self.n
 
     def sampling_of(self, partition: str, *, greedy: bool) -> dict[str, Any]:
-        """Parameters that every call of a session gets, whatever its harness asks for."""
+        """Return the sampling parameters of every model call of a session; they override the harness's."""
         if partition == "val":
             return dict(self.val_sampling)
         return {**self.sampling, "temperature": 0.0, "top_p": 1.0, "top_k": -1} if greedy else dict(self.sampling)
 
 
 def framework_block(config: Any) -> tuple[FrameworkConfig, RolloutConfig]:
-    """The framework's part of a trainer's whole configuration, a mapping or an OmegaConf node."""
+    """Return the framework's part of a trainer's whole configuration, a mapping or an OmegaConf node."""
     rollout = _get(_get(config, "actor_rollout_ref"), "rollout")
     if rollout is None:
         raise ConfigError("actor_rollout_ref.rollout is missing: the framework reads its configuration there")
@@ -164,7 +164,7 @@ def framework_block(config: Any) -> tuple[FrameworkConfig, RolloutConfig]:
 
 
 def plain(node: Any) -> Any:
-    """An OmegaConf node as plain data; anything else as it is."""
+    """Convert an OmegaConf node to plain data; return any other value unchanged."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

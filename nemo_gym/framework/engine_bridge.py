@@ -1,4 +1,4 @@
-"""A trainer's inference client as an engine of the gateway: SGLang's ``/generate`` before `generate` of verl's
+"""Serves a trainer's inference client as an engine of the gateway: SGLang's ``/generate`` calls `generate` of verl's
 ``LLMServerClient``, which takes and returns token ids and chooses among its servers by itself."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PASSED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop
 
 
 class TokenClient(Protocol):
-    """As much of verl's client as is used."""
+    """The part of verl's client that is used here."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
@@ -26,8 +26,8 @@ class TokenClient(Protocol):
 
 
 class EngineBridge:
-    """Serves on loopback from a thread with a loop of its own: a runner that blocks the framework's loop does not
-    stop the engine it waits for."""
+    """Serves on loopback from a thread with its own loop, so that a runner that blocks the framework's loop does not
+    block the engine it waits for."""
 
     def __init__(self, client: TokenClient) -> None:
         self._client = client
@@ -36,7 +36,7 @@ class EngineBridge:
         self.url = ""
 
     def start(self) -> str:
-        """The address to give to gateways as an engine of type ``sglang``."""
+        """Start serving. Return the address, for gateways to use as an engine of type ``sglang``."""
         self._thread = LoopThread("engine-bridge")
         try:
             self._thread.run(self._start(), timeout_s=START_TIMEOUT_S)
@@ -90,7 +90,7 @@ class EngineBridge:
 
 
 def _reply(output: Any, most: int) -> Mapping[str, Any]:
-    """verl's ``TokenOutput`` in SGLang's words. Raises `ValueError` for one without logprobs."""
+    """Convert verl's ``TokenOutput`` to SGLang's response. Raises `ValueError` if it has no logprobs."""
     ids, logprobs = list(output.token_ids), output.log_probs
     if logprobs is None or len(logprobs) != len(ids):
         given = "no" if logprobs is None else str(len(logprobs))

@@ -1,11 +1,11 @@
-"""Sessions for a trainer: prompts in, scored trajectories out.
+"""Runs the sessions of a trainer's prompts, and returns scored trajectories.
 
     batch ──▶ prompt × n sessions ──▶ gateway session ──▶ runner ──▶ finalize ──▶ score ──▶ rows ──▶ sink
-                                        │ lost: abort, and again as a new attempt
-                                        └ failed: abort, and no sibling is touched
+                                        │ lost: abort, and run again as a new attempt
+                                        └ failed: abort; sibling sessions continue
 
-Everything that decides correctness happens here, in the parent: a runner gets a session's addresses and no more, also
-where it runs as a Ray task.
+Everything that decides correctness happens here, in the parent process: a runner gets only the addresses of its
+session, also if it runs as a Ray task.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _TOKENS = re.compile(rf"(?:{INFERENCE_TOKEN_PREFIX}|{COMPLETION_TOKEN_PREFIX})[\
 _CONNECTION_ERRORS = frozenset(
     {"APIConnectionError", "ConnectError", "ReadError", "RemoteProtocolError", "ClientConnectionError"}
 )
-"""Of clients that runners use, by name: none of them is imported for this."""
+"""Connection errors of clients that runners use, by class name, so that no client has to be imported."""
 
 
 class TrajectorySink(Protocol):
-    """Where trajectories and the states of prompts go."""
+    """Receives trajectories and the states of prompts."""
 
     async def put(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
-        """Write one session's rows, all or none. Ends in bounded time."""
+        """Write one session's rows, all or none. Returns or raises in bounded time."""
         ...
 
     async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
@@ -58,12 +58,12 @@ class TrajectorySink(Protocol):
 
 
 class AgentFramework(ABC):
-    """What a trainer drives."""
+    """The interface that a trainer calls."""
 
     @classmethod
     @abstractmethod
     def from_config(cls, *, config: Any, **parts: Any) -> AgentFramework:
-        """The framework of a trainer's whole configuration."""
+        """Build the framework from a trainer's whole configuration."""
 
     @abstractmethod
     async def generate_sequences(self, prompts: Any) -> None:
@@ -71,7 +71,7 @@ class AgentFramework(ABC):
 
 
 class AllSessionsFailedError(AgentError, RuntimeError):
-    """No session of a batch gave a trajectory."""
+    """No session of a batch produced a trajectory."""
 
     code = "all_sessions_failed"
 
@@ -87,7 +87,7 @@ class BatchSummary:
     unfinished_sessions: int = 0
     trajectories: int = 0
     reasons: list[str] = field(default_factory=list)
-    """Of failed sessions, as ``<error>: <message>``."""
+    """The errors of failed sessions, as ``<error>: <message>``."""
 
     def add(self, other: BatchSummary) -> None:
         for name in ("failed_prompts", "sessions", "failed_sessions", "unfinished_sessions", "trajectories"):
@@ -100,9 +100,9 @@ class OpenAICompatibleAgentFramework(AgentFramework):
 
     Args:
         gateways: hold the sessions, and their tokens.
-        sink: gets the trajectories.
+        sink: receives the trajectories.
         scorer: scores sessions that posted no reward.
-        processor: the policy's, for conversations with images.
+        processor: the policy's processor, for conversations with images.
         agent_servers: makes the runner of an ``agent_server`` entry; replaced by tests.
     """
 
@@ -123,7 +123,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
         self._rollout = rollout
         self._scorer = scorer if config.use_reward_loop_worker else None
         self._media = MediaColumns(processor) if processor is not None else None
-        # All of them once, here: what cannot be imported is told before a session opens.
+        # Load all runners here, so that a failed import is reported before a session opens.
         self._runners: dict[str, Runner] = {}
         self._agent_servers: dict[str, AgentServerRunner] = {}
         for name, runner in config.agent_runners.items():
@@ -141,15 +141,15 @@ class OpenAICompatibleAgentFramework(AgentFramework):
 
     @classmethod
     def from_config(cls, *, config: Any, **parts: Any) -> Self:
-        """``parts``: the keyword arguments of the constructor, ``gateways`` and ``sink`` among them."""
+        """Build the framework; ``parts`` are keyword arguments of the constructor, as ``gateways`` and ``sink``."""
         block, rollout = framework_block(config)
         return cls(config=block, rollout=rollout, **parts)
 
     async def generate_sequences(self, prompts: Any) -> None:
         """Run the sessions of a batch and write their trajectories; every prompt ends as ``finished`` or ``failure``.
 
-        Raises `RowError` for a batch that cannot be run, and `AllSessionsFailedError`. Cancelled, it aborts every
-        session first.
+        Raises `RowError` for a batch that cannot be run, and `AllSessionsFailedError`. If cancelled, it first aborts
+        every session.
         """
         summary = await self.run_batch(prompts)
         log.info(
@@ -169,7 +169,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
             )
 
     async def run_batch(self, prompts: Any) -> BatchSummary:
-        """As `generate_sequences`; how it ended is returned, also when nothing succeeded."""
+        """Run a batch like `generate_sequences`, but return a summary, also if no session succeeded."""
         uids = uids_of(prompts)
         try:
             batch = read_batch(prompts)
@@ -187,13 +187,13 @@ class OpenAICompatibleAgentFramework(AgentFramework):
         return summary
 
     async def aclose(self) -> None:
-        """Let go of the gateways."""
+        """Stop using the gateways."""
         await self._gateways.aclose()
 
     # -- one prompt ----------------------------------------------------------------------------------------------
 
     async def _prompt(self, batch: Batch, sample: PromptSample, run_id: str) -> BatchSummary:
-        """A prompt's sessions side by side. Nothing of one prompt ends another."""
+        """Run a prompt's sessions concurrently. An error of one prompt does not end another."""
         count = sample.sessions(self._rollout.sessions(batch.partition))
         summary = BatchSummary(sessions=count)
         try:
@@ -202,7 +202,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
                 sessions = [group.create_task(self._session(batch, sample, index, run_id)) for index in range(count)]
             for session in sessions:
                 summary.add(session.result())
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this prompt's and has to be its state
+        except Exception as error:  # noqa: BLE001 - any error fails this prompt alone, and must become its state
             summary.failed_sessions = count
             summary.reasons.append(_reason(error))
         finally:
@@ -210,7 +210,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
             if summary.failed_sessions:
                 tag["failed_sessions"] = summary.failed_sessions
             try:
-                # Also while being cancelled: a trainer waits for this.
+                # Even if cancelled meanwhile, because a trainer waits for this state.
                 await finish(self._sink.tag(batch.partition, sample.uid, tag))
             except Exception as error:
                 log.exception("the state of a prompt was not written", uid=sample.uid)
@@ -219,7 +219,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
         return summary
 
     async def _session(self, batch: Batch, sample: PromptSample, index: int, run_id: str) -> BatchSummary:
-        """One session to its written trajectories, or why there are none."""
+        """Run one session and write its trajectories, or return why there are none."""
         try:
             name = self._runner_of(sample)
             rollout = RolloutIdentity(
@@ -238,13 +238,13 @@ class OpenAICompatibleAgentFramework(AgentFramework):
                             raise
                         log.warning("session lost; a new attempt", rollout_id=rollout.rollout_id, error=_reason(error))
                         rollout = rollout.next_attempt()
-        except Exception as error:  # noqa: BLE001 - runners are others' code; a failure is this session's alone
+        except Exception as error:  # noqa: BLE001 - runners are users' code; any error fails this session alone
             told = _without_tokens("".join(traceback.format_exception(error)))
             log.warning("session failed", uid=sample.uid, session=index, error=_reason(error), traceback=told)
             return BatchSummary(failed_sessions=1, reasons=[_reason(error)])
 
     def _runner_of(self, sample: PromptSample) -> str:
-        """The runner for a sample; with one runner, that one. Raises `RowError`."""
+        """Return the name of a sample's runner; a single runner serves all samples. Raises `RowError`."""
         names = [*self._config.agent_runners]
         if len(names) == 1:
             return names[0]
@@ -259,13 +259,13 @@ class OpenAICompatibleAgentFramework(AgentFramework):
 
     @contextlib.asynccontextmanager
     async def _slot(self, name: str) -> AsyncIterator[None]:
-        """One of a runner's concurrent sessions."""
+        """Hold one of a runner's slots for concurrent sessions."""
         cap = self._config.agent_runners[name].max_concurrent_sessions
         if not cap:
             yield
             return
         loop = asyncio.get_running_loop()
-        if self._slots_of is not loop:  # a trainer may use one framework in several loops, one after the other
+        if self._slots_of is not loop:  # a trainer may use one framework in several loops in turn
             self._slots, self._slots_of = {}, loop
         async with self._slots.setdefault(name, asyncio.Semaphore(cap)):
             yield
@@ -306,7 +306,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
         return BatchSummary(trajectories=len(rows), unfinished_sessions=int(unfinished))
 
     async def _run(self, name: str, session: OpenSession, sample: PromptSample) -> Score | None:
-        """The runner, to its end; the verdict, where an environment gives one."""
+        """Run the runner to its end. Return the verdict, if an environment gives one."""
         if (server := self._agent_servers.get(name)) is not None:
             return await server.run(session, sample)
         call = {
@@ -347,7 +347,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
         )
 
     async def _logged(self, batch: Batch, rollout: RolloutIdentity, trajectories: Iterable[Trajectory]) -> None:
-        """For people; what goes wrong here fails no session."""
+        """Write trajectories to the log folder, for people. An error is logged and does not fail the session."""
         assert self._config.log_dir is not None
         step = f"step_{batch.global_steps}" if batch.global_steps is not None else batch.partition
         folder = self._config.log_dir / step / rollout.attempt_id
@@ -359,7 +359,8 @@ class OpenAICompatibleAgentFramework(AgentFramework):
 
 
 def selected(trajectories: Sequence[Trajectory], selection: str) -> list[Trajectory]:
-    """All, or the one with the most sampled tokens; of equal ones the longest, then the latest."""
+    """Return all trajectories, or only the one with the most sampled tokens (of equal ones the longest, then the
+    latest)."""
     if selection == "all":
         return list(trajectories)
     return [max(trajectories, key=lambda each: (each.sampled_count, len(each.response_ids), each.index))]
@@ -379,12 +380,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _without_tokens(text: str) -> str:
-    """Clients quote the URLs that they were given, and these hold a session's tokens."""
+    """Mask a session's tokens, which are in the URLs that clients quote in their errors."""
     return _TOKENS.sub("***", text)
 
 
 def _of_the_connection(error: BaseException | None) -> bool:
-    """Whether the runner failed because its gateway broke the connection, though it may be back by now."""
+    """Return whether the runner failed because the connection to its gateway broke; the gateway may be back by now."""
     seen = 0
     while error is not None and seen < 10:
         names = {kind.__name__ for kind in type(error).__mro__}

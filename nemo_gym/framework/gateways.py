@@ -1,7 +1,7 @@
-"""Many gateways as one: each session goes to the least busy gateway that answers, and stays there.
+"""A pool of gateways: each session goes to the least busy gateway that answers, and stays there.
 
-A slot is taken before anything is awaited, so sessions that open together spread evenly. A gateway that does not
-answer gets nothing more until it is ready again; what was open there is aborted then.
+A session is counted before its request is awaited, so sessions that open together spread evenly. A gateway that does
+not answer gets no more sessions until it is ready again; the sessions that were open there are aborted then.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ log = structlog.get_logger(__name__)
 
 
 class SessionLostError(ServerError):
-    """No gateway answers, or the one that holds a session does not. The session can be run again as a new attempt."""
+    """No gateway answers, or the session's gateway does not. The session can be run again as a new attempt."""
 
     code = "gateway_lost"
 
 
 @dataclass(slots=True, eq=False)
 class Gateway:
-    """One gateway, as the pool sees it."""
+    """The pool's record of one gateway."""
 
     name: str
     peers: Peers = field(repr=False)
     active: int = 0
-    """Sessions that are open, or being opened."""
+    """The number of sessions that are open or being opened."""
     opened: int = 0
-    """In all."""
+    """The number of sessions opened so far."""
     alive: bool = True
     orphans: list[tuple[str, str]] = field(default_factory=list, repr=False)
-    """Sessions with their control tokens that were open when it was lost."""
+    """The sessions, with their control tokens, that are to be aborted when the gateway is back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class OpenSession:
     rollout: RolloutIdentity
     handle: SessionHandle
     base_url: str
-    """Without a token, for callers that send it as a header."""
+    """The base URL without a token, for callers that send the token as a header."""
     inference_token: str = field(repr=False)
     control_token: str = field(repr=False)
 
@@ -71,9 +71,9 @@ class GatewayPool:
     """The gateways of one framework.
 
     Args:
-        names: the gateways among ``client``'s servers.
-        patience_s: how long a new session waits while none answers.
-        observe: sees the counts of sessions by gateway after each opening.
+        names: the gateways' instance names among ``client``'s servers.
+        patience_s: how many seconds a new session waits while no gateway answers.
+        observe: receives the number of sessions by gateway after each opening.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GatewayPool:
     ) -> None:
         if not names:
             raise ConfigError("gateways: the framework needs at least one", key="gateway_count")
-        # Another gateway takes what this one does not: it is not waited for.
+        # Do not wait for a gateway that cannot be reached, because another one takes the session.
         self.gateways = [Gateway(name, Peers(client, connect_patience_s=0.0, max_tries=2)) for name in names]
         self._patience_s = patience_s
         self._observe = observe
@@ -95,14 +95,14 @@ class GatewayPool:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Sessions by gateway, those that answer."""
+        """The number of sessions by gateway, for gateways that answer."""
         return {gateway.name: gateway.active for gateway in self.gateways if gateway.alive}
 
     async def open(
         self, rollout: RolloutIdentity, sampling: Mapping[str, Any], *, ttl_s: float | None = None
     ) -> OpenSession:
-        """A session with the least busy gateway. Raises `SessionLostError` when none answers in time, and `PeerError`
-        for a session that a gateway refuses."""
+        """Open a session with the least busy gateway. Raises `SessionLostError` if no gateway answers in time, and
+        `PeerError` if a gateway refuses the session."""
         give_up = time.monotonic() + self._patience_s
         while True:
             gateway = self._least_busy()
@@ -122,7 +122,7 @@ class GatewayPool:
                 self._mark_lost(gateway, str(error))
                 continue
             except BaseException:
-                # Whether a session was opened is unknown; nobody has its tokens, and it ends with its deadline.
+                # A session may have been opened. Its tokens are lost, so it stays open until its deadline.
                 gateway.active -= 1
                 raise
             gateway.opened += 1
@@ -133,7 +133,7 @@ class GatewayPool:
     async def finalize(
         self, session: OpenSession, *, reward: float | None = None, reward_info: Mapping[str, Any] | None = None
     ) -> list[Trajectory]:
-        """Close a session for its trajectories. Raises `SessionLostError`, or `PeerError` for one that was aborted."""
+        """Close a session and return its trajectories. Raises `SessionLostError`, or `PeerError` if it was aborted."""
         body: dict[str, Any] = {"reward": reward, "reward_info": dict(reward_info or {})}
         try:
             async with asyncio.timeout(FINALIZE_TIMEOUT_S):
@@ -157,8 +157,8 @@ class GatewayPool:
         return found
 
     async def abort(self, session: OpenSession) -> None:
-        """Close a session and keep nothing; also while being cancelled, and though its gateway be lost. Call it once,
-        and only for a session that was not finalized."""
+        """Close a session and discard its trajectories, even if the caller is cancelled meanwhile; if its gateway is
+        lost, close it later. Call this once, and only for a session that was not finalized."""
         try:
             if not session.gateway.alive:
                 session.gateway.orphans.append((session.session_id, session.control_token))
@@ -174,7 +174,7 @@ class GatewayPool:
             session.gateway.active -= 1
 
     async def answers(self, gateway: Gateway) -> bool:
-        """Whether a gateway answers now; one that does not is out of service from here on."""
+        """Return whether a gateway answers now. If it does not, mark it as lost."""
         if not gateway.alive:
             return False
         try:
@@ -254,5 +254,5 @@ class GatewayPool:
 
 
 def _lost(error: PeerError) -> bool:
-    """Whether the gateway itself is at fault, and not what it was asked."""
+    """Return whether the gateway itself failed, rather than refused the request."""
     return error.status == 0 or error.status >= 500

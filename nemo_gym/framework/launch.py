@@ -1,4 +1,4 @@
-"""Gateways of a framework's own: started for it, and stopped with it."""
+"""Starts the framework's own gateways, and stops them with the framework."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nemo_gym.stack.stack import pipeline_client
 
 @dataclass(frozen=True, slots=True)
 class GatewaysConfig:
-    """What gateways are started with."""
+    """The configuration of the gateways to start."""
 
     count: int
     engines: Sequence[Mapping[str, Any]]
-    """As ``engines`` of a gateway's block: ``type``, ``base_url``, ``model``, ``api_key``…"""
+    """The ``engines`` of each gateway's block: ``type``, ``base_url``, ``model``, ``api_key``…"""
     policy_path: str
     """The policy's local directory: tokenizer and chat template."""
     model: str = "policy"
@@ -31,14 +31,14 @@ class GatewaysConfig:
     gateway: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the gateway."""
     name: str = "gateway"
-    """Their names begin with it."""
+    """The prefix of the gateways' names."""
 
     @property
     def names(self) -> list[str]:
         return [f"{self.name}_{number + 1}" for number in range(self.count)]
 
     def blocks(self) -> dict[str, Any]:
-        """The configuration of the servers. Raises `ConfigError`."""
+        """Return the configuration blocks of the gateways. Raises `ConfigError`."""
         if not Path(self.policy_path).is_dir():
             raise ConfigError(
                 f"policy '{self.policy_path}' is no local directory: gateways read the tokenizer and the chat template"
@@ -60,7 +60,7 @@ class GatewaysConfig:
 
 
 class OwnGateways:
-    """Running gateways. ``entry`` tells other processes of this host where they are."""
+    """Running gateways. With ``entry``, other processes on this host can reach them."""
 
     def __init__(self, config: GatewaysConfig, *, run_dir: Path | None = None) -> None:
         self.config = config
@@ -68,7 +68,7 @@ class OwnGateways:
         self.entry: StackEntry = self._stack.start()
 
     def pool(self, **options: Any) -> GatewayPool:
-        """The gateways for one event loop."""
+        """Return a pool of these gateways for one event loop."""
         return GatewayPool(pipeline_client(self.entry), self.config.names, **options)
 
     def stop(self) -> None:

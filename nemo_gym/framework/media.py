@@ -1,4 +1,4 @@
-"""Positions and inputs of conversations with images, as the policy's processor computes them."""
+"""Position ids and model inputs of conversations with images, computed by the policy's processor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from nemo_gym.gateway.tokens.trajectories import Trajectory
 
 
 class MediaColumns:
-    """For one policy. ``processor``: of ``transformers``, with a tokenizer and ``get_rope_index``."""
+    """For one policy. ``processor`` is a processor of ``transformers`` with a tokenizer and ``get_rope_index``."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
 
     def of(self, trajectory: Trajectory) -> tuple[Any, Mapping[str, Any]]:
-        """``position_ids`` int64 [4, P + R] (text, time, height, width) and the processor's tensors; nothing for a
-        conversation of text alone. Raises `RowError` for media that cannot be read."""
+        """Return ``position_ids`` int64 [4, P + R] (text, time, height, width) and the processor's tensors, or
+        ``(None, {})`` for a conversation of text alone. Raises `RowError` for media that cannot be read."""
         if not trajectory.multimodal:
             return None, {}
         import torch

@@ -1,4 +1,4 @@
-"""Agent runners: what a trainer's user writes, and how the framework calls it, here or in a Ray task."""
+"""Agent runners, which a trainer's user writes, and how the framework calls them, here or in a Ray task."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from nemo_gym.framework.config import CONFIG_PATH, RunnerConfig
 
 @dataclass(frozen=True, slots=True)
 class SessionHandle:
-    """What a runner gets of its session: addresses that work without further headers. For trusted runners only, since
-    the addresses hold the session's tokens."""
+    """The addresses that a runner gets for its session; they need no further headers. For trusted runners only,
+    because the addresses hold the session's tokens."""
 
     session_id: str
     base_url: str = field(repr=False)
-    """For an OpenAI or Anthropic client; it ends in ``/v1``, and any API key will do."""
+    """The base URL for an OpenAI or Anthropic client; it ends in ``/v1`` and works with any API key."""
     complete_url: str = field(repr=False)
-    """``POST {"reward_info": {"reward": …}}`` ends the session's work. The first one counts."""
+    """``POST {"reward_info": {"reward": …}}`` here ends the session's work. Only the first such request counts."""
     model: str = "policy"
 
 
 class AgentRunner(Protocol):
-    """A function, or a class with this ``__call__``. It works until it returns; what it raises fails this session and
-    no other."""
+    """A function, or a class with this ``__call__``. The session's work ends when it returns; an exception fails this
+    session and no other."""
 
     def __call__(
         self, *, session: SessionHandle, raw_prompt: Any, sample_index: int, tools_kwargs: Any = None, **kwargs: Any
@@ -40,7 +40,7 @@ Runner = Callable[..., Awaitable[None]]
 
 
 def load_runner(config: RunnerConfig, where: str) -> Runner:
-    """Import a runner and bind its ``runner_kwargs``. Raises `ConfigError` for what cannot be imported or called."""
+    """Import a runner and bind its ``runner_kwargs``. Raises `ConfigError` if it cannot be imported or called."""
     fqn = config.runner_fqn or ""
     kwargs = dict(config.runner_kwargs)
     if config.tool_config_path is not None:
@@ -64,7 +64,7 @@ def load_runner(config: RunnerConfig, where: str) -> Runner:
 
 
 def imported(fqn: str, where: str) -> Any:
-    """What an import path names. Raises `ConfigError`, which names the key ``where``."""
+    """Import the object that an import path names. Raises `ConfigError` naming the configuration key ``where``."""
     module, colon, name = fqn.partition(":")
     if not colon:
         module, _, name = fqn.rpartition(".")
@@ -95,19 +95,19 @@ def _tools(path: str, where: str) -> Any:
 
 
 async def call_runner(runner: Runner, call: Mapping[str, Any]) -> None:
-    """``call`` without ``tools_kwargs`` where the sample has none."""
+    """Call a runner with the arguments of ``call``, without ``tools_kwargs`` if the sample has none."""
     given = {name: value for name, value in call.items() if name != "tools_kwargs" or value is not None}
     await runner(**given)
 
 
 def run_in_task(config: RunnerConfig, where: str, call: Mapping[str, Any]) -> None:
-    """The body of a Ray task: the runner and nothing else. The session, its tokens and its reward stay with whoever
-    started the task."""
+    """Run a runner as the body of a Ray task. The process that started the task keeps the session and finds its
+    reward."""
     asyncio.run(call_runner(load_runner(config, where), call))
 
 
 class RayDispatch:
-    """Runs runners as Ray tasks. A task that fails is not run again by Ray: it would meet a session half used."""
+    """Runs runners as Ray tasks. Ray does not retry a failed task, because its session is already partly used."""
 
     def __init__(self) -> None:
         try:
@@ -120,7 +120,7 @@ class RayDispatch:
         self._ray = ray
 
     async def run(self, config: RunnerConfig, where: str, call: Mapping[str, Any]) -> None:
-        """Wait for the task; cancelled, it is ended."""
+        """Run a task and wait for it; if cancelled, end the task."""
         options = {"num_cpus": config.ray_num_cpus, "max_retries": 0}
         reference = self._ray.remote(**options)(run_in_task).remote(config, where, dict(call))
         try:
@@ -129,7 +129,7 @@ class RayDispatch:
             self._ray.cancel(reference, force=True)
             raise
         except self._ray.exceptions.RayTaskError as error:
-            # What the runner raised, and not the page of text that Ray makes of it.
+            # Raise the runner's own exception, not Ray's long text about it.
             cause = getattr(error, "cause", None)
             if isinstance(cause, Exception):
                 raise cause from error

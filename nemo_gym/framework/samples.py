@@ -1,4 +1,4 @@
-"""What a trainer reads of one trajectory: the columns and the tag of its row in TransferQueue.
+"""The columns and the tag of a trajectory's row in TransferQueue, which the trainer reads.
 
 ``P`` prompt tokens, ``R`` response tokens. Plain arrays; `nemo_gym.framework.transfer_queue` makes tensors of them.
 
@@ -7,7 +7,7 @@
 | ``prompts``, ``responses``, ``response_mask``, ``loss_mask`` | int64 [P], [R], [R], [R] |
 | ``input_ids``, ``attention_mask``, ``position_ids`` | int64 [P + R]; ``position_ids`` [4, P + R] with images |
 | ``rm_scores`` | float32 [R], the score at the last token |
-| ``rollout_log_probs`` | float32 [R], where the engine gave them |
+| ``rollout_log_probs`` | float32 [R], if the engine returned them |
 | ``num_turns``, ``session_id``, ``global_steps`` | numbers |
 | the sample's own columns, ``multi_modal_inputs``, ``reward_extra_info``, ``extra_fields`` | plain data |
 """
@@ -27,7 +27,7 @@ from nemo_gym.gateway.tokens.trajectories import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRow:
-    """One trajectory as it is written."""
+    """One trajectory as a row of TransferQueue."""
 
     key: str
     """``<uid>_<session>_<trajectory>``."""
@@ -47,8 +47,8 @@ def trajectory_row(
     positions: Any = None,
     multi_modal_inputs: Mapping[str, Any] | None = None,
 ) -> TrajectoryRow:
-    """``masked`` leaves the trajectory out of the loss and keeps its reward. ``positions``: of a conversation with
-    images, which the model's processor computes."""
+    """Return the row of a trajectory. ``masked`` leaves it out of the loss and keeps its reward. ``positions`` are
+    the position ids of a conversation with images, computed by the model's processor."""
     prompts = np.asarray(trajectory.prompt_ids, dtype=np.int64)
     responses = np.asarray(trajectory.response_ids, dtype=np.int64)
     mask = np.frombuffer(trajectory.response_mask, dtype=np.uint8).astype(np.int64)
@@ -101,14 +101,14 @@ def trajectory_row(
 
 
 def shared_columns(rows: list[TrajectoryRow]) -> list[str]:
-    """The columns that every row has, in order: what can be written together. A session whose engine gave logprobs for
-    one conversation and not for another is written without them."""
+    """Return the columns that all rows have, in order, because only these can be written together. If an engine
+    returned logprobs for only some of a session's conversations, the session is written without logprobs."""
     first, *others = (row.fields for row in rows)
     return [name for name in first if all(name in other for other in others)]
 
 
 def _steps(trajectory: Trajectory, global_steps: int | None) -> tuple[int | None, int | None]:
-    """The first and the last weights version that sampled this, where versions are steps of the trainer; else its
-    step."""
+    """Return the first and last weights version that sampled the trajectory if versions are trainer steps, or else the
+    batch's step twice."""
     versions = [int(version) for version in trajectory.weights_versions if version.lstrip("-").isdecimal()]
     return (min(versions), max(versions)) if versions else (global_steps, global_steps)

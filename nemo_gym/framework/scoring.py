@@ -1,4 +1,4 @@
-"""A session's reward, and where it came from. A session without one is no success with a reward of 0."""
+"""A session's reward and its source. A session without a reward fails; it does not count as a reward of 0."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nemo_gym.gateway.tokens.trajectories import Trajectory
 
 RewardOrigin = Literal["environment", "runner", "reward_worker"]
 _REWARD_NAMES = ("reward", "score")
-"""As runners post it, and as verl's reward functions call it."""
+"""The keys for the reward that runners post and that verl's reward functions return."""
 
 
 class NoRewardError(VerifierError):
-    """Nobody gave a reward for a session."""
+    """A session has no reward from any source."""
 
     code = "no_reward"
 
@@ -46,8 +46,8 @@ async def score_session(
     verdict: Score | None = None,
     scorer: RewardScorer | None = None,
 ) -> Score:
-    """The environment's verdict where there is one, else what the runner posted, else what ``scorer`` says of the
-    final trajectory. Raises `NoRewardError`, `VerifierError`."""
+    """Return the environment's verdict, or else the runner's posted reward, or else the score of ``scorer`` for the
+    final trajectory. Raises `NoRewardError` and `VerifierError`."""
     if verdict is not None:
         return verdict
     final = trajectories[-1]
@@ -64,8 +64,8 @@ async def score_session(
 
 
 def posted_score(trajectory: Trajectory) -> Score | None:
-    """What the runner posted: ``reward``, else ``score``; the rest of it goes along. Raises `VerifierError` for one
-    that is no finite number."""
+    """Return the runner's posted ``reward``, or else ``score``, with the other posted fields as extras. Raises
+    `VerifierError` if it is no finite number."""
     info = dict(trajectory.reward_info)
     info.pop("finished", None)
     if trajectory.reward is not None:
@@ -78,7 +78,7 @@ def posted_score(trajectory: Trajectory) -> Score | None:
 
 
 def finished(trajectory: Trajectory) -> bool | None:
-    """Whether the runner said that its episode came to an end. Raises `VerifierError` for another word."""
+    """Return the runner's posted ``finished`` flag, or ``None``. Raises `VerifierError` if it is not a bool."""
     said = trajectory.reward_info.get("finished")
     if said is not None and not isinstance(said, bool):
         raise VerifierError(f"reward_info.finished must be true, false or null, got {said!r}")

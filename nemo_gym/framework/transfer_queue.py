@@ -1,8 +1,8 @@
-"""Trajectories in TransferQueue, as verl's trainers read them, in bounded time.
+"""Writes trajectories to TransferQueue, for verl's trainers, in bounded time.
 
-The package waits for 200 s, three times, for a storage unit that has died, and cannot replace one. Here each call has
-a deadline. When it passes, dead units are replaced by new ones at their place, what they held is written again from
-the archive under the same keys, and the call is made once more. Readers in other processes then call `reconnect`.
+The package waits for a dead storage unit for 200 s, three times, and cannot replace it. Here each call has a deadline.
+When a call fails or its deadline passes, new units replace the dead ones, their rows are written again from the
+archive under the same keys, and the call is repeated once. Readers in other processes then call `reconnect`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from nemo_gym.framework.samples import TrajectoryRow, shared_columns
 
 CALL_TIMEOUT_S = 4.0
 RECOVERY_TIMEOUT_S = 20.0
-"""How long a call waits for dead units to be replaced. Both of its tries and this end within 30 s."""
+"""How long a call waits for dead units to be replaced. Both tries of a call and this wait end within 30 s."""
 _PROBE_TIMEOUT_S = 1.0
 _REWRITTEN_AT_ONCE = 128
 log = structlog.get_logger(__name__)
 
 
 class TransferQueueError(NemoGymError):
-    """TransferQueue did not take or give data in time."""
+    """TransferQueue did not store or return data in time."""
 
     code = "transfer_queue"
 
@@ -50,8 +50,8 @@ class TransferQueueSink:
     """A `TrajectorySink` for TransferQueue.
 
     Args:
-        archive: where rows are kept first; without one, what a dead storage unit held is lost.
-        conf: TransferQueue's own configuration, for the process that starts it. A running one is joined.
+        archive: stores rows first; without an archive, the rows of a dead storage unit are lost.
+        conf: TransferQueue's own configuration, used if this process starts it. A running one is joined.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class TransferQueueSink:
         self._background = BackgroundTasks()
         self._recovery: asyncio.Task[None] | None = None
         self._epoch = 0
-        """Recoveries so far: a call that failed before the last one needs no further."""
+        """The number of recoveries: a call that failed before the latest recovery needs no other."""
         self._lost: dict[str, list[str]] = {}
-        """By partition, keys of rows that are still to be written again."""
+        """The keys of rows that are still to be written again, by partition."""
         self.rewritten = 0
-        """Rows that were written again."""
+        """How many rows were written again."""
         self._tq.init(conf)
 
     async def put(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
@@ -77,13 +77,13 @@ class TransferQueueSink:
         await self._bounded("put", lambda: self._put(partition, rows))
 
     async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
-        """Set a prompt's state; what else its tag says stays. Raises `TransferQueueError`."""
+        """Set a prompt's state, leaving other fields of its tag unchanged. Raises `TransferQueueError`."""
         if self._archive is not None:
             await self._archive.add_state(partition, uid, dict(tag))
         await self._bounded("tag", lambda: self._tq.async_kv_put(key=uid, partition_id=partition, tag=dict(tag)))
 
     async def get(self, partition: str, keys: Sequence[str], columns: Sequence[str] | None = None) -> Any:
-        """A TensorDict of rows; of dead units, after they have been written again."""
+        """Return rows as a TensorDict; rows of dead units are first written again."""
         select = list(columns) if columns is not None else None
         return await self._bounded(
             "get",
@@ -91,7 +91,7 @@ class TransferQueueSink:
         )
 
     async def forget_consumed(self) -> None:
-        """Take rows that a trainer has cleared out of the archive."""
+        """Remove the rows from the archive that a trainer has cleared from TransferQueue."""
         if self._archive is None:
             return
         for partition in self._archive.partitions():
@@ -115,13 +115,13 @@ class TransferQueueSink:
         )
 
     async def _bounded(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
-        """The call, and once more after dead units were replaced."""
+        """Make a call, and repeat it once after dead units were replaced. ``what`` names it in errors."""
         epoch = self._epoch
         try:
             return await self._in_time(call)
         except ValueError:
-            raise  # what was asked is wrong, whoever answers
-        except Exception as error:  # noqa: BLE001 - of the package, which has no errors of its own
+            raise  # the request itself is wrong, so a repetition would fail too
+        except Exception as error:  # noqa: BLE001 - the package has no exception classes of its own
             first = error
         try:
             async with asyncio.timeout(RECOVERY_TIMEOUT_S):
@@ -145,18 +145,18 @@ class TransferQueueSink:
             return await call()
 
     def _recovered(self) -> asyncio.Task[None]:
-        """The recovery that is under way, or a new one. It goes on when those who wait for it give up."""
+        """Return the running recovery, or start one. It continues even if its callers stop waiting for it."""
         if self._recovery is None or self._recovery.done():
             self._recovery = self._background.start(self._recover(), name="transfer-queue-recovery")
         return self._recovery
 
     async def _recover(self) -> None:
-        """Put a new storage unit in the place of each dead one, and write again what they held."""
+        """Replace each dead storage unit by a new one at its place, and write the lost rows again."""
         client = self._tq.get_client()
         manager: Any = getattr(client, "storage_manager", None)
         infos = getattr(manager, "storage_unit_infos", None)
         if infos is None:
-            return  # of another storage backend, whose units are not Ray actors
+            return  # another storage backend, whose units are not Ray actors
         names = list(infos)
         alive = await asyncio.gather(*(asyncio.to_thread(_listens, infos[name]) for name in names))
         dead = [place for place, is_alive in enumerate(alive) if not is_alive]
@@ -166,13 +166,13 @@ class TransferQueueSink:
                 for partition in self._archive.partitions():
                     await self._note_lost(client, partition, {*dead}, len(names))
             manager.storage_unit_infos = await asyncio.to_thread(self._replaced, manager, infos, names, dead)
-        # A recovery that failed on the way is gone on with by the next one.
+        # This also writes the rows that an earlier, failed recovery left.
         for partition in [*self._lost]:
             await self._rewrite(partition)
         self._epoch += 1
 
     def _replaced(self, manager: Any, infos: Mapping[str, Any], names: list[str], dead: list[int]) -> dict[str, Any]:
-        """The units in their order, with new ones at the places of the dead."""
+        """Start new units, and return all units in their order, with the new ones at the places of the dead ones."""
         import ray
         from transfer_queue.storage.simple_storage import SimpleStorageUnit
         from transfer_queue.utils.zmq_utils import process_zmq_server_info
@@ -183,7 +183,7 @@ class TransferQueueSink:
             if place not in dead:
                 fresh[name] = infos[name]
                 continue
-            # Detached: it outlives this worker as the one that it replaces would have.
+            # Detached, so that it outlives this worker like the unit that it replaces.
             unit = SimpleStorageUnit.options(lifetime="detached", num_cpus=0).remote(config=config)
             info = process_zmq_server_info(unit)
             fresh[info.id] = info
@@ -218,7 +218,7 @@ class TransferQueueSink:
 
 
 def reconnect() -> None:
-    """For a reader in another process: use the storage units as they are now."""
+    """Connect to the current storage units. Readers in other processes call this after a recovery."""
     import transfer_queue.interface as interface
 
     client, interface._TQ_CLIENT = interface._TQ_CLIENT, None
@@ -228,7 +228,8 @@ def reconnect() -> None:
 
 
 def as_tensordict(rows: list[TrajectoryRow]) -> Any:
-    """The rows as one TensorDict: sequences as jagged tensors, numbers dense, everything else as it is."""
+    """Return the rows as one TensorDict: sequences as jagged tensors, ``num_turns`` as a dense tensor, all else as
+    non-tensor data."""
     import torch
     from tensordict import TensorDict
     from tensordict.tensorclass import NonTensorStack
@@ -246,7 +247,8 @@ def as_tensordict(rows: list[TrajectoryRow]) -> Any:
 
 
 def _jagged(tensors: list[Any]) -> Any:
-    """[L] each as [rows, L]; position ids of conversations with images, [4, L] each, as [rows, 4, L]."""
+    """Stack tensors [L] as a jagged [rows, L]; stack position ids of conversations with images, [4, L], as
+    [rows, 4, L]."""
     import torch
 
     most = max(tensor.dim() for tensor in tensors)
@@ -257,12 +259,12 @@ def _jagged(tensors: list[Any]) -> Any:
     lengths = torch.tensor([0, *(tensor.shape[1] for tensor in alike)])
     values = torch.cat(alike, dim=1)
     made = torch.nested.nested_tensor_from_jagged(values=values, offsets=lengths.cumsum(0))
-    made._ragged_idx = 2  # as verl's own tensors have it: the sequence is the last dimension
+    made._ragged_idx = 2  # as in verl's own tensors, the sequence is the last dimension
     return made
 
 
 def _alike(rows: Sequence[TrajectoryRow]) -> list[list[TrajectoryRow]]:
-    """Rows that have the same columns, together."""
+    """Group rows that have the same columns."""
     found: dict[tuple[str, ...], list[TrajectoryRow]] = {}
     for row in rows:
         found.setdefault(tuple(sorted(row.fields)), []).append(row)
@@ -270,7 +272,7 @@ def _alike(rows: Sequence[TrajectoryRow]) -> list[list[TrajectoryRow]]:
 
 
 def _listens(info: Any) -> bool:
-    """Whether a storage unit accepts connections."""
+    """Return whether a storage unit accepts connections."""
     with contextlib.suppress(OSError):
         with socket.create_connection((info.ip, info.ports["put_get_socket"]), timeout=_PROBE_TIMEOUT_S):
             return True

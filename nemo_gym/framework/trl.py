@@ -1,10 +1,10 @@
-"""TRL: sessions of the framework as a ``rollout_func`` of ``GRPOTrainer``.
+"""Integrates the framework into TRL, as a ``rollout_func`` of ``GRPOTrainer``.
 
     rollout = FrameworkRollouts(make_framework)
     trainer = GRPOTrainer(model=…, reward_funcs=rollout.reward, rollout_func=rollout, …)
 
-The framework writes into a sink of this module instead of TransferQueue. A prompt's sessions give one completion each,
-the one with the most sampled tokens.
+The framework writes into a sink of this module instead of TransferQueue. Each session gives one completion: its
+trajectory with the most sampled tokens.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from nemo_gym.framework.samples import TrajectoryRow
 
 
 class MemorySink:
-    """Trajectories of the batch that is under way."""
+    """Holds the trajectories of the current batch in memory."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[TrajectoryRow]] = {}
-        """By ``<uid>_<session>``."""
+        """The rows of each session, by ``<uid>_<session>``."""
 
     async def put(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
         self.rows[rows[0].key.rpartition("_")[0]] = list(rows)
 
     async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
-        """States of prompts mean nothing to TRL."""
+        """Do nothing, because TRL does not use the states of prompts."""
 
 
 class FrameworkRollouts:
     """A ``rollout_func`` and its reward function.
 
     Args:
-        framework: makes the framework, over the sink that it is given, in the loop that runs it.
-        columns: more columns of a batch, by prompt: what agent servers or runners read.
-        before_batch: called with the trainer before each batch: to push weights to the engine.
+        framework: builds the framework over the given sink; called in the loop that runs it.
+        columns: returns further columns for a prompt, which agent servers or runners read.
+        before_batch: called with the trainer before each batch, for example to push weights to the engine.
     """
 
     def __init__(
@@ -53,15 +53,14 @@ class FrameworkRollouts:
         self._columns = columns or (lambda prompt: {})
         self._before_batch = before_batch
         self._batches = itertools.count()
-        # TRL calls from a thread without an event loop, again and again; the framework's connections need one that
-        # stays.
+        # TRL calls repeatedly from a thread without an event loop; the framework's connections need a lasting loop.
         self._thread = LoopThread("framework-rollouts")
         self._framework = self._thread.run(self._made(framework))
         self.masked = 0
-        """Completions that stand for sessions without a reward."""
+        """How many completions are placeholders for sessions without a trajectory."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """One completion per prompt, in order; TRL repeats a prompt for each of its generations."""
+        """Return one completion per prompt, in order; TRL repeats a prompt for each of its generations."""
         if self._before_batch is not None:
             self._before_batch(trainer)
         number = next(self._batches)
@@ -88,7 +87,7 @@ class FrameworkRollouts:
         return {**found, "session_reward": rewards}
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """What sessions were given; for ``reward_funcs``."""
+        """Return the rewards of the sessions; for ``reward_funcs``."""
         if "session_reward" not in columns:
             raise ConfigError("the reward function of FrameworkRollouts needs it as rollout_func too")
         return [float(reward) for reward in columns["session_reward"]]
@@ -108,7 +107,8 @@ class FrameworkRollouts:
 
 
 def _completion(row: TrajectoryRow | None) -> dict[str, list[Any]]:
-    """In TRL's names. A session without a trajectory is one token that is left out of the loss."""
+    """Return a row's columns under TRL's names. A session without a trajectory becomes one token that is left out of
+    the loss."""
     if row is None:
         return {"prompt_ids": [0], "completion_ids": [0], "logprobs": [0.0], "env_mask": [0]}
     fields = row.fields
@@ -123,8 +123,8 @@ def _completion(row: TrajectoryRow | None) -> dict[str, list[Any]]:
 
 
 def _filled(rewards: Sequence[float | None], prompts: Sequence[Any]) -> list[float]:
-    """A session without a reward gets the mean of those of its prompt, which changes no sibling's advantage (0 where
-    none has any): TRL would count a missing one as 0."""
+    """Fill in missing rewards with the mean reward of the prompt's other sessions (0 if none has a reward), which
+    changes no sibling's advantage. TRL would count a missing reward as 0."""
     groups: dict[str, list[float]] = {}
     for reward, prompt in zip(rewards, prompts, strict=True):
         if reward is not None:

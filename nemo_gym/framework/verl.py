@@ -1,4 +1,4 @@
-"""verl: the framework as its ``agent_loop_manager_class``.
+"""Integrates the framework into verl, as its ``agent_loop_manager_class``.
 
     actor_rollout_ref:
       rollout:
@@ -6,7 +6,7 @@
           agent_loop_manager_class: nemo_gym.framework.verl.AgentFrameworkRolloutAdapter
 
 The adapter, in the trainer's process, owns the gateways and the bridge to verl's inference servers. The framework
-works in a Ray actor of the same node and writes to TransferQueue, from which the trainer reads.
+runs in a Ray actor on the same node and writes to TransferQueue, from which the trainer reads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build_agent_framework(
     processor: Any = None,
     reward_loop_worker_handles: Sequence[Any] | None = None,
 ) -> AgentFramework:
-    """The framework of a trainer's configuration, over gateways that run. ``framework_class_fqn`` may name another."""
+    """Build the framework of a trainer's configuration, of class ``framework_class_fqn``, over running gateways."""
     block, _ = framework_block(config)
     kind: Any = OpenAICompatibleAgentFramework
     if block.framework_class_fqn is not None:
@@ -66,7 +66,7 @@ class RewardLoopScorer(RewardScorer):
     async def __call__(
         self, trajectory: Trajectory, sample: PromptSample, reward_info: Mapping[str, Any]
     ) -> tuple[float, Mapping[str, Any]]:
-        """What the runner posted goes over the sample's ``extra_info``. Raises `VerifierError`."""
+        """Score a trajectory. Fields that the runner posted override ``extra_info``. Raises `VerifierError`."""
         worker = random.choice(self._handles)
         result = await worker.compute_score.remote(_scored(trajectory, sample, reward_info))
         if not isinstance(result, Mapping) or "reward_score" not in result:
@@ -75,7 +75,7 @@ class RewardLoopScorer(RewardScorer):
 
 
 def _scored(trajectory: Trajectory, sample: PromptSample, reward_info: Mapping[str, Any]) -> Any:
-    """One trajectory as verl's reward managers take it."""
+    """Return one trajectory in the form that verl's reward managers take."""
     import numpy as np
     import torch
     from tensordict import TensorDict
@@ -115,7 +115,7 @@ class AgentFrameworkWorker:
 
     async def generate_sequences(self, prompts: Any) -> None:
         if self._framework is None:
-            # Here and not before: connections and locks belong to the loop that uses them.
+            # Built here, and not in the constructor, because connections and locks belong to the loop that uses them.
             block, _ = framework_block(self._config)
             archive = TrajectoryArchive(Path(self._entry.run_dir) / "trajectories.sqlite")
             self._sink = TransferQueueSink(archive)
@@ -132,7 +132,7 @@ class AgentFrameworkWorker:
 
 
 class AgentFrameworkRolloutAdapter:
-    """What verl calls."""
+    """The interface that verl calls."""
 
     def __init__(self, worker: Any, gateways: OwnGateways, bridge: EngineBridge) -> None:
         self._worker = worker
@@ -150,8 +150,8 @@ class AgentFrameworkRolloutAdapter:
         reward_loop_worker_handles: Sequence[Any] | None = None,
         **_: Any,
     ) -> AgentFrameworkRolloutAdapter:
-        """Start the gateways and the worker. Raises `ConfigError` for what is wrong with the configuration, before
-        anything is started."""
+        """Start the gateways and the worker. Raises `ConfigError` for an invalid configuration before anything
+        starts."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -173,8 +173,8 @@ class AgentFrameworkRolloutAdapter:
         return cls(worker, gateways, bridge)
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Run a batch, and return at once: the trainer sees it in TransferQueue. Raises what an earlier batch raised,
-        but for one in which every session failed, which its prompts' states say."""
+        """Start a batch, and return at once: the trainer reads the results from TransferQueue. Raises the error of an
+        earlier batch, unless all of its sessions failed: the states of its prompts show that."""
         import ray
 
         done, self._running = (
@@ -188,7 +188,7 @@ class AgentFrameworkRolloutAdapter:
         self._running.append(self._worker.generate_sequences.remote(prompts))
 
     def generate_sequences_and_wait(self, prompts: Any) -> None:
-        """The same, to the batch's end, with its error."""
+        """Run a batch to its end, and raise its error."""
         import ray
 
         ray.get(self._worker.generate_sequences.remote(prompts))
@@ -203,7 +203,7 @@ class AgentFrameworkRolloutAdapter:
 
 
 def gateways_of(config: Any, count: int, engines: Sequence[Mapping[str, Any]]) -> GatewaysConfig:
-    """The gateways that a trainer's configuration describes."""
+    """Return the configuration of the gateways for a trainer's configuration."""
     rollout = config.actor_rollout_ref.rollout
     lengths = [rollout.get("prompt_length"), rollout.get("response_length")]
     variables = plain((config.get("data") or {}).get("apply_chat_template_kwargs")) or {}
@@ -217,7 +217,7 @@ def gateways_of(config: Any, count: int, engines: Sequence[Mapping[str, Any]]) -
 
 
 def _model_config(config: Any) -> Any:
-    """verl's own reading of the model: its directory on this host, tokenizer and processor."""
+    """Return verl's model configuration: the model's directory on this host, tokenizer and processor."""
     from verl.utils.config import omega_conf_to_dataclass
 
     return omega_conf_to_dataclass(config.actor_rollout_ref.model)

@@ -1,1 +1,1 @@
-"""The one door to the policy model: sessions per attempt, wire dialects, usage."""
+"""The only way to the policy model: sessions per attempt, wire dialects, usage."""

@@ -1,9 +1,9 @@
-"""What gives answers: the seam between sessions and the two kinds of engine; and what one request or session may take.
+"""`Backend`, the interface between sessions and the two kinds of engine, and the limits of one request or session.
 
 The limits (`CallLimits`, `SessionShare`) are far above what harnesses need: the longest conversations of CLIs are
-thousands of messages in a few MB, and images are tens of MB in few values. What a long history costs once, reading and
-encoding it, is done in a thread. The other steps of a request below the limits can still hold the event loop for some
-tens of milliseconds; a session that does so waits as long before its next step, behind all others that did.
+thousands of messages in a few MB, and images are tens of MB in few values. A long history is read and encoded once, in
+a thread. The other steps of a request within the limits can still hold the event loop for some tens of milliseconds; a
+session that does so waits as long before its next step, after all other sessions that did so before it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from nemo_gym.http.requests import check_messages
 LONG_S = 0.005
 """Steps that hold the event loop for longer are charged to their session."""
 SMALL_BYTES = 32 << 10
-"""The steps of a body up to this size are short: asking for the time would be a good part of them."""
+"""The steps for a body up to this size are so short that reading the clock would be a good part of their time."""
 LARGE_BYTES = 512 << 10
-"""The steps of a body above this size take long."""
+"""The steps for a body above this size take long."""
 _COME_BACK_S = 1
 _APART = ThreadPoolExecutor(1, "long requests")
-"""One thread: each further one that wants the interpreter would cost the event loop some milliseconds."""
+"""One thread: each further thread that competes for the interpreter would cost the event loop some milliseconds."""
 T = TypeVar("T")
 
 
 class SessionTooLargeError(ModelError):
-    """What a session has kept so far is all that it may keep."""
+    """A session has reached the limit of messages or bytes that it may keep."""
 
     code = "session_too_large"
     status = 413
 
 
 class SessionBusyError(ModelError):
-    """A session has too much in flight."""
+    """The session's calls in flight have too many bytes."""
 
     code = "session_busy"
     status = 429
@@ -53,7 +53,7 @@ class SessionBusyError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Each has the name of the configuration's key."""
+    """The limits of calls; each has the name of its configuration key."""
 
     max_body_bytes: int = 32 << 20
     max_body_values: int = 200_000
@@ -63,11 +63,11 @@ class CallLimits:
     max_session_in_flight_bytes: int = 128 << 20
 
     def check_body(self, body: Mapping[str, Any]) -> None:
-        """Raises `TooManyMessagesError`."""
+        """Raise `TooManyMessagesError` for a body with too many messages."""
         check_messages(body, self.max_messages)
 
     def check_kept(self, kept: SessionShare) -> None:
-        """Raises `SessionTooLargeError`."""
+        """Raise `SessionTooLargeError` for a session that keeps too much."""
         if kept.messages > self.max_session_messages:
             raise SessionTooLargeError(
                 f"the session has {kept.messages} messages, and may have {self.max_session_messages}; raise the"
@@ -82,22 +82,22 @@ class CallLimits:
 
 @dataclass(slots=True)
 class SessionShare:
-    """What one session takes."""
+    """The resources that one session uses."""
 
     messages: int = 0
-    """Of all turns; what a turn repeats of the one before it is not counted again."""
+    """Messages of all turns; a turn's messages that its parent has are not counted again."""
     bytes: int = 0
-    """Of all turns, as the journal has them, without what memory need not hold."""
+    """Bytes of all turns in the journal, without the large texts that memory need not hold."""
     in_flight_bytes: int = 0
-    """Bodies of calls that are not answered yet."""
+    """Bytes of the bodies of unanswered calls."""
     owed_s: float = 0.0
-    """Time of the event loop that it has had more than others."""
+    """Seconds for which it held the event loop and has not waited yet."""
     _conversations: dict[int, int] = field(default_factory=dict)
-    """Messages up to each turn."""
+    """By turn id: the number of messages up to and including that turn."""
 
     @contextlib.contextmanager
     def claimed(self, size: int, at_most: int) -> Iterator[None]:
-        """From before a body of ``size`` bytes is read until its call is over. Raises `SessionBusyError`."""
+        """Claim ``size`` bytes of a body, from before it is read until its call is over. Raises `SessionBusyError`."""
         if self.in_flight_bytes and self.in_flight_bytes + size > at_most:
             raise SessionBusyError(
                 f"the session's calls in flight have {self.in_flight_bytes} bytes of bodies, and may have {at_most}"
@@ -112,25 +112,25 @@ class SessionShare:
             self.in_flight_bytes -= size
 
     def count_turn(self, turn: Mapping[str, Any], size: int) -> None:
-        """A turn is durable; ``turn`` as the journal has it."""
+        """Count a durable turn of ``size`` bytes; ``turn`` is its record in the journal."""
         count: int = turn["message_count"]
         self.messages += count - self._conversations.get(turn["parent"], 0)
         self._conversations[turn["turn_id"]] = count
         self.bytes += size
 
     def worked(self, began: float) -> None:
-        """A step that held the loop is over; ``began`` is what `step_begins` said."""
+        """Charge a finished step to the session if it was long; ``began`` is the result of `step_begins`."""
         if began and (took := time.thread_time() - began) > LONG_S:
             self.owed_s += took
 
 
 def step_begins(body_bytes: int) -> float:
-    """Before a step with a body of that size; for `SessionShare.worked`."""
+    """Return the start time of a step for `SessionShare.worked`, or 0 if the body is too small to be charged."""
     return time.thread_time() if body_bytes > SMALL_BYTES else 0.0
 
 
 async def apart(step: Callable[[], T]) -> T:
-    """Run a long step where it does not hold the event loop. It is over when this is, also when this is cancelled."""
+    """Run a long step in a thread, so that it does not hold the event loop. If cancelled, wait for the step to end."""
     work = _APART.submit(step)
     running = asyncio.wrap_future(work)
     try:
@@ -145,22 +145,22 @@ async def apart(step: Callable[[], T]) -> T:
 
 
 class LoopTurns:
-    """The event loop's time among sessions that take much of it: one of them at a time, and half of it at most."""
+    """Divides the event loop's time among sessions that use much of it: one at a time, at most half of the time."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def wait(self, share: SessionShare) -> None:
-        """Until a session has paid what it owes. The step that follows must do so without an await in between."""
+        """Wait until a session has paid the time it owes. The caller's step must follow without another await."""
         while share.owed_s:
             async with self._lock:
                 owed = share.owed_s
                 await asyncio.sleep(owed)
-                share.owed_s = max(0.0, share.owed_s - owed)  # now: who leaves has paid nothing
+                share.owed_s = max(0.0, share.owed_s - owed)  # after the sleep: a cancelled wait has paid nothing
 
 
 class Conversations(Protocol):
-    """What one session has said: a forest of turns."""
+    """The conversations of one session: a forest of turns."""
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Put back recorded turns, in the order they were committed."""
@@ -169,16 +169,16 @@ class Conversations(Protocol):
     def rows(
         self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
-        """Its trajectories as JSON data, one per conversation."""
+        """Return the trajectories as JSON data, one per conversation."""
         ...
 
     def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens | None:
-        """The exact tokens of one answer, where the engine gave them; the text of each only where ``texts`` are
-        wanted. With ``relayed`` those that were kept as they came need not be parsed."""
+        """Return the exact tokens of one answer, if the engine gave them; the text of each only with ``texts``. With
+        ``relayed`` the result may hold the engine's unparsed JSON instead."""
         ...
 
     def forget_requests(self) -> None:
-        """Let go of what only makes further answers cheaper."""
+        """Drop the caches that only make further answers cheaper."""
         ...
 
 
@@ -222,69 +222,69 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What is known about a call beside its request."""
+    """The data of a call in addition to its request."""
 
     session_id: str | None
-    """Of the session, for stickiness; nothing for a call without one."""
+    """The session's id, for stickiness; ``None`` for a call without one."""
     call_id: str
-    """32 hexadecimal digits, unique: the answer's id, and the beginning of the engine's request ids."""
+    """32 hexadecimal digits, unique: the answer's id, and the prefix of the engine's request ids."""
     pinned: Mapping[str, Any] = field(default_factory=dict)
-    """The session's sampling parameters, which win over the request's."""
+    """The session's sampling parameters, which override the request's."""
     body_bytes: int = 0
-    """Of the request; 0 where that is not known."""
+    """Size of the request's body; 0 if unknown."""
     share: SessionShare = field(default_factory=SessionShare)
-    """Of the session; told of steps that held the event loop."""
+    """The session's share, charged for steps that held the event loop."""
     turns: LoopTurns = field(default_factory=LoopTurns)
-    """Waited for before such a step."""
+    """Await its turn before such a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """What observers want to know about a committed turn."""
+    """Facts about a committed turn, for observers."""
 
     turn_id: int
     engines: tuple[str, ...]
-    """Who sampled it, in order."""
+    """The engines that sampled it, in order."""
     weights_version: str | None
     split_reason: SplitReason | None
 
 
 class Backend(Protocol[C, D]):
-    """Samples answers. ``sample`` may be cancelled at any await and then has changed nothing; ``commit`` does not
-    await, and is called once for what ``sample`` returned."""
+    """Samples answers. ``sample`` may be cancelled at any await, and then has changed nothing. ``commit`` does not
+    await; call it once for each result of ``sample``."""
 
     @property
     def context_tokens(self) -> int | None:
-        """Prompt and answer together, as configured; nothing where the engines alone know."""
+        """The configured limit of prompt and answer together; ``None`` if only the engines know their limits."""
         ...
 
     @property
     def tokenizer_probe(self) -> TokenizerProbe | None:
-        """For engines that take token ids: what shows whether they serve this policy."""
+        """A text and its token ids that show whether an engine that takes token ids serves this policy."""
         ...
 
     def conversations(self, now: datetime) -> C:
-        """For a new session. ``now`` is the session's own time, for templates that print the date."""
+        """Return the conversations of a new session. ``now`` is its start, for templates that print the date."""
         ...
 
     async def sample(self, conversations: C, request: PolicyRequest, context: CallContext) -> D:
-        """Raises `EngineError`, `ContextOverflowError`, `InvalidBodyError`."""
+        """Sample an answer. Raises `EngineError`, `ContextOverflowError`, `InvalidBodyError`."""
         ...
 
     def commit(
         self, conversations: C, request: PolicyRequest, sampled: D
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
-        """Keep what was sampled: the answer, the turn as the journal records it, and facts about it."""
+        """Keep a sample. Returns the answer, the turn as the journal records it, and facts about the turn."""
         ...
 
     def take_back(self, conversations: C, turn_id: int) -> None:
-        """Undo the latest ``commit``: its turn could not be made durable."""
+        """Undo the latest ``commit``, whose turn could not be made durable."""
         ...
 
     async def count_tokens(self, request: PolicyRequest) -> int | None:
-        """Tokens of the request as a prompt; nothing where that cannot be known."""
+        """Return the number of tokens of the request as a prompt; ``None`` if it cannot be known."""
         ...
 
     def forget(self, session_id: str) -> None:
-        """The session has ended."""
+        """Forget a session, which has ended."""
         ...

@@ -1,7 +1,7 @@
-"""Per-call capture: what went over the wire in each inference call, for people and dashboards.
+"""Per-call capture: a record of each inference call's request and response, for people and dashboards.
 
-Best effort by design: it never delays or fails a call, and nothing is trained on it. What must not be lost is the
-journal's.
+Best effort by design: it never delays or fails a call, and no training uses it. Data that must not be lost is in the
+journal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_gym.config_types import CommandPath
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollout_observability import TrajectoryModelCall, TrajectoryResponseMetadata, TrajectoryTokenStats
 
-# What is captured of calls, and how much of it is kept.
+# Which data of calls is captured, and how much of it is kept.
 
 
 class CaptureConfig(BaseModel):
@@ -36,21 +36,21 @@ class CaptureConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     directory: CommandPath
-    """Made when missing. One gateway at a time writes to it."""
+    """Created if missing. Only one gateway at a time may write to it."""
     bodies: bool = True
-    """Whether request and answer bodies are kept, redacted; otherwise only their sizes."""
+    """Whether request and answer bodies are kept, redacted; otherwise only their sizes and digests."""
     max_record_bytes: int = Field(1 << 20, ge=4096)
-    """Of one line. A longer one leaves out the request's body, then the answer's; their sizes and digests stay."""
+    """Limit of one line. A longer line omits the request's body, then the answer's; their sizes and digests stay."""
     max_file_bytes: int = Field(64 << 20, ge=1 << 16)
-    """Of one session's file; then it becomes ``<session id>.1.jsonl``, in place of an older one."""
+    """Limit of one session's file. A full file becomes ``<session id>.1.jsonl`` and replaces an older one."""
     max_total_bytes: int = Field(4 << 30, ge=1 << 20)
-    """Of the directory; then the files that were written to longest ago are removed."""
+    """Limit of the directory. Above it, the files that were written to longest ago are removed."""
     max_age_s: float = Field(7 * 24 * 3600.0, gt=0)
-    """Files that were not written to for so long are removed."""
+    """Files without a write for this long are removed."""
     max_waiting: int = Field(4096, gt=0)
-    """Records that wait for the disk; further ones are dropped and counted."""
+    """Limit of records that wait for the disk; further records are dropped and counted."""
     max_waiting_bytes: int = Field(128 << 20, gt=0)
-    """Of the bodies that wait for the disk, as they came over the wire."""
+    """Limit of the request bodies of waiting records, in bytes on the wire."""
 
 
 # One record per inference call.
@@ -60,7 +60,7 @@ Moment = Literal["queued", "sampled", "committed", "sent"]
 
 @dataclass(slots=True)
 class CallRecord:
-    """What is known of one call; its fields are the keys of its line. ``None`` means not known, or not that far."""
+    """The record of one call; its fields are the keys of its line. ``None``: not known, or the call ended earlier."""
 
     call_id: str
     dialect: str
@@ -72,22 +72,22 @@ class CallRecord:
     received_at: float = field(default_factory=time.time)
     """Unix seconds."""
     milliseconds: dict[str, float] = field(default_factory=dict)
-    """Since it was received: ``queued`` (an engine was found), ``sampled``, ``committed``, ``sent``."""
+    """From receipt to: ``queued`` (an engine was found), ``sampled``, ``committed``, ``sent``."""
     stream: bool = False
     status: int | None = None
-    """The HTTP status of the answer."""
+    """The HTTP status of the response."""
     code: str | None = None
-    """The code of the error that ended it."""
+    """The code of the error that ended the call."""
     error: str | None = None
     finish: str | None = None
     usage: Mapping[str, int] | None = None
     engines: tuple[str, ...] = ()
-    """Who sampled it, in order; several where an answer was continued elsewhere."""
+    """The engines that sampled it, in order; several if an answer was continued on another engine."""
     weights_version: str | None = None
     repeated: bool = False
-    """The answer was one that had been sampled before, for an equal request."""
+    """Whether the answer had been sampled before, for an equal request."""
     retry_count: int | None = None
-    """As the caller's SDK counts (``x-stainless-retry-count``)."""
+    """The caller's own count of retries (``x-stainless-retry-count``)."""
     user_agent: str | None = None
     turn: int | None = None
     """The token turn's id within its session."""
@@ -102,28 +102,28 @@ class CallRecord:
     """Monotonic; not written."""
 
     def mark(self, moment: Moment) -> None:
-        """``moment`` is now. The last mark of a moment counts."""
+        """Set the time of ``moment`` to now; a later mark of the same moment replaces it."""
         self.milliseconds[moment] = round((time.monotonic() - self.began) * 1000, 3)
 
 
-# Bodies as they may be shown: without secrets, and without megabytes of base64.
+# Redacted bodies: without secrets, and without megabytes of base64.
 #
-# Works on JSON text, since a tree walk in Python would cost more than the call itself: one pass of each pattern.
+# Patterns run over the JSON text, one pass each: a tree walk in Python would cost more than the call itself.
 
 _BLOB = re.compile(rb"[A-Za-z0-9+/_-]{1024,}={0,2}")
-"""What runs on for a kibibyte without a space is a picture, an archive or a key, and no text."""
+"""A run of at least 1 KiB without a space is an image, an archive or a key, not text."""
 _NAME = rb"([\w.-]*(?:key|token|secret|passw(?:or)?d|credential|authorization|bearer|cookie)s?)"
 _MEMBER = re.compile(rb'(")' + _NAME + rb'("\s*:\s*")((?:[^"\\]|\\.)*)', re.IGNORECASE)
-"""A member whose name may be a secret's."""
+"""A JSON member whose name may be that of a secret."""
 _NESTED_MEMBER = re.compile(
     rb'(\\")' + _NAME + rb'(\\"\s*:\s*\\")((?:[^"\\]|\\\\(?:\\.|[^"\\])|\\[^"\\])*)', re.IGNORECASE
 )
-"""The same in JSON text that is a string of the body, such as a tool call's arguments."""
+"""The same in JSON text inside a string of the body, such as a tool call's arguments."""
 _KEY = re.compile(
     rb"(?<![A-Za-z0-9])(?:(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
     rb"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{30,})"
 )
-"""Keys of well-known services, by their form."""
+"""API keys of well-known services, by their form."""
 _BEARER = re.compile(rb"\b(Bearer|Basic)(\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 _URL = re.compile(rb"([?&](?:api[_-]?key|key|token|access_token|sig|signature)=)[^&\s\"'\\]+", re.IGNORECASE)
 _USER = re.compile(rb"(\w://[^\s/:@\"'\\]*:)[^\s/@\"'\\]+@")
@@ -131,7 +131,7 @@ _MASK = REDACTED.encode()
 
 
 def redacted_json(body: Any, secrets: Collection[str] = ()) -> bytes:
-    """``body`` (data, or JSON as bytes) as JSON text that may be shown. ``secrets`` are further strings to hide."""
+    """Return ``body`` (data, or JSON as bytes) as redacted JSON text. ``secrets`` are further strings to hide."""
     if isinstance(body, bytes):
         try:
             body = orjson.loads(body)
@@ -139,7 +139,7 @@ def redacted_json(body: Any, secrets: Collection[str] = ()) -> bytes:
             body = body.decode("utf-8", "replace")
     try:
         data = orjson.dumps(body, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:  # nested deeper than it can be written, or text that is no Unicode
+    except TypeError:  # nested too deeply for orjson, or text that is not valid Unicode
         data = orjson.dumps({"omitted": "cannot be written as JSON"})
     data = _BLOB.sub(_digest_of, data)
     data = _NESTED_MEMBER.sub(_member, _MEMBER.sub(_member, data))
@@ -162,14 +162,14 @@ def _member(found: re.Match[bytes]) -> bytes:
     return found[1] + found[2] + found[3] + _MASK if secret and found[4] else found[0]
 
 
-# The directory of captured calls: whole lines, bounded files, bounded total.
+# The directory of captured calls: whole lines, limited file sizes, limited total size.
 
 _MAX_OPEN = 64
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", re.ASCII)
 
 
 class CaptureDirectory:
-    """Appends lines to files by name. Used by one thread; methods raise `OSError` where the disk does."""
+    """Appends lines to files by name. For use by one thread; methods raise the disk's `OSError`."""
 
     def __init__(self, config: CaptureConfig) -> None:
         self._config = config
@@ -183,7 +183,7 @@ class CaptureDirectory:
             ) from error
 
     def append(self, name: str, line: bytes) -> None:
-        """Append a whole line or, where the disk takes no whole line, nothing."""
+        """Append a whole line, or nothing if the disk does not take the whole line."""
         fd = self._file(name)
         before = os.fstat(fd).st_size
         if before and before + len(line) > self._config.max_file_bytes:
@@ -196,7 +196,7 @@ class CaptureDirectory:
             raise
 
     def tidy(self) -> None:
-        """Remove what is too old, and the oldest of what is too much. Files that others remove meanwhile are fine."""
+        """Remove files above the age limit, and the oldest above the total size. Others may remove files meanwhile."""
         found = []
         for path in self._config.directory.glob("*.jsonl"):
             try:
@@ -244,7 +244,7 @@ class CaptureDirectory:
 
 
 class CallCapture(Protocol):
-    """Takes one record per inference call. No method raises."""
+    """Stores one record per inference call. No method raises."""
 
     @property
     def bodies(self) -> bool:
@@ -252,15 +252,15 @@ class CallCapture(Protocol):
         ...
 
     def record(self, record: CallRecord) -> None:
-        """Take a finished record, which its caller does not change any more. Returns at once."""
+        """Queue a finished record, which the caller must not change afterwards. Does not block."""
         ...
 
     def figures(self) -> dict[str, int]:
-        """Counts since the start: ``taken``, ``written``, ``dropped``."""
+        """Return counts since the start: ``taken``, ``written``, ``dropped``."""
         ...
 
     def close(self) -> None:
-        """Write what was taken, and stop. Blocks for a few seconds at most."""
+        """Write the waiting records, and stop. Blocks for a few seconds at most."""
         ...
 
 
@@ -293,13 +293,13 @@ log = structlog.get_logger(__name__)
 
 
 def make_capture(config: CaptureConfig | None, *, secrets: Collection[str] = ()) -> CallCapture:
-    """The capture that ``config`` asks for. ``secrets`` are hidden wherever they appear, beside what is always
-    hidden. Raises `ConfigError` for a directory that cannot be made."""
+    """Return the capture for ``config``. ``secrets`` are hidden wherever they appear, in addition to what is always
+    hidden. Raises `ConfigError` for a directory that cannot be created."""
     return NoCapture() if config is None else FileCapture(config, secrets=secrets)
 
 
 class FileCapture:
-    """See `CallCapture`. A disk that is full, slow or gone costs records, never calls."""
+    """See `CallCapture`. A full, slow or missing disk loses records, but never fails a call."""
 
     def __init__(self, config: CaptureConfig, *, secrets: Collection[str] = ()) -> None:
         self.bodies = config.bodies
@@ -366,7 +366,7 @@ class FileCapture:
     def _write(self, record: CallRecord) -> None:
         try:
             self._directory.append(record.session_id or NO_SESSION, self._line(record))
-        except Exception as error:  # noqa: BLE001 - observability must not end, whatever a record or a disk is like
+        except Exception as error:  # noqa: BLE001 - no record and no disk error may end the thread
             with self._changed:
                 self._dropped += 1
             self._complain(f"{type(error).__name__}: {error}")
@@ -378,7 +378,7 @@ class FileCapture:
         head = redacted_json({name: getattr(record, name) for name in _PLAIN}, self._secrets)
         room = self._config.max_record_bytes - len(head) - 2
         parts: dict[str, bytes] = {}
-        # The answer first: it is the smaller one, and what is asked can be told from the calls before.
+        # The answer takes space first: it is the smaller body, and earlier calls show most of the request.
         for name in reversed(_BODIES):
             body = getattr(record, name)
             if body is None:
@@ -392,7 +392,7 @@ class FileCapture:
         return orjson.dumps({**orjson.loads(head), **bodies}, option=orjson.OPT_APPEND_NEWLINE)
 
     def _complain(self, reason: str) -> None:
-        """Say what is lost, now and then."""
+        """Log lost records, at most every `COMPLAINT_INTERVAL_S`."""
         now = time.monotonic()
         if now - self._complained_at >= COMPLAINT_INTERVAL_S:
             self._complained_at = now
@@ -404,17 +404,17 @@ def _left_out(body: Any) -> bytes:
     return orjson.dumps({"omitted_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 
 
-# Captured calls read back, also as the model calls of a rollout's observations.
+# Reading captured calls, also as the model calls of a rollout's observations.
 
 
 def read_calls(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of one file, oldest first. A last line that is still being written is left out."""
+    """Yield the records of one file, oldest first. Skips a last line that is still being written."""
     for line in whole_lines(Path(path)):
         yield orjson.loads(line)
 
 
 def model_call(call: Mapping[str, Any]) -> TrajectoryModelCall:
-    """A captured call as `nemo_gym.rollout_observability` has it."""
+    """Convert a captured call to a model call of `nemo_gym.rollout_observability`."""
     usage = call.get("usage") or {}
     sent_ms = (call.get("milliseconds") or {}).get("sent")
     prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LIMITS = CallLimits()
 _ABSURD_CONTEXT = 10**8
-"""Tokenizers without a limit say a number with thirty digits."""
+"""A ``model_max_length`` from here on means no limit: tokenizers without one write a number of thirty digits."""
 
 
 class PolicyConfig(BaseModel):
@@ -41,26 +41,26 @@ class PolicyConfig(BaseModel):
     chat_template: CommandPath | None = None
     """A Jinja file in place of the directory's own template."""
     stop_tokens: list[str] = Field(default_factory=list)
-    """Tokens that end a turn, beside those that the directory names."""
+    """Tokens that end a turn, in addition to those that the directory names."""
     template_variables: dict[str, Any] = Field(default_factory=dict)
-    """Given to every rendering, for example ``enable_thinking: true``."""
+    """Variables passed to every rendering of the template, for example ``enable_thinking: true``."""
     special_tokens_in_content: Literal["text", "control"] = "text"
-    """What a special token's spelling (``<|im_end|>``) in a message is to the policy: the letters that it is made of,
-    or the token itself, with which a tool's output can end its message and start another."""
+    """How the spelling of a special token (``<|im_end|>``) in a message is encoded: as the letters it is made of, or
+    as the token itself, with which a tool's output can end its message and start another."""
     tool_parser: str = "auto"
-    """How tool calls are read from sampled text; ``auto`` looks at what the chat template writes."""
+    """The parser of tool calls in sampled text; ``auto`` chooses by what the chat template writes."""
     reasoning_parser: str = "auto"
     history: History = History.VERBATIM
-    """What becomes of earlier reasoning that the chat template would leave out: ``verbatim`` keeps it, and the
+    """How to treat earlier reasoning that the chat template would leave out: ``verbatim`` keeps it, and the
     conversation stays one trajectory; ``template`` follows the template, and the conversation splits."""
     max_context_tokens: int | None = Field(None, gt=0)
-    """Prompt and answer together. Default: what the directory's ``config.json`` or ``tokenizer_config.json`` says."""
+    """Limit of prompt and answer together. Default: the one in ``config.json`` or ``tokenizer_config.json``."""
     max_answer_tokens: int | None = Field(None, gt=0)
-    """Of one answer; default: what the context leaves. A request may ask for less."""
+    """Limit of one answer. Default: what the prompt leaves of the context. A request may ask for less."""
 
     def backend(self, pool: EnginePool, *, model: str) -> TokenBackend:
-        """The policy over a pool of token engines. Raises `ConfigError` for a directory, a template or a parser that
-        cannot be used."""
+        """Return the backend for this policy and a pool of token engines. Raises `ConfigError` for a directory, a
+        template or a parser that cannot be used."""
         from nemo_gym.gateway.parsing import answer_parser
         from nemo_gym.gateway.token_backend import TokenBackend
         from nemo_gym.gateway.tokens import PolicyTokenizer
@@ -103,44 +103,44 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     """Configuration of a gateway."""
 
     model: str = "policy"
-    """The name the gateway answers with, whatever a harness asks for."""
+    """The model name in every reply, whatever name a harness asks for."""
     engines: list[EngineConfig] = Field(default_factory=list)
-    """Where the policy runs; all of them take token ids (``vllm``, ``sglang``), or all of them text (``openai``). More
-    can be added while the gateway runs."""
+    """The engines that run the policy: all of them take token ids (``vllm``, ``sglang``), or all of them text
+    (``openai``). More can be added while the gateway runs."""
     policy: PolicyConfig | None = None
     """Needed with engines that take token ids."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """For text engines: parameters of every request that does not set them itself."""
+    """For text engines: parameters added to every request that does not set them itself."""
     return_token_ids: bool = False
     """Whether replies carry the exact tokens: ``prompt_token_ids``, ``generation_token_ids``,
     ``generation_log_probs``."""
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
     retries: RetryConfig = Field(default_factory=RetryConfig)
     journal_dir: CommandPath | None = None
-    """Where sessions and turns are kept. Default: in the run's directory; started by hand, ``gateway-journal`` in the
-    working directory."""
+    """The directory of the journal, which stores sessions and turns. Default: in the run's directory; for a gateway
+    started by hand, ``gateway-journal`` in the working directory."""
     durability: Durability = "process"
-    """What a committed turn survives: the death of the ``process``, or a ``power_loss`` as well, which waits for the
-    disk."""
+    """What a committed turn survives: the death of the ``process``, or a ``power_loss`` as well, for which every
+    commit waits for the disk."""
     max_session_messages: int = Field(_LIMITS.max_session_messages, gt=0)
-    """Of all conversations of one session; what a request repeats of an earlier one is not counted again. A session
-    that has more gets no further answer (413)."""
+    """Limit of messages in all conversations of one session; a message that later requests repeat counts once. A
+    session above the limit gets no further answer (413)."""
     max_session_bytes: int = Field(_LIMITS.max_session_bytes, gt=0)
-    """The same for what its turns hold in memory."""
+    """Limit of bytes that one session's turns hold in memory; 413 as well."""
     max_session_in_flight_bytes: int = Field(_LIMITS.max_session_in_flight_bytes, gt=0)
-    """Bodies of one session's unanswered calls; one that would exceed it is told to come back (429). A body whose
-    length is not announced counts as ``max_body_bytes``."""
+    """Limit of the request bodies of one session's unanswered calls; a call that would exceed it is refused with 429.
+    A body whose length is not announced counts as ``max_body_bytes``."""
     keep_closed_s: float = Field(KEEP_CLOSED_S, ge=0)
-    """How long a closed session answers a repeated finalize; the oldest end sooner when more than 1,024 are kept, or
-    more than 256 MiB of their conversations."""
+    """How long a closed session answers a repeated finalize. The oldest are forgotten sooner when more than 1,024
+    sessions, or more than 256 MiB of their conversations, are kept."""
     ping_interval_s: float = Field(PING_INTERVAL_S, gt=0)
-    """Silence in a stream before a keep-alive ping."""
+    """How long a stream is silent before a keep-alive ping."""
     first_event_grace_s: float = Field(FIRST_EVENT_GRACE_S, ge=0)
-    """How long a stream's headers wait for the answer; until then a failure is an HTTP status."""
+    """How long a stream's headers wait for the answer; a failure within that time becomes an HTTP status."""
     capture: CaptureConfig | None = None
-    """Record every call for observers, with secrets taken out; nothing records none."""
+    """Record every call for observers, with secrets removed. By default no call is recorded."""
     path_tokens: bool = False
-    """Also take the inference token in the path (``/sessions/<id>/token/<token>/v1``), and a completion token
+    """Also accept the inference token in the path (``/sessions/<id>/token/<token>/v1``), and a completion token
     (``…/complete``), for trusted runners that can set a URL but no header."""
 
     def limits(self) -> CallLimits:
@@ -148,7 +148,7 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
 
     @property
     def kind(self) -> Literal["text", "token"]:
-        """Of the engines."""
+        """The kind of the engines."""
         return "text" if self.policy is None else "token"
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Sessions that outlive the gateway's process: what is committed is in the journal, and a restart goes on with it."""
+"""Sessions that outlive the gateway's process: the journal has every committed turn, and a restart continues them."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ log = structlog.get_logger(__name__)
 
 
 class DurableSessions(Generic[C, D]):
-    """The sessions of one gateway. `GatewaySessions` with a life of its own: ``open_journal`` before the first call,
-    ``aclose`` after the last."""
+    """The sessions of one gateway; implements `GatewaySessions`. Call ``open_journal`` before the first other method,
+    and ``aclose`` after the last."""
 
     def __init__(
         self, backend: Backend[C, D], *, ttl_s: float = SESSION_TTL_S, keep_closed_s: float = KEEP_CLOSED_S
@@ -68,7 +68,7 @@ class DurableSessions(Generic[C, D]):
         self._closed_bytes = 0
         self._sweeping: asyncio.Task[None] | None = None
         self.memory_is_free = False
-        """Set where something large has been let go of: the next sweep gives it back to the system."""
+        """Set when something large was dropped: the next sweep returns free memory to the system."""
         self.journal: SessionJournal
 
     # -- the process ---------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class DurableSessions(Generic[C, D]):
     async def open_journal(
         self, directory: Path, durability: Durability = "process", *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Take the journal, and go on with every session in it. Raises `JournalBusyError`, `JournalDamagedError`."""
+        """Open the journal and restore every session in it. Raises `JournalBusyError`, `JournalDamagedError`."""
         self.journal, replayed = SessionJournal.open(directory, durability=durability, clock=clock)
         for found in replayed:
             self._table.add(self._restored(found))
@@ -85,7 +85,7 @@ class DurableSessions(Generic[C, D]):
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def aclose(self) -> None:
-        """What is being committed is waited for; everything else is ended."""
+        """Wait for answers that are being committed, and end everything else."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
@@ -98,7 +98,7 @@ class DurableSessions(Generic[C, D]):
 
     @property
     def states(self) -> Mapping[str, int]:
-        """How many sessions are kept, by their state."""
+        """The number of sessions in each state."""
         return Counter(str(live.state) for live in self._table)
 
     # -- routes --------------------------------------------------------------------------------------------------
@@ -113,11 +113,11 @@ class DurableSessions(Generic[C, D]):
         ttl_s: float | None = None,
         reward_source: RewardSource = "environment",
     ) -> OpenedSession:
-        """A session for this attempt; see `GatewaySessions.open`. ``ttl_s``: seconds until its deadline, when it is
-        aborted; at most the gateway's own. ``reward_source`` ``runner`` takes a reward with ``complete``, for runs
-        without an environment."""
+        """Open a session for this attempt; see `GatewaySessions.open`. ``ttl_s``: seconds until its deadline, when it
+        is aborted; at most the gateway's own limit. With ``reward_source`` ``runner``, ``complete`` accepts a reward,
+        for runs without an environment."""
         key = (opener, rollout.run_id, rollout.rollout_id)
-        # Again after each wait: others may open one meanwhile.
+        # Checked again after each wait: another request may have opened a session of this key meanwhile.
         while (current := self._table.current(key)) is not None:
             refuse_older(rollout, current.session.rollout.attempt)
             if current.state not in (SessionState.OPEN, SessionState.COMPLETE):
@@ -155,7 +155,7 @@ class DurableSessions(Generic[C, D]):
         return self.authorized(inference_token).session
 
     def authorized(self, inference_token: str) -> LiveSession[C]:
-        """The session that a token opens; raises as `authorize`."""
+        """Return the live session that a token opens; raises the same errors as `authorize`."""
         live = self._table.opened_by(inference_token)
         if live is None:
             raise CredentialError("the inference token is unknown here: its session has ended, or never was")
@@ -168,7 +168,7 @@ class DurableSessions(Generic[C, D]):
         return live
 
     def live(self, session_id: str) -> LiveSession[C]:
-        """Raises `ContractError` for a session that is not known."""
+        """Return the session of an id. Raises `ContractError` for an unknown id."""
         return self._table.known(session_id)
 
     def committed(self, session: GatewaySession, usage: Usage) -> None:
@@ -177,7 +177,7 @@ class DurableSessions(Generic[C, D]):
         session.usage = session.usage + usage
 
     def state(self, session_id: str, control_token: str) -> dict[str, Any]:
-        """``{session_id, state, reason, turns, usage, in_flight, opened_at, expires_at}``; times in Unix seconds."""
+        """``{session_id, state, reason, turns, usage, in_flight, opened_at, expires_at}``; times are Unix seconds."""
         live = self._table.controlled(session_id, control_token)
         return {
             **_summary(live),
@@ -191,9 +191,9 @@ class DurableSessions(Generic[C, D]):
     async def complete(
         self, session_id: str, control_token: str, reward_info: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The session's runner is done: no further inference; calls in flight are ended. ``control_token`` may be the
-        completion token instead. ``reward_info`` may hold ``reward``, and is taken only where no environment gives
-        one. Repeating it changes nothing."""
+        """End inference, because the session's runner is done; calls in flight are ended. ``control_token`` may be the
+        completion token instead. ``reward_info`` may hold ``reward``, and is accepted only if no environment gives
+        one. A repeated call changes nothing."""
         live = self._table.completable(session_id, control_token)
         if reward_info and live.record.extra.get("reward_source") != "runner":
             raise ContractError(
@@ -222,8 +222,8 @@ class DurableSessions(Generic[C, D]):
         reward: float | None = None,
         reward_info: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Close the session; ``{session_id, turns, usage, trajectories}``. Calls in flight are ended. Repeating it
-        answers the same, with the first reward."""
+        """Close the session, end its calls in flight, and return ``{session_id, turns, usage, trajectories}``. A
+        repeated call returns the same, with the first reward."""
         live = self._table.controlled(session_id, control_token)
         async with live.ending:
             if live.state is SessionState.ABORTED:
@@ -246,13 +246,13 @@ class DurableSessions(Generic[C, D]):
         return {**_summary(live), "trajectories": rows}
 
     async def abort(self, session_id: str, control_token: str) -> None:
-        """Close the session and keep nothing. Repeating it changes nothing."""
+        """Close the session and keep none of its data. A repeated call changes nothing."""
         await self._end(self._table.controlled(session_id, control_token), "aborted by its owner")
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _new(self, record: SessionRecord) -> LiveSession[C]:
-        # Checked when it was asked for, perhaps by a release with other bounds: the journal is read all the same.
+        # Not validated again: it was validated on opening, perhaps by a release with other bounds.
         rollout = RolloutIdentity.model_construct(**record.rollout)
         given = record.extra.get("limits")
         limits = ChosenLimits(**given) if given else NONE_CHOSEN
@@ -294,14 +294,14 @@ class DurableSessions(Generic[C, D]):
         self._closed_bytes += live.share.bytes
 
     async def _forget_closed(self) -> None:
-        """Of closed sessions, those that were closed long ago, or hold more than is kept."""
+        """Forget sessions that were closed long enough ago, and the oldest above the limits of closed sessions."""
         while self._closed and self._may_forget(self._closed[0]):
             live = self._closed.popleft()
             self._closed_bytes -= live.share.bytes
             self._table.drop(live)
             try:
                 await self.journal.forget(live.session_id)
-            except JournalError as error:  # after a restart it is closed, and forgotten then
+            except JournalError as error:  # a restart restores it as closed, and forgets it then
                 log.warning("session not forgotten", session_id=live.session_id, error=str(error))
 
     def _may_forget(self, oldest: LiveSession[C]) -> bool:
@@ -313,7 +313,7 @@ class DurableSessions(Generic[C, D]):
 
     @contextlib.contextmanager
     def _unless_kept(self, live: LiveSession[C], before: SessionState) -> Iterator[None]:
-        """A step of which the journal keeps nothing was none."""
+        """Put the session back into the state ``before`` if the journal is full and could not store the change."""
         try:
             yield
         except JournalFullError:
@@ -340,7 +340,7 @@ class DurableSessions(Generic[C, D]):
             self._backend.forget(live.session_id)
 
     async def _sweep(self) -> None:
-        """Abort what is overdue, and forget what has been closed for long enough, until cancelled."""
+        """Until cancelled: abort sessions past their deadline, and forget those that closed long enough ago."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             if self.memory_is_free:
@@ -351,18 +351,18 @@ class DurableSessions(Generic[C, D]):
             try:
                 for live in self._table:
                     if live.closed_at is None and live.state is SessionState.ABORTED:
-                        await self._end(live, live.reason or "")  # the journal could not take it before
+                        await self._end(live, live.reason or "")  # an earlier try failed at the journal
                     elif live.closed_at is None and live.record.deadline_at <= now:
                         await self._end(live, DEADLINE_REASON)
                         log.info("session aborted at its deadline", session_id=live.session_id)
             except (JournalError, FencedError) as error:
-                # Whoever asks hears of it as well; the next round tries again.
+                # The sessions' callers get this error as well; the next sweep tries again.
                 log.warning("sessions not swept", error=str(error))
 
 
 def checked_reward(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Reward info as it may be kept. Raises `InvalidBodyError` for a reward that is no finite number, and for what is
-    no JSON."""
+    """Return reward info that can be stored. Raises `InvalidBodyError` for a reward that is no finite number, and for
+    data that is nested too deeply."""
     reward = info.get("reward")
     if reward is not None and (
         isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)
@@ -373,8 +373,7 @@ def checked_reward(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_depth(value: Any, name: str) -> None:
-    """Raise `InvalidBodyError` for data that was read as JSON and is too deep to be written inside of records and
-    replies."""
+    """Raise `InvalidBodyError` for parsed JSON that is nested too deeply to be written inside records and replies."""
     try:
         orjson.dumps([[[[[[[[[[value]]]]]]]]]])
     except TypeError:

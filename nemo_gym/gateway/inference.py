@@ -1,10 +1,11 @@
-"""One call: lowered to what the policy is asked, answered once, raised to the caller's dialect, delivered.
+"""One inference call: lowered to a policy request, answered once, raised to the caller's dialect, delivered.
 
-    body ─▶ lower ─▶ the same as an earlier call whose answer was not delivered? ─ yes ─▶ that answer
+    body ─▶ lower ─▶ equal to an earlier call whose answer was not delivered? ─ yes ─▶ that answer
                       └ no ─▶ sample ─▶ commit (journal) ─▶ answer ─▶ reply or stream ─▶ sent
 
-A stream is cut from the whole answer after its commit, so nothing is delivered that is not durable; until then the
-caller gets keep-alive pings. A failure after the headers is an event of the stream, and what was handed over is known.
+A stream is cut from the whole answer after its commit, so nothing is delivered before it is durable; until then the
+caller gets keep-alive pings. A failure after the headers becomes an event of the stream. The gateway notes when a
+reply has been handed over, so that a retry gets the same answer again.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ from nemo_gym.http.requests import JsonResponse, check_values, json_object
 def failure_event(
     dialect: Dialect, error: NemoGymError, *, response: Mapping[str, Any] | None = None, number: int = 0
 ) -> bytes:
-    """The last event of a stream that fails; no end marker may follow it. ``response`` and ``number`` are for
-    Responses: the response as it was begun, and the event's sequence number."""
+    """Return the last event of a stream that fails; no end marker may follow it. ``response`` and ``number`` are for
+    Responses: the response object as the stream began it, and the event's sequence number."""
     if dialect is Dialect.CHAT:
         return _event(None, openai_error(error)[1])
     if dialect is Dialect.MESSAGES:
@@ -109,38 +110,38 @@ def _event(kind: str | None, value: Mapping[str, Any]) -> bytes:
     return head + b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-# What may stand between the events of a stream to say that the answer is still being made, in each dialect.
+# Keep-alive pings between the events of a stream, in each dialect.
 #
 # | dialect | form | why this one |
 # |---|---|---|
-# | Chat Completions | a comment | the stream has no event that means nothing |
+# | Chat Completions | a comment | the dialect has no event without a meaning |
 # | Messages | the event ``ping`` | the dialect's own; may come anywhere, also before ``message_start`` |
-# | Responses | ``response.in_progress`` again | idle timers of its clients count events, and comments are none |
+# | Responses | ``response.in_progress`` again | a comment does not reset its clients' idle timers, an event does |
 #
-# Events of Responses are numbered, and nothing may come before ``response.created``. A ping before the first event
-# therefore opens the response itself, and what follows is renumbered.
+# Events of Responses are numbered, and no event may come before ``response.created``. A ping before the first event
+# therefore opens the response itself, and the events after it are renumbered.
 
 COMMENT = b": ping\n\n"
 _OPENING = ("response.created", "response.in_progress")
 
 
 class Pings:
-    """Pings for one stream. Every whole event of the stream passes through ``passing`` first."""
+    """Pings for one stream. Pass every whole event of the stream through ``passing`` before it is sent."""
 
     def __init__(self, dialect: Dialect, opening: Mapping[str, Any] | None = None) -> None:
-        """``opening`` is the response object that a stream of Responses will begin with, where it is known before the
-        stream begins; without it, pings before the first event are comments."""
+        """``opening`` is the response object that a stream of Responses will begin with, if it is known in advance;
+        without it, pings before the first event are comments."""
         self._dialect = dialect
         self._response: dict[str, Any] | None = None
         self._opening = dict(opening) if opening is not None else None
         self._opened_here = False
         self._number = 0
-        """Of the next event of Responses."""
+        """The sequence number of the next event of Responses."""
         self._added = 0
-        """How many events more than the stream's own have been sent."""
+        """How many more events have been sent than ``passing`` was given."""
 
     def ping(self) -> bytes:
-        """One ping, a whole event or comment."""
+        """Return one ping, a whole event or comment."""
         if self._dialect is Dialect.MESSAGES:
             return b'event: ping\ndata: {"type": "ping"}\n\n'
         if self._dialect is Dialect.CHAT:
@@ -153,11 +154,11 @@ class Pings:
         return self._add("response.in_progress")
 
     def passing(self, event: bytes) -> bytes:
-        """An event of the stream as it is to be sent; nothing for one that a ping has already said."""
+        """Return an event of the stream as it is to be sent; empty for an opening event that a ping has sent."""
         if self._dialect is not Dialect.RESPONSES:
             return event
         if self._added == 0 and self._response is not None:
-            # Once the beginning is known and no ping was needed, nothing has to be read.
+            # Once the beginning is known and while no ping has been sent, events need no parsing.
             self._number += 1
             return event
         value = _json_of(event)
@@ -175,12 +176,12 @@ class Pings:
         return self._numbered(value)
 
     def failure_number(self) -> int:
-        """The number of an event that ends the stream early."""
+        """Return the sequence number for an event that ends the stream early."""
         return self._number
 
     @property
     def response(self) -> Mapping[str, Any] | None:
-        """The response as the stream began it, if it has begun."""
+        """The response object as the stream began it, if it has begun."""
         return self._response
 
     def _add(self, kind: str) -> bytes:
@@ -203,20 +204,20 @@ def _json_of(event: bytes) -> dict[str, Any] | None:
     return None
 
 
-# A stream that never goes silent: pings while nothing comes, before the first event and between any two.
+# A stream that never goes silent: pings fill the gaps before the first event and between any two.
 
 PING_INTERVAL_S = 15.0
-"""Far below the shortest patience of a known harness after headers (300 s), and of proxies in between (60 s)."""
+"""Far below the shortest idle timeout of a known harness after headers (300 s) and of proxies in between (60 s)."""
 FIRST_EVENT_GRACE_S = 5.0
 log = structlog.get_logger(__name__)
 
 
 class KeepAlive:
-    """Server-sent events, made of ``source`` and pings. ``source`` yields bytes cut anywhere.
+    """The server-sent events of ``source``, with pings between them. ``source`` may cut its bytes anywhere.
 
-    ``await started()`` first: until the grace is over, a failure is raised and can still become a status. Then send
-    headers and iterate ``events()``: a failure there becomes the dialect's own event. Closing the iterator closes the
-    source, which ends the work for it."""
+    First ``await started()``: a failure within the grace period is raised and can still become an HTTP status. Then
+    send the headers and iterate ``events()``: a failure there becomes the dialect's error event. Closing the iterator
+    closes the source, which ends the work behind it."""
 
     def __init__(
         self,
@@ -227,8 +228,8 @@ class KeepAlive:
         interval_s: float = PING_INTERVAL_S,
         grace_s: float = FIRST_EVENT_GRACE_S,
     ) -> None:
-        """``opening``: see `Pings`. ``interval_s``: silence before a ping. ``grace_s``: how long headers wait for the
-        first bytes."""
+        """``opening``: see `Pings`. ``interval_s``: silence before a ping. ``grace_s``: how long `started` waits for
+        the first bytes."""
         self._dialect = dialect
         self._source = source
         self._pings = Pings(dialect, opening)
@@ -239,7 +240,7 @@ class KeepAlive:
         self.pings = 0
 
     async def started(self) -> None:
-        """Returns when the first bytes are there or the grace is over; raises what the source raises until then."""
+        """Wait for the first bytes or the end of the grace period. Raises what the source raises until then."""
         try:
             done = await self._wait(self._grace_s)
             if done and self._next is not None and (error := self._next.exception()) is not None:
@@ -274,7 +275,7 @@ class KeepAlive:
             await self.aclose()
 
     async def aclose(self) -> None:
-        """End the source. Also needed when `events` was never iterated."""
+        """Close the source. Needed even if `events` was never iterated."""
         task, self._next = self._next, None
         if task is not None and not task.done():
             task.cancel()
@@ -284,7 +285,7 @@ class KeepAlive:
         await self._source.aclose()
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Whether the next bytes (or the end, or a failure) are there."""
+        """Return whether the next bytes (or the end, or a failure) arrived within ``timeout_s``."""
         if self._next is None:
             self._next = asyncio.create_task(self._advance())
         done, _ = await asyncio.wait({self._next}, timeout=timeout_s)
@@ -294,7 +295,7 @@ class KeepAlive:
         return await anext(self._source, None)
 
     def _whole(self, chunk: bytes) -> bytes:
-        """The events that are complete with ``chunk``: a ping must not fall into the middle of one."""
+        """Return the events that ``chunk`` completes: a ping must not fall into the middle of an event."""
         text = self._rest + chunk
         ready = b""
         while (end := _event_end(text)) > 0:
@@ -305,22 +306,22 @@ class KeepAlive:
 
 
 def _event_end(text: bytes) -> int:
-    """Where the first event of ``text`` ends, its empty line included; 0 when it does not end."""
+    """Return where the first event of ``text`` ends, after its empty line; 0 if it is incomplete."""
     ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := text.find(mark)) >= 0]
     return min(ends, default=0)
 
 
-# Replies that say when they were handed over, so that a retry and a new question can be told apart.
+# Replies that report when they were handed over, so that a retry can be told from a new sample.
 
 EVENT_STREAM = "text/event-stream"
 _PIECE_BYTES = 64 * 1024
 
 
 class DeliveredJson(JsonResponse):
-    """A reply that says when its last byte was handed over."""
+    """A JSON reply that calls ``sent`` when its last byte was handed over."""
 
     def __init__(self, content: Any, sent: Callable[[], None]) -> None:
-        # Not the base's: it makes the same of a body that it holds in one piece, and takes several times as long.
+        # Does not call the base's __init__, which joins the body in one piece and takes several times as long.
         self._pieces = [*coalesced(written(content))]
         self.status_code = 200
         self.background = None
@@ -339,7 +340,7 @@ class DeliveredJson(JsonResponse):
 
 
 class DeliveredEvents(Response):
-    """A stream whose events are all there."""
+    """A stream whose events are all available."""
 
     media_type = EVENT_STREAM
 
@@ -366,13 +367,13 @@ class DeliveredStream(StreamingResponse):
             await super().__call__(scope, receive, send)
             self._sent()
         finally:
-            # Also where the caller left before anything was iterated, and no generator has anything to clean up.
+            # If the caller left before the first iteration, no generator's cleanup runs.
             self._work.cancel()
             await self._stream.aclose()
 
 
 def pieces(events: Iterable[bytes]) -> Iterable[bytes]:
-    """Events joined to pieces that are worth a write."""
+    """Join events to pieces large enough for a write of their own."""
     held: list[bytes] = []
     size = 0
     for event in events:
@@ -386,7 +387,7 @@ def pieces(events: Iterable[bytes]) -> Iterable[bytes]:
 
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
-"""First and longest interval between two looks at the socket's send queue, for a reply that did not leave at once."""
+"""First and longest interval between two checks whether the kernel has taken all of a reply."""
 _LARGE_BODY_BYTES = 1 << 20
 ROUTES = {dialect: path for path, dialect in PATHS.items()}
 
@@ -397,7 +398,7 @@ class StreamTiming:
 
     ping_interval_s: float = PING_INTERVAL_S
     first_event_grace_s: float = FIRST_EVENT_GRACE_S
-    """How long the headers of a stream wait for the answer; until then a failure is an HTTP status."""
+    """How long the headers of a stream wait for the answer; a failure within that time becomes an HTTP status."""
 
 
 class Inference(Generic[C, D]):
@@ -430,7 +431,7 @@ class Inference(Generic[C, D]):
     async def answer_session(
         self, dialect: Dialect, live: LiveSession[C], path: str, parts: list[bytes], request: CallRequest
     ) -> Response:
-        """The reply to a call of a session, whose body came in ``parts``: the one way in, whichever route took it."""
+        """Return the reply to a session's call, whose body arrived in ``parts``. All routes for sessions end here."""
         try:
             raw = parts[0] if len(parts) == 1 else await self._joined(parts, live)
             await self._admit(raw, live)
@@ -450,18 +451,18 @@ class Inference(Generic[C, D]):
         return raw
 
     async def _admit(self, raw: bytes, live: LiveSession[C]) -> None:
-        """Before a session's body is parsed. Raises `TooManyValuesError`."""
+        """Check and delay a session's body before it is parsed. Raises `TooManyValuesError`."""
         await check_values(raw, self.limits.max_body_values)
         if len(raw) > LARGE_BYTES:
-            # So that several that come at the same time are not read in one turn of the loop.
+            # So that several large bodies that arrive together are not parsed in one turn of the loop.
             live.share.owed_s = max(live.share.owed_s, LONG_S)
         await self.turns.wait(live.share)
 
     async def answer(
         self, dialect: Dialect, body: dict[str, Any], request: CallRequest, live: LiveSession[C] | None
     ) -> Response:
-        """The reply to one call, ``live`` being its session. A caller that leaves, and a cancellation, end the
-        sampling, unless another caller waits for the same answer; the former raises `CallerGoneError`."""
+        """Return the reply to one call of the session ``live``. The sampling ends if the caller leaves or this task is
+        cancelled, unless another caller waits for the same answer. Raises `CallerGoneError` if the caller left."""
         watch = DELIVERIES.watch(request.connection)
         call = Call(dialect, ADAPTERS[dialect], body, live, request.connection, watch, None, self._handed_over)
         call.taken_back = self._taken_back
@@ -525,7 +526,7 @@ class Inference(Generic[C, D]):
                 answered(calling, None if repeated else usage, repeated=repeated, **said)
 
     async def _once(self, call: Call[C], live: LiveSession[C], hints: RequestHints) -> None:
-        """The session's answer: sampled now, or the one that this call repeats."""
+        """Sample the session's answer, or reuse the answer of the call that this one repeats."""
         live.in_flight += 1
         try:
             call.delivery = await live.answers.once(
@@ -547,7 +548,7 @@ class Inference(Generic[C, D]):
 
     async def _sample(self, live: LiveSession[C], call: Call[C]) -> D:
         if (refusal := self._sessions.journal.log.refusal) is not None:
-            raise refusal  # what is sampled now could not be kept
+            raise refusal  # the journal could not store what would be sampled now
         await self.turns.wait(live.share)
         context = CallContext(
             live.session_id, call.call_id, live.session.sampling, call.body_bytes, live.share, self.turns
@@ -558,7 +559,7 @@ class Inference(Generic[C, D]):
         return sampled
 
     async def _sampled(self, conversations: C, call: Call[C], context: CallContext, limits: ChosenLimits) -> D:
-        """Raises `ModelTimeoutError` at the call's limit, and where no engine answered within its own."""
+        """Sample an answer. Raises `ModelTimeoutError` at the call's time limit, and if every engine timed out."""
         try:
             async with limited_call(limits, self._request_timeout_s):
                 return await self._backend.sample(conversations, call.lowered, context)
@@ -570,7 +571,7 @@ class Inference(Generic[C, D]):
         if live.state is not SessionState.OPEN:
             raise FencedError(f"session '{live.session_id}' is {live.state}", session_id=live.session_id)
         working = step_begins(call.body_bytes)
-        # No await between here and the journal's own record: a turn that is kept is also on its way to the disk.
+        # No await between here and the journal's own record: a turn in memory is also on its way to the disk.
         conversations = live.conversations
         answer, turn, facts = self._backend.commit(conversations, call.lowered, sampled)
         try:
@@ -595,7 +596,7 @@ class Inference(Generic[C, D]):
         return Committed(answer, facts.turn_id, index)
 
     async def _alone(self, call: Call[C]) -> None:
-        """A call without a session: a judge's, or a NeMo Gym agent's. Nothing is kept."""
+        """Answer a call without a session (of a judge, or of a NeMo Gym agent). Nothing is stored."""
         conversations = self._backend.conversations(datetime.now().astimezone())
         context = CallContext(None, call.call_id, body_bytes=call.body_bytes)
         sampled = await self._sampled(conversations, call, context, NONE_CHOSEN)
@@ -629,7 +630,7 @@ class Inference(Generic[C, D]):
                 raise
             finally:
                 task.cancel()
-            # Under the id that a ping may have opened the stream with, also for an answer that repeats an earlier one.
+            # With the id under which a ping may have opened the stream, even if the answer repeats an earlier one.
             reply = self._raised(call, answer_id=call.call_id, created_at=opened_at)
             for piece in pieces(call.adapter.events(reply, call.lowered)):
                 yield piece
@@ -677,11 +678,11 @@ class Inference(Generic[C, D]):
             self._captured(call)
 
     def _note_sent(self, call: Call[C], look_again_s: float) -> None:
-        """In the journal; only once the kernel has all of the reply. What is still here when this process is killed
-        reaches nobody, and its caller has to get the same answer from the next."""
+        """Note a reply as sent in the journal, once the kernel has taken all of it. What is still in this process when
+        it is killed reaches nobody, and the next process has to give the caller the same answer."""
         assert call.live is not None and call.delivery is not None and call.committed is not None
         if not call.delivery.counts_as_sent:
-            return  # its caller is gone
+            return  # the caller is gone
         if not call.watch.left:
             later = min(2 * look_again_s, _LAST_LOOK_S)
             asyncio.get_running_loop().call_later(look_again_s, self._note_sent, call, later)
@@ -727,16 +728,16 @@ class CallRequest:
     """An HTTP request without its body."""
 
     headers: Mapping[str, str]
-    """By their names in lower case."""
+    """By lower-case names."""
     connection: Connection | None
     receive: Receive
-    """As in ASGI, with the body read."""
+    """ASGI's ``receive``, after the body was read."""
     body_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Call(Generic[C]):
-    """One call on its way through the gateway, and what becomes of it."""
+    """The state of one call on its way through the gateway."""
 
     dialect: Dialect
     adapter: DialectAdapter
@@ -748,7 +749,7 @@ class Call(Generic[C]):
     record: CallRecord | None
     """For the capture, where there is one."""
     handed_over: Callable[[Call[C], bool], None]
-    """Called once the last byte of the answer has left; with whether its caller was still there."""
+    """Called when the last byte of the reply was handed over; the flag is whether the caller was still connected."""
     body_bytes: int = 0
     call_id: str = field(default_factory=lambda: token_hex(16))
     lowered: PolicyRequest = _NOTHING
@@ -759,18 +760,18 @@ class Call(Generic[C]):
     """Only for a call without a session."""
     all_yielded: bool = False
     taken_back: Callable[[Call[C]], None] = lambda call: None
-    """Called when it turns out that the caller cannot have read the answer that was handed over."""
+    """Called if it turns out that the caller cannot have read the answer that was handed over."""
     noted_as_sent: bool = False
-    """In the journal."""
+    """Whether the journal has the answer as sent."""
     large: Sequence[LargeText] = ()
-    """What memory holds of its turn until its answer has left."""
+    """The large texts of its turn, which stay in memory until the answer has left."""
     kept: JournaledBody | None = None
-    """Where the journal holds that as well."""
+    """The journal's copy of them."""
 
     def sent(self) -> None:
         """The last byte of the reply was handed over."""
         self.handed_over(self, self.delivery is None or self.watch.all_sent(self._undelivered))
-        # Its connection may stay open for long, and this with it.
+        # The connection may stay open for long and hold on to this object.
         self.body, self.lowered = {}, _NOTHING
 
     def _undelivered(self) -> None:
@@ -779,11 +780,11 @@ class Call(Generic[C]):
         self.taken_back(self)
 
     def is_kept(self, body: JournaledBody) -> None:
-        """The journal has, or will have once it is durable, the body of this call's turn."""
+        """Remember the journal's copy of this call's turn, which exists now or once it is durable."""
         self.kept = body
 
     def let_go(self) -> None:
-        """The answer has left, and its turn is durable."""
+        """Drop the large texts from memory: the answer has left, and its turn is durable."""
         if self.kept is not None:
             for one in self.large:
                 one.let_go(self.kept)

@@ -1,6 +1,6 @@
-"""One session as the running gateway holds it, and its durable answers.
+"""One session in the memory of the running gateway, and its durable answers.
 
-A retry gets the answer that was sampled, a deliberate resample gets a new one:
+A retry gets the answer that was sampled before, a deliberate resample gets a new one:
 
     (new) ─▶ SAMPLING ─▶ COMMITTING ─▶ COMMITTED ─▶ SENT
                 │  ▲          │            │  ▲       │
@@ -10,7 +10,7 @@ A retry gets the answer that was sampled, a deliberate resample gets a new one:
 
 *Committed* is durable: the turn is in the journal. *Sent* means that all of it was handed to the network. The same
 request in any state before *sent* is a retry; after *sent* it is a new sample, unless its idempotency key, or what
-the server knows about the connection, says that it is a retry after all.
+the server knows about the connection, shows that it is a retry.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Repeat(StrEnum):
     """What the server knows about a request that equals one whose answer was sent."""
 
     UNKNOWN = "unknown"
-    """Nothing: a new sample, unless it carries the idempotency key of the first."""
+    """Nothing. The request gets a new sample, unless it carries the idempotency key of the first."""
     RETRY = "retry"
-    """The client says so, or its connection broke before it can have read the answer."""
+    """The client declares a retry."""
     RESAMPLE = "resample"
-    """It comes on the connection that the whole answer was read from. Only an idempotency key says otherwise."""
+    """It came on the connection on which the whole answer was read. Only an equal idempotency key makes it a retry."""
 
 
 class IdempotencyKeyError(ContractError):
@@ -73,22 +73,22 @@ class _Entry(Generic[A]):
         self.answer: A | None = None
 
     def tell(self, outcome: Callable[[asyncio.Future[A]], object]) -> None:
-        """All who wait."""
+        """Apply ``outcome`` to the future of every waiter."""
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():
                 outcome(waiter)
 
     def ended(self, task: asyncio.Task[A]) -> None:
-        """Also where the task ended before it began."""
+        """Pass a failure of the task on to all waiters, even if it was cancelled before it began."""
         if task.cancelled():
             self.tell(lambda waiter: waiter.cancel())
-        elif (error := task.exception()) is not None:  # a failure that nobody waits for any more is no news
+        elif (error := task.exception()) is not None:  # retrieved, so that asyncio does not log it if nobody waits
             self.tell(lambda waiter: waiter.set_exception(error))
 
 
 class Delivery(Generic[A]):
-    """An answer for one caller. Say ``sent()`` when its last byte has left."""
+    """An answer for one caller. Call ``sent()`` when its last byte has left."""
 
     def __init__(self, entry: _Entry[A], answer: A, *, repeated: bool) -> None:
         self._entry = entry
@@ -104,13 +104,13 @@ class Delivery(Generic[A]):
         return self._entry.state is AnswerState.SENT
 
     def undelivered(self) -> None:
-        """It turned out that the caller cannot have read all of it, for example because its connection was reset."""
+        """Call when the caller cannot have read all of the answer, for example because its connection was reset."""
         if self._entry.state is AnswerState.SENT:
             self._entry.state = AnswerState.COMMITTED
 
 
 class SessionAnswers(Generic[A]):
-    """The answers of one session. At most ``kept`` finished ones are held, the oldest go first."""
+    """The answers of one session. At most ``kept`` finished ones stay in memory; the oldest are dropped first."""
 
     def __init__(self, *, kept: int = KEPT_ANSWERS) -> None:
         self._kept = kept
@@ -125,11 +125,11 @@ class SessionAnswers(Generic[A]):
         key: str | None = None,
         repeat: Repeat = Repeat.UNKNOWN,
     ) -> Delivery[A]:
-        """The answer to a request: sampled and committed now, or the one of an equal request that this one repeats.
+        """Sample and commit the answer to a request, or return the answer of the equal request that this one repeats.
 
-        ``sample`` is cancelled when all who wait for it have left, and then nothing has happened. ``commit`` makes its
-        result durable and is never interrupted; its answer is kept even if nobody waits any more. What either raises
-        reaches everybody who waits, and the request may be made again. Raises `IdempotencyKeyError`."""
+        ``sample`` is cancelled when all its waiters have left; nothing is kept then. ``commit`` makes its result
+        durable and is never interrupted; its answer is kept even if nobody waits any more. An error of either is
+        raised in all waiters, and the request may be made again. Raises `IdempotencyKeyError`."""
         entry = self._find(fingerprint, key, repeat)
         repeated = entry is not None
         if entry is None:
@@ -142,7 +142,7 @@ class SessionAnswers(Generic[A]):
         return Delivery(entry, await self._answer_of(entry), repeated=repeated)
 
     def restore(self, fingerprint: str, key: str | None, answer: A, *, sent: bool) -> None:
-        """Put back what the journal knows, in the order of commits."""
+        """Put back an answer from the journal. Call it in the order of commits."""
         entry = _Entry[A](fingerprint, key)
         entry.answer = answer
         entry.state = AnswerState.SENT if sent else AnswerState.COMMITTED
@@ -150,7 +150,7 @@ class SessionAnswers(Generic[A]):
         self._forget_oldest()
 
     async def aclose(self) -> None:
-        """End what is being sampled; what is being committed is waited for."""
+        """Cancel the answers that are being sampled, and wait for those that are being committed."""
         for entry in [*self._entries]:
             if entry.task is not None and not entry.task.done():
                 if entry.state is AnswerState.SAMPLING:
@@ -159,7 +159,7 @@ class SessionAnswers(Generic[A]):
 
     @property
     def states(self) -> list[AnswerState]:
-        """Of all entries held, oldest first."""
+        """The states of all answers in memory, oldest first."""
         return [entry.state for entry in self._entries]
 
     def _find(self, fingerprint: str, key: str | None, repeat: Repeat) -> _Entry[A] | None:
@@ -193,7 +193,7 @@ class SessionAnswers(Generic[A]):
             raise
         entry.state = AnswerState.COMMITTED
         self._forget_oldest()
-        entry.tell(lambda waiter: waiter.set_result(answer))  # sooner than the end of the task would
+        entry.tell(lambda waiter: waiter.set_result(answer))  # sooner than in the task's done callback
         return answer
 
     async def _answer_of(self, entry: _Entry[A]) -> A:
@@ -211,7 +211,7 @@ class SessionAnswers(Generic[A]):
             if waiter in entry.waiters:
                 entry.waiters.remove(waiter)
             if not entry.waiters and not task.done() and entry.state is AnswerState.SAMPLING:
-                # Gone at once, not when the task has ended: a request that comes meanwhile must not join it.
+                # Removed now and not when the task has ended: a request that comes meanwhile must not join it.
                 self._entries.remove(entry)
                 task.cancel()
             raise
@@ -222,19 +222,19 @@ class SessionAnswers(Generic[A]):
             self._entries.remove(entry)
 
 
-# What a request itself tells about being a retry of one whose answer was sent.
+# Signs in a request that it is a retry of a request whose answer was sent.
 #
-# A server cannot see what a client has read. But HTTP/1.1 clients send their next request on a connection only after
-# they have read the whole answer on it, and never on one that broke; and some say outright that they retry.
+# A server cannot see what a client has read. But an HTTP/1.1 client sends its next request on a connection only after
+# it has read the whole answer there, and never on a broken connection; and some clients declare their retries.
 
 IDEMPOTENCY_HEADERS = ("idempotency-key", "x-idempotency-key")
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
-"""The SDKs of OpenAI and Anthropic count their own retries in it. Claude Code sends 0 always, which says nothing."""
+"""The SDKs of OpenAI and Anthropic count their own retries in it. Claude Code always sends 0, which shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """``key`` and ``repeat`` are what `SessionAnswers.once` takes."""
+    """The arguments ``key`` and ``repeat`` of `SessionAnswers.once`."""
 
     key: str | None
     repeat: Repeat
@@ -243,8 +243,8 @@ class RequestHints:
 def request_hints(
     headers: Mapping[str, str], connection: Connection | None, answered_on: Connection | None
 ) -> RequestHints:
-    """From a request's headers (lower-case names), the connection it came on, and the one on which this session's last
-    answer to an equal request was sent, if any."""
+    """Return the hints of a request from its headers (lower-case names), the connection it came on, and the connection
+    on which this session's last answer to an equal request was sent, if any."""
     key = next((headers[name].strip() for name in IDEMPOTENCY_HEADERS if headers.get(name)), None)
     count = headers.get(RETRY_COUNT_HEADER, "")
     if count.isdecimal() and count.strip("0"):  # as text: an integer of thousands of digits is an error
@@ -256,16 +256,16 @@ def request_hints(
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """One answer and its turn. ``answer`` carries no tokens: they are the turn's."""
+    """One answer and its turn. ``answer`` carries no tokens: the turn has them."""
 
     answer: Answer
     turn_id: int
     index: int = 0
-    """The turn's place in the journal; 0 as well for a call without a session."""
+    """The turn's place in the journal; also 0 for a call without a session."""
 
 
 LARGE_BYTES = 64 << 10
-"""Reading less again costs more than keeping it."""
+"""The least size of a text that memory drops: reading a smaller one back costs more than keeping it."""
 _USAGE = tuple(one.name for one in fields(AnswerUsage))
 
 
@@ -279,8 +279,8 @@ _BODIES = msgspec.json.Decoder(_Body)
 
 
 def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> list[Buffer]:
-    """The journal's body of a turn, in pieces. What ``turn`` holds as ``relayed``, `JsonText` by name, stays what it
-    is."""
+    """Return the journal's body of a turn, in pieces. The texts in ``turn["relayed"]`` (`JsonText` by name) are not
+    copied."""
     said = {
         "id": answer.answer_id,
         "created_at": answer.created_at,
@@ -300,7 +300,7 @@ class LargeText:
 
     text: JsonText
     offset: int
-    """In the journal's body of its turn, in bytes."""
+    """Its place in the journal's body of the turn, in bytes."""
     length: int
 
     def let_go(self, body: JournaledBody) -> None:
@@ -308,12 +308,12 @@ class LargeText:
 
 
 def large_in(turn: Mapping[str, Any]) -> list[JsonText]:
-    """The large ones among what a turn relays."""
+    """Return the large texts among those that a turn relays."""
     return [text for text in (turn.get("relayed") or {}).values() if len(text.data) >= LARGE_BYTES]
 
 
 def large_texts(turn: Mapping[str, Any], pieces: Sequence[Buffer]) -> list[LargeText]:
-    """Those among what ``turn`` relays; ``pieces`` are the journal's body of it."""
+    """Return the large texts of ``turn`` with their places in ``pieces``, the journal's body of the turn."""
     texts = large_in(turn)
     if not texts:
         return []
@@ -326,7 +326,7 @@ def large_texts(turn: Mapping[str, Any], pieces: Sequence[Buffer]) -> list[Large
 
 
 def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, Any]]:
-    """The answer and its turn's record. Raises `RowError` for a body of another version."""
+    """Return the answer and its turn's record. Raises `RowError` for a body of another version."""
     try:
         data = _BODIES.decode(body)
         said, turn = data.answer, data.turn
@@ -345,14 +345,14 @@ def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, A
         raise RowError(f"the journal holds a turn that this version cannot read ({error})") from error
 
 
-# One session as the running gateway holds it.
+# One session in the memory of the running gateway.
 
 _REMEMBERED_CONNECTIONS = 64
 
 
 @dataclass(slots=True)
 class LiveSession(Generic[C]):
-    """``session`` is what routes see of it."""
+    """One session. ``session`` is the part that routes use."""
 
     record: SessionRecord
     session: GatewaySession
@@ -363,7 +363,7 @@ class LiveSession(Generic[C]):
     closed_at: float | None = None
     """Unix seconds; set when the end is durable."""
     reward_info: dict[str, Any] = field(default_factory=dict)
-    """What was said about the reward, ``reward`` itself among it."""
+    """The data that came with the reward, including ``reward`` itself."""
     ending: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the session changes its state."""
     answers: SessionAnswers[Committed] = field(default_factory=SessionAnswers)
@@ -378,7 +378,7 @@ class LiveSession(Generic[C]):
 
     @property
     def key(self) -> SessionKey:
-        # A journal of a release that kept no openers says nothing: it was the pipeline, or passed for it.
+        # A journal of a release that stored no openers has none; those sessions count as the pipeline's.
         rollout = self.session.rollout
         return (self.record.extra.get("opener", PIPELINE), rollout.run_id, rollout.rollout_id)
 
@@ -391,7 +391,7 @@ class LiveSession(Generic[C]):
         return self.record.control_digest
 
     def answered_on(self, fingerprint: str) -> Connection | None:
-        """The connection on which the last answer to an equal request was sent, where that is still known."""
+        """Return the connection on which the last answer to an equal request was sent, if it is still known."""
         return self._answered_on.get(fingerprint)
 
     def sent_on(self, fingerprint: str, connection: Connection | None) -> None:
@@ -402,6 +402,6 @@ class LiveSession(Generic[C]):
                 del self._answered_on[next(iter(self._answered_on))]
 
     def forget_requests(self) -> None:
-        """Let go of what only makes further calls cheaper."""
+        """Drop the caches that only make further calls cheaper."""
         self.cache = ConversationCache()
         self.conversations.forget_requests()

@@ -1,8 +1,8 @@
 """Model calls of rollouts, written by NeMo Gym's model servers: ``observability_enabled`` and
 ``model_call_capture_dir`` of a configuration.
 
-The gateway has a capture of its own (`nemo_gym.gateway.capture`), which costs a call nothing; a plugin's server writes
-a call before its reply ends, so that whoever has read the reply finds the call. Secrets are hidden in both alike.
+The gateway has another capture (`nemo_gym.gateway.capture`), which does not delay calls. A plugin's server writes a
+call before its reply ends, so that a client that has read the reply finds the record. Both hide the same secrets.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CaptureStore:
         self.root = Path(root)
 
     def record(self, rollout_id: str, call: Mapping[str, Any]) -> None:
-        """Append one call. Raises ``ValueError`` for an id that is no rollout's, `OSError` where the disk does."""
+        """Append one call. Raises `ValueError` for an invalid rollout id, and the disk's `OSError`."""
         server = (call.get("model_ref") or {}).get("name") or "calls"
         directory = self._directory(rollout_id)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -74,7 +74,7 @@ class CaptureStore:
             os.close(fd)
 
     def calls(self, rollout_id: str) -> list[dict[str, Any]]:
-        """The calls of a rollout in the order in which they began."""
+        """Return the calls of a rollout, in the order in which they began."""
         files = sorted(self._directory(rollout_id).glob("*.jsonl"))
         found = [call for file in files for call in read_calls(file)]
         return sorted(found, key=lambda call: call.get("started_at") or 0.0)
@@ -86,7 +86,7 @@ class CaptureStore:
 
 
 def read_model_call_records(store: CaptureStore, rollout_id: str) -> list[ModelCallRecord]:
-    """The calls of a rollout, numbered."""
+    """Return the calls of a rollout, numbered."""
     return _numbered(store.calls(rollout_id))
 
 
@@ -95,7 +95,7 @@ def _numbered(calls: Iterable[Mapping[str, Any]]) -> list[ModelCallRecord]:
 
 
 def aggregate_model_call_metrics(store: CaptureStore, rollout_id: str) -> dict[str, Any]:
-    """Counts over a rollout's calls; a sum is ``None`` unless each of them says the number."""
+    """Return counts and sums over a rollout's calls; a sum is ``None`` if any call lacks the number."""
     return _metrics(read_model_call_records(store, rollout_id))
 
 
@@ -112,11 +112,11 @@ def _metrics(calls: Sequence[ModelCallRecord]) -> dict[str, Any]:
     }
 
 
-# Writing calls down as they pass by.
+# Recording calls while they are served.
 
 
 def install_model_call_capture(app: FastAPI, config: ModelCallCaptureConfig, *, model_server_name: str) -> None:
-    """Write what goes through ``app``'s inference routes on behalf of a rollout, where ``config`` asks for it."""
+    """Record the calls of rollouts on ``app``'s inference routes, if ``config`` asks for it."""
     if config.directory is None:
         return
     layers: list[Any] = [layer.cls for layer in app.user_middleware]
@@ -126,7 +126,7 @@ def install_model_call_capture(app: FastAPI, config: ModelCallCaptureConfig, *, 
 
 
 class CallWriter:
-    """Writes each inference call that names its rollout. A disk that takes nothing costs records, never calls."""
+    """Records each inference call that names its rollout. A disk error loses records, but never fails a call."""
 
     def __init__(self, app: ASGIApp, *, store: CaptureStore, server: str) -> None:
         self.app = app
@@ -163,7 +163,7 @@ class CallWriter:
                 facts = _reply_facts(dialect, bytes(answered), streamed, call.get("status_code"))
                 call.update(facts, request=_json(asked), **({"error_category": error} if error else {}))
                 self._store.record(rollout_id, call)
-            except Exception as problem:  # noqa: BLE001 - neither a reply's form nor a disk may end a call
+            except Exception as problem:  # noqa: BLE001 - no malformed reply and no disk error may fail a call
                 log.warning("model call not captured", directory=str(self._store.root), error=str(problem))
 
         async def writing(message: Message) -> None:
@@ -186,7 +186,7 @@ class CallWriter:
 
 
 def _named(scope: Scope) -> tuple[str, Dialect] | None:
-    """The rollout and the dialect of a request that is to be written."""
+    """Return the rollout id and the dialect of a request that is to be recorded, otherwise ``None``."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
     path: str = scope["path"]
@@ -208,7 +208,7 @@ def _json(data: bytes | bytearray) -> Any:
 
 
 def _reply_facts(dialect: Dialect, body: bytes, streamed: bool, status: int | None) -> dict[str, Any]:
-    """What a reply says of itself."""
+    """Return the fields of a record that come from the reply."""
     reply = reply_of_events(dialect, body) if streamed else _json(body)
     facts: dict[str, Any] = {"response": reply}
     if status is None or not 200 <= status < 300:
@@ -238,7 +238,7 @@ def _reply_facts(dialect: Dialect, body: bytes, streamed: bool, status: int | No
 
 
 def reply_of_events(dialect: Dialect, stream: bytes) -> dict[str, Any] | None:
-    """The reply that a stream of server-sent events spelled; ``None`` where it broke off."""
+    """Return the reply that a stream of server-sent events amounts to; ``None`` for an incomplete stream."""
     reply: dict[str, Any] = {}
     partial: dict[int, str] = {}
     complete = False
@@ -282,7 +282,7 @@ def _add_chunk(reply: dict[str, Any], chunk: Mapping[str, Any]) -> None:
 
 
 def _add_message_event(reply: dict[str, Any], partial: dict[int, str], event: Mapping[str, Any]) -> bool:
-    """Whether the message is whole now."""
+    """Add an event to ``reply``. Returns whether the message is complete."""
     kind, index = event.get("type"), event.get("index", 0)
     if kind == "message_start":
         reply.update(event["message"], content=[])
@@ -308,8 +308,8 @@ def _add_message_event(reply: dict[str, Any], partial: dict[int, str], event: Ma
 def merge_model_call_capture_into_record(
     record: dict[str, Any], directories: Iterable[str | Path], include_payloads: bool = False
 ) -> None:
-    """Put a rollout's captured calls into its result row, with counts over them, and complete what its agent observed
-    with them. Bodies only with ``include_payloads``. A rollout without calls keeps its row as it is."""
+    """Add a rollout's captured calls and their counts to its result row, and join them to its agent's observations.
+    Bodies only with ``include_payloads``. The row of a rollout without calls stays unchanged."""
     rollout_id = maybe_rollout_id_from_run_body(record)
     if rollout_id is None:
         return
@@ -327,8 +327,8 @@ def merge_model_call_capture_into_record(
 
 
 def _with_compactions(observations: AgentObservationBundle, calls: list[ModelCallRecord]) -> AgentObservationBundle:
-    """With the calls that an agent's own module recognizes as its compactions: ``associate_<source>_compaction_calls``
-    of ``responses_api_agents.<source>_agent.observability``, where there is one."""
+    """Let an agent's own module mark the calls that are its compactions: ``associate_<source>_compaction_calls`` of
+    ``responses_api_agents.<source>_agent.observability``, if it exists."""
     source = observations.source
     if not _SOURCE.fullmatch(source):
         return observations
@@ -341,7 +341,7 @@ def _with_compactions(observations: AgentObservationBundle, calls: list[ModelCal
         return observations
     try:
         associated: AgentObservationBundle = associate(observations, calls)
-    except Exception as error:  # noqa: BLE001 - a plugin's reading of its own transcript must not cost the row
+    except Exception as error:  # noqa: BLE001 - an error in a plugin must not lose the row
         log.warning("compactions not joined", agent=source, error=f"{type(error).__name__}: {error}")
         gap = ObservationGap(code="compaction_model_call_join_failed", detail=type(error).__name__)
         return observations.model_copy(update={"gaps": [*observations.gaps, gap]})

@@ -1,8 +1,8 @@
 """The base of every model server: sessions per attempt, and the inference routes they open.
 
 A new model server implements ``infer``, which gets a parsed request and returns a reply or a stream. A NeMo Gym model
-server implements ``chat_completions`` and ``responses`` with their typed bodies; it works unmodified, and streams by
-having its whole reply cut into events.
+server implements ``chat_completions`` and ``responses`` with their typed bodies; it works unmodified, and for a stream
+its whole reply is cut into events.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ __all__ = [
 ]
 
 _CaptureMiddleware = CallWriter
-"""NeMo Gym's name, which the suites of its model servers import."""
+"""NeMo Gym's name, which the test suites of its model servers import."""
 
 EVENT_STREAM = "text/event-stream"
 INFERENCE_PATHS = frozenset({*PATHS, "/v1/models"})
@@ -100,7 +100,7 @@ log = structlog.get_logger(__name__)
 
 
 class RateLimitedError(ModelError):
-    """The endpoint asks to come back later; ``details['retry_after_s']`` says when, if it did."""
+    """The endpoint asks to come back later, after ``details['retry_after_s']`` seconds if it named a time."""
 
     code = "model_rate_limited"
     status = 429
@@ -117,16 +117,16 @@ class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
     """Configuration of a model server."""
 
     request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
-    """Of one call for inference, its retries included; then it ends with 504. See `nemo_gym.contract.session`."""
+    """Limit of one inference call with its retries; then it ends with 504. See `nemo_gym.contract.session`."""
     session_ttl_s: float = SESSION_TTL_S
-    """How long an attempt's inference token is good for."""
+    """How long an attempt's inference token is valid."""
     max_body_bytes: int = Field(32 << 20, gt=0)
-    """Of one request; a larger one is answered with 413."""
+    """Size limit of one request; a larger request gets 413."""
     max_body_values: int = Field(200_000, gt=0)
-    """JSON values (numbers, strings, lists, objects) in one request for inference; 413 as well. A message with a call
-    of a tool has about ten."""
+    """Limit of JSON values (numbers, strings, lists, objects) in one inference request; 413 as well. A message with a
+    tool call has about ten."""
     max_messages: int = Field(10_000, gt=0)
-    """Elements of a request's history; 413 as well."""
+    """Limit of elements in a request's history; 413 as well."""
 
 
 class BaseResponsesAPIModel(BaseServer):
@@ -149,12 +149,12 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         return str(getattr(self.config, "openai_model", None) or getattr(self.config, "model", None) or "policy")
 
     def make_sessions(self) -> GatewaySessions:
-        """The sessions this server keeps."""
+        """Return the store of this server's sessions."""
         return InMemoryGatewaySessions(self.config.session_ttl_s)
 
     async def infer(self, call: InferenceCall) -> Response:
-        """Answer one request in its own dialect, streaming when it asks for that. Raise `ModelError` when the model
-        cannot be reached, `RateLimitedError` when it asks to wait, `DialectError` for a dialect not spoken."""
+        """Answer one request in its own dialect, as a stream if it asks for one. Raise `ModelError` if the model
+        cannot be reached, `RateLimitedError` if it asks to wait, `DialectError` for an unsupported dialect."""
         hook = {Dialect.CHAT: "chat_completions", Dialect.RESPONSES: "responses"}.get(call.dialect)
         if hook is not None and not self.overrides(hook):
             raise DialectError(f"model server '{self.config.name}' does not implement {call.request.url.path}")
@@ -172,7 +172,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         return Response(b"".join(stream_of(call.dialect, reply)), media_type=EVENT_STREAM)
 
     async def _message(self, call: InferenceCall, body: dict[str, Any]) -> dict[str, Any]:
-        """A reply in Messages by whichever hook of NeMo Gym this server implements."""
+        """Answer in Messages with whichever hook of NeMo Gym this server implements."""
         if not (self.overrides("responses") or self.overrides("chat_completions")):
             raise DialectError(f"model server '{self.config.name}' does not implement {call.request.url.path}")
         chat = messages.chat_request(body)
@@ -184,8 +184,8 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         return messages.message_of_completion(completion, body)
 
     async def preflight(self) -> list[EngineCheck]:
-        """Ask each engine once, before the first rollout: does it take the key, has it the model, how long is its
-        context? Default: nothing is behind this server that could be asked."""
+        """Check each engine once before the first rollout: does it accept the API key, does it serve the model, how
+        long is its context? Default: no checks, for a server without engines."""
         return []
 
     async def chat_completions(self, body: NeMoGymChatCompletionCreateParamsNonStreaming) -> NeMoGymChatCompletion:
@@ -197,15 +197,15 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         raise NotImplementedError(f"{type(self).__name__} does not implement responses()")
 
     async def responses_dispatch(self, request: Request, body: dict[str, Any]) -> Response:
-        """NeMo Gym's hook: the whole answer to a Responses request, streamed where it asks for that. For servers that
-        take more than the dialect has; others implement ``responses``."""
+        """NeMo Gym's hook: return the whole HTTP response to a Responses request, streamed if it asks for that. For
+        servers that accept more than the dialect has; other servers implement ``responses``."""
         cleaned, namespaces = sanitize_streaming_responses_body(body)
         if body.get("stream"):
             return await self._stream_responses(request, cleaned, namespaces)
         return _orjson_dispatch_response(await self._invoke_responses(request, cleaned))
 
     async def _invoke_responses(self, request: Request, params: Any) -> Any:
-        """What ``responses`` returns, whether it takes the request or not."""
+        """Call ``responses``, with or without the request as its signature asks."""
         return await PluginCall(self.responses)(request, params)
 
     async def _stream_responses(self, request: Request, params: Any, namespaces: Mapping[str, str]) -> Response:
@@ -219,15 +219,16 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
     # -- wiring --------------------------------------------------------------------------------------------------
 
     def is_inference(self, path: str) -> bool:
-        """Whether a path is open to a session's inference token."""
+        """Return whether a session's inference token opens a path."""
         return path.startswith("/v1/")
 
     def checks_token(self, path: str) -> bool:
-        """Whether the route of ``path`` checks an inference token itself."""
+        """Return whether the route of ``path`` checks the inference token itself."""
         return path in INFERENCE_PATHS
 
     def _needs_no_credential(self, scope: Scope) -> bool:
-        """Raises for a token that is not good on a path whose route, a plugin's own, checks none."""
+        """Return whether a request needs no credential of the stack. Where a plugin's own route does not check the
+        inference token, it is checked here; raises for an invalid one."""
         path = scope["path"]
         if self.checks_token(path):
             return True
@@ -281,7 +282,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         return JsonResponse(
             {
                 "session_id": opened.session_id,
-                # As the opener reached this server: its harness reaches it the same way.
+                # The address by which the opener reached this server: its harness reaches it the same way.
                 "base_url": f"{str(request.base_url).rstrip('/')}/v1",
                 "inference_token": opened.inference_token,
                 "control_token": opened.control_token,
@@ -334,7 +335,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             body = apply_sampling(dialect, body, dict(session.sampling))
         call = InferenceCall(dialect, body, session, request)
         try:
-            # A caller that leaves ends the work for it, here and at the endpoint.
+            # If the caller leaves, its work ends, here and at the endpoint.
             reply = await while_connected(request, self._infer_in_time(call))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -358,7 +359,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             return reply
 
     def _accounted(self, call: InferenceCall, reply: Response) -> Response:
-        """Count a successful call for its session: a reply at once, a stream when it has completed."""
+        """Count a successful call for its session: a plain reply now, a stream when it has completed."""
         session = call.session
         if session is None or reply.status_code != 200:
             return reply
@@ -381,8 +382,8 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
 
 def start_model_execution(request: Request, *, upstream_attempted: bool) -> dict[str, Any]:
-    """NeMo Gym's: facts of one call that its model server fills in (``response_source``, ``upstream_status_code``).
-    They stay with the request; the call itself is in the gateway's record."""
+    """NeMo Gym's hook: return facts of one call for its model server to fill in (``response_source``,
+    ``upstream_status_code``). They stay with the request; the gateway records the call itself."""
     facts: dict[str, Any] = {"upstream_attempted": upstream_attempted}
     state = getattr(request, "state", None)
     if state is not None:
@@ -391,12 +392,12 @@ def start_model_execution(request: Request, *, upstream_attempted: bool) -> dict
 
 
 def _orjson_dispatch_response(reply: Any) -> Response:
-    """NeMo Gym's name for a reply as it goes over the wire; ``reply`` is a model of one, or data."""
+    """Return the HTTP response for ``reply``, a pydantic model or plain data. The name is NeMo Gym's."""
     return JsonResponse(plain(reply))
 
 
 def reward_in(body: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]:
-    """``reward`` and ``reward_info`` of a request that ends a session; both may be left out. Raises
+    """Return ``reward`` and ``reward_info`` of a request that ends a session; both may be missing. Raises
     `InvalidBodyError`."""
     reward, info = body.get("reward"), body.get("reward_info")
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
@@ -410,7 +411,7 @@ def reward_in(body: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | N
 
 
 def _usage_in(reply: Response) -> Usage | None:
-    """The usage in a reply; ``None`` for a body that is no reply at all."""
+    """Return the usage in a reply; ``None`` if the body is no JSON object."""
     try:
         value = orjson.loads(bytes(reply.body))
     except orjson.JSONDecodeError:
@@ -419,7 +420,7 @@ def _usage_in(reply: Response) -> Usage | None:
 
 
 def upstream_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> ModelError:
-    """What an endpoint's error status means to the caller: 429 is passed on with its ``Retry-After``."""
+    """Return the caller's error for an endpoint's error status. 429 is passed on with its ``Retry-After``."""
     retry_after = (headers or {}).get("Retry-After")
     detail = f"the model endpoint answered {status}: {message[:500]}"
     if status == 429:

@@ -1,12 +1,12 @@
-"""What every dialect is lowered to and raised from: one request for an answer, and the answer.
+"""The common form of all dialects: a request for one answer, and the answer.
 
     body ──dialect.lower──▶ PolicyRequest ──sampled by the policy──▶ Answer ──dialect.reply──▶ body, or its events
 
-Messages and tools have the shapes of Chat Completions, because chat templates are written for those. What nobody here
-has to read passes through as it came: JSON as bytes, ids and logprobs as arrays.
+Messages and tools have the shapes of Chat Completions, because chat templates are written for those. Data that the
+gateway need not read is passed on unparsed: JSON as bytes, ids and logprobs as arrays.
 
-A model call has limits (`limited_call`), and is a step with the attributes of OpenTelemetry's conventions for
-generative AI (`model_call`).
+A model call has a time limit (`limited_call`), and is a telemetry step with the attributes of OpenTelemetry's
+conventions for generative AI (`model_call`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
 from nemo_gym.http.telemetry import TRACEPARENT, Counter, SpanKind, attempt_context, is_on, step
 
-# JSON that passes through as bytes: what nobody here has to read is neither parsed nor written again.
+# JSON that is passed on as bytes: data that the gateway need not read is neither parsed nor serialized again.
 
 Buffer = bytes | memoryview
 _WORTH_A_WRITE_BYTES = 64 * 1024
-_PLACE = f"relayed-{uuid4().hex}"  # of this process, and never told to anybody: no text holds it
+_PLACE = f"relayed-{uuid4().hex}"  # new in each process and never sent to anybody: no text contains it
 _QUOTED_PLACE = f'"{_PLACE}"'.encode()
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 _NOTHING = (b"", b"null", b"[]", b"{}")
 
 
 class JsonText:
-    """A value as JSON, somewhere within plain data. False for nothing: no text, ``null``, and an empty list or
-    object."""
+    """A JSON text as a value inside plain data. False if it is empty: no text, ``null``, ``[]`` or ``{}``."""
 
     __slots__ = ("_data", "_read")  # no dataclass: orjson would write its fields
 
@@ -50,27 +49,27 @@ class JsonText:
 
     @property
     def data(self) -> Buffer:
-        """The text; raises what reading it again does."""
+        """The text. After `let_go`, raises the errors of reading it again."""
         if self._data is not None:
             return self._data
         assert self._read is not None
         return self._read()
 
     def let_go(self, read: Callable[[], Buffer]) -> None:
-        """Keep a text that says something no longer in memory: ``read`` has it."""
+        """Drop a text that is not empty from memory; ``read`` returns it again."""
         self._read, self._data = read, None
 
     def __bool__(self) -> bool:
         return self._data is None or len(self._data) > 4 or bytes(self._data) not in _NOTHING
 
     def value(self) -> Any:
-        """Raises `ValueError` where it is no JSON."""
+        """Parse the text. Raises `ValueError` if it is not JSON."""
         return orjson.loads(self.data)
 
 
 def written(content: Any) -> list[Buffer]:
-    """``content`` as JSON in pieces, which joined are the whole; the texts of every `JsonText` in it are pieces of
-    their own, uncopied."""
+    """Serialize ``content`` to JSON in pieces; joined, they are the whole. The text of each `JsonText` in it is a
+    piece of its own and not copied."""
     texts: list[Buffer] = []
 
     def place(value: Any) -> str:
@@ -89,12 +88,12 @@ def written(content: Any) -> list[Buffer]:
 
 
 def size_of(pieces: Iterable[Buffer]) -> int:
-    """In bytes."""
+    """Return the total size in bytes."""
     return sum(map(len, pieces))
 
 
 def coalesced(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
-    """The same bytes in as few writes as are worth it: small neighbours joined, large pieces as they are."""
+    """Join small neighbouring pieces for fewer writes; large pieces stay as they are."""
     held: list[Buffer] = []
     for piece in pieces:
         if len(piece) < _WORTH_A_WRITE_BYTES:
@@ -111,16 +110,16 @@ def coalesced(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
 # Token ids and logprobs as arrays.
 
 LARGE = 1024
-"""Numbers from which on numpy is worth its call."""
+"""From this many numbers on, numpy is worth its call."""
 
 
 def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:
-    """An array of int32 or float32. Raises `TypeError` and `OverflowError` for what does not fit."""
+    """Return an array of int32 or float32. Raises `TypeError` and `OverflowError` for values that do not fit."""
     if len(values) < LARGE or isinstance(values, array):
         return array(typecode, values)
     made: array[Any] = array(typecode)
     try:
-        # In one call, where an array converts each by itself.
+        # `struct` converts all values in one call, ``array`` one by one.
         made.frombytes(struct.pack(f"{len(values)}{typecode}", *values))
     except struct.error as error:
         raise TypeError(str(error)) from error
@@ -128,7 +127,7 @@ def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:
 
 
 class AnswerEnd(StrEnum):
-    """Why an answer ended, in the words of Chat Completions."""
+    """Why an answer ended, as in Chat Completions."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -138,7 +137,7 @@ class AnswerEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallName:
-    """How the harness knows a tool that the policy calls by one flat name."""
+    """The harness's name of a tool that the policy calls by one flat name."""
 
     name: str
     namespace: str | None = None
@@ -155,12 +154,12 @@ class PolicyRequest:
     messages: Sequence[Mapping[str, Any]]
     """Chat messages (`nemo_gym.gateway.tokens.history.Message`); images are ``image_url`` parts."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Function tools as in Chat Completions, by the flat names that the policy sees; nothing when none are offered."""
+    """Function tools as in Chat Completions, under the policy's flat names; ``None`` or empty if none are offered."""
     names: Mapping[str, CallName] = field(default_factory=dict)
-    """Flat name → the harness's own, for tools where they differ."""
+    """Flat name → the harness's own name, for tools where they differ."""
     deferred: Sequence[Mapping[str, Any]] = ()
-    """Function tools that are no part of the prompt's tools but may be called: their definitions are in the
-    conversation, where the harness searched for them. For the parser of calls."""
+    """For the parser of calls: function tools that may be called without being among the prompt's tools. Their
+    definitions are in the conversation, as results of the harness's tool search."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters as `pinned_sampling` reads them: ``temperature``, ``top_p``, ``top_k``, ``max_tokens``,
     ``stop``, ``seed``…"""
@@ -170,7 +169,7 @@ class PolicyRequest:
     tool_choice: str | Mapping[str, Any] = "auto"
     """``auto``, ``none``, ``required``, or the tool to call as ``{"name": …}``."""
     response_format: Mapping[str, Any] | None = None
-    """As in Chat Completions; nothing for plain text."""
+    """As in Chat Completions; ``None`` for plain text."""
     logprobs: bool = False
     """Whether the reply is to carry the logprobs of the sampled tokens."""
     token_ids: bool = False
@@ -182,8 +181,8 @@ class PolicyRequest:
     (``reasoning_effort``, ``parallel_tool_calls``, ``user``…)."""
 
     def asking(self, messages: Sequence[Mapping[str, Any]]) -> PolicyRequest:
-        """The same request about other messages."""
-        return PolicyRequest(  # in order, which takes a fraction of the time that naming the fields does
+        """Return the same request with other messages."""
+        return PolicyRequest(  # positional arguments take a fraction of the time of keywords
             messages,
             self.tools,
             self.names,
@@ -207,14 +206,14 @@ class AnswerUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, those that came from the engine's prefix cache."""
+    """Prompt tokens that came from the engine's prefix cache."""
     reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """The exact tokens of an answer, for callers that asked for them. Shapes: ``[P]``, ``[R]``, ``[R]``. An endpoint
-    that told logprobs but no ids has ``texts`` and ``logprobs`` of one length, and no ids."""
+    """The exact tokens of an answer, for callers that asked for them. Shapes: ``[P]``, ``[R]``, ``[R]``. If an
+    endpoint returned logprobs without ids, ``texts`` and ``logprobs`` have one length, and ``ids`` is empty."""
 
     prompt_ids: Sequence[int]
     ids: Sequence[int]
@@ -233,8 +232,8 @@ class AnswerTokens:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the policy. Raising it twice gives equal bodies: whatever a body makes up is derived from
-    ``answer_id`` and ``created_at``."""
+    """One answer of the policy. Raising it to a dialect twice gives equal bodies: generated ids and times are derived
+    from ``answer_id`` and ``created_at``."""
 
     answer_id: str
     """32 hexadecimal digits, unique."""
@@ -247,19 +246,19 @@ class Answer:
     end: AnswerEnd
     usage: AnswerUsage
     stop: str | None = None
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the answer, if one did."""
     tokens: AnswerTokens | None = None
 
 
 # Token usage, as each dialect reports it.
 
 _COUNT_BELOW = 1 << 53
-"""What every reader of JSON takes for the same number."""
+"""Integers below this are exact for every JSON parser."""
 
 
 def tokens_counted(reported: Any) -> int:
-    """A number of tokens as somebody else reports it; 0 where nothing is reported. Raises `ValueError` for what
-    counts nothing."""
+    """Check a number of tokens that an endpoint reported; 0 if it reported none. Raises `ValueError` for anything that
+    is not a count."""
     if reported is None:
         return 0
     if isinstance(reported, bool) or not isinstance(reported, int | float) or not 0 <= reported < _COUNT_BELOW:
@@ -286,12 +285,12 @@ class Usage:
 
     @classmethod
     def of(cls, reported: Any) -> Usage:
-        """From a ``usage`` object of Chat Completions, Responses or Messages; nothing where nothing is reported.
-        Raises `ModelError` for one that counts nothing."""
+        """Read a ``usage`` object of Chat Completions, Responses or Messages; zeros if nothing is reported. Raises
+        `ModelError` for values that are not counts."""
         if not isinstance(reported, Mapping):
             return cls()
         try:
-            # Messages counts the prompt's cached tokens beside its others.
+            # In Messages, ``input_tokens`` does not include the prompt's cached tokens.
             cached = sum(tokens_counted(reported.get(f"cache_{kind}_input_tokens")) for kind in ("read", "creation"))
             return cls(
                 tokens_counted(reported.get("input_tokens") or reported.get("prompt_tokens")) + cached,
@@ -302,14 +301,14 @@ class Usage:
 
 
 class StreamedUsage:
-    """Finds the usage in server-sent events while they pass by."""
+    """Reads the usage from server-sent events while they are streamed."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._input = 0
         self._output = 0
         self.completed = False
-        """Whether the stream said by itself that it is complete."""
+        """Whether the stream's end event has arrived."""
 
     @property
     def usage(self) -> Usage:
@@ -342,7 +341,7 @@ class StreamedUsage:
         try:
             usage = Usage.of(inner.get("usage") if isinstance(inner, dict) else None)
         except ModelError:
-            return  # the event is on its way already
+            return  # too late for an error: the event is already being sent
         self._input = max(self._input, usage.input_tokens)
         self._output = max(self._output, usage.output_tokens)
 
@@ -351,7 +350,8 @@ class StreamedUsage:
 
 
 class ModelTimeoutError(ModelError):
-    """A call reached its limit. Another try would have the same end, and its caller has waited long enough."""
+    """A call reached its time limit. It is not retryable: a retry would end the same way, and the caller has waited
+    long enough."""
 
     status = 504
 
@@ -366,14 +366,14 @@ _limits: ContextVar[ChosenLimits] = ContextVar("nemo_gym_model_limits", default=
 
 
 def chosen_limits() -> ChosenLimits:
-    """Those of the call that is being answered."""
+    """Return the limits of the call that is being answered."""
     return _limits.get()
 
 
 @contextlib.asynccontextmanager
 async def limited_call(chosen: ChosenLimits, request_timeout_s: float) -> AsyncIterator[None]:
-    """One call: inside, `chosen_limits` are ``chosen``, and it ends with `ModelTimeoutError` at its limit, which is
-    ``request_timeout_s`` unless the run chose another."""
+    """Run one call in this context: `chosen_limits` returns ``chosen``, and the call ends with `ModelTimeoutError` at
+    its limit, which is ``request_timeout_s`` unless the run chose another."""
     limit_s = chosen.request_timeout_s or request_timeout_s
     before = _limits.set(chosen)
     try:
@@ -407,8 +407,8 @@ def model_call(
     rollout: RolloutIdentity | None,
     session_id: str | None,
 ) -> step:
-    """The step around one call. Where its session knows the attempt, a header counts only for a span of the same
-    attempt: it may come from a box."""
+    """Return the telemetry step around one call. If the session's attempt is known, the ``traceparent`` header counts
+    only if it names a span of the same attempt, because it may come from a sandbox."""
     if not is_on():
         return step("model_call")
     parent = attempt_context(rollout, headers.get(TRACEPARENT)) if rollout is not None else None
@@ -428,7 +428,7 @@ def model_call(
 
 
 def answered(calling: step, usage: Usage | None, **attributes: Any) -> None:
-    """What came of a call; ``usage`` where it is known and counts."""
+    """Add the outcome of a call to its step. ``usage`` is ``None`` if it is unknown or must not be counted again."""
     if usage is not None:
         MODEL_TOKENS.add("input", amount=usage.input_tokens)
         MODEL_TOKENS.add("output", amount=usage.output_tokens)

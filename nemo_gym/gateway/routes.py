@@ -1,9 +1,9 @@
-"""The gateway's routes beside those of every model server: opening sessions, engines for the trainer, and the shortcut
-that most inference calls take.
+"""The routes that the gateway adds to those of every model server: opening sessions, engines for the trainer, and the
+shortcut that most inference calls take.
 
-The shortcut answers a harness that sends its whole body with its session's token. Everything else (other credentials,
+The shortcut serves a request with a whole body and its session's token. Every other request (other credentials,
 prefixes, cookies, encodings, unknown tokens) goes through the server's layers. Both end in `Inference.answer_session`.
-What the shortcut saves is in fern/pages/figures.md.
+fern/pages/figures.md measures how much time the shortcut saves.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SESSIONS = "/sessions/"
 _ELSEWHERE = frozenset(
     {CREDENTIAL_HEADER.lower(), ROLLOUT_ID_HEADER.lower(), "cookie", "content-encoding", "transfer-encoding"}
 )
-"""Headers that a layer reads."""
+"""A request with one of these headers goes through the server's layers, which read them."""
 LENGTH_DIGITS = 15
 
 
 class InferenceShortcut:
-    """Answers inference calls of sessions past the server's layers (`nemo_gym.http.server.Shortcut`)."""
+    """Answers inference calls of sessions without the server's layers (`nemo_gym.http.server.Shortcut`)."""
 
     def __init__(self, sessions: DurableSessions[Any, Any], inference: Inference[Any, Any]) -> None:
         self._sessions = sessions
@@ -61,7 +61,7 @@ class InferenceShortcut:
             dialect = PATHS.get(slash + route)
         if dialect is None:
             return None
-        # Of a header that comes twice, the first counts.
+        # If a header is repeated, the first value wins.
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
         length = headers.get("content-length", "")
         if not (length.isdecimal() and len(length) <= LENGTH_DIGITS and int(length) <= self._limits.max_body_bytes):
@@ -100,7 +100,7 @@ class InferenceShortcut:
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
-                        return  # gone before its whole body was here: nobody waits for an answer
+                        return  # the caller left before its whole body arrived: nobody waits for a response
                     parts.append(message["body"])
                     more = message["more_body"]
                 asked = CallRequest(headers, scope["client"], receive)
@@ -114,14 +114,14 @@ class InferenceShortcut:
 
 # Tokens in the path, for runners that can set a URL and nothing else.
 #
-# The token is taken off before anything else sees the path, so that no log and no error can show it.
+# The token is removed before any other code reads the path, so that no log and no error can show it.
 
 _MARK = "/token/"
 
 
 class PathTokenMiddleware:
-    """``/sessions/<id>/token/<token>/v1/…`` as ``/sessions/<id>/v1/…`` with the token as bearer; ``…/complete`` alike,
-    with a completion token."""
+    """Rewrites ``/sessions/<id>/token/<token>/v1/…`` to ``/sessions/<id>/v1/…`` with the token as bearer; likewise
+    ``…/complete``, with a completion token."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -130,7 +130,7 @@ class PathTokenMiddleware:
         if scope["type"] == "http" and scope["path"].startswith("/sessions/") and _MARK in scope["path"]:
             before, _, after = scope["path"].partition(_MARK)
             token, _, rest = after.partition("/")
-            # Whatever else the caller sends as a key (clients insist on one) means nothing here.
+            # Clients insist on sending some key in a header; it is ignored.
             headers = [(k, v) for k, v in scope["headers"] if k not in (b"authorization", b"x-api-key")]
             headers.append((b"authorization", b"Bearer " + token.encode("latin-1", "replace")))
             path = f"{before}/{rest}"
@@ -142,7 +142,7 @@ class PathTokenMiddleware:
 
 
 MAX_SAMPLING_BYTES = 64 * 1024
-"""Of a session's ``sampling``, which is kept in the journal and read with every call."""
+"""Limit of a session's ``sampling`` as JSON: the journal stores it and every call reads it."""
 MAX_TTL_S = 30 * 24 * 3600.0
 
 
@@ -153,19 +153,19 @@ class OpenSession(BaseModel):
 
     rollout: RolloutIdentity
     sampling: dict[str, Any] | None = None
-    """Parameters that every call of the session gets, whatever its harness asks for; ``max_output_tokens`` is a bound
+    """Parameters of every call of the session, whatever its harness asks for; ``max_output_tokens`` is an upper bound
     instead."""
     limits: ChosenLimits = NONE_CHOSEN
-    """How long its calls may take."""
+    """Time limits of its calls."""
     ttl_s: float | None = Field(None, gt=0, le=MAX_TTL_S)
-    """Until the session is aborted; default, and the longest that it gets: the gateway's own."""
+    """Seconds until the session is aborted. The gateway's own setting is both the default and the maximum."""
     reward_source: RewardSource = "environment"
     engine: str | None = None
-    """The engine that all of its calls go to while that is in service; by default the gateway chooses."""
+    """The engine that all of its calls go to while that engine is in service; by default the gateway chooses."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> OpenSession:
-        """Raises `InvalidBodyError` naming what is wrong."""
+        """Validate the body of a request. Raises `InvalidBodyError`, which names the wrong field."""
         try:
             asked = cls.model_validate(body)
         except ValidationError as error:
@@ -193,8 +193,8 @@ class OpenSession(BaseModel):
 # | ``POST /engines/{name}/weight`` | ``{weight}`` | its status |
 # | ``POST /weights`` | ``{version, engines?: [name, ...]}`` | ``{version, engines}`` |
 #
-# 404 for a name that is not known, 409 for one that is taken, 422 for a body that names its wrong field. What is
-# added here is gone when the gateway restarts: the trainer adds it again.
+# 404 for an unknown name, 409 for a name that is taken, 422 for an invalid body; the error names the wrong field. An
+# engine that was added here is lost when the gateway restarts: the trainer adds it again.
 
 T = TypeVar("T")
 RequireRole = Callable[..., Caller | None]
@@ -275,7 +275,7 @@ def engine_routes(pool: EnginePool, require_role: RequireRole) -> list[Route]:
         name = known(request)
         given = request.query_params.get("drain_timeout_s")
         timeout_s = None if given is None else _valid(TypeAdapter(_Drain), {"timeout_s": given}).timeout_s
-        # A caller that leaves has still said what it wants.
+        # The removal goes on if the caller disconnects.
         await asyncio.shield(pool.remove(name, timeout_s))
         return JsonResponse({"name": name, "removed": True})
 
@@ -316,12 +316,12 @@ def engine_routes(pool: EnginePool, require_role: RequireRole) -> list[Route]:
 
 
 def _valid(adapter: TypeAdapter[T], body: dict[str, Any]) -> T:
-    """The body as what the route takes. The error names the field and never its value, which may be a key."""
+    """Validate the body of a request. The error names the field and never its value, which may be an API key."""
     try:
         return adapter.validate_python(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        # A union's tag stands before the field; it is the caller's own 'type'.
+        # In the error of a union, the tag (the caller's own 'type') precedes the field.
         path = [str(part) for part in first["loc"] if part != body.get("type")] or ["type"]
         field = ".".join(path)
         raise InvalidBodyError(f"{field}: {first['msg']}", param=field) from None

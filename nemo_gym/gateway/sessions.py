@@ -1,8 +1,8 @@
 """Gateway sessions: one per attempt, opened by the pipeline, used by a harness, finalized for its trajectories.
 
-A session has two tokens. The *inference token* opens the inference routes and nothing else; it may enter a box. The
-*control token* finalizes or aborts, and stays with who opened the session. A *completion token*, derived from it, is
-for a runner that says by itself that it is done (see `completion_token`).
+A session has two tokens. The *inference token* opens the inference routes and nothing else; it may enter a sandbox.
+The *control token* finalizes or aborts the session, and stays with its opener. A *completion token*, derived from the
+control token, is for a runner that reports by itself that it is done (see `completion_token`).
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ INFERENCE_TOKEN_PREFIX = "ngi1_"
 COMPLETION_TOKEN_PREFIX = "ngd1_"
 SESSION_TTL_S = 6 * 3600.0
 KEEP_CLOSED_S = 600.0
-"""How long a closed session still answers a repeated finalize, unless so many have been closed after it:"""
+"""How long a closed session still answers a repeated finalize, unless one of the next limits drops it earlier."""
 KEEP_CLOSED_SESSIONS = 1024
-"""Their tokens and conversations are memory: at 400 rollouts a second, ten minutes are 240,000 sessions."""
+"""Closed sessions take memory (tokens, conversations): at 400 rollouts a second, ten minutes are 240,000 sessions."""
 KEEP_CLOSED_BYTES = 256 << 20
-"""Of their conversations. A finalize is repeated soon, so the last few answer however long theirs are."""
+"""Limit of the conversations of closed sessions."""
 KEEP_CLOSED_AT_LEAST = 16
-
+"""Kept even above `KEEP_CLOSED_BYTES`: a finalize is repeated soon after the first, so these still answer it."""
 
 PIPELINE = ""
-"""As opener: the pipeline, whoever runs it."""
+"""The opener of the pipeline's sessions, whoever runs the pipeline."""
 SessionKey = tuple[str, str, str]
-"""Opener, run and rollout. Of one key, one session is open."""
+"""Opener, run id and rollout id. At most one session of a key is open."""
 
 
 def opener_of(caller: Caller | None) -> str:
-    """Among whose sessions a caller's rollouts are. An agent server runs what others wrote and names any rollout it
-    likes, so its sessions are its own: they replace and fence no one else's."""
+    """Return the opener under which a caller's sessions are kept. An agent server runs code that others wrote and can
+    name any rollout, so its sessions are kept apart: they replace and fence no one else's."""
     return PIPELINE if caller is None or caller.role is Role.PIPELINE else f"{caller.role}:{caller.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSession:
-    """What the opener gets, once."""
+    """The id and tokens of a new session. Only its opener gets them, and only once."""
 
     session_id: str
     inference_token: str = field(repr=False)
@@ -62,7 +62,7 @@ class OpenedSession:
 
 @dataclass(slots=True)
 class GatewaySession:
-    """One attempt's session, as inference sees it."""
+    """One attempt's session, as the inference routes use it."""
 
     session_id: str
     rollout: RolloutIdentity
@@ -70,14 +70,14 @@ class GatewaySession:
     """Parameters that every request of this attempt gets, whatever the harness asks for."""
     expires_at: float
     limits: ChosenLimits = NONE_CHOSEN
-    """How long its calls may take, as far as the run says so."""
+    """Time limits of its calls, where the run chose any."""
     turns: int = 0
     usage: Usage = field(default_factory=Usage)
 
 
 @runtime_checkable
 class GatewaySessions(Protocol):
-    """The sessions of one model server. Replaced as a whole by a gateway that keeps tokens; callers stay."""
+    """The sessions of one model server. A gateway that keeps tokens has another implementation with these methods."""
 
     async def open(
         self,
@@ -87,14 +87,14 @@ class GatewaySessions(Protocol):
         opener: str = PIPELINE,
         limits: ChosenLimits = NONE_CHOSEN,
     ) -> OpenedSession:
-        """A session for this attempt. Fences the opener's sessions of older attempts, and replaces one of the same
-        attempt (whose opener never saw the answer). Raises `FencedError` when a newer attempt of the opener's has
-        one. Sessions of other openers (see `opener_of`) are not touched, whatever rollout they name."""
+        """Open a session for this attempt. Fences the opener's sessions of older attempts, and replaces its session
+        of the same attempt (whose opener never got the response). Raises `FencedError` if the opener has a session of
+        a newer attempt. Sessions of other openers (see `opener_of`) are left alone, whatever rollout they name."""
         ...
 
     def authorize(self, inference_token: str) -> GatewaySession:
-        """The session a token belongs to. Raises `CredentialError` for an unknown or expired token, `FencedError` for
-        a session that was closed or replaced."""
+        """Return the session that a token belongs to. Raises `CredentialError` for an unknown or expired token,
+        `FencedError` for a session that was closed or replaced."""
         ...
 
     def committed(self, session: GatewaySession, usage: Usage) -> None:
@@ -109,11 +109,11 @@ class GatewaySessions(Protocol):
         reward: float | None = None,
         reward_info: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Close the session; ``{session_id, turns, usage, trajectories}``. Repeating it answers the same, whatever
-        reward it comes with.
+        """Close the session and return ``{session_id, turns, usage, trajectories}``. A repeated call returns the
+        same, whatever reward it carries.
 
-        ``reward`` is the verdict's, ``None`` where there is none to train on; ``reward_info`` is plain data beside
-        it. Sessions that keep trajectories write both into them.
+        ``reward`` is the verdict's, or ``None`` if there is none to train on; ``reward_info`` is further plain data.
+        Sessions that keep trajectories write both into them.
         """
         ...
 
@@ -142,7 +142,7 @@ S = TypeVar("S", bound=StoredSession)
 
 
 class SessionTable(Generic[S]):
-    """Sessions by id, by inference token, and the latest of each attempt's key."""
+    """Sessions by id, by inference token, and the latest session of each key."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, S] = {}
@@ -150,7 +150,7 @@ class SessionTable(Generic[S]):
         self._current: dict[SessionKey, S] = {}
 
     def add(self, session: S) -> None:
-        """It is its key's current one from now on."""
+        """Add a session, which becomes the current one of its key."""
         self._by_id[session.session_id] = session
         self._by_token[session.inference_digest] = session
         self._current[session.key] = session
@@ -165,31 +165,31 @@ class SessionTable(Generic[S]):
         return self._current.get(key)
 
     def opened_by(self, inference_token: str) -> S | None:
-        """The session that an inference token opens."""
+        """Return the session that an inference token opens, if there is one."""
         return self._by_token.get(token_digest(inference_token))
 
     def known(self, session_id: str) -> S:
-        """Raises `ContractError` for a session that is not known."""
+        """Return the session of an id. Raises `ContractError` for an unknown id."""
         if (found := self._by_id.get(session_id)) is None:
             raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
         return found
 
     def controlled(self, session_id: str, control_token: str) -> S:
-        """The session that a control token is for. Raises `ContractError`, `CredentialError`."""
+        """Return the session that a control token is for. Raises `ContractError`, `CredentialError`."""
         found = self.known(session_id)
         if not hmac.compare_digest(found.control_digest, token_digest(control_token)):
             raise CredentialError("the control token is not this session's", session_id=session_id)
         return found
 
     def completable(self, session_id: str, token: str) -> S:
-        """The session that a control token or a completion token is for. Raises `ContractError`, `CredentialError`."""
+        """Return the session that a control or completion token is for. Raises `ContractError`, `CredentialError`."""
         found = self.known(session_id)
         if hmac.compare_digest(completion_token(found.control_digest), token):
             return found
         return self.controlled(session_id, token)
 
     def __iter__(self) -> Iterator[S]:
-        """In the order of opening; sessions may be dropped meanwhile."""
+        """Iterate in the order of opening. Sessions may be dropped during the iteration."""
         return iter([*self._by_id.values()])
 
     def __len__(self) -> int:
@@ -210,7 +210,7 @@ def new_tokens(expires_at: float) -> OpenedSession:
 
 
 def refuse_older(rollout: RolloutIdentity, current_attempt: int) -> None:
-    """Raise `FencedError` for an attempt that a newer one has replaced."""
+    """Raise `FencedError` for an attempt that a newer attempt has replaced."""
     if current_attempt > rollout.attempt:
         raise FencedError(
             f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {current_attempt}",
@@ -237,7 +237,8 @@ class _Entry:
 
 
 class InMemoryGatewaySessions:
-    """Sessions of one process, counting turns and tokens. A restart forgets them: their attempts are retried."""
+    """Sessions in the memory of one process, with counts of turns and tokens. A restart loses them, and their
+    attempts are retried."""
 
     def __init__(self, ttl_s: float = SESSION_TTL_S) -> None:
         self._ttl_s = ttl_s
@@ -309,11 +310,11 @@ class InMemoryGatewaySessions:
             self._closed.append(entry)
 
     def _sweep(self) -> None:
-        """Forget what has been closed or expired for long enough, and the oldest of too many closed ones."""
+        """Forget sessions that closed or expired long enough ago, and the oldest if too many are closed."""
         while len(self._closed) > KEEP_CLOSED_SESSIONS:
             self._table.drop(self._closed.popleft())
         before = time.time() - KEEP_CLOSED_S
-        # Sessions are in order of opening, and live about equally long: looking at the oldest few is enough.
+        # Sessions are in order of opening and live about equally long: checking the oldest few is enough.
         for entry in self._table.oldest(8):
             ended = entry.closed_at if entry.closed_at is not None else entry.session.expires_at
             if ended < before:
@@ -321,13 +322,13 @@ class InMemoryGatewaySessions:
 
 
 def completion_token(control_digest: str) -> str:
-    """A token that ends a session's work and posts its reward, and can do nothing else. It follows from the control
-    token, which does not follow from it."""
+    """Return a token that can end a session's work and post its reward, and nothing else. It is derived from the
+    control token, which cannot be derived from it."""
     return COMPLETION_TOKEN_PREFIX + hmac.new(control_digest.encode(), b"complete", hashlib.sha256).hexdigest()
 
 
 def token_in(headers: Mapping[str, str], prefix: str = INFERENCE_TOKEN_PREFIX) -> str | None:
-    """The token of that kind in a request, a bearer's or in ``x-api-key``; nothing for another credential."""
+    """Return the token with that prefix from a request's bearer or ``x-api-key``; ``None`` for another credential."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     token = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return token if token.startswith(prefix) else None
@@ -343,7 +344,7 @@ class InferenceCall:
     """``None`` for a caller of the stack that has no session: a judge's environment, a legacy agent."""
     request: Request
     usage: Usage | None = None
-    """Set by ``infer`` when it knows the usage of a reply that is no stream; otherwise read from the reply."""
+    """The usage of a reply that is no stream, if ``infer`` knows it; otherwise it is read from the reply."""
 
     @property
     def stream(self) -> bool:

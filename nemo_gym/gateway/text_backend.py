@@ -1,7 +1,7 @@
 """Answers by an OpenAI-compatible endpoint: text in, text out. Its trajectories hold messages, not ids.
 
-The endpoint renders and encodes by itself, so nobody here knows the exact tokens. Where it offers logprobs, they are
-kept as the bytes they came as: relayed, journaled, and only parsed for trajectories and for replies of another shape.
+The endpoint renders and encodes by itself, so the gateway does not know the exact tokens. If it returns logprobs,
+their bytes are relayed and journaled unchanged, and only parsed for trajectories and for replies of another shape.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ROUTE = "/chat/completions"
 
 
 class _NoTokens:
-    """Stands for encoder and policy in a forest of turns whose tokens nobody knows: every conversation is empty ids,
-    and continues by its messages alone."""
+    """Replaces encoder and policy in a forest of turns with unknown tokens: every conversation has no ids, and its
+    continuation depends on the messages alone."""
 
     vocabulary_size = 0
     drops_reasoning: frozenset[str] = frozenset()
@@ -45,23 +45,23 @@ class _NoTokens:
 
 
 class HistoryJson:
-    """A history as a JSON array. The JSON of messages is kept: the next request repeats them, as the same objects."""
+    """A history as a JSON array. Caches the JSON of messages, because the next request repeats the same objects."""
 
     def __init__(self) -> None:
         self._messages: Prefix[Mapping[str, Any]] = Prefix()
         self._texts: list[bytes] = []
 
     def array(self, messages: Sequence[Mapping[str, Any]]) -> bytes:
-        """Messages must not be changed after they were seen here. Raises what ``orjson.dumps`` does."""
+        """Serialize messages, which must not be changed afterwards. Raises the errors of ``orjson.dumps``."""
         common = self._messages.common(messages)
-        new = [orjson.dumps(message) for message in messages[common:]]  # all of it, or an error before any is kept
+        new = [orjson.dumps(message) for message in messages[common:]]  # an error here leaves the cache unchanged
         self._messages = self._messages.grown(common, messages[common:])
         self._texts[common:] = new
         return b"[%b]" % b",".join(self._texts)
 
 
 class TextConversations:
-    """One session's forest of turns without ids, and what was said in each."""
+    """One session's forest of turns without ids, and the messages of each turn."""
 
     def __init__(self, now: datetime) -> None:
         nothing = _NoTokens()
@@ -70,10 +70,10 @@ class TextConversations:
         )
         self.preparing = Preparing(self.forest)
         self.said: list[Mapping[str, Any]] = []
-        """By turn: the ``messages`` since its parent, the answer last; ``tools`` where they are not the parent's."""
+        """By turn: the ``messages`` since its parent, the answer last; the ``tools`` of a turn without a parent."""
         self.history_json = HistoryJson()
         self.relayed: list[Mapping[str, JsonText]] = []
-        """By turn: ``entries`` and ``token_ids`` of the endpoint's answer, where it offered them."""
+        """By turn: ``entries`` and ``token_ids`` of the endpoint's answer, if it returned them."""
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
         found = [*records]
@@ -84,7 +84,7 @@ class TextConversations:
     def rows(
         self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
-        """As for tokens, with empty ids; ``messages`` and ``tools`` of the whole conversation added."""
+        """Return the rows as a token backend does, with empty ids, and with the conversation's messages and tools."""
         turns = self.forest.turns
         trajectories = trajectories_of(turns, session_id, reward=reward, reward_info=reward_info)
         leaves = [turn for turn in turns if not turn.children]
@@ -114,7 +114,7 @@ class TextConversations:
         self.history_json = HistoryJson()
 
     def _token_details(self, turn_id: int) -> dict[str, Any]:
-        """What a trajectory tells of a turn's tokens."""
+        """Return a turn's tokens as details of its trajectory."""
         told = self.relayed[turn_id]
         if "entries" not in told:
             return {}
@@ -146,7 +146,7 @@ class TextSample:
 
 
 class TextBackend:
-    """An endpoint's answers, for a pool of endpoints that serve the same model."""
+    """The backend for a pool of endpoints that serve the same model."""
 
     def __init__(self, pool: EnginePool, *, model: str, extra_body: Mapping[str, Any] | None = None) -> None:
         """``extra_body``: parameters for every request that does not set them itself."""
@@ -242,7 +242,7 @@ class TextBackend:
 async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Completion, AnswerUsage]:
     reply = await engine.complete(ROUTE, body)
     try:
-        completion = completion_in(reply.body)  # within the try: what is no completion may be one on another engine
+        completion = completion_in(reply.body)  # within the try: another engine may return a valid completion
         return reply, completion, usage_of(completion.usage)
     except ValueError as error:
         raise EngineAnswerError(

@@ -42,11 +42,11 @@ from nemo_gym.gateway.tokens.turns import Prompt, json_of
 
 _ANY_ROOM = 1 << 62
 PROBE_TEXT = "The quick brown fox jumps over 12345 lazy dogs.\n\tdef half(x): return x / 2  # naïve: 東京 🙂\n"
-"""Words, digits, spaces, code and letters of several bytes: tokenizers that agree on all of it are the same one."""
+"""Words, digits, spaces, code and multi-byte letters: tokenizers that agree on all of it are taken to be the same."""
 _BYTES_PER_TOKEN = 16
-"""More than any text has on average."""
+"""More than the average of any text."""
 _TAIL_IDS = 96
-"""Of the prompt's end, decoded for the parser: a generation prompt is far shorter."""
+"""How many ids at the prompt's end are decoded for the parser: a generation prompt is far shorter."""
 
 
 class TokenConversations:
@@ -61,7 +61,7 @@ class TokenConversations:
     def sampling(
         self, asked: Mapping[str, Any], pinned: Mapping[str, Any], room_tokens: int, stops: tuple[int, ...]
     ) -> Sampling:
-        """See `pinned_sampling`. Most requests ask for what the last one did, with the very same object."""
+        """Cached `pinned_sampling`: most requests pass the same two mapping objects as the request before."""
         known = self._sampling
         if known is None or known[0] is not asked or known[1] is not pinned:
             made = pinned_sampling(asked, pinned, room_tokens=_ANY_ROOM, stop_token_ids=stops)
@@ -103,7 +103,7 @@ class TokenConversations:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """A prompt and what was sampled for it."""
+    """A prompt and the generation that was sampled for it."""
 
     prepared: Prepared
     generation: Generation
@@ -130,16 +130,16 @@ class _Tail:
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """In tokens."""
+    """Limits in tokens."""
 
     context: int
-    """Prompt and answer together."""
+    """Limit of prompt and answer together."""
     answer: int | None = None
-    """Of one answer; nothing for what the context leaves."""
+    """Limit of one answer; ``None``: what the prompt leaves of the context."""
 
 
 class TokenBackend:
-    """Token truth for one policy over a pool of token engines."""
+    """The backend with exact tokens: one policy over a pool of token engines."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class TokenBackend:
         return TokenizerProbe(PROBE_TEXT, self._policy.encode(PROBE_TEXT))
 
     def _context(self) -> int:
-        """The smaller of what is configured and what the engines say they take."""
+        """Return the context limit: the smaller of the configured one and the one that the engines report."""
         told = self._pool.context_tokens
         return self._limits.context if told is None else min(told, self._limits.context)
 
@@ -193,7 +193,7 @@ class TokenBackend:
             room = min(room, self._limits.answer)
         sampling = conversations.sampling(request.asked, context.pinned, room, self._stops)
         tail = _Tail(self._policy, prompt)
-        asyncio.get_running_loop().call_soon(tail.decode)  # once the request has left: the engine takes its time
+        asyncio.get_running_loop().call_soon(tail.decode)  # after the request was sent, while the engine samples
         began = time.monotonic()
         generation = await self._pool.token_calls.generate(
             context.session_id,
@@ -211,7 +211,7 @@ class TokenBackend:
         return TokenSample(prepared, generation, context, time.monotonic() - began, tail)
 
     def _refuse_overflow(self, request: PolicyRequest) -> None:
-        """Raises `ContextOverflowError` for a request that cannot fit, without encoding megabytes of it."""
+        """Raise `ContextOverflowError` for a request that cannot fit, without encoding megabytes of text."""
         written = sum(
             len(text_of(message.get("content"))) + sum(len(str(call)) for call in calls_of(message))
             for message in request.messages
@@ -269,7 +269,8 @@ class TokenBackend:
         self._pool.forget(session_id)
 
     def _text(self, generation: Generation) -> tuple[str, str | None]:
-        """The sampled text without what ended it, and the stop string if one did. Its tokens stay in the turn."""
+        """Return the sampled text without the stop token or string that ended it, and the stop string if there was
+        one. The turn keeps all tokens."""
         ids = generation.token_ids
         if ids and generation.finish_reason is FinishReason.STOP and ids[-1] in self._policy.stop_ids:
             ids = ids[:-1]

@@ -1,1 +1,1 @@
-"""What every server shares on the wire: the application, its client, credentials, problems."""
+"""The HTTP layer of every server: the application, its client, credentials, problems."""

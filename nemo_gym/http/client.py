@@ -1,11 +1,11 @@
-"""The HTTP clients of every server: one pool of connections per event loop, bounded retries, credentials attached.
+"""The HTTP clients of every server: one connection pool per event loop, bounded retries, credentials attached.
 
-`ServerClient` speaks through aiohttp, as NeMo Gym's does. `exchange` is for JSON that is there as bytes: it takes
-50 µs of CPU a request where aiohttp takes 130, and keeps no cookies, follows no redirections and takes no proxy.
+`ServerClient` uses aiohttp by default, as NeMo Gym's does. `send` is for JSON that is already encoded: it takes 50 µs
+of CPU per request where aiohttp takes 130, and it keeps no cookies, follows no redirects and uses no proxy.
 
-One rule says for both when a request is sent again (`Tries`): only when it surely never started (the connection was
-refused or could not be made), or when its caller declared it idempotent. A POST that may have been delivered is never
-repeated. Retries end.
+Both retry by one rule (`Tries`): a request is sent again only if it certainly never started (the connection was
+refused or could not be made), or if its method or its caller declares it idempotent. Any other POST that may have been
+delivered is never repeated. The number of tries is bounded.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ else:
 
 MAX_NUM_TRIES = 6
 FIRST_BACKOFF_S = 0.1
-"""Doubled after every try: a server that restarts within about six seconds is waited for."""
+"""Doubled after every try, so the retries outlast a server restart of about six seconds."""
 TOTAL_TIMEOUT_S = 6 * 3600.0
-"""Of one request that sets no ``timeout``; deadlines of stages are shorter and their own."""
+"""The limit for one request that sets no ``timeout``. The stages set shorter deadlines themselves."""
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 30.0
-"""Shorter than the servers' own, so that a POST does not meet a connection that is just being closed."""
+"""Shorter than the servers' own keep-alive, so that a POST is not sent on a connection the server is just closing."""
 
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 
@@ -93,19 +93,19 @@ class ServerUnreachableError(ServerError, ConnectionError):
 
 @cache
 def _not_begun() -> tuple[type[Exception], ...]:
-    """Refused, unresolvable, unroutable, silent: nothing was sent."""
+    """Errors that mean nothing was sent: refused, unresolvable, unroutable, or no reply to the connection attempt."""
     return (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, NotConnectedError)
 
 
 @cache
 def network_errors() -> tuple[type[Exception], ...]:
-    """What a request raises, by either client, whose peer is not reached or whose connection breaks."""
+    """What either client raises when the peer cannot be reached or the connection breaks."""
     return (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, NoHttpError, OSError, *_not_begun())
 
 
 class Tries:
-    """The tries of one request. It is sent again only when it surely never started, or when it may be repeated: where
-    its method says so, or its caller (``idempotent``)."""
+    """The tries of one request. It is sent again only if it certainly never started, or if it may be repeated:
+    ``idempotent`` decides, and without it the method."""
 
     def __init__(self, method: str, url: str, *, idempotent: bool | None, max_tries: int) -> None:
         self._method, self._url = method, url
@@ -113,9 +113,8 @@ class Tries:
         self._backoff = Backoff(first_s=FIRST_BACKOFF_S, tries=max_tries, jitter=NETWORK_JITTER)
 
     async def again(self, error: Exception) -> None:
-        """Wait before the next try. ``error``: what ended this one, of `network_errors`. Raises
-        `ServerUnreachableError` where there is no other try, and the error itself where the request's own time is
-        over."""
+        """Wait before the next try. ``error`` ended this try and is one of `network_errors`. Raises
+        `ServerUnreachableError` if no try remains, and ``error`` itself if the request's own time limit is over."""
         if isinstance(error, _not_begun()):
             started, repeatable = "no", True
         else:
@@ -135,8 +134,8 @@ class Tries:
 
 
 def close_with_the_loop(close: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
-    """Await ``close`` when the running event loop ends, or when the returned generator's ``aclose`` is awaited. Keep
-    the generator for as long as what it closes is used."""
+    """Await ``close`` when the running event loop ends, or when the returned generator's ``aclose`` is awaited. Keep a
+    reference to the generator for as long as the resource is in use."""
     owner = _close_at_the_end(close)
     with contextlib.suppress(StopIteration):
         owner.asend(None).send(None)
@@ -144,8 +143,8 @@ def close_with_the_loop(close: Callable[[], Awaitable[None]]) -> AsyncGenerator[
 
 
 async def _close_at_the_end(close: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
-    """Whoever ends an event loop properly ends its asynchronous generators first; nothing else of a loop can be
-    waited for by code that did not start it."""
+    """A properly ended event loop first closes its asynchronous generators. That is the only hook at a loop's end for
+    code that did not start the loop."""
     try:
         yield
     finally:
@@ -161,11 +160,11 @@ _IN_ROUTES = f"{_IN_PATHS}?"
 
 
 class RequestHeads:
-    """Request headers for calls to one server. All but the first line and the length are the same in each."""
+    """Request heads for calls to one server. Only the request line, the length and a call's own headers differ."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
-        """``headers`` replace those that are sent anyway, if their names are equal but for upper and lower case.
-        Raises `ConfigError` for what cannot be sent."""
+        """``headers`` replace default headers of the same name, whatever its case. Raises `ConfigError` for a URL or
+        header that cannot be sent."""
         parts = urlsplit(base_url)
         try:
             port, host = parts.port, (parts.hostname or "").encode("idna" if not base_url.isascii() else "ascii")
@@ -190,8 +189,8 @@ class RequestHeads:
         self._headers = _lines(dict(sent.values())).encode()
 
     def of(self, method: str, route: str, length: int, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
-        """``length``: of the body, in bytes. ``headers``: more, of this call alone. Raises `ConfigError` for one that
-        cannot be sent."""
+        """Return the encoded head of one request. ``length`` is the body's in bytes; ``headers`` are added for this
+        call alone. Raises `ConfigError` for a header that cannot be sent."""
         first = f"{method} {self._path}{quote(route, safe=_IN_ROUTES)} HTTP/1.1\r\n{_lines(headers)}"
         return b"%b%bContent-Length: %d\r\n\r\n" % (first.encode(), self._headers, length)
 
@@ -208,7 +207,7 @@ PATIENCE = Patience(CONNECT_TIMEOUT_S, TOTAL_TIMEOUT_S)
 
 _OwnedConnections = tuple[Connections, AsyncGenerator[None]]
 _connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _OwnedConnections] = weakref.WeakKeyDictionary()
-"""Each loop's, and the generator that closes them."""
+"""Each event loop's connections, and the generator that closes them."""
 
 
 def _connections_of_loop() -> Connections:
@@ -228,7 +227,7 @@ def _request_heads(origin: str) -> RequestHeads:
 async def send_once(
     method: str, url: str, *, headers: Mapping[str, str], data: bytes = b"", patience: Patience = PATIENCE
 ) -> Reply:
-    """Raises what `Connections.send` does. The answer has to be closed."""
+    """Send one request without retries. Raises what `Connections.send` raises. The caller must close the reply."""
     scheme, _, rest = url.partition("://")
     host, _, path = rest.partition("/")
     heads = _request_heads(f"{scheme}://{host}")
@@ -245,7 +244,7 @@ async def send(
     idempotent: bool | None = None,
     max_tries: int = MAX_NUM_TRIES,
 ) -> Reply:
-    """The same, tried again and failing as `nemo_gym.http.client.request` does."""
+    """`send_once` with the retries and errors of `request`."""
     tries = Tries(method, url, idempotent=idempotent, max_tries=max_tries)
     while True:
         try:
@@ -255,7 +254,8 @@ async def send(
 
 
 async def read_whole(reply: Reply, max_bytes: int = MAX_REPLY_BYTES) -> bytes:
-    """The body, inflated where it came compressed unasked; the bound is on both. Closes the answer."""
+    """Read the body, and close the reply. A body that came compressed unasked is inflated; ``max_bytes`` bounds the
+    body both before and after."""
     try:
         body = await reply.read(max_bytes)
     finally:
@@ -269,7 +269,7 @@ async def read_whole(reply: Reply, max_bytes: int = MAX_REPLY_BYTES) -> bytes:
 
 
 def _inflated(body: bytes, max_bytes: int) -> bytes:
-    inflating = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # either kind of head
+    inflating = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # accepts a gzip or a zlib header
     try:
         inflated = inflating.decompress(body, max_bytes + 1)
     except zlib.error as error:
@@ -284,9 +284,9 @@ def _inflated(body: bytes, max_bytes: int) -> bytes:
 
 
 TRIES_OF_ONE_REPLICA = 2
-"""Of a request that another replica could take."""
+"""Tries on one replica of a request that another replica could take."""
 CONNECTION_LIMIT = 0
-"""None: the scheduler bounds concurrency, and a second bound here would deadlock agents that call back."""
+"""No limit: the scheduler bounds concurrency, and a second bound here would deadlock agents that call back."""
 
 ServerStatus = Literal["success", "connection_error", "timeout", "unknown_error"]
 
@@ -294,13 +294,13 @@ T = TypeVar("T")
 
 _Owned: TypeAlias = "tuple[aiohttp.ClientSession, AsyncGenerator[None]]"
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Owned] = weakref.WeakKeyDictionary()
-"""Each loop's session, and the generator that closes it."""
+"""Each event loop's session, and the generator that closes it."""
 _attached: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("nemo_gym_attached_headers")
 
 
 @contextlib.contextmanager
 def attach_headers(server_name: str, headers: Mapping[str, str]) -> Iterator[None]:
-    """Calls that a `ServerClient` makes inside to ``server_name``, and to no other server, carry ``headers``."""
+    """Add ``headers`` to `ServerClient` calls made inside the block to ``server_name``, and to no other server."""
     known = _attached.get({})
     reset = _attached.set({**known, server_name: {**known.get(server_name, {}), **headers}})
     try:
@@ -310,17 +310,16 @@ def attach_headers(server_name: str, headers: Mapping[str, str]) -> Iterator[Non
 
 
 def inference_context(server_name: str, token: str) -> contextlib.AbstractContextManager[None]:
-    """Calls to the model server ``server_name`` carry this attempt's inference token."""
+    """Attach this attempt's inference token to calls to the model server ``server_name``."""
     return attach_headers(server_name, {"Authorization": f"Bearer {token}"})
 
 
 def new_session(
     timeout: aiohttp.ClientTimeout, *, force_close: bool = False, keepalive_s: float = KEEPALIVE_S, **options: Any
 ) -> aiohttp.ClientSession:
-    """An HTTP session as every client of this suite has one, with aiohttp's ``options``.
+    """Create an HTTP session with this suite's settings and aiohttp's ``options``.
 
-    It keeps no cookies, takes no proxy from the environment, opens as many connections as are asked for, and notices
-    a peer that vanished.
+    It keeps no cookies, ignores proxies in the environment, limits no connections, and notices a peer that vanished.
     """
     kept: dict[str, Any] = {"force_close": True} if force_close else {"keepalive_timeout": keepalive_s}
     connector = aiohttp.TCPConnector(
@@ -332,8 +331,7 @@ def new_session(
 
 
 def get_global_aiohttp_client() -> aiohttp.ClientSession:
-    """The shared session of the running event loop, closed with the loop. It keeps no cookies: each caller passes its
-    own."""
+    """The running event loop's shared session, closed with the loop. It keeps no cookies; callers pass their own."""
     loop = asyncio.get_running_loop()
     session, _ = _sessions.get(loop, (None, None))
     if session is None or session.closed:
@@ -351,10 +349,10 @@ async def close_global_aiohttp_client() -> None:
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON bytes of plain data and pydantic models; a model's unset fields are left out. Raises `InvalidBodyError` for
-    data that JSON of this suite cannot hold."""
+    """Encode plain data and pydantic models as JSON, without a model's unset fields. Raises `InvalidBodyError` for
+    data that cannot be encoded."""
     if isinstance(value, BaseModel):
-        # A model that was built without validation may hold anything; its receiver names what is wrong.
+        # A model built without validation may hold anything; the receiver validates it and names the wrong fields.
         return value.model_dump_json(exclude_unset=True, warnings=False).encode()
     try:
         return orjson.dumps(value, default=_encode_other, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
@@ -382,10 +380,10 @@ async def request(
     session: aiohttp.ClientSession | None = None,
     **options: Any,
 ) -> ClientResponse:
-    """Send one request, by ``session`` or the running loop's; the response's status is the caller's to judge.
+    """Send one request through ``session``, by default the running loop's. The caller checks the response's status.
 
-    ``idempotent`` defaults to what the method says; ``True`` allows a POST to be sent again after its connection
-    broke. ``_internal`` is accepted for NeMo Gym plugins. Other options are aiohttp's. Raises
+    ``idempotent`` defaults to the method's idempotence; ``True`` allows a POST to be sent again after its connection
+    broke. ``_internal`` is ignored; NeMo Gym plugins pass it. Other options are aiohttp's. Raises
     `ServerUnreachableError` when the peer cannot be reached.
     """
     method = method.upper()
@@ -404,13 +402,13 @@ async def request(
 
 
 async def raise_for_status(response: ClientResponse) -> None:
-    """Raise aiohttp's ``ClientResponseError`` for a status of 300 or more, with the body as ``response_content``: a
-    redirection is followed by nobody."""
+    """Raise aiohttp's ``ClientResponseError`` for a status of 300 or more, with the body as ``response_content``.
+    Redirects are not followed, so they are errors too."""
     if _is_success(response):
         return
     content = await response.content.read()
     if not issubclass(type(response), aiohttp.ClientResponse) and hasattr(response, "raise_for_status"):
-        # A stub of a NeMo Gym plugin's tests, which may have little else of a response.
+        # A stub from a NeMo Gym plugin's tests, which may implement little else of a response.
         try:
             response.raise_for_status()
         except aiohttp.ClientResponseError as raised:
@@ -430,7 +428,7 @@ async def raise_for_status(response: ClientResponse) -> None:
 
 
 def _is_success(response: ClientResponse) -> bool:
-    """The tests of NeMo Gym's plugins pass stubs, which state ``ok`` and perhaps nothing else."""
+    """Tests of NeMo Gym's plugins pass stubs that may define only ``ok``."""
     if issubclass(type(response), aiohttp.ClientResponse) or not hasattr(response, "ok"):
         return response.status < 300
     return bool(response.ok)
@@ -442,7 +440,8 @@ async def get_response_json(response: ClientResponse) -> Any:
 
 
 async def expect_json(response: ClientResponse, server_name: str) -> dict[str, Any]:
-    """A peer's JSON object. An error status raises `ServerError` with the peer's own code, detail and retryability."""
+    """Return a peer's JSON object. An error status, or a body that is no object, raises `ServerError` with the peer's
+    own code, detail and retryability."""
     body = await response.read()
     try:
         value = orjson.loads(body)
@@ -461,7 +460,7 @@ async def expect_json(response: ClientResponse, server_name: str) -> dict[str, A
 
 
 def server_path(global_config_dict: Mapping[str, Any], server_name: str) -> str:
-    """The dotted path of a server instance's innermost block, as a setting on the command line spells it."""
+    """The dotted path of a server instance's innermost block, as written on the command line."""
     path, block = [server_name], global_config_dict[server_name]
     for _ in ("server type", "implementation"):
         path.append(str(next(iter(block))))
@@ -470,7 +469,8 @@ def server_path(global_config_dict: Mapping[str, Any], server_name: str) -> str:
 
 
 def server_config_of(global_config_dict: Mapping[str, Any], server_name: str) -> Mapping[str, Any]:
-    """The innermost block (``host``, ``port``, …) of a server instance; raises `ConfigError` with the nearest name."""
+    """The innermost block (``host``, ``port``, …) of a server instance. Raises `ConfigError`, which suggests the
+    nearest configured name."""
     try:
         block = global_config_dict[server_name]
         for _ in ("server type", "implementation"):
@@ -492,7 +492,7 @@ class ServerClient(BaseModel):
     global_config_dict: Any = Field(default_factory=dict, repr=False)
     """The configuration this process may see, as OmegaConf or plain mappings."""
 
-    # Private attributes of a model take some µs for each look, and every request looks at all of these.
+    # Cached properties, because reading a pydantic private attribute takes some µs, and every request reads all four.
 
     @cached_property
     def _replica_urls(self) -> dict[str, tuple[str, ...]]:
@@ -519,7 +519,7 @@ class ServerClient(BaseModel):
 
     @classmethod
     def load_from_global_config(cls, head_server_config: BaseServerConfig | None = None) -> Self:
-        """A client over this process's configuration (a launch's, or the one NeMo Gym's variables name)."""
+        """A client for this process's configuration: its launch's, else the one named by NeMo Gym's variables."""
         launch = current_launch()
         if launch is not None:
             client = cls(head_server_config=head_server_config, global_config_dict=launch.config)
@@ -533,7 +533,7 @@ class ServerClient(BaseModel):
         return cls(head_server_config=head_server_config, global_config_dict=get_global_config_dict())
 
     def use_credentials(self, outgoing: Mapping[str, str]) -> None:
-        """Attach these credentials (by target instance) to every request, and no others."""
+        """Replace all credentials by ``outgoing`` (by target instance) and attach them to every request."""
         self._credentials.clear()
         self._credentials.update(outgoing)
 
@@ -553,8 +553,8 @@ class ServerClient(BaseModel):
         return urls
 
     def add_replica(self, server_name: str, url: str, credential: str | None = None) -> int:
-        """Know one more replica of ``server_name``, or again one that is known; returns its number. ``credential``
-        where it is not that of the others."""
+        """Add a replica of ``server_name`` if it is new; returns its number either way. Pass ``credential`` if it
+        differs from the other replicas'."""
         urls, url = self.replica_urls(server_name), url.rstrip("/")
         if url not in urls:
             self._replica_urls[server_name] = urls = (*urls, url)
@@ -568,7 +568,7 @@ class ServerClient(BaseModel):
         return urls[self._replicas_for(server_name, urls)[0]]
 
     def _replicas_for(self, server_name: str, urls: tuple[str, ...]) -> list[int]:
-        """The one replica that was chosen for what is being done now, or all in the order to be tried."""
+        """The replica already chosen for the current context, or all replicas in the order to try them."""
         if len(urls) == 1:
             return [0]
         chosen = current_replicas().get(server_name)
@@ -577,22 +577,22 @@ class ServerClient(BaseModel):
         return self._chooser.order(urls, current_rollout_id())
 
     def choose_replica(self, server_name: str) -> int:
-        """The replica for something new: reachable as far as known, and the least busy with requests of this
+        """The replica for a new attempt: not known to be unreachable, and with the fewest open requests of this
         client."""
         urls = self.replica_urls(server_name)
         return self._chooser.order(urls)[0] if len(urls) > 1 else 0
 
     async def request(self, server_name: str, url_path: str, method: str, **options: Any) -> ClientResponse:
-        """Send a request to ``url_path`` of a server; options as in `request`. Where no replica was chosen, one that
-        cannot be connected to is another's turn."""
-        # Credentials are for this address; a redirection is an answer like any other.
+        """Send a request to ``url_path`` of a server; options as in `request`. If no replica was chosen and one cannot
+        be connected to, the next is tried."""
+        # Credentials are for this address only, so redirects are returned, not followed.
         return await self.send(request, server_name, url_path, method, **{**options, "allow_redirects": False})
 
     async def send(
         self, send: Callable[..., Awaitable[T]], server_name: str, url_path: str, method: str, **options: Any
     ) -> T:
-        """The same by another ``send`` than `request`, whose options are its own but for ``headers`` and
-        ``max_tries``."""
+        """Like `request`, through the function ``send``. Its options are passed through, except that this method fills
+        in ``headers`` and ``max_tries``."""
         headers = dict(options.pop("headers", None) or {})
         if credential := self._credentials.get(server_name):
             headers.setdefault(CREDENTIAL_HEADER, credential)
@@ -639,7 +639,7 @@ class ServerClient(BaseModel):
         return await self.request(server_name, url_path, "POST", **options)
 
     def poll_for_status(self, server_name: str) -> ServerStatus:
-        """Whether the server answers at all; blocks for at most five seconds."""
+        """Check whether the server answers at all; any status counts. Each socket operation blocks for at most 5 s."""
         import http.client
 
         parts = urlsplit(self.base_url(server_name))
@@ -660,7 +660,7 @@ class ServerClient(BaseModel):
 
 
 def url_host(host: str) -> str:
-    """``host`` as it stands in a URL: a wildcard address becomes loopback, an IPv6 address gets brackets."""
+    """Return ``host`` for use in a URL: a wildcard address becomes loopback, an IPv6 address gets brackets."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -678,5 +678,5 @@ def is_loopback(host: str) -> bool:
 
 
 def get_server_url(server_name: str) -> str:
-    """Where a server of this process's stack listens."""
+    """The base URL of a server in this process's stack."""
     return ServerClient.load_from_global_config().base_url(server_name)

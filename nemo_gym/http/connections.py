@@ -1,8 +1,7 @@
-"""HTTP/1.1 towards engines and the stack's servers: connections that are kept between calls, and one exchange at a
-time on each.
+"""An HTTP/1.1 client for engines and the stack's servers. It keeps connections alive, each with one request at a time.
 
-With aiohttp in its place a call to an engine takes 300 to 500 µs more CPU, a third of all that the gateway does for it
-(campaigns.bench.ablation), and a request of the pipeline 130 µs instead of 50. Reading the messages is llhttp's part.
+With aiohttp instead, a call to an engine takes 300 to 500 µs more CPU, a third of the gateway's work for the call
+(campaigns.bench.ablation), and a request of the pipeline takes 130 µs instead of 50. llhttp parses the messages.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ SET_COOKIE = "set-cookie"
 _HEAD_BYTES = 64 << 10
 _LENGTH_DIGITS = 18
 _UNREAD_BYTES = 1 << 20
-"""Of a streamed answer that its reader has not taken; more stays with the engine."""
+"""Unread bytes of a streamed reply beyond which reading from the engine pauses."""
 _JOINED_BYTES = 64 << 10
-"""Copying more costs more than a second write."""
+"""Copying a larger body costs more than a second write."""
 
 
 class NoHttpError(Exception):
-    """The other end speaks something else."""
+    """The other end did not send valid HTTP, or sent HTTP that this client does not support."""
 
 
 class TooLongError(NoHttpError):
-    """A body is longer than its reader takes."""
+    """A body is longer than its reader accepts."""
 
 
 class Reply:
-    """An answer. Awaiting any of it raises `NoHttpError`, `TimeoutError`, `OSError`. One that was read to its end
-    gives its connection back when it is closed; any other ends its connection, which is what makes an engine stop.
+    """A response. Reading it raises `NoHttpError`, `TimeoutError` or `OSError`. Closing a reply that was read to its
+    end releases its connection for reuse; closing any other ends the connection, so that an engine stops generating.
 
-    Its ``on_…`` methods are called by the parser."""
+    The parser calls the ``on_…`` methods."""
 
     def __init__(self, connection: Connection, deadline: float, idle_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         self.status = 0
-        """0 until the head is there."""
+        """0 until the head has arrived."""
         self.headers: dict[str, str] = {}
-        """By name in lower case; the values of one that is repeated are joined with commas, cookies with line ends."""
+        """By lower-case name. The values of a repeated header are joined with commas, cookies with newlines."""
         self._connection = connection
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self._fed = 0
@@ -60,17 +59,17 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._overdue = loop.call_at(deadline, self._fail, TimeoutError())
         self._idle_s = idle_s
-        """Of silence once the answer has begun: before that, a model that does not stream is at work."""
+        """The longest silence once the reply has begun; before that, a model that does not stream is still working."""
         self._idle: asyncio.TimerHandle | None = None
 
     async def head(self) -> None:
-        """Until status and headers are there."""
+        """Wait until status and headers have arrived."""
         while not self.status:
             await self._more()
 
     async def read(self, at_most: int) -> bytes:
-        """All of the body that was not read yet; `TooLongError` as soon as it is known to have more bytes than
-        ``at_most``."""
+        """Read the rest of the body. Raises `TooLongError` as soon as it is known to have more than ``at_most``
+        bytes."""
         self._read_whole = True
         self._at_most = at_most
         self._connection.read_on()
@@ -93,8 +92,8 @@ class Reply:
         self._overdue.cancel()
         if self._idle is not None:
             self._idle.cancel()
-        self._parser = None  # which refers to this
-        # A server whose application failed may end the connection behind its answer unsaid, as uvicorn does.
+        self._parser = None  # breaks a reference cycle
+        # After an application error a server may close the connection without announcing it, as uvicorn does.
         self._connection.answered(keep=self._done and self._keep_alive and self.status != 500)
 
     async def _more(self) -> None:
@@ -109,7 +108,7 @@ class Reply:
 
     @property
     def _announced(self) -> int:
-        """Bytes that the body will have; 0 where that is not said."""
+        """The body's length by its header, in bytes; 0 without a usable one."""
         said = self.headers.get("content-length", "")
         return int(said) if said.isdecimal() and len(said) < _LENGTH_DIGITS else 0
 
@@ -120,11 +119,11 @@ class Reply:
     # -- from the connection -------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> bool:
-        """Whether the reader keeps up."""
+        """Parse ``data``. Returns whether the reader keeps up; ``False`` asks the connection to pause."""
         if self._parser is None or self._error is not None:
             return True
         if self._done:
-            self._keep_alive = False  # an answer to nothing
+            self._keep_alive = False  # data that belongs to no request
             return True
         try:
             self._parser.feed_data(data)
@@ -144,7 +143,7 @@ class Reply:
         return self._read_whole or self._unread <= _UNREAD_BYTES
 
     def not_heard(self) -> None:
-        """What comes is not read for a while: silence is no longer the other end's."""
+        """Stop the idle timer while reading is paused, since silence is then not the other end's fault."""
         if self._idle is not None:
             self._idle.cancel()
 
@@ -153,10 +152,10 @@ class Reply:
             self._heard()
 
     def broke_off(self, error: Exception | None) -> None:
-        """The connection has ended; without an error when the other end closed it in order."""
+        """Record that the connection has ended; ``error`` is ``None`` if the other end closed it in order."""
         sized = "content-length" in self.headers or "chunked" in self.headers.get("transfer-encoding", "").lower()
         if error is None and self.status and not sized:
-            self._done = True  # that was the answer's end
+            self._done = True  # a body without a length ends with its connection
             self._wake()
         self._fail(error if isinstance(error, OSError) else ConnectionResetError())
 
@@ -185,10 +184,10 @@ class Reply:
 
     def on_message_begin(self) -> None:
         if self._done:
-            self._keep_alive = False  # an answer to nothing, which the next request's would be behind
+            self._keep_alive = False  # a second reply to one request; the next request would get it as its own
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # behind the body come trailers, which say nothing of how it was to be read
+        if not self.status:  # ignore trailers: they come after the body and cannot change how it is read
             key, text = name.decode("latin-1").lower(), value.decode("latin-1")
             between = "\n" if key == SET_COOKIE else ", "  # a cookie may have commas of its own
             self.headers[key] = f"{self.headers[key]}{between}{text}" if key in self.headers else text
@@ -200,7 +199,7 @@ class Reply:
         if status >= 200:
             self.status = status
         elif status >= 100:
-            self.headers.clear()  # news before the answer
+            self.headers.clear()  # an informational response; the real one follows
         else:
             self._fail(NoHttpError(f"the status {status}"))
 
@@ -216,10 +215,10 @@ class Reply:
 
 
 class Connection(asyncio.Protocol):
-    """To one server, for one exchange at a time."""
+    """A connection to one server, which carries one request at a time."""
 
     def __init__(self, unused: Callable[[Connection], None], lost: Callable[[Connection], None]) -> None:
-        """``unused`` is called after an exchange that leaves it fit for another, ``lost`` once it has ended."""
+        """``unused`` is called after an exchange if the connection can be reused, ``lost`` once it has ended."""
         self._unused = unused
         self._lost = lost
         self._reply: Reply | None = None
@@ -231,8 +230,8 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def ask(self, head: bytes, body: bytes, deadline: float, idle_s: float | None) -> Reply:
-        """Send one request; ``head`` has its empty line, ``deadline`` is the event loop's time. The reply has to be
-        closed. Raises `ConnectionResetError` where the other end is gone."""
+        """Send one request. ``head`` includes the final empty line; ``deadline`` is in the event loop's time. The
+        caller must close the reply. Raises `ConnectionResetError` if the other end is gone."""
         if self._transport is None:
             raise ConnectionResetError
         self._reply = Reply(self, deadline, idle_s)
@@ -244,7 +243,7 @@ class Connection(asyncio.Protocol):
 
     def end(self) -> None:
         if self._transport is not None:
-            self._transport.abort()  # what is not sent yet is for nobody any more
+            self._transport.abort()  # drops unsent data, which nobody needs any more
 
     # -- from the reply ------------------------------------------------------------------------------------------
 
@@ -266,18 +265,18 @@ class Connection(asyncio.Protocol):
     # -- from the transport --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's class does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         if self._reply is None:
-            self.end()  # an answer to nothing
+            self.end()  # data that belongs to no request
         elif not self._reply.feed(data) and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
             self._reply.not_heard()
 
     def eof_received(self) -> None:
-        # A transport that closes by itself waits until all is written, and maybe nobody reads it any more.
+        # Abort here: a transport that closes by itself first waits until everything is written, perhaps forever.
         if self._reply is not None:
             self._reply.broke_off(None)
         self.end()
@@ -290,24 +289,24 @@ class Connection(asyncio.Protocol):
 
 
 KEEPALIVE_S = 4.0
-"""Seconds that an unused connection is kept: less than the five after which vLLM and SGLang close theirs, so that no
-request is sent into a connection that is just ending."""
+"""How long an unused connection is kept: less than the 5 s after which vLLM and SGLang close theirs, so that no
+request is sent on a connection that is just ending."""
 _NAMES_S = 10.0
-"""How long a host's addresses are remembered."""
+"""How long a host's resolved addresses are cached."""
 _FIRST_ADDRESS_S = 0.25
 """How long the first of a host's addresses is tried alone."""
 
 
 class NotConnectedError(Exception):
-    """No connection came about, so that no request was begun; its cause says why."""
+    """No connection was established, so no request was sent. ``__cause__`` is the reason."""
 
 
 BROKEN = (NotConnectedError, NoHttpError, TimeoutError, OSError)
-"""What `Connections.send` and its replies raise."""
+"""The errors that `Connections.send` and its replies raise."""
 
 
 def is_own_timeout(error: BaseException) -> bool:
-    """Whether the time that a request was given is over; a timeout of the system's own has a number."""
+    """Whether ``error`` is this client's own timeout; the operating system's has an ``errno``."""
     return isinstance(error, TimeoutError) and error.errno is None
 
 
@@ -322,22 +321,22 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """In seconds."""
+    """The time limits of one request, in seconds."""
 
     connect_s: float
     total_s: float
-    """From the connection to the last byte."""
+    """From the start of the call, connecting included, to the last byte."""
     idle_s: float | None = None
-    """Between two reads of an answer that has begun."""
+    """Between two arrivals of data, once the reply has begun."""
 
 
 class Connections:
-    """Connections to any number of servers, to each as many as there are calls. Belongs to one event loop."""
+    """Connections to any number of servers, one per concurrent call. Belongs to one event loop."""
 
     def __init__(
         self, *, keepalive_s: float = KEEPALIVE_S, socket_factory: Callable[[Any], socket.socket] | None = None
     ) -> None:
-        """``socket_factory``: as of `aiohappyeyeballs.start_connection`."""
+        """``socket_factory`` is passed to `aiohappyeyeballs.start_connection`."""
         self._keepalive_s = keepalive_s
         self._socket_factory = socket_factory
         self._unused: dict[Origin, list[tuple[float, Connection]]] = {}
@@ -348,7 +347,7 @@ class Connections:
         self._closed = False
 
     async def send(self, origin: Origin, head: bytes, body: bytes, patience: Patience) -> Reply:
-        """Send one request, once, and wait for the head of its answer, which has to be closed."""
+        """Send one request, without retries, and wait for the head of the reply. The caller must close the reply."""
         if self._closed:
             raise RuntimeError("these connections are closed")
         begun = asyncio.get_running_loop().time()
@@ -362,7 +361,7 @@ class Connections:
         return reply
 
     async def aclose(self) -> None:
-        """End every connection; whoever waits for an answer on one sees it break. Nothing can be sent any more."""
+        """End every connection; replies still being read fail. Nothing can be sent afterwards."""
         self._closed = True
         if self._ageing is not None:
             self._ageing.cancel()
@@ -370,7 +369,7 @@ class Connections:
             lookup.cancel()
         for connection in [*self._open]:
             connection.end()
-        await asyncio.sleep(0)  # in which the transports let their sockets go
+        await asyncio.sleep(0)  # lets the transports close their sockets
 
     async def __aenter__(self) -> Self:
         return self
@@ -383,7 +382,7 @@ class Connections:
     def _take_unused(self, origin: Origin, now: float) -> Connection | None:
         unused = self._unused.get(origin)
         while unused:
-            since, connection = unused.pop()  # the latest: those of a busier time age
+            since, connection = unused.pop()  # the most recent, so that surplus connections expire
             if connection.usable and now - since < self._keepalive_s:
                 return connection
             connection.end()
@@ -437,7 +436,7 @@ class Connections:
         except BaseException:
             sock.close()
             raise
-        if self._closed:  # meanwhile
+        if self._closed:  # while this was connecting
             connection.end()
             raise ConnectionAbortedError
         if connection.usable:
@@ -445,7 +444,7 @@ class Connections:
         return connection
 
     async def _addresses(self, origin: Origin) -> list[Any]:
-        """One lookup for all who connect at the same time."""
+        """Resolve a host's addresses, with one lookup for all concurrent callers."""
         loop = asyncio.get_running_loop()
         until, lookup = self._names.get(origin, (0.0, None))
         failed = lookup is not None and lookup.done() and (lookup.cancelled() or lookup.exception() is not None)
@@ -457,7 +456,7 @@ class Connections:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._closed and lookup.cancelled() and task is not None and not task.cancelling():
-                raise ConnectionAbortedError from None  # not the call was ended, but the connections
+                raise ConnectionAbortedError from None  # `aclose` cancelled the lookup; the caller was not cancelled
             raise
 
 
@@ -466,17 +465,17 @@ async def _resolved(origin: Origin) -> list[Any]:
 
 
 _WATCHED = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""Options of connections: seconds, seconds, probes, milliseconds."""
+"""TCP options and their values, in seconds, seconds, probes and milliseconds."""
 
 
 def watched_socket(address: Any) -> socket.socket:
-    """A socket on which a peer that vanished is noticed within 30 s: while an answer is being waited for (the kernel
-    asks it) and while bytes are being sent (nobody acknowledges them). ``address``: as of `socket.getaddrinfo`."""
+    """Create a socket that notices within 30 s that its peer vanished: while it waits for a reply by the kernel's
+    probes, while it sends by missing acknowledgements. ``address`` is an entry of `socket.getaddrinfo`."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     if family in (socket.AF_INET, socket.AF_INET6):
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _WATCHED.items():
-            if (option := getattr(socket, name, None)) is not None:  # not every system has each
+            if (option := getattr(socket, name, None)) is not None:  # not every system has every option
                 made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made

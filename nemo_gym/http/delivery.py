@@ -1,9 +1,9 @@
-"""Whether a caller is still there, and whether it can have read its answer.
+"""Detects whether a caller is still connected, and whether it can have read its response.
 
-Handing the last byte to the kernel does not say that anybody reads it. A client that closes its connection with bytes
-unread makes its kernel reset it, and that is seen here; so is a connection that ended while the answer was still being
-written, or with bytes on their way that the client's kernel never took. What cannot be seen is a client whose library
-had already taken the bytes from the kernel: that counts as delivered.
+Handing the last byte to the kernel does not prove that the client reads it. When a client closes its connection with
+unread bytes, its kernel resets the connection, which is detected here. So is a connection that ended while the
+response was still being written, or with bytes that the client's kernel never acknowledged. Bytes that the client's
+library took from its kernel but never passed on cannot be detected; they count as delivered.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status, seen by nobody, of a reply whose caller is gone."""
+"""The status of a reply whose caller is gone; no client receives it."""
 
 
 class Received(Protocol):
-    """A request, ASGI's or a framework's."""
+    """Anything with an ASGI ``receive``: a request of Starlette's, for example."""
 
     @property
     def receive(self) -> Receive: ...
 
 
 class CallerGoneError(Exception):
-    """The connection is closed; nobody waits for an answer."""
+    """The caller closed the connection and waits for no response."""
 
 
 async def disconnected(request: Received) -> None:
-    """Returns when the caller has left. The request's body must have been read."""
+    """Wait until the caller disconnects. The request's body must have been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def end(task: asyncio.Future[T]) -> None:
-    """Cancel a task and wait until it has ended, also while the waiter is being cancelled itself."""
+    """Cancel a task and wait until it has ended, even if the waiting task is cancelled meanwhile."""
     task.cancel()
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -50,13 +50,13 @@ async def end(task: asyncio.Future[T]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if not task.cancelled():
-        task.exception()  # retrieved: an error while ending is the log's, which the work itself wrote
+        task.exception()  # mark it as retrieved: the work logs its own errors
     if cancelled is not None:
         raise cancelled
 
 
 async def while_connected(request: Received, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the caller leaves; then raises `CallerGoneError`."""
+    """Return the result of ``work``. If the caller disconnects first, cancel the work and raise `CallerGoneError`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request))
     try:
@@ -75,57 +75,57 @@ Connection = tuple[str, int]
 
 
 def _unwritten(transport: asyncio.Transport) -> int:
-    """Bytes that may not be the kernel's yet. Below TLS lies a buffer that nobody can ask for its size: there, nothing
-    has left before the other end's kernel has taken what it was sent."""
+    """Bytes that may still be in this process. Under TLS there is a further buffer whose size cannot be queried, so
+    there the bytes that the other end's kernel has not acknowledged count too."""
     size = transport.get_write_buffer_size()
     return size if transport.get_extra_info("sslcontext") is None else size + untaken(transport)
 
 
 def untaken(transport: asyncio.BaseTransport | None) -> int:
-    """Bytes that were written and that the other end's kernel has not acknowledged. A client that leaves before they
-    come ends its connection in order: the reset comes behind its end, and nobody reads that far."""
+    """Bytes that were written but not acknowledged by the other end's kernel. A client that leaves before they arrive
+    closes its connection in order; its reset follows after the end of the stream, where it is not read any more."""
     sock = transport.get_extra_info("socket") if transport is not None else None
     try:
         waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
-    except (OSError, ValueError):  # no socket of the kernel's any more
+    except (OSError, ValueError):  # the socket is closed
         return 0
     return int.from_bytes(waiting, sys.byteorder)
 
 
 class AnswerWatch:
-    """One answer on one connection."""
+    """Watches the delivery of one response on one connection."""
 
     def __init__(self, transport: asyncio.Transport | None = None) -> None:
-        """``transport``: the connection's, if its end will be seen here."""
+        """``transport`` is the connection's, or ``None`` if `Deliveries` is not told of the connection's end."""
         self._undelivered: Callable[[], None] | None = None
         self._when_lost: Callable[[], None] | None = None
         self._lost = False
         self._transport = transport
         self.watched = transport is not None
-        """Whether the end of the connection will be seen here."""
+        """Whether the end of the connection will be reported here."""
 
     @property
     def left(self) -> bool:
-        """Whether nothing of what was written is here any more: it is the kernel's, which outlives this process, or
-        the connection is gone."""
+        """Whether no written byte is left in this process: the kernel, which outlives this process, has taken all of
+        them, or the connection is gone."""
         return self._lost or self._transport is None or _unwritten(self._transport) == 0
 
     def when_lost(self, call: Callable[[], None] | None) -> None:
-        """``call`` when the connection ends, at once if it has ended; nothing takes it back."""
+        """Call ``call`` when the connection ends, at once if it has ended. ``None`` removes the callback."""
         self._when_lost = call
         if self._lost and call is not None:
             call()
 
     def all_sent(self, undelivered: Callable[[], None]) -> bool:
-        """The last byte was handed over. Returns ``False`` if the connection was gone by then; else ``undelivered`` is
-        called should it be reset before its client uses it again."""
+        """Record that the last byte was handed to the transport. Returns ``False`` if the connection is gone already;
+        else ``undelivered`` is called if the connection is reset before the client sends another request on it."""
         if not self._lost:
             self._undelivered = undelivered
         return not self._lost
 
     def _read(self) -> None:
-        """The whole answer has been read."""
-        self._undelivered = None  # which refers to the call, which refers to this
+        """Record that the client has read the whole response."""
+        self._undelivered = None  # breaks a reference cycle: the callback's owner refers to this watch
 
     def _end(self, reset: bool) -> None:
         self._lost = True
@@ -140,20 +140,20 @@ class AnswerWatch:
 
 
 class Deliveries:
-    """The answers being watched in this process, one per connection."""
+    """The responses being watched in this process, one per connection."""
 
     def __init__(self) -> None:
         self._watches: dict[Connection, AnswerWatch] = {}
         self._open: dict[Connection, asyncio.Transport] = {}
 
     def began(self, connection: Connection | None, transport: asyncio.Transport) -> None:
-        """A connection is open whose end will be told."""
+        """Record an open connection; its end must be reported to `ended`."""
         if connection is not None:
             self._open[connection] = transport
 
     def watch(self, connection: Connection | None) -> AnswerWatch:
-        """Watch the answer to a request that came on ``connection``, an ASGI scope's ``client``. A request on a
-        connection says that what was sent on it before has been read."""
+        """Watch the response to a request that came on ``connection``, an ASGI scope's ``client``. A new request on a
+        connection proves that the client has read the response before it."""
         watch = AnswerWatch(self._open.get(connection) if connection is not None else None)
         if connection is not None:
             if (before := self._watches.get(connection)) is not None:
@@ -162,7 +162,7 @@ class Deliveries:
         return watch
 
     def ended(self, connection: Connection | None, *, reset: bool) -> None:
-        """A connection is closed."""
+        """Record that a connection is closed; ``reset`` if its last bytes may be lost."""
         if connection is not None:
             self._open.pop(connection, None)
         if connection is not None and (watch := self._watches.pop(connection, None)) is not None:
@@ -173,4 +173,4 @@ class Deliveries:
 
 
 DELIVERIES = Deliveries()
-"""Of the one web server of this process, if it was started with `nemo_gym.http.protocol.WatchedHttpProtocol`."""
+"""The watched responses of this process's web server, if it runs `nemo_gym.http.protocol.WatchedHttpProtocol`."""

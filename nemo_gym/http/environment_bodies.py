@@ -1,7 +1,7 @@
-"""Bodies of the environment's routes as NeMo Gym plugins subclass them.
+"""Bodies of the environment's routes, which NeMo Gym plugins subclass.
 
-Apart from `nemo_gym.environment.server`, which exports these names lazily: they need OpenAI's types, whose import
-takes longer than everything else an environment server loads.
+`nemo_gym.environment.server` exports these names lazily: they need OpenAI's types, whose import takes longer than
+everything else an environment server loads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ InputT = TypeVar("InputT")
 
 
 class BaseRunRequest(BaseModel):
-    """A dataset row: subclasses name the fields they read."""
+    """A dataset row. Subclasses declare the fields they read."""
 
     responses_create_params: NeMoGymResponseCreateParamsNonStreaming
 
@@ -50,7 +50,7 @@ class BaseVerifyResponse(BaseVerifyRequest):
 
     reward: float
     mask_sample: bool = False
-    """The sample counts for no score."""
+    """Whether to leave the sample out of every score."""
     failure_kind: str | None = None
     failure_reason: str | None = None
 
@@ -61,13 +61,13 @@ class BaseVerifyResponse(BaseVerifyRequest):
 
 
 class BaseMultiRewardVerifyResponse(BaseVerifyResponse):
-    """A reward that is made of several; ``reward`` is what they add up to, or what the environment makes of them."""
+    """A verdict with several rewards; ``reward`` is their sum, or what the environment computes from them."""
 
     reward_components: dict[str, float]
 
 
 class BaseSeedSessionRequest(BaseModel):
-    """A row, of which a subclass names the fields it reads; the others are kept for it to look at."""
+    """A dataset row. A subclass declares the fields it reads; other fields are kept as extra attributes."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -77,7 +77,7 @@ class BaseSeedSessionResponse(BaseModel):
 
 
 class ResourcesSeedSessionRequest(BaseModel):
-    """Opens a session under the caller's id; the same request again answers the same."""
+    """Opens a session under the caller's id; a repeated request gets the same response."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -88,7 +88,7 @@ class ResourcesSeedSessionRequest(BaseModel):
 
 
 class ResourcesCloseSessionRequest(BaseModel):
-    """Ends a session. Of an id that nobody seeded, it keeps a late seed out."""
+    """Ends a session. If the id was never seeded, a later seed of it must be refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -103,7 +103,7 @@ class ResourcesCloseSessionResponse(BaseModel):
 
 
 class ResourcesVerifyRequest(BaseModel, Generic[InputT]):
-    """What an episode made, in its environment's own type."""
+    """An episode's result to verify, in the environment's own type."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -113,7 +113,7 @@ class ResourcesVerifyRequest(BaseModel, Generic[InputT]):
 
 
 class MCPServerMetadata(BaseModel):
-    """Where an environment's MCP server is, in a seed's reply under `NEMO_GYM_MCP_METADATA_KEY`."""
+    """The address of an environment's MCP server, in a seed's reply under `NEMO_GYM_MCP_METADATA_KEY`."""
 
     server_name: str
     url_path: str = "/mcp"
@@ -128,7 +128,7 @@ class MCPServerMetadata(BaseModel):
 
 
 class ResourcesSeedSessionResponse(BaseModel):
-    """Confirms a session, and what its agent may use."""
+    """Confirms a session, and lists the tools and the sandbox that its agent may use."""
 
     model_config = ConfigDict(extra="forbid")
 

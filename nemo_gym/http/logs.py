@@ -1,8 +1,7 @@
 """Log lines of server processes: one JSON object per line on stderr, which is the server's log file.
 
-Every line carries the server's instance and run, the rollout that is being worked on, what else is bound in the
-context, and the open span's ids where traces are on. Lines of other libraries take the same form. Known secrets never
-reach the file.
+Every line names the server's instance, the run and the current rollout, has the values bound in the logging context,
+and with traces on the open span's ids. Other libraries' lines get the same format. Known secrets are redacted.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def configure_server_logging(launch: ServerLaunch) -> None:
 
 
 def configure_plain_logging() -> None:
-    """For a server that is started by hand: readable lines, and tracebacks without the values in them. They may be
-    credentials, and writing them out keeps a server from its work for seconds."""
+    """Set up logging for a server started by hand: readable lines, and tracebacks without the values of local
+    variables, which may be credentials and whose formatting can block a server for seconds."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

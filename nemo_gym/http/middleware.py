@@ -1,10 +1,9 @@
-"""What every request passes: its metrics and span, bounds on its body, its session cookie, its rollout, its sender's
-credential; and a short way to the routes of this suite, which every rollout takes. What the layers learn about a
-request stands in `nemo_gym.http.requests`.
+"""The layers that every request passes: metrics and span, rollout, credential, session cookie, bounds on the body; and
+a fast path to this suite's own routes. What the layers record about a request is defined in `nemo_gym.http.requests`.
 
-A session that was opened for an attempt names it, and every request with it is refused once that attempt is fenced or
-closed. Requests that a layer answers early (a wrong credential, a body too large) are counted like any other. A
-request's ``traceparent`` is followed only where it comes with a credential of the stack.
+A session opened for an attempt names that attempt, and is refused once the attempt is fenced or closed. Requests that
+a layer answers early (a wrong credential, a body too large) are counted like any other. A secured server follows a
+request's ``traceparent`` only if the request carries a credential.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _ROLLOUT_HEADER = ROLLOUT_ID_HEADER.lower().encode()
 
 
 class BodyTooLargeError(NemoGymError):
-    """A request body beyond the server's bound."""
+    """A request body is larger than the server accepts."""
 
     code = "body_too_large"
     status = 413
@@ -70,12 +69,12 @@ _OF_CONTAINERS = 4
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """What one request's body may have. Each names the key of the server that sets it."""
+    """The bounds on one request's body, each with the server's configuration key that sets it."""
 
     max_bytes: int
     bytes_key: str = "max_body_bytes"
     max_values: int | None = None
-    """JSON values, a list or an object being worth `_OF_CONTAINERS` of them."""
+    """JSON values; a list or an object counts as `_OF_CONTAINERS`."""
     values_key: str = ""
 
     def refuse_bytes(self) -> NemoGymError:
@@ -93,11 +92,11 @@ class BodyLimits:
 
 
 class UnknownErrorMiddleware:
-    """Answers any other error with a problem that names its type only: the message may quote private fields, and the
+    """Answers any other error with a problem that names only its type: the message may quote private fields, and the
     caller may be an agent. The traceback goes to this server's log.
 
-    The error ends here. Raised on, it would make the web server close a connection that its client believes alive, and
-    the next request on it, perhaps one that must not be repeated, would be lost.
+    The error is not raised further. Otherwise the web server would close a connection that the client believes alive,
+    and the client's next request on it, perhaps one that must not be repeated, would be lost.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -116,20 +115,19 @@ class UnknownErrorMiddleware:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise
-            # The boundary of plugin code.
+            # The boundary of plugin code, which may raise anything.
             await unexpected(scope, error)(scope, receive, send)
 
 
 class BodyLimitMiddleware:
-    """Answers with `BodyTooLargeError` or `TooManyValuesError` where a route reads more of a body than its sender may
-    send, whether its length was announced or not. What was not read is thrown away by the web server, so the
-    connection stays usable.
+    """Answers with `BodyTooLargeError` or `TooManyValuesError` if a route reads more of a body than its sender may
+    send, whether or not the length was announced. The web server discards the rest, so the connection stays usable.
 
-    Values are counted before anything is parsed, whoever parses it.
+    Values are counted before any code parses the body.
 
     Args:
-        limits: of anybody's requests.
-        agent_limits: of requests that agent servers send.
+        limits: for requests of all other senders.
+        agent_limits: for requests of agent servers.
     """
 
     def __init__(self, app: ASGIApp, limits: BodyLimits, agent_limits: BodyLimits) -> None:
@@ -164,7 +162,7 @@ class BodyLimitMiddleware:
             raise error
 
         async def worded(message: Message) -> None:
-            # A framework that was reading the body says 400 to whatever is raised meanwhile.
+            # A framework turns any error raised while it reads the body into a 400.
             nonlocal replaced
             if error is not None and message["type"] == "http.response.start" and message["status"] != error.status:
                 replaced = True
@@ -178,11 +176,11 @@ class BodyLimitMiddleware:
 MAX_AGE_S = 14 * 24 * 3600
 _ATTRIBUTES = f"path=/; Max-Age={MAX_AGE_S}; httponly; samesite=lax"
 SessionGuard = Callable[[str, Mapping[str, Any]], Awaitable[None]]
-"""Gets the path and the session; raises a `NemoGymError` for one that may not be used any more."""
+"""Gets the path and the session; raises a `NemoGymError` if the session may no longer be used."""
 
 
 class SessionMiddleware:
-    """Gives every HTTP request a `LazySession`, and its reply the cookie of a session that is used."""
+    """Gives every HTTP request a `LazySession`, and its reply the session's cookie if the session is in use."""
 
     def __init__(self, app: ASGIApp, cookie_name: str, codec: CookieCodec, guard: SessionGuard | None = None) -> None:
         self.app = app
@@ -193,7 +191,7 @@ class SessionMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or isinstance(scope.get("session"), LazySession):
-            # The second case: an application within one that has sessions already.
+            # A session already exists when this application runs inside another one.
             await self.app(scope, receive, send)
             return
         cookie = self._cookie(scope)
@@ -207,7 +205,7 @@ class SessionMiddleware:
                 return
 
         async def send_with_cookie(message: Message) -> None:
-            # Also when nothing changed: callers keep the cookies of the last reply only.
+            # Repeat an unchanged cookie too: callers keep only the cookies of the last reply.
             if message["type"] == "http.response.start" and (session.changed or cookie is not None):
                 value = self._codec.encode(session) if session.changed else cookie
                 header = f"{self._name}={value}; {_ATTRIBUTES}".encode("latin-1")
@@ -231,7 +229,7 @@ REQUESTS = Counter("nemo_gym_http_requests", "Requests that were answered", ("me
 REQUEST_SECONDS = Histogram("nemo_gym_http_request_seconds", "From a request to its last byte", ("route",))
 
 _UNTRACED = frozenset({"/", "/health", "/ready", "/heartbeat", "/sessions", "/close", METRICS_PATH})
-"""Short and the same for every rollout, or no part of one; with all requests as spans, traces cost twice as much."""
+"""Requests that are short and alike in every rollout, or not part of one. Tracing these too would double its cost."""
 _TITLES = {"/seed_session": "seed", "/harvest": "harvest", "/verify": "verify"}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _TRACEPARENT = telemetry.TRACEPARENT.encode()
@@ -252,9 +250,9 @@ IN_FLIGHT = _InFlight()
 
 
 class ObserveMiddleware:
-    """Counts and times every request by its route, and puts a span around those of traced attempts.
+    """Counts and times every request by its route, and puts a span around requests of traced attempts.
 
-    The innermost layer, which knows the route, notes it in the scope's `Seen`.
+    The innermost layer knows the route and records it in the scope's `Seen`.
     """
 
     def __init__(self, app: ASGIApp, *, follows_anybody: bool) -> None:
@@ -269,7 +267,7 @@ class ObserveMiddleware:
         status = 500
         span = None
         if telemetry.is_on() and _is_traced(scope["path"]) and (span := self._begun(scope)) is not None:
-            telemetry.enter(span.context)  # for good: each request is a task of its own
+            telemetry.enter(span.context)  # never reset: each request runs in a task of its own
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -316,7 +314,7 @@ def _is_traced(path: str) -> bool:
 
 
 OPEN_ROUTES = frozenset({"/", "/health", "/ready"})
-"""Served to anybody: they say that a server lives, and nothing else."""
+"""Served to anybody: they show whether the server is up and ready."""
 
 TOKEN_CAPTURE = "nemo_gym.token_capture"
 _REPLICAS_HEADER = REPLICAS_HEADER.lower().encode()
@@ -324,8 +322,8 @@ _PREFIX = f"/{ROLLOUT_PATH_PREFIX}/"
 
 
 class RolloutMiddleware:
-    """Takes ``/ng-rollout/<id>/`` off the path, or the rollout header, and makes it the current rollout; and goes on
-    with the replicas that its caller chose."""
+    """Sets the current rollout from the path's prefix ``/ng-rollout/<id>/``, which it removes, or from the rollout
+    header; and sets the replicas that the caller chose."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -348,7 +346,7 @@ class RolloutMiddleware:
             rollout_id, _, rest = path[len(_PREFIX) :].partition("/")
             capture = rest.startswith(f"{TOKEN_CAPTURE_PATH_SEGMENT}/")
             rest = "/" + rest.removeprefix(f"{TOKEN_CAPTURE_PATH_SEGMENT}/")
-            # As NeMo Gym's prefixed routes show it to a handler.
+            # Handlers get the path parameter that NeMo Gym's prefixed routes provide.
             prefix = {"rollout_id": rollout_id}
             scope = {**scope, "path": rest, "raw_path": rest.encode(), "path_params": prefix, TOKEN_CAPTURE: capture}
         else:
@@ -366,9 +364,9 @@ class RolloutMiddleware:
 class CredentialMiddleware:
     """Refuses every request without a genuine credential for this server.
 
-    ``authenticates_itself`` lets requests on without one whose route checks another kind of token (inference routes);
-    what it raises is answered. Without ``credentials`` the server is unsecured: a plugin built by hand, in its own
-    tests.
+    ``authenticates_itself`` returns true for requests whose route checks another kind of token (inference routes);
+    they pass without a credential. An error it raises becomes the response. Without ``credentials`` the server is
+    unsecured: a plugin built by hand, in its own tests.
     """
 
     def __init__(
@@ -403,7 +401,7 @@ class CredentialMiddleware:
         await self.app(scope, receive, send)
 
     def _checks_callers(self, scope: Scope) -> bool:
-        """Whether the route checks the sender itself: one of `authenticates_itself`, and the metrics."""
+        """Whether the route checks the sender itself: those of ``authenticates_itself``, and the metrics."""
         if self._authenticates_itself is not None and self._authenticates_itself(scope):
             return True
         return bool(scope["path"] == METRICS_PATH)
@@ -417,12 +415,12 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class DirectRoutesMiddleware:
-    """Innermost of an application's layers: answers plain routes itself and passes the rest on.
+    """The innermost layer: it answers plain routes itself and passes all other requests on.
 
-    The framework's own way goes through exception and exit-stack layers and asks each route in turn. A route that is a
-    plain function of a request needs none of that.
+    The framework would run exception and exit-stack layers and match each route in turn. A route that is a plain
+    function of the request needs none of that.
 
-    The first route of a path wins, as in the framework: a path whose first route is not a plain one is not touched.
+    The first route of a path wins, as in the framework, so a path whose first route is not plain is passed on.
     """
 
     def __init__(self, app: ASGIApp, application: FastAPI) -> None:
@@ -452,7 +450,7 @@ class DirectRoutesMiddleware:
             response = await endpoint(request)
             await response(scope, receive, watched)
         except ClientDisconnect:
-            return  # gone before its whole body was here: nobody waits for an answer
+            return  # the client left before it sent the whole body
         except NemoGymError as error:
             if started:
                 raise
@@ -464,7 +462,7 @@ class DirectRoutesMiddleware:
 
     def _find(self, scope: Scope) -> Endpoint | None:
         routes = self._application.router.routes
-        if len(routes) != self._known:  # plugins add theirs after the base's, until the first request at the latest
+        if len(routes) != self._known:  # plugins may add routes until the first request
             self._learn()
         endpoint = self._exact.get((scope["method"], scope["path"]))
         if endpoint is None and scope["path"].startswith("/sessions/"):
@@ -499,22 +497,22 @@ class DirectRoutesMiddleware:
 # -- The application inside all layers --------------------------------------------------------------------------------
 
 Shortcut = Callable[[Scope, Receive, Send], Awaitable[None] | None]
-"""Answers a request by itself, as all layers together would have; nothing for a request that shall go through them."""
+"""Answers a request exactly as all layers together would; returns ``None`` for a request that must pass the layers."""
 
 
 class Application(FastAPI):
-    """A layer costs every request that goes through it, also one that it has nothing to do with."""
+    """An application whose requests can take a shortcut past the layers: each layer costs time for every request."""
 
     _shortcut: Shortcut | None = None
     _layers = 0
 
     def answer_the_rest_with(self, app: ASGIApp) -> None:
-        """Pass requests that no route answers on to ``app``, behind this application's layers."""
+        """Pass requests that match no route on to ``app``, behind this application's layers."""
         self.router.default = _Inner(app, self.router.default)
 
     def take_shortcut(self, shortcut: Shortcut) -> None:
-        """Ask ``shortcut`` first from now on. What is added to the layers after this is not passed by: then there is
-        no shortcut any more."""
+        """Offer requests to ``shortcut`` first from now on. Adding a layer later disables it, so that no request skips
+        that layer."""
         self._shortcut = shortcut
         self._layers = len(self.user_middleware)
 
@@ -529,10 +527,10 @@ class Application(FastAPI):
 
 
 class _Inner:
-    """An application that a plugin built, inside of this suite's.
+    """An application that a plugin built, inside this suite's.
 
-    Its framework answers an exception with a 500 of its own and raises it on. That answer is kept back: the layers
-    around word the exception as they word all others.
+    Its framework answers an exception with its own 500 and then raises it again. The 500 is held back, so that the
+    layers around answer the exception as they answer any other; it is sent only if nothing was raised.
     """
 
     _PASSED = "nemo_gym.inner"
@@ -542,7 +540,7 @@ class _Inner:
         self._not_found = not_found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get(self._PASSED):  # it has this application inside of it, and no route there answers either
+        if scope.get(self._PASSED):  # the inner application contains this one, and none of its routes matched either
             await self._not_found(scope, receive, send)
             return
         failed: list[Message] = []

@@ -1,4 +1,4 @@
-"""A small client of an OpenAI-compatible endpoint over the shared HTTP session; its retries end."""
+"""A small client of an OpenAI-compatible endpoint, over the shared HTTP session, with bounded retries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.http.client import get_response_json, raise_for_status, request
 
 RATE_LIMIT_ERROR_CODES = [429, 502, 503, 504, 520]
-"""The endpoint is overloaded or in between: worth waiting for."""
+"""The endpoint is overloaded or restarting, so waiting may help."""
 RETRY_ERROR_CODES = [*RATE_LIMIT_ERROR_CODES, 500]
 SHOULD_RETRY_HEADER = "x-should-retry"
-"""``true`` or ``false``: what the official SDKs obey before they look at the status."""
+"""``true`` or ``false``; the official SDKs give it precedence over the status."""
 MAX_TRIES = 5
 MAX_NUM_TRIES = 3
-"""What NeMo Gym's model servers have as the default of their setting ``max_http_attempts``."""
+"""NeMo Gym's default for its model servers' setting ``max_http_attempts``."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 
@@ -41,7 +41,7 @@ class NeMoGymAsyncOpenAI(BaseModel):
             response = await request(method, url, self.internal, json=json, headers=headers)
             if response.status not in RETRY_ERROR_CODES:
                 break
-            if response.headers.get(SHOULD_RETRY_HEADER) == "false":  # a gateway knows what has been tried
+            if response.headers.get(SHOULD_RETRY_HEADER) == "false":  # set by a gateway that has retried already
                 break
             await response.read()
             if not await backoff.again(instead_s=retry_after_s(response.headers.get("Retry-After"))):

@@ -1,11 +1,11 @@
-"""Where a process sends its spans, and who may read its metrics; spans as OTLP, and a thread that posts them.
+"""Exports a process's spans as OTLP from a thread of its own, and checks who may read its metrics.
 
-The exporter is made where traces are on, and nowhere else. Its thread encodes a batch at a time, at 3 µs a span;
-OpenTelemetry's SDK takes 33. Encoded one by one where they end, between other work, the five spans of a no-op rollout
-took 6 % more CPU, in batches 1 % (`campaigns.bench.telemetry`). Tests hold the bytes to what the SDK's exporter sends.
+The exporter is created only if traces are on. Its thread encodes spans in batches, at 3 µs per span; OpenTelemetry's
+SDK takes 33. The five spans of a no-op rollout took 6 % more CPU when each was encoded as it ended, among other work;
+in batches they take 1 % (`campaigns.bench.telemetry`). Tests compare the bytes with those of the SDK's exporter.
 
-A collector that is slow, gone or refuses harms no rollout: `SpanExporter.take` only appends to a bounded queue, a
-thread makes the requests, and what does not fit is dropped and counted.
+A collector that is slow, gone or refusing harms no rollout: `SpanExporter.take` only appends to a bounded queue, a
+thread makes the requests, and spans that do not fit are dropped and counted.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ log = structlog.get_logger(__name__)
 SCOPE, SCOPE_VERSION = "nemo_gym", version("nemo-gym-suite")
 BATCH_SPANS = 2048
 TRIES = 4
-"""Of one batch; by then others wait behind it."""
+"""Tries per batch; by then other batches are waiting."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 AT_EXIT_S = 2.0
-"""How long a process that ends waits for its last spans to be taken."""
+"""How long an ending process waits for the collector to accept its last spans."""
 _LATER = frozenset({408, 429, 502, 503, 504})
-"""Statuses after which the same may be sent again."""
+"""Statuses after which the same request may be sent again."""
 _FLAGS = 0x100
-"""Whether a span's parent is another process's is told, and is not so; as the SDK does."""
+"""Span flags: "is the parent remote" is known, and the answer is no. The SDK sends the same."""
 _FAILED = 2
 """OTLP's status code of an error."""
 
@@ -61,12 +61,12 @@ Resource = Mapping[str, Any]
 
 
 class Encoding(Protocol):
-    """One of OTLP's two forms over HTTP."""
+    """One of OTLP's two encodings over HTTP."""
 
     content_type: str
 
     def span(self, span: Span) -> bytes:
-        """A span's part of a request. Raises for a value that the form cannot hold."""
+        """Encode one span for a request. Raises for a value that the encoding cannot represent."""
 
     def request(self, resource: Resource, spans: Sequence[bytes]) -> bytes: ...
 
@@ -121,8 +121,8 @@ def _json_value(value: Any) -> dict[str, Any]:
 
 
 # -- Protobuf ------------------------------------------------------------------------------------------------------
-# Of opentelemetry/proto/trace/v1/trace.proto. A field is its tag (number << 3 | wire type) and its value; strings,
-# bytes and messages have their length before them.
+# The messages of opentelemetry/proto/trace/v1/trace.proto. A field is a tag (number << 3 | wire type) and a value;
+# strings, bytes and messages are prefixed with their length.
 
 _TIMES = struct.Struct("<BQBQ")
 _DOUBLE = struct.Struct("<Bd")
@@ -163,7 +163,7 @@ def _any_value(value: Any) -> bytes:
 
 @functools.lru_cache(maxsize=8192, typed=True)
 def _attribute(key: str, value: Any) -> bytes:
-    """Of a span or a resource, as both have them; most come again and again."""
+    """An encoded attribute of a span or a resource; cached, because most attributes recur."""
     pair = _field(0x0A, key.encode()) + _field(0x12, _any_value(value))
     return _varint(len(pair)) + pair
 
@@ -174,7 +174,7 @@ def _named(name: str, kind: int) -> bytes:
 
 
 class ProtobufEncoding:
-    """The binary form."""
+    """OTLP's binary encoding."""
 
     content_type = "application/x-protobuf"
 
@@ -207,11 +207,11 @@ ENCODINGS: Mapping[str, Encoding] = {"http/protobuf": ProtobufEncoding(), "http/
 
 
 class RefusedError(Exception):
-    """The collector answered, and will not take this."""
+    """The collector refused the spans for good."""
 
 
 class Collector:
-    """Posts spans to one endpoint, on one connection that is made again when it broke. Not for several threads."""
+    """Posts spans to one endpoint over one connection, which is reopened when it breaks. Not thread-safe."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str], encoding: Encoding, timeout_s: float) -> None:
         self.url, self._timeout_s, self._encoding = url, timeout_s, encoding
@@ -219,7 +219,7 @@ class Collector:
         self._connection: http.client.HTTPConnection | None = None
 
     def post(self, resource: Resource, spans: Sequence[bytes], timeout_s: float | None = None) -> None:
-        """Raises `RefusedError`, and `OSError` or `http.client.HTTPException` where another try may help."""
+        """Send ``spans``. Raises `RefusedError`, or `OSError` or `http.client.HTTPException` if a retry may help."""
         body = self._encoding.request(resource, spans)
         parts = urlsplit(self.url)
         connection = self._connection
@@ -230,7 +230,7 @@ class Collector:
                 connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=10, context=context)
             else:
                 connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=10)
-        self._connection = None  # kept only after a whole answer
+        self._connection = None  # set again only after a complete response
         connection.timeout = min(self._timeout_s, timeout_s or self._timeout_s)
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
@@ -253,7 +253,7 @@ class Collector:
 
 
 class SpanExporter:
-    """See `nemo_gym.http.telemetry.Exporter`. `close` ends it, at the latest with the process."""
+    """Implements `nemo_gym.http.telemetry.Exporter` with a thread. `close` ends it, at the latest at process exit."""
 
     def __init__(self, config: TracesConfig, resource: Resource) -> None:
         self._config, self._resource = config, resource
@@ -266,7 +266,7 @@ class SpanExporter:
         self._wake = threading.Event()
         self._closing = False
         self._until: float | None = None
-        """When the process wants to end, by the monotonic clock."""
+        """The deadline for the last spans once `close` was called, by the monotonic clock."""
         self._is_out = False
         self._thread = threading.Thread(target=self._work, name="otlp", daemon=True)
         self._thread.start()
@@ -282,7 +282,7 @@ class SpanExporter:
             self._wake.set()
 
     def close(self, timeout_s: float = AT_EXIT_S) -> None:
-        """Send what is left, for at most ``timeout_s`` seconds. Idempotent."""
+        """Send the remaining spans, for at most ``timeout_s`` seconds. Idempotent."""
         atexit.unregister(self.close)
         self._until = time.monotonic() + timeout_s
         self._closing = True
@@ -306,7 +306,7 @@ class SpanExporter:
         for _ in range(count):
             try:
                 yield self._encoding.span(self._queue.popleft())
-            except Exception:  # noqa: BLE001 - whatever a span holds, it ends no rollout
+            except Exception:  # noqa: BLE001 - a bad span must not stop the exporter
                 DROPPED.add("refused")
 
     def _send(self, batch: Sequence[bytes]) -> None:
@@ -330,7 +330,7 @@ class SpanExporter:
 
     def _lost(self, batch: Sequence[bytes], why: str, error: Exception) -> None:
         DROPPED.add(why, amount=len(batch))
-        if not self._is_out:  # said once, not with every batch
+        if not self._is_out:  # log once, not for every batch
             self._is_out = True
             said = f"{type(error).__name__}: {error}"[:300]
             log.warning("traces are not taken, and dropped", endpoint=self._collector.url, error=said)
@@ -343,12 +343,12 @@ class SpanExporter:
 
 
 _ROLES = (Role.PIPELINE, Role.ENVIRONMENT, Role.MODEL, Role.OPERATOR)
-"""Who may read a server's metrics: agents have no business with others' rollouts."""
+"""The roles that may read a server's metrics. Agents may not, because metrics cover other agents' rollouts."""
 
 
 def require_scraper(request: Request, caller: Caller | None, token: str | None, *, secured: bool) -> None:
-    """Raise `CredentialError` or `RoleError` unless the sender may read metrics: by the run's token as bearer, or by a
-    credential of any role but ``agent``."""
+    """Raise `CredentialError` or `RoleError` unless the sender may read metrics: it needs the run's token as bearer,
+    or a credential of any role but ``agent``."""
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if token is not None and hmac.compare_digest(given.encode(), token.encode()):
         return
@@ -362,7 +362,7 @@ def require_scraper(request: Request, caller: Caller | None, token: str | None, 
 
 
 def start_traces(config: ObservabilityConfig, *, server: str, run_id: str, **resource: str) -> None:
-    """Send the spans of this process from now on, where the configuration says so."""
+    """Export the spans of this process from now on, if the configuration turns traces on."""
     if config.traces is None:
         return
     from importlib.metadata import version
@@ -378,5 +378,5 @@ def start_traces(config: ObservabilityConfig, *, server: str, run_id: str, **res
 
 
 def start_server_telemetry(launch: ServerLaunch) -> None:
-    """Of a server process, before it serves."""
+    """Start telemetry for a server process. Call it before the server accepts requests."""
     start_traces(ObservabilityConfig.of(launch.config), server=launch.instance, run_id=launch.run_id)

@@ -20,14 +20,14 @@ from nemo_gym.http.requests import TooManyValuesError, check_values
 from nemo_gym.http.telemetry import replica_context
 
 CONNECT_PATIENCE_S = 60.0
-"""How long a server that refuses connections is waited for: it may be restarting. Such a request surely
-never started, so nothing is repeated."""
+"""How long to keep trying a server that refuses connections, since it may be restarting. A refused request never
+started, so trying again repeats no work."""
 REPLICA_PATIENCE_S = 10.0
-"""The same for one replica of several: a new attempt need not wait for it."""
+"""The same for one replica of several: shorter, because a new attempt can use another replica."""
 MAX_AGENT_REPLY_BYTES = 256 << 20
-"""Of an agent server, which runs what others wrote: an artifact of 64 MiB as base64, and a long conversation."""
+"""The limit for an agent server, which runs untrusted code: a 64 MiB artifact as base64, and a long conversation."""
 MAX_AGENT_REPLY_VALUES = 5_000_000
-"""JSON values in it: token ids are the most that there is of."""
+"""JSON values in an agent server's reply; most of them are token ids."""
 
 _KIND_BY_STAGE = {
     StageName.INIT: FailureKind.SEED_FAILED,
@@ -48,13 +48,13 @@ _KIND_BY_CODE = {
     "sandbox_lost": FailureKind.SANDBOX_LOST,
     "model": FailureKind.MODEL_UNREACHABLE,
 }
-# What a second try of the same request cannot change: the request itself is refused.
+# Errors in the request itself, which a second try of it cannot mend.
 _FINAL_CODES = frozenset({"config", "row", "sandbox_capability", "sandbox_image_missing", "role"})
 _FINAL_STATUSES = frozenset({400, 404, 405, 413, 422, 501})
 
 
 class PeerError(Exception):
-    """A server of the stack answered with an error, or not at all (``status`` 0)."""
+    """A server of the stack returned an error, or no response at all (``status`` 0)."""
 
     def __init__(self, server: str, path: str, status: int, problem: Mapping[str, Any]) -> None:
         self.server, self.path, self.status, self.problem = server, path, status, problem
@@ -74,9 +74,9 @@ class Peers:
     """Calls servers by instance name.
 
     Args:
-        replicas: server → number of the replica, for what is one attempt's: its first request to a server chooses,
-            the least busy one, and all others follow.
-        max_tries: of one request; by default the client's own.
+        replicas: server → replica number, for one attempt. The attempt's first request to a server chooses the least
+            busy replica and enters it here; later requests use the same replica.
+        max_tries: for one request; defaults to the client's limit.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Peers:
         self._max_tries = max_tries
 
     def of_attempt(self, replicas: MutableMapping[str, int]) -> Peers:
-        """The same servers, with the replicas of one attempt; those it has not chosen yet are entered."""
+        """Peers for one attempt. Replicas that it chooses are added to ``replicas``."""
         return Peers(self._client, connect_patience_s=self._patience_s, replicas=replicas, max_tries=self._max_tries)
 
     def base_url(self, server: str) -> str:
@@ -111,8 +111,8 @@ class Peers:
         idempotent: bool = False,
         from_agent: bool = False,
     ) -> Reply:
-        """Send ``body`` as JSON. Raises `PeerError` for any status of 300 or more (a redirection is not followed), for
-        a peer that cannot be reached, and for an answer that is too large; ``from_agent``: one of an agent server."""
+        """Send ``body`` as JSON. Raises `PeerError` for any status of 300 or more (redirects are not followed), for an
+        unreachable peer, and for a reply that is too large; ``from_agent`` applies an agent server's lower limits."""
         headers: dict[str, str] = {}
         if control_token is not None:
             headers[CONTROL_TOKEN_HEADER] = control_token
@@ -175,12 +175,12 @@ class Peers:
 
 
 def _too_large(server: str, path: str, what: str) -> PeerError:
-    # Like a body of that size: another attempt at the same would be told the same.
+    # Status 413 is final: trying the same again would get the same reply.
     return PeerError(server, path, 413, {"code": "reply_too_large", "detail": f"the answer {what}"})
 
 
 def _cookies(incoming: Incoming) -> Mapping[str, str]:
-    """``name=value`` of each cookie that was set; their attributes are for browsers."""
+    """The name and value of each cookie in the reply, without its attributes, which are for browsers."""
     if SET_COOKIE not in incoming.headers:
         return {}
     pairs = (cookie.partition(";")[0].partition("=") for cookie in incoming.headers[SET_COOKIE].split("\n"))
@@ -188,7 +188,7 @@ def _cookies(incoming: Incoming) -> Mapping[str, str]:
 
 
 def _problem(body: bytes, status: int) -> Mapping[str, Any]:
-    """The problem document of an error answer; FastAPI's own errors and plain text are read as well."""
+    """The problem document of an error response; also made from FastAPI's own errors and from plain text."""
     try:
         problem = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -202,7 +202,7 @@ def _problem(body: bytes, status: int) -> Mapping[str, Any]:
 
 
 def failure_of_peer(stage: StageName, error: PeerError) -> StageFailure:
-    """What a peer's error means for the attempt."""
+    """Translate a peer's error into a failure of the attempt's stage."""
     code = str(error.problem.get("code", ""))
     kind = _LOST_BY_STAGE[stage] if error.status == 0 else _KIND_BY_CODE.get(code, _KIND_BY_STAGE[stage])
     refused = error.status in (401, 403, 404, 409, 410)
@@ -213,8 +213,8 @@ def failure_of_peer(stage: StageName, error: PeerError) -> StageFailure:
         kind=kind,
         reason=str(error)[:MAX_REASON_CHARS],
         retryable=not final or (stage is StageName.EVAL and refused),
-        # A fenced, forgotten or foreign attempt cannot be verified again, nor one whose replica is gone for good; only
-        # a new one can.
+        # A fenced, forgotten or foreign attempt, or one whose replica is lost, cannot be verified by another try; it
+        # takes a new attempt.
         new_attempt=stage is not StageName.EVAL or refused or error.problem.get("replica_lost") is True,
         details={"server": error.server, "status": error.status, "code": code},
     )

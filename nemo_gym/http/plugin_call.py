@@ -1,4 +1,4 @@
-"""Calls a plugin's hook as FastAPI would: the body validated as the hook annotates it, the request where it asks."""
+"""Calls a plugin's hook as FastAPI would: the body is validated by its annotation, the request is passed if wanted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 
 
 class PluginCall:
-    """A hook such as ``verify(self, [request,] body)``, looked at once and called many times.
+    """A hook such as ``verify(self, [request,] body)``, inspected once and called many times.
 
-    Raises `ConfigError` for a parameter that is neither a request, a response, a model nor plain data.
+    Raises `ConfigError` for a parameter that is not a request, a response, a model or plain data.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
@@ -59,8 +59,8 @@ class PluginCall:
     async def __call__(
         self, request: Request, body: dict[str, Any] | BaseModel, *, response: Response | None = None
     ) -> Any:
-        """The hook's result; a ``body`` that is a model already is given as it is. Raises `InvalidBodyError` naming
-        the wrong fields, never their values."""
+        """Call the hook and return its result. A ``body`` that is already a model is passed unchanged. Raises
+        `InvalidBodyError`, which names the wrong fields but never their values."""
         arguments: dict[str, Any] = {}
         if self._request is not None:
             arguments[self._request] = request
@@ -71,7 +71,7 @@ class PluginCall:
             arguments[name] = self._validated(models, body) if models and isinstance(body, dict) else body
         try:
             return await self._called(arguments)
-        except RequestValidationError as error:  # a plugin that looks at its body itself
+        except RequestValidationError as error:  # raised by a plugin that validates its body itself
             raise InvalidBodyError(
                 f"{self._name}: the body is not as it must be", errors=_error_list(error.errors())
             ) from None
@@ -83,7 +83,7 @@ class PluginCall:
         return await result if isinstance(result, Awaitable) else result
 
     def _validated(self, models: tuple[type[BaseModel], ...], body: dict[str, Any]) -> BaseModel:
-        """The body as the first of ``models`` that takes it; what the last finds wrong is told."""
+        """Return the body as the first of ``models`` that accepts it; if none does, the error is the last model's."""
         *others, model = models
         for other in others:
             with contextlib.suppress(ValidationError):
@@ -104,7 +104,7 @@ def _error_list(errors: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _without_none(annotation: Any) -> Any:
-    """What an annotation is about: without ``Annotated`` and without ``| None``."""
+    """Strip ``Annotated`` and ``| None`` from an annotation."""
     if get_origin(annotation) is Annotated:
         return _without_none(get_args(annotation)[0])
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
@@ -114,7 +114,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """The models of an annotation, of a union those first that forbid unknown keys; empty for anything else."""
+    """The models of an annotation, those that forbid unknown keys first; empty if it has any other type."""
     is_union = isinstance(annotation, types.UnionType) or get_origin(annotation) is Union
     kinds = get_args(annotation) if is_union else (annotation,)
     models = tuple(kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel))
@@ -124,7 +124,7 @@ def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
 
 
 def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
-    """A hook's result as plain JSON data."""
+    """Convert a hook's result to plain JSON data, without the keys in ``exclude``."""
     if isinstance(result, BaseModel):
         return result.model_dump(mode="json", exclude=exclude)
     if isinstance(result, Response):

@@ -1,6 +1,6 @@
-"""Errors on the wire: RFC 9457 problem bodies, which say what is wrong and never what is private.
+"""Errors on the wire: RFC 9457 problem bodies, which name the error and reveal no private data.
 
-A server may word the errors of some of its routes otherwise (`shape_errors`).
+A server may give the errors of some of its routes another form (`shape_errors`).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ log = structlog.get_logger(__name__)
 
 
 ErrorShape = Callable[[Scope, NemoGymError], Response | None]
-"""Answers an error in another form than a problem; ``None`` leaves it a problem."""
+"""Returns an error's response in another form than a problem, or ``None`` to leave it a problem."""
 
 
 class InternalError(NemoGymError):
-    """An error that nobody expected."""
+    """An unexpected error."""
 
     code = "internal"
 
 
 def shape_errors(app: FastAPI, shape: ErrorShape) -> None:
-    """Have every error that leaves ``app`` worded by ``shape``, the framework's own and unexpected ones included."""
+    """Format every error that leaves ``app`` with ``shape``, including the framework's own and unexpected ones."""
     app.state.nemo_gym_error_shape = shape
 
 
 def problem_response(error: NemoGymError, scope: Scope | None = None) -> Response:
-    """The answer to the request ``scope`` that ended with ``error``."""
+    """The response to the request ``scope`` that ended with ``error``."""
     app = scope.get("app") if scope is not None else None
     shape: ErrorShape | None = getattr(app.state, "nemo_gym_error_shape", None) if app is not None else None
     if scope is not None and shape is not None and (shaped := shape(scope, error)) is not None:
@@ -49,7 +49,7 @@ def problem_response(error: NemoGymError, scope: Scope | None = None) -> Respons
     body = error.as_problem()
     headers = {}
     if (retry_after := error.details.get("retry_after_s")) is not None:
-        headers["Retry-After"] = str(math.ceil(retry_after))  # whole seconds, says RFC 9110
+        headers["Retry-After"] = str(math.ceil(retry_after))  # RFC 9110: whole seconds
     return Response(orjson.dumps(body, default=str), error.status, headers, PROBLEM_TYPE)
 
 
@@ -69,7 +69,7 @@ def install_problem_handlers(app: FastAPI) -> None:
         return await refused_by_framework(request, error)
 
     async def left(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody's fault here, and nobody hears it
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # not an error, and no client is left to receive it
 
     app.add_exception_handler(NemoGymError, known)
     app.add_exception_handler(HTTPException, framework)
@@ -77,15 +77,15 @@ def install_problem_handlers(app: FastAPI) -> None:
 
 
 def refused(request: Request, error: NemoGymError) -> Response:
-    """The answer to a request that ended with one of this suite's errors; logged."""
+    """Log one of this suite's errors, and return the response to its request."""
     said = log.warning if error.status >= 500 else log.info
     said("request refused", route=request.scope["path"], code=error.code, status=error.status, error=error.message)
     return problem_response(error, request.scope)
 
 
 async def refused_by_framework(request: Request, error: HTTPException) -> Response:
-    """The answer to a request that ended with an error of the framework: no such route, another method; or with one
-    that a plugin raised by hand."""
+    """The response to a request that ended with an ``HTTPException``: the framework's (unknown route, wrong method) or
+    one that a plugin raised."""
     shape: ErrorShape | None = getattr(request.scope["app"].state, "nemo_gym_error_shape", None)
     if shape is not None:
         said = error.detail if isinstance(error.detail, str) else orjson.dumps(error.detail, default=str).decode()
@@ -97,7 +97,7 @@ async def refused_by_framework(request: Request, error: HTTPException) -> Respon
 
 
 def http_error(status: int, message: str) -> NemoGymError:
-    """An error of which nothing but its status is known."""
+    """An error of which only the status is known."""
     return _error_class(status)(message)
 
 
@@ -107,8 +107,8 @@ def _error_class(http_status: int) -> type[NemoGymError]:
 
 
 def unexpected(scope: Scope, error: Exception) -> Response:
-    """The answer to a request that ended with an error which nobody expected, while it is being handled: its traceback
-    is logged."""
+    """Log an unexpected error with its traceback, and return the response to its request. Call it while ``error`` is
+    being handled."""
     log.exception("route failed", route=scope["path"])
     said = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
     return problem_response(InternalError(said), scope)

@@ -1,5 +1,5 @@
-"""The web server's HTTP protocol: replies in one write, word of how each connection ended, and an end for requests
-that stand still.
+"""The web server's HTTP protocol. It sends small replies in one write, reports to `DELIVERIES` how each connection
+ended, and closes connections whose request makes no progress.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _JOINED_BYTES = 64 * 1024
 
 
 class JoinedWrites:
-    """An ``asyncio.Transport`` around another, on which the head of a reply leaves together with the body behind it.
+    """An ``asyncio.Transport`` that wraps another and sends a reply's head and the start of its body in one write.
 
-    uvicorn writes the two one after the other, and each write wakes the reader, which can do nothing with a head
-    alone: for small replies that costs more than making them. A head waits for the next write, at most until the event
-    loop's next turn: a stream whose first piece is still to come begins at once.
+    uvicorn writes the two separately, and each write wakes the client, which can do nothing with a head alone: for
+    small replies that costs more than producing them. A head waits for the next write, but at most until the event
+    loop's next iteration, so a stream whose first chunk is not ready yet still starts at once.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -60,10 +60,10 @@ class JoinedWrites:
 
 
 PROGRESS_BYTES = 1024
-"""Of a body, within the timeout: fewer are a trickle that keeps a connection busy."""
+"""Body bytes that must arrive within the timeout. Fewer count as no progress: a trickle cannot hold a connection."""
 MAX_HEAD_BYTES = 128 * 1024
-"""Of a request's line and headers. The parser copies what it has of a header with each piece that comes: a header
-without an end would hold the event loop for seconds, and nobody has looked at its sender's credential yet."""
+"""The limit for a request's line and headers. The parser copies an unfinished header each time more of it arrives, so
+an endless header would block the event loop for seconds, and at that point the sender's credential is unchecked."""
 _RECHECK_S = 0.25
 _EMPTY = b"connection: close\r\ncontent-length: 0\r\n\r\n"
 _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _EMPTY
@@ -71,10 +71,10 @@ _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _EMPTY
 
 
 class WatchedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, telling `DELIVERIES` how connections end: ``uvicorn.Config(app, http=...)``.
+    """uvicorn's HTTP protocol, which also tells `DELIVERIES` how connections end: ``uvicorn.Config(app, http=...)``.
 
-    It ends a connection whose request stands still for ``slow_request_timeout_s``; uvicorn waits for ever. Time in
-    which this server did not read, because its application does not, is not counted.
+    It closes a connection whose request makes no progress for ``slow_request_timeout_s``; uvicorn waits forever. Time
+    during which this server did not read, because its application was not reading, does not count.
     """
 
     def __init__(self, *args: Any, slow_request_timeout_s: float = 60.0, **options: Any) -> None:
@@ -82,14 +82,14 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         self._timeout_s = slow_request_timeout_s
         self._watching: asyncio.TimerHandle | None = None
         self._is_receiving = True
-        """A request's end has not come yet, nor perhaps its beginning."""
+        """Whether the rest of a request, or the next request, is still to arrive."""
         self._progress_at = 0.0
         self._progress_bytes = 0
         self._is_late = False
         self._in_head = False
         self._head_bytes = 0
         self._stuck_bytes = 0
-        """Came in pieces that were neither a part of a body nor made a head or a message whole."""
+        """Bytes received since the last progress: since a message began, a head or message ended, or body arrived."""
         self._has_moved = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -107,11 +107,11 @@ class WatchedHttpProtocol(HttpToolsProtocol):
             self._refuse_head()
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():  # else it was told what is wrong
+        if not self.transport.is_closing():  # otherwise `_refuse_head` has already sent an error
             super().send_400_response(msg)
 
     def eof_received(self) -> None:
-        # What is written from here on goes nowhere, and nobody is told.
+        # Anything written from here on is lost without an error.
         DELIVERIES.ended(self.client, reset=untaken(self.transport) > 0)
         super().eof_received()
 
@@ -134,7 +134,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # behind the body: no header of a request that was judged without it
+            return  # a trailer: the request was already checked and routed without it
         super().on_header(name, value)
         self._take_head(len(name) + len(value))
 
@@ -159,7 +159,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
-            raise ValueError("the request's head is too large")  # which ends the parser's work on these bytes
+            raise ValueError("the request's head is too large")  # stops the parser
 
     def _refuse_head(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
@@ -175,16 +175,16 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if self._is_receiving:
             if self.flow.read_paused or (cycle is not None and cycle.waiting_for_100_continue):
-                self._progress()  # it is this server that is waited for
+                self._progress()  # the client is waiting for this server
         elif self.timeout_keep_alive_task is None and (cycle is None or cycle.response_complete):
-            # Something came that is not the beginning of a request, and ended the idle connection's own timer.
+            # The client sent bytes that do not begin a request; they cancelled uvicorn's keep-alive timer.
             self._is_receiving = True
             self._progress()
         left_s = self._progress_at + self._timeout_s - self.loop.time()
         if not self._is_receiving:
             left_s = self._timeout_s
         elif left_s <= 0 and not self._is_late:
-            # Perhaps this process did nothing for so long, and what was sent meanwhile is about to be read.
+            # This process may itself have been stalled; give it a moment to read what arrived in the meantime.
             self._is_late, left_s = True, _RECHECK_S
         elif left_s <= 0:
             self._end()
@@ -193,7 +193,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
 
     def _end(self) -> None:
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # nor does it read what it was told before
+            self.transport.abort()  # the client is not reading earlier replies either
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(_TIMED_OUT)

@@ -1,11 +1,11 @@
-"""A request as routes see it: who sent it, its session, the route that answers, and its body as bounded JSON.
+"""A request as routes see it: its sender, its session, the route that answers, and its body as bounded JSON.
 
-The layers (`nemo_gym.http.middleware`) write down what they learned, and routes read it. A session's cookie is a
-signed, unencrypted dict per client, read only when somebody looks at it. Its name is the one NeMo Gym uses; its key is
-the server's own, so no client can write a session.
+The middleware (`nemo_gym.http.middleware`) records this in the request's scope, and routes read it from there. A
+session cookie is a signed, unencrypted dict per client, decoded on first use. Its name is NeMo Gym's; its key is the
+server's own, so no client can forge a session.
 
-Bytes alone are no bound for a body: an empty list takes three of them in a body and sixty in memory. So a body's
-values are counted before anything is parsed.
+A byte limit alone does not bound a body's memory: an empty list takes 3 bytes in the body and 60 in memory. So a
+body's values are counted before anything is parsed.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from nemo_gym.http import telemetry
 
 
 class TooManyValuesError(NemoGymError):
-    """A JSON body of more values than the server takes."""
+    """A JSON body has more values than the server accepts."""
 
     code = "body_too_many_values"
     status = 413
 
 
 class TooManyMessagesError(NemoGymError):
-    """A conversation of more messages than the server takes."""
+    """A conversation has more messages than the server accepts."""
 
     code = "too_many_messages"
     status = 413
 
 
 _VALUE_BYTES = 2
-"""The shortest value with what separates it from the next."""
+"""The shortest value and its separator."""
 _HELD_AT_ONCE_BYTES = 256 << 10
-"""Looked at in one call, which holds the interpreter for a millisecond or two."""
+"""Bytes scanned in one call, which holds the interpreter's lock for a millisecond or two."""
 _IN_A_THREAD_BYTES = 2 << 20
 _COUNTING = ThreadPoolExecutor(1, "body values")
-"""One body at a time: the event loop waits behind each thread that wants the interpreter."""
+"""One body at a time: every further thread that competes for the interpreter's lock delays the event loop."""
 _STRUCTURE = b",[{"
 _OTHERS = bytes(one for one in range(256) if one not in _STRUCTURE)
 _NO_QUOTES = bytes(one for one in range(256) if one not in _STRUCTURE + b'"')
 
 
 async def check_values(body: bytes, at_most: int) -> None:
-    """Raise `TooManyValuesError` for JSON of more than ``at_most`` values. It need not be JSON."""
+    """Raise `TooManyValuesError` for JSON of more than ``at_most`` values. ``body`` need not be valid JSON."""
     if len(body) <= at_most * _VALUE_BYTES:
         return
     too_many = (
@@ -74,7 +74,7 @@ async def check_values(body: bytes, at_most: int) -> None:
 
 
 def has_more_values(body: bytes, at_most: int) -> bool:
-    """Whether JSON has more than ``at_most`` values, which is more commas and opening brackets outside of strings."""
+    """Whether JSON has more than ``at_most`` values, counted as commas and opening brackets outside of strings."""
     pieces = range(0, len(body), _HELD_AT_ONCE_BYTES)
     anywhere = 0
     for at in pieces:
@@ -82,19 +82,19 @@ def has_more_values(body: bytes, at_most: int) -> bool:
         if anywhere > at_most:
             break
     else:
-        return False  # for fewer of them are anywhere
+        return False  # strings included, there are not enough of these signs
     counter = ValueCounter()
     for at in pieces:
         counter.feed(body[at : at + _HELD_AT_ONCE_BYTES])
-        # A key and a value that are strings belong to one of those signs.
+        # Each counted sign allows a key and a value, hence at most four quotes.
         if counter.found > at_most or counter.quotes > 4 * at_most + 4:
             return True
     return False
 
 
 class ValueCounter:
-    """Counts the values of JSON that comes in pieces. A list or an object counts as ``of_containers`` values: it takes
-    that much more to parse, and to hold, than a number."""
+    """Counts the values of JSON that arrives in pieces. A list or an object counts as ``of_containers`` values: it
+    costs that much more to parse and to hold in memory than a number."""
 
     def __init__(self, of_containers: int = 1) -> None:
         self.found = self.quotes = 0
@@ -103,7 +103,7 @@ class ValueCounter:
 
     def feed(self, piece: bytes) -> None:
         piece = (self._backslash + piece).replace(b"\\\\", b"")
-        self._backslash = b"\\" if piece.endswith(b"\\") else b""  # whatever it is before comes with the next piece
+        self._backslash = b"\\" if piece.endswith(b"\\") else b""  # the character it escapes is in the next piece
         piece = piece.removesuffix(b"\\").replace(b'\\"', b"").translate(None, _NO_QUOTES)
         self.quotes += piece.count(b'"')
         parts = piece.split(b'"')
@@ -115,7 +115,7 @@ class ValueCounter:
 
 
 def check_messages(body: Mapping[str, Any], at_most: int) -> None:
-    """Raise `TooManyMessagesError` for a body with a history (``messages``, ``input``) of more than ``at_most``."""
+    """Raise `TooManyMessagesError` if the body's ``messages`` or ``input`` has more than ``at_most`` elements."""
     for key in ("messages", "input"):
         history = body.get(key)
         if isinstance(history, list) and len(history) > at_most:
@@ -127,10 +127,10 @@ def check_messages(body: Mapping[str, Any], at_most: int) -> None:
             )
 
 
-# Reading a body as an object or a model, and answering with one.
+# -- Body ----------------------------------------------------------------------------------------------------------
 
 _LEVELS_AROUND = 50
-"""Of nesting, kept free of the 254 that can be written."""
+"""Nesting levels reserved for whatever encloses the value, out of the 254 that can be encoded."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -146,14 +146,14 @@ class JsonResponse(JSONResponse):
 
 
 class EncodedBodyError(NemoGymError):
-    """A body came compressed: nothing here inflates what somebody else has made small."""
+    """A body is compressed; this server inflates no request bodies."""
 
     code = "content_encoding"
     status = 415
 
 
 def validated(model: type[ModelT], value: Any, what: str) -> ModelT:
-    """``value`` of a request as a model; raises `InvalidBodyError` that names ``what`` and each wrong field."""
+    """Validate ``value`` as ``model``. Raises `InvalidBodyError`, which names ``what`` and each wrong field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -163,8 +163,8 @@ def validated(model: type[ModelT], value: Any, what: str) -> ModelT:
 async def parse_json_object(
     request: Request, loads: Callable[[bytes], Any] = orjson.loads, *, max_values: int | None = None
 ) -> dict[str, Any]:
-    """The request's body as a JSON object; raises `InvalidBodyError`, `EncodedBodyError` for one that is compressed,
-    and `TooManyValuesError` where there is a bound. ``loads`` returns and raises as orjson's."""
+    """Read the request's body as a JSON object. Raises `InvalidBodyError`, `EncodedBodyError` for a compressed body,
+    and `TooManyValuesError` for more than ``max_values``. ``loads`` must return and raise as orjson's does."""
     refuse_encoded(request)
     body = await request.body()
     if max_values is not None:
@@ -180,7 +180,7 @@ def refuse_encoded(request: Request) -> None:
 
 
 def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
-    """See `parse_json_object`."""
+    """Parse ``body`` as `parse_json_object` does; an empty body is an empty object."""
     try:
         value = loads(body) if body else {}
     except orjson.JSONDecodeError as error:
@@ -193,8 +193,8 @@ def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.l
 
 
 def _require_shallow(value: dict[str, Any], path: str) -> None:
-    """Raise `InvalidBodyError` for a value that could be read but not be passed on: writing has a lower limit than
-    reading, and what holds the value counts too. Writing it costs a third of reading it."""
+    """Raise `InvalidBodyError` for a value nested too deeply to be passed on: encoding allows fewer levels than
+    parsing, and the enclosing levels count too. The trial encoding costs a third of the parsing."""
     within: Any = value
     for _ in range(_LEVELS_AROUND):
         within = [within]
@@ -210,19 +210,19 @@ CALLER = "nemo_gym.caller"
 
 
 def caller_of(connection: HTTPConnection) -> Caller | None:
-    """Who sent the request; ``None`` on an unsecured server (and on routes with another kind of token)."""
+    """The sender of the request; ``None`` on an unsecured server and on routes with another kind of token."""
     caller: Any = connection.scope.get(CALLER)
     return caller if isinstance(caller, Caller) else None
 
 
 def sent_by_agent(scope: Scope) -> bool:
-    """Whether an agent server's credential came with the request."""
+    """Whether the request carried an agent server's credential."""
     caller = scope.get(CALLER)
     return isinstance(caller, Caller) and caller.role is Role.AGENT
 
 
 def require_role(connection: HTTPConnection, *roles: Role) -> Caller | None:
-    """The caller, who must have one of ``roles``; ``None`` on an unsecured server. Raises `RoleError`."""
+    """Return the caller; ``None`` on an unsecured server. Raises `RoleError` unless it has one of ``roles``."""
     caller = caller_of(connection)
     if caller is not None:
         caller.require(*roles, route=connection.scope["path"])
@@ -248,7 +248,7 @@ class CookieCodec:
         return (body + b"." + self._mac(body)).decode()
 
     def decode(self, cookie: str) -> dict[str, Any] | None:
-        """The session in a cookie, or ``None`` when it is not one of this server's."""
+        """The session in a cookie, or ``None`` if this server did not sign it."""
         body, _, mac = cookie.encode("latin-1").rpartition(b".")
         if not body or not hmac.compare_digest(mac, self._mac(body)):
             return None
@@ -257,7 +257,7 @@ class CookieCodec:
 
 
 class LazySession(MutableMapping[str, Any]):
-    """``request.session``: decoded on first use; a new one gets a random ``session_id``."""
+    """``request.session``, decoded on first use. A new session gets a random ``session_id``."""
 
     __slots__ = ("_codec", "_cookie", "_data", "changed")
 
@@ -278,7 +278,7 @@ class LazySession(MutableMapping[str, Any]):
         return self._data
 
     def replace(self, data: Mapping[str, Any]) -> None:
-        """Make this the session ``data``: a repeated seed gets the session of the first."""
+        """Replace the session's contents by ``data``, so that a repeated seed gets the first seed's session."""
         self._data = dict(data)
         self.changed = True
 
@@ -307,30 +307,30 @@ class LazySession(MutableMapping[str, Any]):
 
 SEEN = "nemo_gym.seen"
 UNKNOWN_ROUTE = "other"
-"""Of paths that no route has, and of an application that a plugin built itself."""
+"""The label for paths without a route, and for applications that a plugin built itself."""
 
 
 class Seen:
-    """What is learned of a request while it is answered."""
+    """The layers' record of a request while it is answered, for its metrics and span."""
 
     __slots__ = ("attributes", "route", "title")
 
     def __init__(self) -> None:
         self.route = UNKNOWN_ROUTE
         self.title: str | None = None
-        """Of its span, where that is more than a request."""
+        """The span's name, if it should be more specific than the route."""
         self.attributes: Mapping[str, Any] = {}
 
 
 def note_route(scope: Scope, route: str | None) -> None:
-    """By which of its routes a server answers; what nobody notes counts as `UNKNOWN_ROUTE`."""
+    """Record the route that answers; requests without such a record count as `UNKNOWN_ROUTE`."""
     seen = scope.get(SEEN)
     if seen is not None and route is not None:
         seen.route = route
 
 
 def describe_request(scope: Scope, title: str, attributes: Mapping[str, Any]) -> None:
-    """Have the span of the request be called ``title``, with these attributes."""
+    """Name the request's span ``title``, and give it these attributes."""
     seen = scope.get(SEEN)
     if isinstance(seen, Seen) and telemetry.is_on():
         seen.title, seen.attributes = title, attributes

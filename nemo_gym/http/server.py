@@ -1,4 +1,4 @@
-"""The base of every server: its configuration, its FastAPI application, and how it is run."""
+"""The base classes of every server: configuration, FastAPI application, and startup."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from nemo_gym.http.requests import CookieCodec, JsonResponse, caller_of
 from nemo_gym.http.telemetry import CONTENT_TYPE, METRICS_PATH, Reading, render
 
 CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
-"""The instance's name, for a server that is started by hand or by NeMo Gym's own tools."""
+"""The variable that names the instance, for a server started by hand or by NeMo Gym's own tools."""
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
-"""FastAPI's own, which would tell of private fields in errors, and looks for its providers with every request.
-Versions that have none take no notice."""
+"""Turns off FastAPI's own telemetry, which would reveal private fields in errors and looks up its providers with every
+request. FastAPI versions without telemetry ignore this."""
 
 
 class BaseServer(BaseModel):
-    """Anything with a server configuration."""
+    """The base class of anything with a server configuration."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -64,7 +64,7 @@ class BaseServer(BaseModel):
 
     @classmethod
     def load_config_from_global_config(cls) -> BaseRunServerInstanceConfig:
-        """This process's instance block, validated; raises `ConfigError` naming every wrong key."""
+        """Validate this process's instance block. Raises `ConfigError`, which names every wrong key."""
         launch = current_launch()
         if launch is not None:
             instance, global_config = launch.instance, launch.config
@@ -88,7 +88,7 @@ class BaseServer(BaseModel):
             from omegaconf import DictConfig, OmegaConf
 
             block = OmegaConf.to_container(block, resolve=True) if isinstance(block, DictConfig) else dict(block)
-        # A key that is null is a key that is not there, unless null is one of its values.
+        # A null value counts as a missing key, unless the field accepts null.
         known = cls.config_class().model_fields
         nullable = {name for name, field in known.items() if type(None) in get_args(field.annotation)}
         given = {key: value for key, value in block.items() if value is not None or key in nullable}
@@ -100,16 +100,16 @@ class BaseServer(BaseModel):
 
 
 class SimpleServer(BaseServer):
-    """A server with one FastAPI application. Subclasses add routes in ``setup_webserver`` after calling super, or
-    build an application of their own there: what every server has stands around it either way (``application``)."""
+    """A server with one FastAPI application. Subclasses override ``setup_webserver`` to add routes to super's
+    application or to build their own; ``application`` adds what every server has around either."""
 
     server_client: ServerClient
 
     ROLE: ClassVar[Role] = Role.OPERATOR
-    """As what this server calls others."""
+    """The role in which this server calls others."""
     HEALTH_PATHS: ClassVar[tuple[str, ...]] = ("/", "/health")
     ray_enabled: ClassVar[bool | None] = None
-    """NeMo Gym's: whether a server joins a Ray cluster. Its plugins state it; nothing here reads it."""
+    """Whether a NeMo Gym server joins a Ray cluster. NeMo Gym plugins set it; this suite ignores it."""
 
     _credentials: ServerCredentials | None = PrivateAttr(default=None)
     _launch: ServerLaunch | None = PrivateAttr(default=None)
@@ -120,7 +120,7 @@ class SimpleServer(BaseServer):
 
     def __init__(self, **data: Any) -> None:
         super().__init__(**data)
-        if self.__pydantic_private__ is None:  # some plugins' tests replace ``model_post_init``, which makes them
+        if self.__pydantic_private__ is None:  # some plugins' tests replace ``model_post_init``, which sets these
             self.__pydantic_private__ = {}
             for name, private in self.__private_attributes__.items():
                 make: Any = private.default_factory
@@ -128,18 +128,18 @@ class SimpleServer(BaseServer):
                     self.__pydantic_private__[name] = copy(private.default) if make is None else make()
 
     def contract_app(self) -> Application:
-        """The application with what every server of this type has; its routes are fixed."""
+        """Build the application with the fixed routes of this type of server."""
         return self.base_app()
 
     def setup_webserver(self) -> FastAPI:
-        """NeMo Gym's hook: the application to be served."""
+        """Return the application to serve; a hook of NeMo Gym's."""
         return self.contract_app()
 
     def application(self) -> FastAPI:
-        """What is served: the application of ``setup_webserver``, with what every server has around it.
+        """Build the application to serve: that of ``setup_webserver``, inside the layers that every server has.
 
-        An application that a plugin built itself gets the requests that none of the contract's routes answer, behind
-        the same checks.
+        An application that a plugin built itself gets the requests that match no route of the contract, behind the
+        same checks.
         """
         app = self.setup_webserver()
         if app is self._contract:
@@ -150,11 +150,11 @@ class SimpleServer(BaseServer):
         return contract
 
     def around(self, app: FastAPI) -> ASGIApp:
-        """What stands between the contract's layers and an application that a plugin built itself."""
+        """Wrap an application that a plugin built itself; the result runs inside the contract's layers."""
         return app
 
     def secure(self, credentials: ServerCredentials, launch: ServerLaunch | None = None) -> None:
-        """Demand credentials from now on. Called before ``setup_webserver``."""
+        """Require credentials from callers, and use them for own calls. Call this before ``setup_webserver``."""
         self._credentials = credentials
         self._launch = launch
         if isinstance(self.server_client, ServerClient):
@@ -166,11 +166,12 @@ class SimpleServer(BaseServer):
         return self._credentials is not None
 
     def own_credential(self) -> str | None:
-        """With which this process calls its own routes; ``None`` on an unsecured server."""
+        """The credential with which this process calls its own routes; ``None`` on an unsecured server."""
         return self._credentials.for_self(self.ROLE) if self._credentials is not None else None
 
     def derive_key(self, purpose: str) -> bytes:
-        """This server's key for ``purpose``: the same after a restart under one stack, random without credentials."""
+        """This server's key for ``purpose``. It survives restarts under one stack; without credentials it is random
+        for each process."""
         if self._credentials is not None:
             return self._credentials.derive(purpose)
         import hashlib
@@ -189,8 +190,8 @@ class SimpleServer(BaseServer):
         authenticates_itself: Callable[[Scope], bool] | None = None,
         limit_bodies: bool = True,
     ) -> Application:
-        """An application with what every server has: health, readiness, credentials, problems, session cookies and a
-        bound on bodies, except where the routes have bounds of their own (``limit_bodies``)."""
+        """Build an application with what every server has: health, readiness, metrics, credentials, problems, session
+        cookies, and a bound on bodies unless ``limit_bodies`` is false because the routes set their own bounds."""
         app = Application(
             title=self.config.name,
             lifespan=self._lifespan,
@@ -202,7 +203,7 @@ class SimpleServer(BaseServer):
         self._contract = app
         install_problem_handlers(app)
         codec = CookieCodec(self.derive_key("session-cookie"))
-        # Added from the inside out. A plugin built by hand, in its own tests, sees its errors raised.
+        # Layers are added from the inside out. A plugin built by hand, in its own tests, gets its errors raised.
         app.add_middleware(DirectRoutesMiddleware, application=app)
         self.setup_exception_middleware(app)
         if self.secured or self._launch is not None:
@@ -233,8 +234,8 @@ class SimpleServer(BaseServer):
         return app
 
     def setup_session_middleware(self, app: FastAPI) -> None:
-        """Kept for NeMo Gym plugins that build their own application and are served without this suite, in their own
-        tests; the sessions of `base_app` are around it otherwise."""
+        """Add sessions to an application that a NeMo Gym plugin built and serves without this suite, in its own tests.
+        Elsewhere the application runs inside the session layer of `base_app`."""
         if getattr(app.state, "nemo_gym_session_middleware_installed", False):
             return
         app.state.nemo_gym_session_middleware_installed = True
@@ -242,27 +243,27 @@ class SimpleServer(BaseServer):
         app.add_middleware(SessionMiddleware, cookie_name=self.get_session_middleware_key(), codec=codec)
 
     def setup_exception_middleware(self, app: FastAPI) -> None:
-        """NeMo Gym's hook: layers of a plugin's own that word errors. Default: none; `base_app` words them."""
+        """Add a plugin's own layers that format errors; a hook of NeMo Gym's. Default: none, `base_app` does it."""
 
     async def startup(self) -> None:
         """Runs in the server's event loop before the first request. Override for background work."""
 
     async def stopping(self) -> None:
-        """Runs when the server is told to stop, before it waits for open requests: end those that would go on."""
+        """Runs when the server is told to stop, before it waits for open requests. End those that would stay open."""
 
     async def shutdown(self) -> None:
-        """Runs in the server's event loop after the last request. Override to release what ``startup`` took."""
+        """Runs in the server's event loop after the last request. Override to release what ``startup`` acquired."""
 
     def facts(self) -> dict[str, Any]:
-        """What callers may know about this server; shown by ``/ready``."""
+        """Public facts about this server, shown by ``/ready``."""
         return {}
 
     async def ready(self) -> dict[str, Any] | None:
-        """``None`` when the server can do its work; otherwise plain data that says why not."""
+        """Return ``None`` if the server can work, else plain data that explains why not."""
         return None
 
     def readings(self) -> Iterable[Reading]:
-        """What this server tells with its metrics beside what is counted in its process."""
+        """This server's metrics beyond the counters and histograms of its process."""
         run_id = self._launch.run_id if self._launch is not None else ""
         labels = {"server": self.config.name, "run_id": run_id, "version": version("nemo-gym-suite")}
         yield Reading("nemo_gym_server_info", "Which server this is; always 1", [(labels, 1.0)])
@@ -273,7 +274,7 @@ class SimpleServer(BaseServer):
         require_scraper(request, caller_of(request), token, secured=self.secured)
 
     def metrics_text(self) -> bytes:
-        """The metrics of this process, in Prometheus' text form."""
+        """The metrics of this process, in Prometheus' text format."""
         return render(self.readings())
 
     async def _metrics_route(self, request: Request) -> Response:
@@ -306,7 +307,7 @@ class SimpleServer(BaseServer):
 
     @classmethod
     def from_launch(cls, launch: ServerLaunch | None = None) -> Self:
-        """The server this process was started to be."""
+        """Create the server that this process was started for."""
         config = cls.config_from(launch.instance, launch.config) if launch else cls.load_config_from_global_config()
         server = cls(config=config, server_client=ServerClient.load_from_global_config())
         if launch is not None and launch.credentials is not None:
@@ -317,7 +318,7 @@ class SimpleServer(BaseServer):
 
     @classmethod
     def run_webserver(cls) -> FastAPI | None:
-        """Serve until told to stop. This is a plugin's ``if __name__ == "__main__"``."""
+        """Serve until told to stop. Plugins call this under ``if __name__ == "__main__"``."""
         from nemo_gym.http.webserver import serve
 
         if not structlog.is_configured():
@@ -334,7 +335,7 @@ class SimpleServer(BaseServer):
             )
         except SystemExit:
             if server._startup_error is not None:
-                # The web server only knows that there was one; whoever started this process shows what it says.
+                # uvicorn reports only that startup failed; raise the cause so that the parent process can show it.
                 raise server._startup_error from None
             raise
         return None

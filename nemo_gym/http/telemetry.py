@@ -1,27 +1,27 @@
-"""The one seam for seeing a rollout at work: `step`, put around what takes time; counters; and which rollout it is.
+"""How the suite observes a rollout: `step` around anything that takes time, counters, and the current rollout's id.
 
     with step("verify", server=name) as verifying:
         ...
         verifying.set(reward=1.0)
 
-A step is counted for ``/metrics``. Where traces are on it is a span as well, and the calls made inside it carry its
-context to other servers as W3C ``traceparent``. Where they are off nothing of OpenTelemetry is imported, and a step
-costs its two looks at the clock.
+``/metrics`` counts every step. With traces on, a step is also a span, and calls made inside it pass its context to
+other servers as W3C ``traceparent``. With traces off, nothing of OpenTelemetry is imported, and a step costs only two
+clock reads.
 
-Every span of an attempt belongs to one trace, whose id is the digest of the attempt's identity: a server that knows
-for which attempt it works (from a session, a token) needs no header to find the trace, also after a restart. So an
-agent in a box, which sends no header and could forge any, cannot choose where its calls appear.
+All spans of an attempt belong to one trace, whose id is derived from a digest of the attempt's identity. A server that
+knows its attempt (from a session or a token) therefore finds the trace without a header, even after a restart. It also
+means that an agent in a box, which sends no header and could forge one, cannot choose where its calls appear.
 
-Counters and histograms are plain numbers, changed on the event loop; ``prometheus-client`` is imported by the first
-scrape and words them. What can be read at any time (jobs in a queue, engines that are up) comes from sources, which a
-scrape asks. Counting one step takes about 1 µs with these, 3 µs with the package's own objects, which take a lock for
-each bucket. fern/pages/metrics.md lists every name.
+Counters and histograms are plain numbers, changed on the event loop; the first scrape imports ``prometheus-client``,
+which formats them. Values that can be read at any time (jobs in a queue, engines that are up) come from sources, which
+each scrape calls. Counting one step takes about 1 µs this way, and 3 µs with the package's own objects, which take a
+lock for each bucket. fern/pages/metrics.md lists every name.
 
-A request also says which rollout it belongs to, and which replicas serve that rollout. A rollout's requests to one
-server all go to the same replica, which holds its session. The pipeline chooses the least busy one, and says so in a
-header (``X-NeMo-Gym-Replicas: math=1``): a replica is named by its number in the configuration, so a header can name
-none that is not configured. Callers outside a pipeline are told apart by their rollout's id. A replica that refused a
-connection is left out for a while.
+A request also names its rollout and the replicas that serve it. All requests of a rollout to one server go to the same
+replica, which holds its session. The pipeline chooses the least busy replica and names it in a header
+(``X-NeMo-Gym-Replicas: math=1``) by its number in the configuration, so a header cannot name a replica that is not
+configured. For callers outside a pipeline, the rollout's id decides which replica is tried first. A replica that
+refused a connection is tried last for a while.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def current_rollout_id() -> str | None:
 
 @contextmanager
 def rollout_context(rollout_id: str | None) -> Iterator[None]:
-    """Everything called and logged inside belongs to ``rollout_id``."""
+    """Attribute everything called and logged inside the block to ``rollout_id``."""
     token = _rollout_id.set(rollout_id)
     try:
         yield
@@ -90,9 +90,9 @@ def rollout_context(rollout_id: str | None) -> Iterator[None]:
 
 
 def name_rollout(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A structlog processor: log lines name the rollout that is being worked on.
+    """Add the current rollout's id to a log line; a structlog processor.
 
-    Bound to structlog's own context instead, the id costs every request eight microseconds, whether it logs or not.
+    Binding the id to structlog's own context instead costs every request 8 µs, whether it logs or not.
     """
     if (rollout_id := _rollout_id.get()) is not None:
         event.setdefault("rollout_id", rollout_id)
@@ -100,9 +100,8 @@ def name_rollout(logger: Any, method: str, event: MutableMapping[str, Any]) -> M
 
 
 def maybe_rollout_id_from_run_body(body: BaseModel | Mapping[str, Any] | None) -> str | None:
-    """``_ng_rollout_id``, else ``<task index>-<rollout index>``, with ``-a<n>`` on a retry; ``None`` without them.
-
-    Raises ``ValueError`` for an explicit id with characters that do not survive a URL path.
+    """The rollout id in a body: ``_ng_rollout_id``, else ``<task index>-<rollout index>``; ``None`` without either. A
+    retry has ``-a<n>`` appended. Raises ``ValueError`` for an explicit id with characters unsafe in a URL path.
     """
     if body is None or not isinstance(body, BaseModel | Mapping):
         return None
@@ -134,13 +133,13 @@ def rollout_path_prefix(rollout_id: str | None, *, token_capture: bool = False) 
 
 
 def apply_rollout_prefix(base_url: str, rollout_id: str | None, *, token_capture: bool = False) -> str:
-    """``base_url`` with the rollout's path prefix at its end."""
+    """Return ``base_url`` with the rollout's path prefix appended."""
     return base_url.rstrip("/") + rollout_path_prefix(rollout_id, token_capture=token_capture)
 
 
 REPLICAS_HEADER = "X-NeMo-Gym-Replicas"
 LEFT_OUT_S = 15.0
-"""How long nothing new goes to a replica that could not be connected to."""
+"""How long a replica that could not be connected to is tried last."""
 MAX_HEADER_CHARS = 4096
 _ENTRY = re.compile(r"^([A-Za-z0-9_.~%-]+)=(\d{1,4})$")
 
@@ -148,13 +147,13 @@ _current_replicas: ContextVar[Mapping[str, int]] = ContextVar("nemo_gym_replicas
 
 
 def current_replicas() -> Mapping[str, int]:
-    """Server instance → replica, as whoever sent the current request chose."""
+    """Server instance → replica number, as chosen by the sender of the current request."""
     return _current_replicas.get()
 
 
 @contextlib.contextmanager
 def replica_context(replicas: Mapping[str, int]) -> Iterator[None]:
-    """Requests made inside go to these replicas, and say so."""
+    """Send requests made inside the block to these replicas, and name the replicas in their headers."""
     reset = _current_replicas.set({**_current_replicas.get(), **replicas})
     try:
         yield
@@ -167,7 +166,7 @@ def encode_replicas(replicas: Mapping[str, int]) -> str:
 
 
 def decode_replicas(header: str) -> dict[str, int]:
-    """What a header says; what cannot be read is left out, for it only says where sessions are."""
+    """Parse the replicas header. Unreadable entries are skipped: the header only tells where sessions are."""
     found: dict[str, int] = {}
     for entry in header[:MAX_HEADER_CHARS].split(","):
         if match := _ENTRY.match(entry.strip()):
@@ -176,7 +175,7 @@ def decode_replicas(header: str) -> dict[str, int]:
 
 
 class Chooser:
-    """What one process knows of the replicas it calls: how busy it keeps each, and which cannot be reached."""
+    """One process's view of the replicas it calls: its open requests to each, and which are unreachable."""
 
     def __init__(self) -> None:
         self._busy: collections.Counter[str] = collections.Counter()
@@ -184,8 +183,8 @@ class Chooser:
         self._turn = count()
 
     def order(self, urls: Sequence[str], key: str | None = None) -> list[int]:
-        """The replicas' numbers, best first: the same order for the same ``key``, the least busy first without one;
-        those that could not be reached are last."""
+        """The replicas' numbers, best first. With a ``key`` the order depends on it alone; without one, the least busy
+        come first. Unreachable replicas come last either way."""
         if key is None:
             turn = next(self._turn)
             ranked = sorted(range(len(urls)), key=lambda i: (self._busy[urls[i]], (i - turn) % len(urls)))
@@ -197,12 +196,12 @@ class Chooser:
         return self._left_out.get(url, 0.0) > time.monotonic()
 
     def unreachable(self, url: str) -> None:
-        """It refused a connection."""
+        """Record that the replica at ``url`` refused a connection."""
         self._left_out[url] = time.monotonic() + LEFT_OUT_S
 
     @contextlib.contextmanager
     def busy(self, url: str) -> Iterator[None]:
-        """A request to it is under way."""
+        """Count a request to ``url`` as open during the block."""
         self._busy[url] += 1
         try:
             yield
@@ -213,11 +212,11 @@ class Chooser:
 METRICS_PATH = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
-"""From an answer out of memory to an agent's day."""
+"""Histogram bounds: from a response served from memory to an agent that runs for hours."""
 
 
 class MetricsUnavailableError(NemoGymError):
-    """The package that words metrics is not installed."""
+    """The package that formats metrics is not installed."""
 
     code = "metrics_unavailable"
     status = 501
@@ -227,7 +226,8 @@ Labels = tuple[str, ...]
 
 
 class Counter:
-    """Only grows. Without labels it is shown from the start, with labels from the first count of each value."""
+    """A number that only grows. Without labels it is exported from the start, else from each label value's first
+    count."""
 
     kind: Literal["counter", "histogram"] = "counter"
 
@@ -248,7 +248,7 @@ class Histogram:
     def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
         self.name, self.documentation, self.labels = name, documentation, tuple(labels)
         self.values: dict[Labels, list[float]] = {}
-        """Counts of each bucket, the one without an end, and the sum of all."""
+        """By labels: the count of each bucket, the count beyond the last bound, and the sum of all seconds."""
         _OWN.append(self)
 
     def observe(self, seconds: float, *labels: str) -> None:
@@ -261,7 +261,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A value that is looked up when somebody asks."""
+    """A metric whose value is looked up at each scrape."""
 
     name: str
     documentation: str
@@ -276,7 +276,7 @@ _SOURCES: dict[object, Source] = {}
 
 
 def add_source(owner: object, source: Source) -> None:
-    """Ask ``source`` with each scrape of this process, until `remove_source`."""
+    """Call ``source`` at each scrape of this process, until `remove_source`."""
     _SOURCES[owner] = source
 
 
@@ -285,7 +285,7 @@ def remove_source(owner: object) -> None:
 
 
 def render(readings: Iterable[Reading] = ()) -> bytes:
-    """All that this process counts, and ``readings``. Raises `MetricsUnavailableError`."""
+    """Return this process's metrics and ``readings`` as text. Raises `MetricsUnavailableError`."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.registry import Collector
@@ -333,7 +333,7 @@ def _families(readings: Iterable[Reading]) -> Iterator[Metric]:
 
 
 def _cumulated(counts: Sequence[float]) -> Iterator[tuple[str, float]]:
-    """Prometheus' buckets hold all that is at most their bound."""
+    """Return cumulative counts: a Prometheus bucket counts every value up to its bound."""
     so_far = 0.0
     for bound, counted in zip((*map(str, BUCKETS_S), "+Inf"), counts, strict=True):
         so_far += counted
@@ -353,7 +353,7 @@ Value = str | int | float | bool | tuple[str, ...]
 
 
 class SpanKind(IntEnum):
-    """As OTLP numbers them."""
+    """Span kinds, with OTLP's numbers."""
 
     INTERNAL = 1
     SERVER = 2
@@ -361,12 +361,12 @@ class SpanKind(IntEnum):
 
 
 class SpanContext(NamedTuple):
-    """Which span others belong to."""
+    """A span's identity, which its child spans refer to."""
 
     trace_id: str
     """32 hexadecimal digits."""
     span_id: str
-    """16 of them."""
+    """16 hexadecimal digits."""
 
     @property
     def traceparent(self) -> str:
@@ -385,17 +385,17 @@ class Span:
     attributes: dict[str, Any] = field(default_factory=dict)
     end_ns: int = 0
     error: str | None = None
-    """Why it failed."""
+    """Why the step failed; ``None`` if it did not."""
 
 
 class Exporter(Protocol):
     """Takes finished spans."""
 
     def take(self, span: Span) -> None:
-        """Never waits, never raises."""
+        """Queue ``span``; must neither block nor raise."""
 
     def close(self) -> None:
-        """Send what is left, within seconds."""
+        """Send the remaining spans, within seconds."""
 
 
 _exporter: Exporter | None = None
@@ -404,14 +404,14 @@ _current: ContextVar[SpanContext | None] = ContextVar("nemo_gym_span", default=N
 
 
 def install(exporter: Exporter | None, sample: float = 1.0) -> None:
-    """Have the spans of this process exported from now on; ``None`` turns traces off. ``sample``: the share of
-    attempts that are traced, the same ones on every server."""
+    """Export the spans of this process from now on; ``None`` turns traces off. ``sample`` is the fraction of attempts
+    to trace; every server picks the same attempts."""
     global _exporter, _sample
     _exporter, _sample = exporter, sample
 
 
 async def shut_down() -> None:
-    """Send what is left, and turn traces off."""
+    """Send the remaining spans, and turn traces off."""
     if (exporter := _exporter) is not None:
         install(None)
         await asyncio.to_thread(exporter.close)
@@ -422,32 +422,32 @@ def is_on() -> bool:
 
 
 def current() -> SpanContext | None:
-    """The span that is being worked in."""
+    """The context of the open span, or ``None``."""
     return _current.get()
 
 
 def inject(headers: MutableMapping[str, str]) -> None:
-    """Add ``traceparent`` where a span is open."""
+    """Add ``traceparent`` if a span is open."""
     if _exporter is not None and (context := _current.get()) is not None:
         headers.setdefault(TRACEPARENT, context.traceparent)
 
 
 def extract(header: str | None) -> SpanContext | None:
-    """The context in a ``traceparent``; ``None`` for none, one that cannot be read, or one that is not sampled."""
+    """Parse a ``traceparent``. Returns ``None`` if the header is missing, unreadable or not sampled."""
     if header is None or (match := _TRACEPARENT.match(header)) is None or not int(match[3], 16) & 1:
         return None
     return SpanContext(match[1], match[2])
 
 
 def context_of_attempt(run_id: str, rollout_id: str, attempt: int) -> SpanContext:
-    """The root span of an attempt."""
+    """The context of an attempt's root span."""
     digest = hashlib.sha256(f"{run_id}\n{rollout_id}\n{attempt}".encode()).hexdigest()
     return SpanContext(digest[:32], digest[32:48])
 
 
 def attempt_context(rollout: Any, header: str | None = None) -> SpanContext | None:
-    """What a span for ``rollout`` belongs to: the span that ``header`` names, where that is of the same attempt, else
-    the attempt's root. ``None`` where traces are off, or the attempt is not sampled.
+    """The parent for a span of ``rollout``: the span that ``header`` names if it belongs to the same attempt, else the
+    attempt's root. ``None`` if traces are off or the attempt is not sampled.
 
     Args:
         rollout: `RolloutIdentity`, an attempt's key, or their plain data.
@@ -466,13 +466,13 @@ def attempt_context(rollout: Any, header: str | None = None) -> SpanContext | No
 
 
 def enter(context: SpanContext) -> None:
-    """Everything that the running task does from now on belongs to ``context``."""
+    """Make ``context`` the parent of every step in the running task from now on."""
     _current.set(context)
 
 
 @contextmanager
 def within(context: SpanContext | None) -> Iterator[None]:
-    """Steps inside belong to ``context``; to nothing where it is ``None``."""
+    """Make ``context`` the parent of steps inside the block; with ``None`` they have no parent."""
     reset = _current.set(context)
     try:
         yield
@@ -484,11 +484,11 @@ class step:  # noqa: N801 - reads as a verb: `with step("seed")`
     """A timed piece of a rollout's work.
 
     Args:
-        name: one of a few, since it is a label of metrics.
-        title: the span's name, where it says more.
-        parent: instead of the span that is open; see `attempt_context`.
-        has_span: whether it is a span at all; what is short in every rollout is counted only.
-        attributes: of the span.
+        name: a label of metrics, so it must come from a small fixed set.
+        title: the span's name, if it should be more specific than ``name``.
+        parent: replaces the open span as the parent; see `attempt_context`.
+        has_span: whether the step may become a span; otherwise it is only counted.
+        attributes: the span's attributes.
     """
 
     __slots__ = (
@@ -516,7 +516,7 @@ class step:  # noqa: N801 - reads as a verb: `with step("seed")`
     ) -> None:
         self.name = name
         self.outcome = "ok"
-        """Set it where a step fails without raising."""
+        """Set this if the step fails without raising."""
         self.span: Span | None = None
         self._title, self._kind, self._parent, self._has_span = title, kind, parent, has_span
         self._attributes = attributes
@@ -531,7 +531,7 @@ class step:  # noqa: N801 - reads as a verb: `with step("seed")`
         return self
 
     def set(self, **attributes: Any) -> None:
-        """More attributes of the span, where there is one."""
+        """Add attributes to the span, if there is one."""
         if self.span is not None:
             self.span.attributes.update(attributes)
 
@@ -548,7 +548,7 @@ class step:  # noqa: N801 - reads as a verb: `with step("seed")`
 
 
 def tool_call(name: str, **options: Any) -> step:
-    """The step around a call of a tool."""
+    """Return the step to put around a tool call."""
     named: dict[str, Any] = {
         "gen_ai.operation.name": "execute_tool",
         "gen_ai.tool.name": name,
@@ -565,7 +565,7 @@ def begin(
     is_root: bool = False,
     **attributes: Any,
 ) -> Span:
-    """A span that does not end where it was begun; give it to `end`."""
+    """Start a span that ends elsewhere; pass it to `end`."""
     context = parent if is_root else SpanContext(parent.trace_id, f"{random.getrandbits(64) or 1:016x}")
     if "rollout_id" not in attributes:
         attributes["rollout_id"] = current_rollout_id()

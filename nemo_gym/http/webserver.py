@@ -1,4 +1,4 @@
-"""Runs an application in this process: on the socket it inherited, or on its configured address."""
+"""Runs an application in this process, on an inherited socket or on its configured address."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from nemo_gym.http.client import is_loopback, url_host
 from nemo_gym.http.protocol import WatchedHttpProtocol
 
 SERVER_KEEPALIVE_S = 75
-"""Longer than the client's, so that the client always closes an idle connection first."""
+"""Longer than the client's keep-alive, so that the client always closes an idle connection first."""
 SHUTDOWN_GRACE_S = 90
-"""For requests in flight when the server is told to stop; then their handlers are cancelled."""
+"""How long a stopping server waits for open requests before it cancels their handlers."""
 LISTEN_BACKLOG = 4096
 MALLOC_SETTINGS = {-1: 32 << 20, -3: 16 << 20}
-"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes. A request of a few hundred KiB is held several times on
-its way; with the defaults that memory goes back to the kernel after each request, and comes again page by page, which
-takes longer than all else that is done with those bytes."""
+"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes. A request of a few hundred KiB is copied several times.
+With the defaults that memory returns to the kernel after each request and is mapped again page by page for the next,
+which takes longer than all other work on those bytes."""
 
 log = structlog.get_logger(__name__)
 
 
 class WebServer(uvicorn.Server):
-    """A uvicorn server that tells its parent when it accepts requests, and its application when it stops."""
+    """A uvicorn server that notifies its parent when it accepts requests, and its application when it stops."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class WebServer(uvicorn.Server):
             announce_ready(self._launch)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Before the wait for open requests: those that would not end by themselves are told to.
+        # Started before uvicorn waits for open requests: it ends those that would otherwise stay open.
         stopping = asyncio.ensure_future(self._on_stop()) if self._on_stop is not None else None
         await super().shutdown(sockets=sockets)
         if stopping is not None:
@@ -70,8 +70,8 @@ def serve(
     slow_request_timeout_s: float = 60.0,
     on_stop: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve ``app`` until SIGINT or SIGTERM; ``on_stop`` then ends what would keep requests open. Raises `ConfigError`
-    for an address that cannot be used."""
+    """Serve ``app`` until SIGINT or SIGTERM, then await ``on_stop``, which ends requests that would stay open. Raises
+    `ConfigError` for an unusable address."""
     _tune_process()
     if launch is not None and launch.parent_pid is not None:
         die_with_parent(launch.parent_pid)
@@ -87,7 +87,7 @@ def serve(
 
 
 class _Guest(WebServer):
-    """Runs in an event loop of somebody else's, whose signals are that one's affair."""
+    """Runs in another program's event loop and leaves signals to that program."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -98,8 +98,8 @@ class _Guest(WebServer):
 async def served(
     app: FastAPI, config: BaseServerConfig, *, on_stop: Callable[[], Awaitable[None]] | None = None
 ) -> AsyncIterator[str]:
-    """Serve ``app``, which checks its callers itself, in the running event loop until the block ends; gives its URL.
-    ``on_stop`` then ends what would keep requests open. Raises `ConfigError` for an address that cannot be used."""
+    """Serve ``app``, which checks its callers itself, in the running event loop until the block ends; yields its URL.
+    ``on_stop`` then ends requests that would stay open. Raises `ConfigError` for an unusable address."""
     _tune_process()
     listener = bind(config, secured=True)
     host, port = listener.getsockname()[:2]
@@ -126,7 +126,7 @@ def _settings(slow_request_timeout_s: float) -> dict[str, Any]:
         "backlog": LISTEN_BACKLOG,
         "log_level": "warning",
         "server_header": False,
-        # The caller is who connected: its port tells the connection, on which the delivery of answers is watched.
+        # Keep the real peer's address as the client: `DELIVERIES` identifies connections by its port.
         "proxy_headers": False,
         "ws": "none",
         "http": functools.partial(WatchedHttpProtocol, slow_request_timeout_s=slow_request_timeout_s),
@@ -140,7 +140,7 @@ def _inherited(fd: int) -> socket.socket:
 
 
 def bind(config: BaseServerConfig, secured: bool) -> socket.socket:
-    """A listening socket on the configured address; port 0 takes a free one."""
+    """Open a listening socket on the configured address; port 0 picks a free port. Raises `ConfigError`."""
     if not is_loopback(config.host) and not secured:
         raise ConfigError(
             f"host '{config.host}' can be reached from other machines, and this server was started without"
@@ -166,7 +166,7 @@ def bind(config: BaseServerConfig, secured: bool) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-    """Use as many file descriptors as this process may: each connection takes one."""
+    """Raise this process's limit of file descriptors to its hard limit, at most 65536: each connection takes one."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -176,7 +176,7 @@ def raise_file_limit() -> None:
 
 
 def keep_memory() -> None:
-    """Have the C library keep memory that is about to be used again; nothing where it is not glibc."""
+    """Make glibc keep freed memory for reuse (`MALLOC_SETTINGS`); does nothing with another C library."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and sys.platform == "linux":
         for parameter, value in MALLOC_SETTINGS.items():
@@ -184,8 +184,8 @@ def keep_memory() -> None:
 
 
 def give_back_memory() -> None:
-    """Have the C library give the kernel what it keeps and nobody uses, also between what is used. Takes some
-    milliseconds for each hundred MB, without the interpreter's lock."""
+    """Make the C library return all unused memory to the kernel, including gaps between blocks in use. Takes some
+    milliseconds per 100 MB, without the interpreter's lock."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -126,7 +126,7 @@ NeMoGymChatCompletionContentPartParam: TypeAlias = (
 _TextParts: TypeAlias = list[NeMoGymChatCompletionContentPartTextParam]
 
 
-# Contents are lists here, where OpenAI's types take any iterable: pydantic would keep those as one-shot iterators.
+# Contents are lists here. OpenAI's types accept any iterable, which pydantic would keep as a one-shot iterator.
 class NeMoGymChatCompletionUserMessageParam(ChatCompletionUserMessageParam):
     content: Required[str | list[NeMoGymChatCompletionContentPartParam]]  # type: ignore[misc]
 
@@ -162,7 +162,7 @@ class NeMoGymChatCompletionAssistantMessageParam(ChatCompletionAssistantMessageP
     content: str | list[ContentArrayOfContentPart] | None  # type: ignore[misc]
     tool_calls: list[NeMoGymChatCompletionMessageToolCallUnionParam] | None  # type: ignore[misc]
     reasoning_content: str | None
-    """What the model thought before ``content``, as engines name it; not in OpenAI's own types."""
+    """The model's reasoning before ``content``, under the engines' name for it; not in OpenAI's own types."""
 
 
 class NeMoGymChatCompletionAssistantMessageForTrainingParam(
@@ -187,8 +187,8 @@ NeMoGymChatCompletionMessageParam: TypeAlias = Annotated[
 
 
 class NeMoGymChatCompletionCreateParamsNonStreaming(BaseModel):
-    """A request for one chat completion; the deprecated function parameters are not taken, nor is a name that the
-    dialect has not. Messages may have more: endpoints send thoughts there, and take them back."""
+    """A request for one chat completion. Deprecated function parameters and unknown parameters are refused. Messages
+    may have extra fields, because endpoints return reasoning in them and accept it back."""
 
     messages: list[NeMoGymChatCompletionMessageParam]
     model: str | None = None
@@ -224,14 +224,14 @@ class NeMoGymChatCompletionCreateParamsNonStreaming(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = None
     web_search_options: WebSearchOptions | None = None
     thinking: dict[str, Any] | None = None
-    """Of gateways to Anthropic's models, as is ``output_config``."""
+    """A parameter of gateways to Anthropic's models, like ``output_config``."""
     output_config: dict[str, Any] | None = None
     stream: Literal[False] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _knows_every_name(cls, given: Any) -> Any:
-        # Not by extra="forbid", which typed dicts of messages would inherit.
+        # extra="forbid" would also apply to the typed dicts of messages.
         if isinstance(given, dict) and (unknown := given.keys() - cls.model_fields.keys()):
             raise ValueError(f"Extra inputs are not permitted: {', '.join(sorted(map(str, unknown)))}")
         return given

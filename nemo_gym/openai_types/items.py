@@ -1,7 +1,7 @@
 """Items of the Responses API, as input and as output.
 
-One union serves both directions, because a turn's output is the next turn's input. Which member a dict is follows
-from its ``type`` and shape, so an item is validated once and an error names the one member it was meant to be.
+One union serves both directions, because a turn's output is the next turn's input. A dict's ``type`` and shape select
+the union's member, so an item is validated once and an error names only that member.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NeMoGymSummary(Summary):
 
 
 class NeMoGymResponseReasoningItem(BaseModel):
-    """Reasoning. It has no ``status``: endpoints send ``null`` there and refuse it when it comes back."""
+    """Reasoning. It has no ``status``, because endpoints send ``null`` there but refuse ``null`` as input."""
 
     id: str
     summary: list[NeMoGymSummary]
@@ -83,7 +83,7 @@ class NeMoGymResponseOutputMessage(BaseModel):
 
 
 class NeMoGymInputVideoPart(TypedDict, total=False):
-    """Video content, which OpenAI's types do not have: exactly one of the two sources."""
+    """Video content, which OpenAI's types lack; exactly one of the two sources is required."""
 
     type: Required[Literal["input_video"]]
     video_url: str | dict[str, Any]
@@ -139,12 +139,12 @@ class NeMoGymResponseFunctionToolCall(BaseModel):
     type: Literal["function_call"] = "function_call"
     id: str | None = None
     status: ItemStatus | None = None
-    if "namespace" in ResponseFunctionToolCall.model_fields:  # of later releases of openai
+    if "namespace" in ResponseFunctionToolCall.model_fields:  # only in later releases of openai
         namespace: str | None = None
 
 
 class NeMoGymResponseMcpCall(McpCall):
-    """Some endpoints leave out the id and the label, and use statuses of their own."""
+    """An MCP call. The fields are lax, because some endpoints omit id and label or use their own statuses."""
 
     type: Literal["mcp_call"] = "mcp_call"
     id: str | None = None  # type: ignore[assignment]
@@ -235,11 +235,11 @@ RESPONSES_TO_TRAIN: dict[type[BaseModel], type[BaseModel]] = {
     NeMoGymResponseFunctionToolCall: NeMoGymResponseFunctionToolCallForTraining,
     NeMoGymResponseReasoningItem: NeMoGymResponseReasoningItemForTraining,
 }
-"""Items whose tokens a policy samples, and the variant that carries them."""
+"""Items that a policy generates → their variants with token fields."""
 
 
 def training_variant_of(item_cls: type[BaseModel]) -> type[BaseModel]:
-    """The variant of ``item_cls`` that carries tokens; raises ``NotImplementedError`` for items no policy samples."""
+    """The variant of ``item_cls`` with token fields. Raises ``NotImplementedError`` for items no policy generates."""
     try:
         return RESPONSES_TO_TRAIN[item_cls]
     except KeyError:
@@ -269,7 +269,7 @@ _BY_TYPE: dict[str, type[BaseModel]] = {
 _MESSAGES = (NeMoGymEasyInputMessage, NeMoGymMessage, NeMoGymResponseOutputMessage)
 _MEMBERS: tuple[type[BaseModel], ...] = (*_MESSAGES, *_BY_TYPE.values(), *RESPONSES_TO_TRAIN.values())
 _INFERRED = (
-    # For items without a ``type``: the keys that only one kind has.
+    # For items without a ``type``: keys that identify one kind.
     ("role", "message"),
     ("arguments", "function_call"),
     ("output", "function_call_output"),
@@ -288,7 +288,7 @@ def _message_class(item: dict[str, Any]) -> type[BaseModel]:
 
 
 def _member(item: Any) -> str | None:
-    """The union member that ``item`` is meant to be: the discriminator of `NeMoGymResponseInputItem`."""
+    """The name of the union member for ``item``; the discriminator of `NeMoGymResponseInputItem`."""
     if isinstance(item, BaseModel):
         return next((cls.__name__ for cls in type(item).__mro__ if cls in _MEMBERS), None)
     if not isinstance(item, dict):
@@ -297,7 +297,7 @@ def _member(item: Any) -> str | None:
     cls = _message_class(item) if kind == "message" else _BY_TYPE.get(str(kind))
     if cls is None:
         return None
-    # With any token field it must have them all, as the variant says.
+    # An item with any token field must have all of them, which the variant validates.
     if cls in RESPONSES_TO_TRAIN and not TOKEN_FIELDS.isdisjoint(item):
         cls = RESPONSES_TO_TRAIN[cls]
     return cls.__name__

@@ -26,7 +26,7 @@ class NeMoGymFunctionToolParam(FunctionToolParam):
 
 
 class NeMoGymResponseCreateParamsNonStreaming(BaseModel):
-    """A request for one response. Unknown parameters are refused: they would be lost silently."""
+    """A request for one response. Unknown parameters are refused, because they would be dropped silently."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,7 +64,7 @@ class NeMoGymResponseOutputTokensDetails(OutputTokensDetails):
 
 
 class NeMoGymResponseUsage(ResponseUsage):
-    """Token counts; a detail that an endpoint did not report is ``None``, and so is a sum with it."""
+    """Token counts. A detail that an endpoint did not report is ``None``, and so is any sum that includes it."""
 
     input_tokens_details: NeMoGymResponseInputTokensDetails
     output_tokens_details: NeMoGymResponseOutputTokensDetails
@@ -95,7 +95,7 @@ def _add(total: NeMoGymResponseUsage, more: NeMoGymResponseUsage) -> None:
     total.input_tokens += more.input_tokens
     total.output_tokens += more.output_tokens
     total.total_tokens += more.total_tokens
-    # An endpoint's reply built without validation may have null details.
+    # Replies of endpoints that are built without validation may have null details.
     if total.input_tokens_details is not None and more.input_tokens_details is not None:
         total.input_tokens_details.cached_tokens = _plus(
             total.input_tokens_details.cached_tokens, more.input_tokens_details.cached_tokens
@@ -109,7 +109,7 @@ def _add(total: NeMoGymResponseUsage, more: NeMoGymResponseUsage) -> None:
 def accumulate_response_usage(
     total: NeMoGymResponseUsage | None, additional: NeMoGymResponseUsage | None
 ) -> NeMoGymResponseUsage | None:
-    """A new sum of two usages; ``None`` counts as nothing."""
+    """Return the sum of two usages as a new object; ``None`` counts as zero."""
     if total is None or additional is None:
         known = total or additional
         return known.model_copy(deep=True) if known is not None else None

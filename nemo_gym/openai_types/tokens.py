@@ -15,7 +15,7 @@ TOKEN_FIELDS = REQUIRED_TOKEN_FIELDS | {"routed_experts"}
 
 
 class TokenIDLogProbMixin(BaseModel):
-    """Fields of an item whose tokens are known: shapes ``[prompt]``, ``[generated]``, ``[generated]``."""
+    """Token fields of an item; the lengths are ``[prompt]``, ``[generated]`` and ``[generated]``."""
 
     prompt_token_ids: list[int]
     generation_token_ids: list[int]
@@ -31,7 +31,7 @@ class TokenIDLogProbTypedDictMixin(TypedDict):
 
 
 def check_tokens(value: Any) -> Any:
-    """A validator: token fields are all there or none is."""
+    """Raise ``ValueError`` unless the required token fields are all present or no token field is; a validator."""
     present = TOKEN_FIELDS.intersection(value) if isinstance(value, dict) else None
     if present and (missing := REQUIRED_TOKEN_FIELDS - present):
         raise ValueError(f"token fields come together; missing {', '.join(sorted(missing))}")

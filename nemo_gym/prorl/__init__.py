@@ -1,1 +1,1 @@
-"""The ProRL Agent Server's own names, over this suite's rollouts: see fern/pages/prorl.md."""
+"""The ProRL Agent Server's API on top of this suite's rollouts; see fern/pages/prorl.md."""

@@ -1,9 +1,8 @@
-"""The ProRL Agent Server's object: instances in, results out, through three pools of workers.
+"""The ProRL Agent Server as an object: it runs instances through three pools of workers, and returns their results.
 
     process ──▶ INIT (handler.init) ──▶ RUN (handler.run, runtime closed) ──▶ EVAL (handler.eval) ──▶ result
 
-It has an event loop in a thread of its own, on which the pipeline's own stage pools work; every method may be called
-from any thread.
+Its own thread runs an event loop with the pipeline's stage pools; every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = ["NoLlmServerError", "NotRunningError", "OpenHandsServer"]
 
 TIMEOUT_S = 7200.0
 KEPT_RESULTS = 64
-"""Of jobs without an error whose caller chose their id, for callers that ask again."""
+"""How many results are kept for repeated requests: of jobs that succeeded and whose caller chose their id."""
 MAX_JOB_ID = 100
 
 log = structlog.get_logger(__name__)
@@ -61,21 +60,21 @@ class NotRunningError(NemoGymError):
 
 
 class UnknownJobError(ContractError):
-    """No job of that id is under way."""
+    """No running job has that id."""
 
     code = "unknown_job"
     status = 404
 
 
 class OpenHandsServer:
-    """See the module.
+    """Runs instances, as the module describes.
 
     Args:
         llm_server_addresses: OpenAI-compatible servers, as URLs, pairs of a URL and its weight, or a mapping of URLs
             to weights. More may come with `add_llm_server_address`.
         max_eval_workers: as many as run workers by default.
-        allow_skip_eval: no evaluation of runs that left nothing.
-        timeout_s: of a job's init, run and eval together; waiting in queues does not count.
+        allow_skip_eval: handlers may skip the evaluation of runs that produced nothing.
+        timeout_s: the limit for a job's init, run and eval together; waiting in queues does not count.
     """
 
     def __init__(
@@ -100,12 +99,12 @@ class OpenHandsServer:
         self._life = threading.Lock()
         """Held while starting and stopping."""
         self._lock = threading.Lock()
-        """Held for moments: whoever begins work on the thread, or uses the LLM servers."""
+        """Held briefly, to schedule work on the thread or to use the LLM servers."""
         self._thread: LoopThread | None = None
         self._running = False
         self._finished: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
 
-    # Life
+    # Lifecycle
 
     @property
     def running(self) -> bool:
@@ -122,7 +121,7 @@ class OpenHandsServer:
                 self._running = True
 
     def stop(self) -> None:
-        """End what is under way, each job with that as its error, and release all that was opened; idempotent."""
+        """End running jobs, each with an error that says so, and release everything they opened; idempotent."""
         self._refuse_own_thread()
         with self._life:
             with self._lock:
@@ -148,12 +147,12 @@ class OpenHandsServer:
             return self._llm_servers.addresses
 
     def add_llm_server_address(self, address: Any) -> bool:
-        """Takes jobs from now on. Whether it was new; one that is known gets the weight given now."""
+        """Add an LLM server for new jobs, or change the weight of a known one. Return whether it was new."""
         with self._lock:
             return self._llm_servers.add(address)
 
     def clear_llm_server_addresses(self) -> None:
-        """No new job goes to any of them; jobs under way keep theirs."""
+        """Remove all LLM servers; running jobs keep theirs."""
         with self._lock:
             self._llm_servers.clear()
 
@@ -168,10 +167,10 @@ class OpenHandsServer:
     ) -> dict[str, Any]:
         """Run one instance to its end; blocks, and may be called from any number of threads.
 
-        Without ``job_id`` every call is a job of its own. The same id with the same instance and parameters is the
-        same job; with others it raises `ContractError`. ``sampling_params`` stay as they are; ``max_iterations``
-        among them is the job's, the rest goes to the LLM server. Raises for what can be known at submission (no
-        handler for the ``data_source``, no LLM server, a row that cannot be used); an error later on is in the result.
+        Without ``job_id`` every call is a new job. The same id with the same instance and parameters is the same job;
+        with others it raises `ContractError`. ``sampling_params`` is not changed; its ``max_iterations`` limits the
+        job, its other members go to the LLM server. Errors that are known at submission are raised (no handler for
+        the ``data_source``, no LLM server, a row that cannot be used); later errors are in the result.
         """
         return self._wait(lambda: self._process(instance, sampling_params, job_id, timeout))
 
@@ -186,13 +185,13 @@ class OpenHandsServer:
         return await asyncio.wrap_future(self._call(lambda: self._process(instance, sampling_params, job_id, timeout)))
 
     def cancel_job(self, job_id: str, reason: str = "cancelled by a caller") -> float:
-        """Stop a job and release what it holds; its ``process`` returns with that as its error. Returns the seconds it
-        took. Raises `ContractError` for a job that is not under way."""
+        """Stop a job and release its resources; its ``process`` returns ``reason`` as the error. Return the seconds
+        that this took. Raises `UnknownJobError` if the job is not running."""
         return self._wait(lambda: self._cancel(job_id, reason))
 
     def status(self) -> dict[str, int]:
-        """How many jobs wait for each stage (``init_queue``, …), are in it (``active_init``, …), and are under way in
-        all (``total``)."""
+        """Return how many jobs wait for each stage (``init_queue``, …), are in it (``active_init``, …), and how many
+        there are in all (``total``)."""
 
         async def count() -> dict[str, int]:
             return self._pools.status()
@@ -214,7 +213,7 @@ class OpenHandsServer:
             finally:
                 self._calls.discard(task)
 
-        with self._lock:  # what is scheduled here begins before `_close` does
+        with self._lock:  # work that is scheduled here begins before `_close` does
             if not self._running or self._thread is None:
                 raise NotRunningError("the server is not running; start() it first", retryable=True)
             return self._thread.start(tracked())
@@ -232,7 +231,7 @@ class OpenHandsServer:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # also what interrupts the caller
+            future.cancel()  # also if the caller is interrupted
             raise
 
     # On the loop
@@ -254,9 +253,9 @@ class OpenHandsServer:
         for handler in self._used:
             try:
                 await call_optional(handler, "aclose")
-            except Exception as error:  # noqa: BLE001 - a handler of somebody's must not keep the others
+            except Exception as error:  # noqa: BLE001 - a custom handler must not prevent closing the others
                 log.warning("handler not closed", handler=handler.name, error=str(error))
-        if self._calls:  # their jobs are complete; callers are told before the loop ends
+        if self._calls:  # their jobs are complete; let them return before the loop ends
             await asyncio.wait(self._calls, timeout=CLOSE_TIMEOUT_S)
         await close_global_aiohttp_client()
 
@@ -292,7 +291,8 @@ class OpenHandsServer:
         return await self._result_of(job)
 
     def _known(self, job_id: str, digest: str) -> HandlerJob | dict[str, Any] | None:
-        """The same job, under way or finished."""
+        """Return the running job of this id, or the result of a finished one, or ``None``. Raises `ContractError` if
+        the id belongs to a different job."""
         job, kept = self._pools.jobs.get(job_id), self._finished.get(job_id)
         before = job.digest if job is not None else kept[0] if kept is not None else digest
         if before != digest:
@@ -304,12 +304,12 @@ class OpenHandsServer:
         return job if job is not None else kept[1] if kept is not None else None
 
     def _withdraw(self, job: HandlerJob, error: BaseException) -> None:
-        """A job that was refused at submission, also for those who asked for the same one meanwhile."""
+        """Remove a job that was refused at submission, and pass the error to callers that meanwhile wait for it."""
         self._pools.jobs.pop(job.job.job_id, None)
         if not job.result.done():
             told = error if isinstance(error, Exception) else NotRunningError("the job was withdrawn", retryable=True)
             job.result.set_exception(told)
-            job.result.exception()  # nobody need have waited for it
+            job.result.exception()  # mark it as retrieved, because perhaps no caller waits for it
 
     async def _result_of(self, job: HandlerJob) -> dict[str, Any]:
         job.waiters += 1

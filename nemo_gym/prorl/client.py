@@ -1,6 +1,6 @@
-"""Instances over several ProRL servers: a free server takes the next, and those of a dead one go to another.
+"""A client of several ProRL servers: each free server gets the next job, and jobs of a dead server go to another.
 
-process ──▶ places of servers that are free (a faster server is free more often) ──POST /process──▶ result
+process ──▶ a place at a free server (a faster server is free more often) ──POST /process──▶ result
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ URLS_ENV = "PRORL_SERVER_URLS"
 TOKEN_ENV = "PRORL_SERVER_TOKEN"
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
-"""Of everything but /process, which takes as long as its job."""
+"""The timeout of all requests but /process, which takes as long as its job."""
 LOOK_AGAIN_S = 1.0
 LOOK_AGAIN_AT_MOST_S = 30.0
 PATIENCE_S = 600.0
@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 def server_urls(urls: str | Iterable[str] | None = None) -> list[str]:
-    """``urls``, or those of ``PRORL_SERVER_URLS``, with ``+``, ``,`` or space between. Raises `ConfigError`."""
+    """Return ``urls``, or those in ``PRORL_SERVER_URLS``, separated by ``+``, ``,`` or space. Raises `ConfigError`."""
     given = urls if urls is not None else os.environ.get(URLS_ENV, "")
     found = [url.rstrip("/") for url in (_SEPARATORS.split(given) if isinstance(given, str) else given) if url]
     if not found:
@@ -54,8 +54,8 @@ def server_urls(urls: str | Iterable[str] | None = None) -> list[str]:
 
 
 def assign_llm_servers(addresses: Sequence[str], urls: Sequence[str]) -> dict[str, list[str]]:
-    """Which LLM servers each ProRL server uses: those of its own node; where there are none of it, an even share of
-    all. LLM servers on nodes without a ProRL server are shared out evenly as well."""
+    """Assign LLM servers to ProRL servers. Each ProRL server uses those of its own node; if its node has none, it gets
+    an even share of all. LLM servers on nodes without a ProRL server are shared out evenly as well."""
     hosts = {url: urlsplit(url).hostname for url in urls}
     assigned: dict[str, list[str]] = {url: [] for url in urls}
     left = []
@@ -78,11 +78,11 @@ def assign_llm_servers(addresses: Sequence[str], urls: Sequence[str]) -> dict[st
 class _Server:
     url: str
     places: int = 0
-    """Jobs that it takes at once."""
+    """How many jobs the server takes at once."""
     life: int = 0
-    """Grows when it is given up; its places of before mean nothing then."""
+    """Grows when the server is given up, which invalidates its earlier places."""
     problem: str | None = None
-    """Why it gets no jobs."""
+    """Why the server gets no jobs; ``None`` if it does."""
     done: int = 0
 
 
@@ -98,21 +98,21 @@ class _Place:
 
 @dataclass(slots=True)
 class JobLost(Exception):
-    """The server is gone, or stopped, with the job."""
+    """The job was lost because its server is gone or has stopped."""
 
     problem: str
 
 
 class ProRLClient:
-    """Belongs to one event loop; ``async with`` it.
+    """Distributes jobs over ProRL servers. Use it with ``async with``, in one event loop.
 
     Args:
         urls: the servers; by default those of ``PRORL_SERVER_URLS``.
-        token: the servers'; by default ``PRORL_SERVER_TOKEN``.
-        places: jobs that each server gets at once; by default as many as it has workers.
-        max_tries: of a job that ends with an error of the infrastructure. A job that was lost with its server goes to
-            another, however often.
-        patience_s: how long jobs wait while no server is there.
+        token: the servers' token; by default ``PRORL_SERVER_TOKEN``.
+        places: how many jobs each server gets at once; by default as many as it has workers.
+        max_tries: how often to try a job that ends with an infrastructure error. A job that was lost with its server
+            goes to another server, without a limit.
+        patience_s: how many seconds jobs wait while no server is available.
     """
 
     def __init__(
@@ -151,19 +151,19 @@ class ProRLClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Jobs under way are cancelled by their servers."""
+        """Close all connections; the servers then cancel the running jobs."""
         await self._tasks.cancel()
         if self._http is not None:
             await self._http.close()
 
     @property
     def places(self) -> int:
-        """Jobs that all servers which are there take at once."""
+        """How many jobs all available servers take at once."""
         return sum(server.places for server in self._servers if server.problem is None)
 
     @property
     def done(self) -> dict[str, int]:
-        """Jobs that each server has finished."""
+        """The number of jobs that each server has finished."""
         return {server.url: server.done for server in self._servers}
 
     # Jobs
@@ -171,14 +171,14 @@ class ProRLClient:
     async def process(
         self, instance: Any, sampling_params: Mapping[str, Any] | None = None, job_id: str | None = None
     ) -> dict[str, Any]:
-        """The result of one instance, on whichever server is free. Raises `ConfigError` for what a server refuses, and
-        `ServerError` when no server was there for ``patience_s``."""
+        """Run one instance on a free server, and return its result. Raises `ConfigError` if a server refuses it, and
+        `ServerError` if no server was available for ``patience_s``."""
         body = {"instance": row_of(instance), "sampling_params": dict(sampling_params or {})}
         tries = 0
         while True:
             place = await self._place()
             server = place.server
-            # Where the client lost its connection, the server may not know yet that nobody waits for the job.
+            # A new id for each try: after a lost connection, the server may still be running the earlier try.
             name = job_id or f"{instance_id_of(instance)[:67]}-{uuid.uuid4().hex}"
             try:
                 result = await self._ask(server, "/process", {**body, "job_id": name})
@@ -199,7 +199,7 @@ class ProRLClient:
     async def process_all(
         self, instances: Iterable[Any], sampling_params: Mapping[str, Any] | None = None
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Number and result of each instance, as they end."""
+        """Yield the number and result of each instance, in the order in which they end."""
         waiting = {
             asyncio.create_task(self.process(instance, sampling_params)): number
             for number, instance in enumerate(instances)
@@ -217,8 +217,8 @@ class ProRLClient:
     # Servers
 
     async def set_llm_servers(self, addresses: Sequence[str]) -> dict[str, list[str]]:
-        """Have each server use these LLM servers and no others, each its own part of them; see
-        `assign_llm_servers`."""
+        """Replace the LLM servers of all ProRL servers, as `assign_llm_servers` distributes them. Return the
+        assignment."""
         assigned = assign_llm_servers(addresses, [server.url for server in self._servers])
         for server in self._servers:
             await self._post(server, "/clear_llm_server", {})
@@ -227,7 +227,7 @@ class ProRLClient:
         return assigned
 
     async def status(self) -> dict[str, dict[str, Any]]:
-        """What each server says of itself; ``{problem}`` of one that is not there."""
+        """Return the status of each server; ``{problem}`` for a server that is not available."""
 
         async def one(server: _Server) -> dict[str, Any]:
             try:
@@ -247,7 +247,7 @@ class ProRLClient:
     # Inside
 
     async def _begin(self, server: _Server) -> None:
-        """Start a server that is there and not started; look for one that is not there again and again."""
+        """Start a server if it is available and not started. If it is not available, keep trying in the background."""
         try:
             await self._open(server)
         except JobLost as lost:
@@ -259,7 +259,7 @@ class ProRLClient:
         if not told.get("running"):
             try:
                 await self._ask(server, "/start", {})
-            except ConfigError:  # somebody else was quicker
+            except ConfigError:  # another client may have started it meanwhile
                 if not (await self._ask(server, "/status")).get("running"):
                     raise
         workers = (int(told[f"max_{stage}_workers"]) for stage in ("init", "run", "eval"))
@@ -295,7 +295,7 @@ class ProRLClient:
     async def _next_place(self, nobody: bool) -> _Place | None:
         if nobody:
             return await self._free.get()
-        try:  # not for ever: the last server may be given up meanwhile
+        try:  # with a timeout, because the last server may be given up meanwhile
             async with asyncio.timeout(LOOK_AGAIN_S):
                 return await self._free.get()
         except TimeoutError:
@@ -315,7 +315,8 @@ class ProRLClient:
         self._tasks.start(self._find_again(server))
 
     async def _ask(self, server: _Server, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Raises `JobLost` for a server that is not there or does not run, and `ConfigError` for what it refuses."""
+        """Send a request, and return the response's JSON object. Raises `JobLost` if the server is not available or
+        not running, `ConfigError` if it refuses the request, and `ServerError` for other server errors."""
         assert self._http is not None, "use the client as: async with ProRLClient() as client"
         options: dict[str, Any] = {} if path == "/process" else {"timeout": aiohttp.ClientTimeout(ANSWER_TIMEOUT_S)}
         if body is not None:

@@ -1,4 +1,4 @@
-"""The servers behind the suite's own handlers: a composition, started with the first job that needs it."""
+"""The servers of the suite's own handlers: a composition that starts with the first job that needs it."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
     *("stop", "stop_token_ids", "ignore_eos", "max_tokens", "max_completion_tokens", "max_output_tokens"),
 )
-"""Sampling parameters that the gateway holds every call of a job to."""
+"""Sampling parameters that the gateway enforces in every model call of a job."""
 PROVIDERS = ("hosted_vllm/", "openai/")
-"""LiteLLM's, before a model's name."""
+"""LiteLLM's provider prefixes of model names."""
 ANSWER_TIMEOUT_S = 10.0
-"""An LLM server that lists no models within it does not answer."""
+"""How long an LLM server may take to list its models."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LlmAccess:
-    """The LLM server of a job, and how it is asked."""
+    """The LLM server of a job, with its model, credential and sampling parameters."""
 
     address: str
     model: str
     api_key: str | None = field(default=None, repr=False)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
-    """Parameters that mean nothing here."""
+    """The names of parameters that are ignored."""
 
     @property
     def v1_url(self) -> str:
@@ -61,7 +61,7 @@ class LlmAccess:
 
     @property
     def engine(self) -> str:
-        """Its name at the gateway."""
+        """The LLM server's engine name at the gateway."""
         told = orjson.dumps([self.address, self.model, self.api_key])
         return f"{urlsplit(self.address).netloc}-{hashlib.sha256(told).hexdigest()[:8]}"
 
@@ -73,13 +73,13 @@ class Running:
     peers: Peers
     servers: Servers
     engine_type: str | None
-    """Of the gateway's engines; ``None`` where the model server is no gateway and answers by itself."""
+    """The type of the gateway's engines; ``None`` if the model server is not a gateway."""
     ended: asyncio.Future[Any] | None = None
-    """Resolves when the servers cannot go on; ``None`` for servers that somebody else runs."""
+    """Resolves when the servers fail; ``None`` for servers that were started elsewhere."""
     engines: set[str] = field(default_factory=set)
 
     async def engine_for(self, llm: LlmAccess) -> str | None:
-        """The gateway's engine for an LLM server, which the gateway is told of where it does not know it."""
+        """Return the gateway's engine for an LLM server, registering the server with the gateway if necessary."""
         if self.engine_type is None:
             return None
         if llm.engine not in self.engines:
@@ -97,11 +97,11 @@ class Running:
 
 
 class ComposedServers:
-    """Belongs to one event loop.
+    """Starts and stops a composition's servers, in one event loop.
 
     Args:
-        words: a composition as for ``ng_run``. Its gateway gets the jobs' LLM servers as engines.
-        run_dir: the directory of servers that run already, in place of ``words``.
+        words: a composition, as for ``ng_run``. Its gateway gets the jobs' LLM servers as engines.
+        run_dir: the directory of servers that already run; replaces ``words``.
     """
 
     def __init__(self, words: Sequence[str], run_dir: str | None = None) -> None:
@@ -113,19 +113,19 @@ class ComposedServers:
         self._answering: dict[str, asyncio.Future[list[str]]] = {}
 
     async def running(self, llm: LlmAccess) -> Running:
-        """The servers; raises what keeps them from starting. Those that have failed are started again."""
+        """Return the servers, starting them if they do not run or have failed. Raises the error of a failed start."""
         async with self._changing:
             if (why := self._over()) is not None:
                 log.warning("servers failed, starting them again", error=why)
                 await self._stop()
             if self._startup is None:
-                # A task of its own: the job that began it may be cancelled, and others wait for the same servers.
+                # In its own task: the job that starts it may be cancelled while others wait for the same servers.
                 self._startup = asyncio.create_task(self._start(llm) if self._run_dir is None else self._join())
             startup = self._startup
         return await asyncio.shield(startup)
 
     def _over(self) -> str | None:
-        """Why the servers have to be started anew."""
+        """Return why the servers must be started again, or ``None``."""
         startup = self._startup
         if startup is None or not startup.done():
             return None
@@ -135,8 +135,8 @@ class ComposedServers:
         return str(ended.result()) if ended is not None and ended.done() else None
 
     async def access(self, llm_config: Mapping[str, Any]) -> LlmAccess:
-        """Raises `InvalidBodyError` for parameters that cannot be meant, and `ModelError` for an LLM server that does
-        not answer or names no model."""
+        """Return how to reach a job's LLM server. Raises `InvalidBodyError` for invalid parameters or if no model is
+        named or listed, and `ModelError` if the LLM server does not answer."""
         address = str(llm_config["base_url"])
         sampling = {name: llm_config[name] for name in SAMPLING if llm_config.get(name) is not None}
         pinned_sampling({}, sampling, room_tokens=1)
@@ -159,7 +159,7 @@ class ComposedServers:
     # Inside
 
     async def _models(self, address: str, api_key: str | None) -> list[str]:
-        """What the LLM server serves; asked once by all jobs that come meanwhile, and again after a failure."""
+        """Return the models that the LLM server lists. All jobs share one request; a failed request is repeated."""
         asked = self._answering.get(address)
         if asked is None:
             asked = self._answering[address] = asyncio.ensure_future(_listed_models(address, api_key))
@@ -195,7 +195,7 @@ class ComposedServers:
             if ready.done():
                 raise
             ready.set_exception(error)
-            ready.exception()  # who waited for it may have been cancelled
+            ready.exception()  # mark it as retrieved, because the waiting job may have been cancelled
         finally:
             stop_nursery(process[0])
 
@@ -206,7 +206,7 @@ class ComposedServers:
         chosen = stack.chosen.get("agent") or (agents[0] if len(agents) == 1 else None)
         if chosen is None:
             raise ConfigError(f"choose an agent with agent=; there are: {', '.join(agents) or 'none'}", key="agent")
-        # Every job has a bound on its turns, so the agent must keep one.
+        # Every job limits its turns, so check that the agent can enforce such a limit.
         run = RolloutRunConfig.parse({"input": "unused", "output": "unused.jsonl", "max_turns": 1})
         servers = await checked_servers(client, peers, chosen, run)
         return Running(peers, servers, await _engine_type(peers, servers, stack))
@@ -219,7 +219,7 @@ class ComposedServers:
             await asyncio.wait({startup})
         if serving is not None:
             self._closing.set()
-            with contextlib.suppress(Exception):  # they are stopped, however they came to it
+            with contextlib.suppress(Exception):  # the servers are stopped, whatever they raised
                 await serving
 
 
@@ -262,7 +262,7 @@ def _composed(words: Sequence[str]) -> Composition:
 
 
 def _quoted(text: str) -> str:
-    """As a value of Hydra's grammar."""
+    """Quote text as a value of Hydra's grammar."""
     return orjson.dumps(text).decode()
 
 

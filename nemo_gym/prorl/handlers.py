@@ -1,8 +1,8 @@
-"""The suite's own handlers: SWE-bench and mathematics, as rollouts over the agents and environments of this suite.
+"""The suite's own handlers: SWE-bench and mathematics, as rollouts with the agents and environments of this suite.
 
-init  the model session, pinned to the job's LLM server, and the environment's task
-run   the agent's work, harvested by the environment; then no box is left
-eval  the environment's verify, in a fresh box where it needs one
+init  opens the model session, pinned to the job's LLM server, and seeds the environment
+run   lets the agent work, and harvests the artifacts; then no sandbox is left
+eval  calls the environment's verify, which uses a fresh sandbox if it needs one
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Rollout:
-    """A job's rollout; a `JobDetails.metadata`."""
+    """A job's rollout; stored as `JobDetails.metadata`."""
 
     attempt: Attempt
     steps: RolloutSteps
@@ -42,8 +42,8 @@ class Rollout:
 
 @dataclass(slots=True)
 class World:
-    """Where the agent works; a `JobDetails.runtime`. When the work is done its boxes are gone: the agent harvests and
-    destroys its own, the environment does so when it is asked for the harvest. What stays open is for the verdict."""
+    """Where the agent works; stored as `JobDetails.runtime`. After the work, its sandboxes are gone: the agent
+    harvests and destroys its own; the environment does so in its harvest. Only what the verdict needs stays open."""
 
     rollout: Rollout
 
@@ -56,9 +56,9 @@ class World:
 class _OfLoop:
     servers: ComposedServers
     run_id: str = field(default_factory=lambda: f"prorl-{secrets.token_hex(4)}")
-    """Of its rollouts, by which their boxes are labelled."""
+    """The run id of the rollouts; it labels their sandboxes."""
     told: set[str] = field(default_factory=set)
-    """Parameters that were ignored, and said to be."""
+    """The ignored parameters that a warning has named."""
 
 
 class SuiteHandler(AgentHandler):
@@ -66,8 +66,8 @@ class SuiteHandler(AgentHandler):
 
     Args:
         name: the data source.
-        words: the composition as for ``ng_run``; its servers start with the first job.
-        run_dir: the run directory of servers that ``ng_run`` started, in place of ``words``.
+        words: the composition, as for ``ng_run``; its servers start with the first job.
+        run_dir: the run directory of servers that ``ng_run`` started; replaces ``words``.
     """
 
     def __init__(self, name: str, words: Sequence[str] = (), *, run_dir: str | None = None) -> None:
@@ -79,11 +79,11 @@ class SuiteHandler(AgentHandler):
         return self._name
 
     def row(self, instance: Any) -> dict[str, Any]:
-        """The instance as a row of the environment. Raises `RowError` naming the field that is missing."""
+        """Return the instance as a row of the environment. Raises `RowError` naming the field that is missing."""
         return row_of(instance)
 
     def is_nothing(self, act: Mapping[str, Any]) -> bool:
-        """Whether an agent's answer holds nothing that needs an evaluation."""
+        """Return whether an agent's response holds nothing to evaluate."""
         return False
 
     # Stages
@@ -107,7 +107,7 @@ class SuiteHandler(AgentHandler):
             known = llm.engine in running.engines
             engine = await running.engine_for(llm)
             identity = {
-                # A job that its caller submits again, after an error, is another rollout.
+                # The suffix is random because a job that is submitted again after an error is a new rollout.
                 "rollout_id": f"{sid or task}-{secrets.token_hex(4)}",
                 "task_id": task,
                 "group_id": task,
@@ -165,7 +165,7 @@ class SuiteHandler(AgentHandler):
 
     @property
     def _here(self) -> _OfLoop:
-        """What belongs to the running loop: each server has its own."""
+        """The servers for the running event loop, because each `OpenHandsServer` has its own loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             self._loops[loop] = _OfLoop(ComposedServers(self._words, self._run_dir))
@@ -173,7 +173,7 @@ class SuiteHandler(AgentHandler):
 
 
 class SweBenchHandler(SuiteHandler):
-    """Rows of SWE-bench as they are published, and of data sets in the same form whose images are prepared."""
+    """Rows of SWE-bench as published, and of data sets in the same form whose images have been prepared."""
 
     WORDS = ("agent=mini_swe_agent", "environment=swe_bench", "sandbox=local", "model=gateway")
 
@@ -198,7 +198,7 @@ class SweBenchHandler(SuiteHandler):
 
 
 class MathHandler(SuiteHandler):
-    """Questions with an expected answer, in this suite's form or in that of the usual data sets."""
+    """Questions with an expected answer, in this suite's form or in that of common data sets."""
 
     WORDS = ("agent=simple_agent", "environment=math", "model=gateway")
     QUESTIONS = ("question", "problem", "problem_statement")
@@ -242,7 +242,7 @@ def _patch(act: Mapping[str, Any]) -> str:
 
 
 def _messages(attempt: Attempt) -> list[dict[str, Any]]:
-    """The conversation as chat messages: what was asked, and what came of it."""
+    """Return the conversation as chat messages: the prompt and the agent's output."""
     params = attempt.agent_params()
     asked = params.get("input") or []
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)

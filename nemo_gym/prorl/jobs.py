@@ -1,4 +1,4 @@
-"""Jobs on their way through three pools of workers: the pipeline's own pools, with handlers behind them."""
+"""Runs jobs through three pools of workers: the pipeline's stage pools, which call the handlers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobSpec, JobState, Sta
 from nemo_gym.rollouts.pipeline import StagePool
 
 CLOSE_TIMEOUT_S = 60.0
-"""Of closing one job's runtime, and of what its handler releases."""
+"""The timeout for closing one job's runtime, and for its handler's ``release``."""
 STAGE_TIMEOUT_S = 30 * 24 * 3600.0
-"""None: a job's own time is bounded over all stages."""
+"""In effect no limit, because a job's own timeout covers all of its stages."""
 STATUS_KEYS = ("init_queue", "run_queue", "eval_queue", "active_init", "active_run", "active_eval")
 
 log = structlog.get_logger(__name__)
@@ -38,7 +38,7 @@ class HandlerJob(JobAttempt):
     timeout_s: float = field(kw_only=True)
     result: asyncio.Future[dict[str, Any]] = field(kw_only=True)
     digest: str | None = None
-    """Of what the caller asked, where it chose the id."""
+    """The digest of the caller's instance and parameters, if the caller chose the id."""
     place: str = "init_queue"
     """One of `STATUS_KEYS`."""
     waiters: int = 0
@@ -95,8 +95,8 @@ class JobPools:
     """The pools of one server, and its jobs. Belongs to the server's event loop.
 
     Args:
-        workers: of INIT, RUN and EVAL.
-        on_complete: told of each job that is complete, with its result and, where it has none, why.
+        workers: the numbers of INIT, RUN and EVAL workers.
+        on_complete: called for each complete job, with its result and, if it failed, its failure.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class JobPools:
             pool.start()
 
     async def stop(self) -> None:
-        """End all jobs, each with that as its error."""
+        """End all jobs, each with an error that says so."""
         self.stopping = True
         for pool in self._pools:
             await pool.stop()
@@ -134,11 +134,11 @@ class JobPools:
         await asyncio.gather(*(self._complete(job, stopped) for job in [*self.jobs.values()]))
 
     def put(self, job: HandlerJob) -> None:
-        """Let a job of `jobs` begin."""
+        """Start a job that is in `jobs`."""
         self._pools[0].put_now(job)
 
     async def cancel(self, job: HandlerJob, reason: str) -> None:
-        """Until nothing of it is left."""
+        """Stop a job, and wait until its resources are released."""
         job.stop = Stop(FailureKind.CANCELLED, reason)
         for pool in self._pools:
             pool.interrupt(job)
@@ -197,7 +197,7 @@ class JobPools:
         await self._complete(_own(attempt), failure)
 
     async def _abandoned(self, attempt: JobAttempt) -> None:
-        """It was cancelled while it waited, or a handler cancelled itself."""
+        """Complete a job that was cancelled while it waited, or whose handler cancelled itself."""
         reason = f"the handler of '{attempt.job.spec.agent}' was cancelled from within"
         await self._complete(_own(attempt), StageFailure(StageName.RUN, FailureKind.INTERNAL, reason))
 
@@ -221,12 +221,12 @@ class JobPools:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await call_optional(job.handler, "release", job.details)
-        except Exception as error:  # noqa: BLE001 - the job is complete all the same
+        except Exception as error:  # noqa: BLE001 - the job is complete even if its release fails
             log.warning("job not released", job_id=job.job.job_id, error=str(error) or type(error).__name__)
 
 
 def _result(job: HandlerJob, failure: StageFailure | None) -> dict[str, Any]:
-    """What `OpenHandsServer.process` returns: what run returned, and members of the server's own over it."""
+    """Return the result of `OpenHandsServer.process`: the results of run, with the server's own members, which win."""
     details = job.details
     evaluation = details.eval_results or {}
     reward = None if failure is not None else evaluation.get("reward")
@@ -259,14 +259,14 @@ def _result(job: HandlerJob, failure: StageFailure | None) -> dict[str, Any]:
 
 
 async def _close_runtime(details: JobDetails) -> None:
-    """Close the job's runtime once, whoever comes first."""
+    """Close the job's runtime, if no earlier call has done so."""
     runtime, details.runtime = details.runtime, None
     close = getattr(runtime, "close", None)
     if not callable(close):
         return
     try:
         await finish(_closed(close), timeout_s=CLOSE_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - what was run stands, whether its runtime could be closed or not
+    except Exception as error:  # noqa: BLE001 - the results of run are valid even if the runtime cannot be closed
         log.warning("runtime not closed", job_id=details.job_id, error=str(error) or type(error).__name__)
 
 
@@ -274,7 +274,7 @@ async def _closed(close: Callable[[], Any]) -> None:
     if inspect.iscoroutinefunction(close):
         await close()
     else:
-        closing = await asyncio.to_thread(close)  # OpenHands' own blocks
+        closing = await asyncio.to_thread(close)  # OpenHands' own ``close`` blocks
         if inspect.isawaitable(closing):
             await closing
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible servers of a ProRL server, and which job goes to which."""
+"""The OpenAI-compatible servers of a ProRL server, and the choice of a server for each job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_gym.contract.errors import ConfigError, NemoGymError
 
 
 class NoLlmServerError(NemoGymError):
-    """There is nobody to sample from."""
+    """No LLM server is configured."""
 
     code = "no_llm_server"
     status = 503
@@ -23,16 +23,16 @@ class _LlmServer:
     address: str
     weight: float
     turn: float
-    """When it is this one's turn again; the lowest is next."""
+    """The server's virtual time: the lowest is next, and each job adds ``1 / weight``."""
 
 
 class LlmServers:
-    """Weighted round robin over addresses. One that is added later has its share of the jobs from then on, and catches
-    up with nothing. Not for several threads at once."""
+    """Weighted round robin over addresses. A server that is added later gets its share of the jobs from then on, and
+    does not catch up on earlier ones. Not thread-safe."""
 
     def __init__(self, addresses: Iterable[Any] | Mapping[str, float] = ()) -> None:
-        """``addresses``: URLs, or pairs of a URL and its weight; a URL that is named twice has both weights. Raises
-        `ConfigError` naming the wrong one."""
+        """``addresses`` are URLs, or pairs of a URL and its weight; the weights of a repeated URL add up. Raises
+        `ConfigError` naming a wrong address."""
         self._servers: list[_LlmServer] = []
         if isinstance(addresses, str):
             raise ConfigError(f"llm_server_addresses is a list: ['{addresses}']", key="llm_server_addresses")
@@ -45,7 +45,7 @@ class LlmServers:
                 self._servers.append(_LlmServer(address, weight, 0.0))
 
     def add(self, given: Any) -> bool:
-        """Whether it is new; one that is known gets the weight that is given now."""
+        """Add a server, or change the weight of a known one. Return whether it is new."""
         address, weight = parse_address(given)
         for server in self._servers:
             if server.address == address:
@@ -63,19 +63,19 @@ class LlmServers:
         return [server.address for server in self._servers]
 
     def next(self) -> str:
-        """The server of the next job, for all of its turns. Raises `NoLlmServerError`."""
+        """Choose the server for all turns of the next job. Raises `NoLlmServerError`."""
         if not self._servers:
             raise NoLlmServerError(
                 "there is no LLM server: give llm_server_addresses=[...], or add one (POST /add_llm_server)",
                 retryable=True,
             )
-        server = min(self._servers, key=lambda each: each.turn)  # of equal ones the first
+        server = min(self._servers, key=lambda each: each.turn)  # the first of equal ones
         server.turn += 1 / server.weight
         return server.address
 
 
 def parse_address(given: Any) -> tuple[str, float]:
-    """Address and weight of one entry. Raises `ConfigError`."""
+    """Return the address and weight of one entry. Raises `ConfigError`."""
     address, weight = given if isinstance(given, tuple | list) and len(given) == 2 else (given, 1.0)
     key = "llm_server_addresses"
     if not isinstance(address, str):

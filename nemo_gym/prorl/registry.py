@@ -1,4 +1,4 @@
-"""Handlers by data source: who prepares, runs and evaluates the instances of a data set.
+"""The handlers, by data source, that prepare, run and evaluate the instances of a data set.
 
 instance ──data_source──▶ handler: init → (runtime, metadata, config) → run → run_results → eval → report
 """
@@ -31,20 +31,20 @@ class UnknownDataSourceError(ConfigError):
 
 @dataclass(slots=True)
 class JobDetails:
-    """A job, as it grows from stage to stage."""
+    """A job, to which each stage adds its results."""
 
     job_id: str
     instance: Any
-    """As the caller gave it: a mapping, a pandas Series or an object."""
+    """The caller's instance, unchanged: a mapping, a pandas Series or an object."""
     max_iterations: int = DEFAULT_MAX_ITERATIONS
     llm_config: dict[str, Any] = field(default_factory=dict)
-    """The caller's sampling parameters, and as ``base_url`` the LLM server of all its turns."""
+    """The caller's sampling parameters, and as ``base_url`` the LLM server for all turns of the job."""
     start_time: float = field(default_factory=time.time)
     """Unix seconds, like the other times."""
     event: threading.Event = field(default_factory=threading.Event)
     """Set when the job is complete."""
     runtime: Any = None
-    """What `AgentHandler.init` made; closed, and ``None`` again, as soon as run is over."""
+    """The runtime that `AgentHandler.init` returned; closed and reset to ``None`` as soon as run is over."""
     metadata: Any = None
     config: Any = None
     run_results: dict[str, Any] | None = None
@@ -54,44 +54,44 @@ class JobDetails:
 
 
 class AgentHandler:
-    """Base of handlers. ``name``, ``init``, ``run`` and ``eval`` are a handler's own; the rest may stay as it is.
+    """Base class of handlers. A handler must define ``name``, ``init``, ``run`` and ``eval``; the rest is optional.
 
-    All methods run on the server's event loop, many jobs at a time: what blocks belongs into ``asyncio.to_thread``.
-    Whatever they raise completes the job with that error.
+    All methods run on the server's event loop, for many jobs at a time: use ``asyncio.to_thread`` for blocking work.
+    An exception of ``init``, ``run`` or ``eval`` completes the job with that error.
     """
 
     @property
     def name(self) -> str:
-        """The data source."""
+        """The name of the data source."""
         raise NotImplementedError
 
     async def init(
         self, instance: Any, llm_config: Any = None, sid: str | None = None, max_iterations: int = 1
     ) -> tuple[Any, Any, Any]:
-        """Runtime, metadata and config. A runtime's ``close()``, plain or asynchronous, is called right after run."""
+        """Return runtime, metadata and config. The runtime's ``close()``, sync or async, is called right after run."""
         raise NotImplementedError
 
     async def run(self, runtime: Any, metadata: Any, config: Any, instance: Any) -> dict[str, Any]:
-        """What the agent did: ``git_patch``, ``messages``, …"""
+        """Run the agent, and return its results: ``git_patch``, ``messages``, …"""
         raise NotImplementedError
 
     async def eval(self, job_details: JobDetails, sid: str | None = None, allow_skip: bool = True) -> dict[str, Any]:
-        """The evaluation of ``job_details.run_results``, bare or as ``{"report": …}``. With ``allow_skip`` a run that
-        left nothing need not be evaluated."""
+        """Return the evaluation of ``job_details.run_results``, bare or as ``{"report": …}``. With ``allow_skip``, a
+        run that produced nothing need not be evaluated."""
         raise NotImplementedError
 
     async def check(self, instance: Any, llm_config: Mapping[str, Any]) -> None:
-        """Refuse an instance at submission, by raising. Not in the original."""
+        """Raise an error to refuse an instance at submission. Not in the original."""
 
     async def release(self, job_details: JobDetails) -> None:
-        """Let go of what a job still holds, however it ended. Not in the original."""
+        """Release what a job still holds, however it ended. Not in the original."""
 
     async def aclose(self) -> None:
-        """The server stops. Not in the original."""
+        """Release the handler's resources when the server stops. Not in the original."""
 
 
 async def call_optional(handler: Any, name: str, *given: Any) -> None:
-    """One of the methods that a handler need not have."""
+    """Call a method of a handler, if the handler has it."""
     method = getattr(handler, name, None)
     if method is not None:
         await method(*given)
@@ -102,8 +102,8 @@ _handlers: dict[str, AgentHandler] = {}
 
 
 def register_agent_handler(handler: AgentHandler) -> None:
-    """Take the instances of ``handler.name`` from now on, in the place of whoever did. Raises `ConfigError` naming
-    what the handler lacks; then nothing is changed."""
+    """Register a handler for the data source ``handler.name``, replacing an earlier one. Raises `ConfigError` naming
+    what the handler lacks, without any change."""
     if isinstance(handler, type):
         raise ConfigError(
             f"register_agent_handler takes a handler, not its class: register_agent_handler({handler.__name__}())",
@@ -133,12 +133,12 @@ def _is_lacking(kind: type, name: str) -> bool:
 
 
 def registered_handlers() -> list[str]:
-    """The data sources that have a handler."""
+    """Return the data sources that have a handler."""
     return sorted(_handlers)
 
 
 def handler_of(data_source: str) -> AgentHandler:
-    """Raises `UnknownDataSourceError` with the names that are registered."""
+    """Return the handler of a data source. Raises `UnknownDataSourceError` listing the registered names."""
     if data_source not in _handlers:
         raise UnknownDataSourceError(
             f"no handler is registered for data_source '{data_source}'{nearest(data_source, _handlers)}; registered:"
@@ -149,7 +149,7 @@ def handler_of(data_source: str) -> AgentHandler:
 
 
 def get_registered_functions(stage: str, data_source: str) -> Stage:
-    """The handler's method for ``init``, ``run`` or ``eval``. Raises `ConfigError` for another stage, and
+    """Return the handler's method for ``init``, ``run`` or ``eval``. Raises `ConfigError` for another stage, and
     `UnknownDataSourceError`."""
     if stage not in STAGES:
         raise ConfigError(f"unknown stage '{stage}'{nearest(stage, STAGES)}; stages: {', '.join(STAGES)}", key="stage")
@@ -161,7 +161,7 @@ def get_registered_functions(stage: str, data_source: str) -> Stage:
 
 
 def data_source_of(instance: Any) -> str:
-    """Raises `RowError` for one that is no text."""
+    """Return an instance's data source, by default ``swebench``. Raises `RowError` if it is no text."""
     value = _member(instance, "data_source")
     if value is None:
         return DEFAULT_DATA_SOURCE
@@ -171,7 +171,7 @@ def data_source_of(instance: Any) -> str:
 
 
 def instance_id_of(instance: Any) -> str:
-    """The instance's own name, as far as ids can spell it."""
+    """Return the instance's own name, with characters that ids do not allow replaced, or ``instance``."""
     named = (_plain_number(_member(instance, name)) for name in ("instance_id", "task_id", "id", "uuid"))
     first = next((value for value in named if value is not None), None)
     name = task_id_of({"task_id": first}, -1)
@@ -179,7 +179,7 @@ def instance_id_of(instance: Any) -> str:
 
 
 def row_of(instance: Any) -> dict[str, Any]:
-    """The instance as a JSON object, with NaN as null. Raises `RowError` for what is no instance."""
+    """Return the instance as a JSON object, with NaN as null. Raises `RowError` if it is no instance."""
     if isinstance(instance, Mapping):
         given = dict(instance)
     elif callable(to_dict := getattr(instance, "to_dict", None)):
@@ -204,19 +204,19 @@ def _attributes(instance: Any) -> dict[str, Any]:
 
 
 def _member(instance: Any, name: str) -> Any:
-    """A key or an attribute; nothing where it is missing, or NaN as in a table's empty cells."""
+    """Return a key or an attribute; ``None`` if it is missing, or NaN as in a table's empty cells."""
     get = getattr(instance, "get", None)
     value = get(name) if callable(get) else getattr(instance, name, None)
     return None if isinstance(value, float) and value != value else value
 
 
 def _plain_number(value: Any) -> Any:
-    """A number of numpy's as Python's own."""
+    """Convert a numpy number to a Python number."""
     return value.item() if callable(getattr(value, "item", None)) else value
 
 
 def _encoded(value: Any) -> Any:
-    if type(value).__name__ in ("NaTType", "NAType"):  # a table's empty cells, as NaN
+    if type(value).__name__ in ("NaTType", "NAType"):  # a table's empty cells, like NaN
         return None
     if callable(to_list := getattr(value, "tolist", None)):
         return to_list()

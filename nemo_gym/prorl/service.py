@@ -1,4 +1,4 @@
-"""The server object over HTTP, with ProRL's routes.
+"""Serves `OpenHandsServer` over HTTP, with ProRL's routes.
 
 | route | body | answer |
 |---|---|---|
@@ -9,7 +9,7 @@
 | ``POST /clear_llm_server`` | | ``{status}`` |
 | ``GET /status`` | | `OpenHandsServer.status`, with ``running``, workers, ``data_sources`` and ``llm_servers`` |
 
-Errors are problems, with ``detail`` as in the original. A caller that leaves cancels its job.
+Errors are problem documents, with ``detail`` as in the original. When a client disconnects, its job is cancelled.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LlmServerBody(_Body):
 
 
 def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
-    """``token``: what callers give as bearer token; ``None`` lets everybody in."""
+    """Return the application. Clients must send ``token`` as bearer token; ``None`` requires none."""
     app = FastAPI(title="prorl", openapi_url=None, docs_url=None, redoc_url=None)
     install_problem_handlers(app)
     app.add_middleware(UnknownErrorMiddleware)
@@ -93,7 +93,7 @@ def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
             result = await while_connected(request, work)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        # What a handler of somebody's returns may be anything: what is no JSON goes as text.
+        # A custom handler may return any objects: those that are no JSON are sent as text.
         encoded = orjson.dumps(result, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
         return Response(encoded, media_type="application/json")
 
@@ -128,14 +128,15 @@ def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
 
 
 class Listening:
-    """A socket on which the service is, and its URL as others reach it."""
+    """The service's listening socket, and the URL under which other machines reach it."""
 
     def __init__(self, listener: socket.socket, url: str) -> None:
         self.listener, self.url = listener, url
 
     @classmethod
     def on(cls, host: str, port: int, *, secured: bool) -> Self:
-        """Raises `ConfigError` for an address that cannot be used; ``secured``: callers need a token."""
+        """Listen on an address. Raises `ConfigError` if it cannot be used, or if it is reachable from other machines
+        and not ``secured`` by a token."""
         if not is_loopback(host) and not secured:
             raise ConfigError(
                 f"host={host} can be reached from other machines, and whoever reaches it can run jobs: export"
@@ -155,7 +156,7 @@ class Listening:
         return cls(listener, f"http://{url_host(named)}:{listener.getsockname()[1]}")
 
     def announce(self, file: Path | None) -> None:
-        """Say where the service is; in ``file`` too, whole or not at all, for whoever started it on many nodes."""
+        """Write the service's URL to ``file``, if given, atomically: for a launcher of servers on many nodes."""
         if file is None:
             return
         try:
@@ -168,7 +169,7 @@ class Listening:
 
 
 def serve(server: OpenHandsServer, listening: Listening, token: str | None) -> None:
-    """Until SIGINT or SIGTERM; then jobs under way are ended."""
+    """Serve until SIGINT or SIGTERM, and then end the running jobs."""
     raise_file_limit()
     config = uvicorn.Config(
         application(server, token),

@@ -1,4 +1,4 @@
-"""A trainer's side: effective groups out of ProRL servers, through the suite's own sampler.
+"""The trainer's side: effective groups from ProRL servers, through the suite's own sampler.
 
 with prorl_sampler(loader, {"output": "results/train.jsonl"}, sampling_params={...}) as sampler:
     batch = sampler.next_batch(requested_batch_size=32)
@@ -42,7 +42,7 @@ def prorl_sampler(
     sampling: SamplingConfig | Mapping[str, Any] | None = None,
     filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
 ) -> BlockingSampler:
-    """For trainers that block, as NeMo RL's: takes what `open_prorl_sampler` takes."""
+    """`open_prorl_sampler` for blocking trainers, such as NeMo RL's; it takes the same arguments."""
     return BlockingSampler(
         loader,
         run,
@@ -69,15 +69,16 @@ async def open_prorl_sampler(
     """Sample from ``loader``, whose rows are instances, with the servers of ``PRORL_SERVER_URLS``.
 
     Args:
-        run: keys of ``ng_run`` as for `open_sampler`. ``concurrency`` is by default what the servers take at once;
-            ``temperature``, ``top_p``, ``max_output_tokens`` and ``max_turns`` go over ``sampling_params``.
-        urls: the servers, in place of ``PRORL_SERVER_URLS``.
-        llm_servers: have the servers use these, each those of its own node; by default they keep what they have.
+        run: keys of ``ng_run``, as for `open_sampler`. ``concurrency`` is by default the number of jobs that the
+            servers take at once; ``temperature``, ``top_p``, ``max_output_tokens`` and ``max_turns`` override
+            ``sampling_params``.
+        urls: the servers; they replace ``PRORL_SERVER_URLS``.
+        llm_servers: assign these to the servers (see `assign_llm_servers`); by default they keep what they have.
 
     Raises `ConfigError` before anything runs.
     """
     given = dict(run) if isinstance(run, Mapping) else run.model_dump(exclude_unset=True)
-    # A job that failed is tried again by the dispatcher, as a new attempt.
+    # The dispatcher, and not the client, retries a failed job, as a new attempt.
     async with ProRLClient(urls, max_tries=1) as client:
         if not client.places:
             problems = "; ".join(f"{url}: {told.get('problem')}" for url, told in (await client.status()).items())
@@ -92,7 +93,7 @@ async def open_prorl_sampler(
 
 
 class _Step:
-    """A stage of work that a server does as a whole; see `Stage`."""
+    """A stage of a pipeline whose work is done by ProRL servers; see `Stage`."""
 
     def __init__(
         self, name: StageName, workers: int, timeout_s: float, work: Callable[[JobAttempt], Awaitable[bytes]]
@@ -110,7 +111,7 @@ class _Step:
 
 
 class _ProRLServers:
-    """ProRL servers as a sampler's `Workplace`: all of a rollout is its RUN."""
+    """ProRL servers as a sampler's `Workplace`: the RUN stage does the whole rollout."""
 
     def __init__(self, client: ProRLClient, config: RolloutRunConfig, sampling_params: Mapping[str, Any]) -> None:
         self._client, self._config = client, config
@@ -180,7 +181,7 @@ class _ProRLServers:
 
 
 def _failure(told: Mapping[str, Any], llm_server: str) -> StageFailure:
-    """A job's failure as one of the RUN stage, of which it is all a part."""
+    """Return a job's failure as a failure of the RUN stage, which does the whole job."""
     kind = FailureKind(told["kind"]) if told.get("kind") in [*FailureKind] else FailureKind.INTERNAL
     reason, details = f"{told.get('stage')}: {told.get('reason')}", {"llm_server": llm_server}
     return StageFailure(StageName.RUN, kind, reason, retryable=bool(told.get("retryable")), details=details)

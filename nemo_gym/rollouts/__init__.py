@@ -1,1 +1,1 @@
-"""The rollout pipeline: dataset rows in, each attempt's verdict out, recorded exactly once."""
+"""The rollout pipeline: it turns dataset rows into verdicts, and records each result exactly once."""

@@ -49,7 +49,7 @@ SUBMIT_BATCH = 1000
 
 @dataclass(slots=True)
 class CollectionResult:
-    """What a run came to."""
+    """The results of a run."""
 
     run_id: str
     files: RunFiles
@@ -58,7 +58,7 @@ class CollectionResult:
     valid: int
     invalid: int
     seconds: float | None
-    """``None`` for a run that was finished before."""
+    """``None`` if the run was already finished."""
     server_logs: Path | None = None
     left_out: tuple[RowError, ...] = ()
     """Rows of the input that could not be used."""
@@ -68,11 +68,11 @@ class CollectionResult:
 
 @dataclass(frozen=True, slots=True)
 class RunOutlook:
-    """What a run is about to do."""
+    """What a run will do, known before it starts."""
 
     inputs: MaterializedInputs
     recorded: RecordedRun | None
-    """The run to go on with; ``None`` for a new one."""
+    """The run to continue; ``None`` for a new run."""
     finished: bool
 
 
@@ -104,7 +104,7 @@ class Collection:
         lock = OutputLock(self._files)
         lock.acquire()
         collector = gc.get_threshold()
-        gc.set_threshold(*GC_THRESHOLDS)  # with the interpreter's own, a sixth of the pipeline's time
+        gc.set_threshold(*GC_THRESHOLDS)  # the interpreter's defaults cost a sixth of the pipeline's time
         try:
             result = await self._run_locked()
             result.server_logs = self._server_logs
@@ -144,7 +144,7 @@ class Collection:
         if begun is not None:
             self._say(f"going on with NeMo Gym's run at {files.output}: {counted(begun.done, 'rollout')} there")
         elif recorded is None:
-            # As late as this: whatever is wrong with the new run, the old one stands until then.
+            # Only here, after all checks of the new run: until then a failed check leaves the old run in place.
             files.discard()
         await asyncio.to_thread(inputs.write, files.materialized_inputs)
         sink = ResultFiles(files)
@@ -165,7 +165,7 @@ class Collection:
     # Before
 
     async def _open(self, store: JobStore, inputs: MaterializedInputs) -> tuple[str, int]:
-        """Record the run and its jobs, or go on with what is recorded."""
+        """Record the run and its jobs, or continue the recorded run."""
         config = self._config
         info = {
             "run_id": config.run_id or new_run_id(),
@@ -183,14 +183,15 @@ class Collection:
                 await store.submit(batch)
                 batch = []
         await store.submit(batch)
-        # Whoever held the jobs before is gone: this process holds the output's lock.
+        # The jobs' earlier owner is gone, because this process holds the lock of the output.
         await store.release()
         if config.retry_failed:
             await store.reset(JobSelector(states=frozenset({JobState.FAILED, JobState.CANCELLED})))
         return run_id, inputs.rollouts
 
     def _keep_configuration(self) -> None:
-        """Beside the results, so that they can be graded again when the servers' own directory is gone."""
+        """Copy the configuration beside the results, so that they can be graded again when the servers' own directory
+        is gone."""
         if self._configuration is None or not self._configuration.exists():
             return
         try:
@@ -254,8 +255,10 @@ class Collection:
 
 
 async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any], *, keep: bool) -> RunOutlook:
-    """Everything that is known of a run without its servers: input, rows, output and the lock on it. ``servers`` is
-    their configuration; ``keep`` the rows for `run_collection`. Raises what that would; leaves nothing behind."""
+    """Check everything about a run that needs no running servers: input, rows, output and the output's lock.
+
+    ``servers`` is the servers' configuration. With ``keep``, the rows are kept for `run_collection`. Raises the errors
+    that `run_collection` would raise, and leaves no files behind."""
     files = RunFiles(config.output, config.store)
     config.check_input()
     OutputLock(files).check()
@@ -274,7 +277,7 @@ async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any], *, kee
 
 
 def is_finished(config: RolloutRunConfig, recorded: RecordedRun) -> bool:
-    """Whether nothing is left to do: every rollout has ended, and the metrics are written."""
+    """Return whether nothing is left to do: every rollout has ended, and the metrics are written."""
     if recorded.left or not recorded.rollouts:
         return False
     if config.retry_failed and recorded.counts[JobState.DONE] < recorded.rollouts:
@@ -283,7 +286,7 @@ def is_finished(config: RolloutRunConfig, recorded: RecordedRun) -> bool:
 
 
 async def finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> CollectionResult:
-    """What a finished run came to, from its files, which are mended where something is missing. The caller holds the
+    """Return the results of a finished run from its files, after repairing incomplete ones. The caller holds the
     output's lock."""
     files = recorded.files
     sink = ResultFiles(files)
@@ -305,7 +308,7 @@ async def finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> Co
 
 
 async def show_finished(config: RolloutRunConfig, recorded: RecordedRun, console: Console) -> CollectionResult:
-    """Show a finished run again; no server is asked."""
+    """Show a finished run again, without a request to any server."""
     lock = OutputLock(recorded.files)
     lock.acquire()
     try:
@@ -339,7 +342,7 @@ def _result(
 
 
 def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -> None:
-    """The tables of a run, and where its files are."""
+    """Print the tables of a run and the paths of its files."""
     title = f"{counted(result.rollouts, 'rollout')} of {counted(result.tasks, 'task')}"
     title += ", finished before" if result.seconds is None else f" in {result.seconds:.1f} s"
     if config.validation is not None:
@@ -386,12 +389,12 @@ async def run_collection(
     inputs: MaterializedInputs | None = None,
 ) -> CollectionResult:
     """Run ``config`` against the servers that ``client`` knows; ``console`` shows progress and the table.
-    ``configuration`` is a file that says what these servers are; the results keep a copy. ``inputs`` are its rows,
-    where `check_run` read them.
+    ``configuration`` is the file that configures these servers; a copy is kept beside the results. ``inputs`` are the
+    run's rows, if `check_run` has already read them.
 
     ``client`` needs credentials for the agents, environments and models of the run, in the role ``pipeline``.
-    Cancelling stops the run in order and leaves it resumable. Raises `ConfigError` and `RowError` before any task
-    runs, and `StoreError` when results cannot be recorded.
+    Cancelling stops the run in an orderly way and leaves it resumable. Raises `ConfigError` and `RowError` before any
+    task runs, and `StoreError` when results cannot be recorded.
     """
     if not isinstance(config, RolloutRunConfig):
         config = RolloutRunConfig.parse(config)

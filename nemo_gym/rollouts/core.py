@@ -1,6 +1,6 @@
-"""The one way from jobs to results: a store's jobs, the stages, and the servers of a stack.
+"""The core that turns jobs into results: it joins a job store, the stages, and the servers of a stack.
 
-Runs (`nemo_gym.rollouts.collection`), examples, samplers for RL and the service are its clients: they differ in where
+Its clients are runs (`nemo_gym.rollouts.collection`), examples, samplers for RL and the service. They differ in where
 jobs come from and where results go.
 """
 
@@ -23,11 +23,11 @@ from nemo_gym.rollouts.stages import http_stages
 
 
 class RolloutCore:
-    """What every client of the pipeline needs of a stack.
+    """The checked servers of a stack, and a dispatcher over them.
 
     Args:
-        say: gets a sentence about each engine that serves.
-        needs_engines: an engine that does not answer is an error; otherwise calls to it are tried again.
+        say: receives one sentence about each engine.
+        needs_engines: treat an engine that does not answer as an error; by default, calls to it are tried again.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class RolloutCore:
         self.config = config
         self.peers = Peers(client)
         self.routes: dict[str, Servers] = {}
-        """The agents that were checked, with their servers."""
+        """The checked agents, with their servers."""
         self.preflighted: set[str] = set()
-        """Those whose model server has asked its engines."""
+        """The agents whose model server has checked its engines."""
         self.agents = agent_instances(client.global_config_dict)
         self._say = say
         self._needs_engines = needs_engines
         self._checking = asyncio.Lock()
 
     async def add_route(self, agent: str, *, preflights: bool = True) -> Servers:
-        """The servers of an agent, checked once; raises `ConfigError` for what does not fit. ``preflights``: their
-        model server asks its engines once."""
+        """Return the servers of an agent, checking them once. Raises `ConfigError` if they do not fit the run. With
+        ``preflights``, also have the model server check its engines once."""
         async with self._checking:
             route = self.routes.get(agent) or await checked_servers(self.client, self.peers, agent, self.config)
             if preflights and agent not in self.preflighted:
@@ -62,11 +62,11 @@ class RolloutCore:
         return route
 
     def require_agent(self, agent: str) -> None:
-        """Raise `ConfigError` when no such agent is configured, or its servers are not."""
+        """Raise `ConfigError` if the agent or one of its servers is not configured."""
         servers_of(self.client.global_config_dict, agent)
 
     async def preflight(self) -> None:
-        """Have the model servers of all routes ask their engines once."""
+        """Have the model servers of all routes check their engines once."""
         await preflight(self.routes.values(), self.peers, self._say, reachable=self._needs_engines)
 
     def dispatcher(
@@ -81,13 +81,13 @@ class RolloutCore:
         sweeps: bool = False,
         server_logs: Path | None = None,
     ) -> AsyncDispatcher:
-        """A dispatcher over ``store``, which is the caller's to start and stop.
+        """Return a dispatcher over ``store``; the caller starts and stops it.
 
         Args:
-            logs: where the logs of evaluations go.
-            server_logs: the folder of the servers' logs, which rows of failures name.
+            logs: the folder for the logs of evaluations.
+            server_logs: the folder of the servers' logs, which failure rows name.
             observed: wraps the RUN stage.
-            pooled: take only jobs that find a place at their servers; by default where the configuration has bounds.
+            pooled: claim only jobs whose servers have a free place; by default, if the configuration sets caps.
         """
         config = self.config
         init, run, evaluation = http_stages(self.peers, config, self._topology, logs=logs)
@@ -108,7 +108,7 @@ class RolloutCore:
 
     @property
     def _topology(self) -> str | None:
-        """The composition's; ``None`` leaves the environment its default."""
+        """The topology that the composition sets; ``None`` lets the environment use its default."""
         topology = (self.client.global_config_dict.get("composition") or {}).get("topology")
         return str(topology) if topology is not None else None
 

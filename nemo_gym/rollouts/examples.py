@@ -1,4 +1,4 @@
-"""Rollouts of rows that a program holds in memory, as a trainer does: no files, the same pipeline."""
+"""Rollouts of rows in a program's memory, such as a trainer's: the same pipeline, without files."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from nemo_gym.rollouts.routing import agent_instances
 from nemo_gym.rollouts.store import SqliteJobStore
 
 Example = tuple[dict[str, Any], dict[str, Any]]
-"""The row as it was given, and its result row (or its failure row: ``reward`` null, ``mask_sample`` true)."""
+"""The row as the caller gave it, and its result row (or its failure row: ``reward`` null, ``mask_sample`` true)."""
 MEMORY = Path(":memory:")
 MaskedReward = Literal["null", "group_mean"]
-"""What stands as ``reward`` of a rollout without a verdict: nothing, or, for a trainer that computes with it before it
-masks, the mean of what the group's other rollouts got (0 where none got any). The mean changes no sibling's advantage.
-Such a row says so: ``reward_source`` is ``group_mean``."""
+"""The ``reward`` of a rollout without a verdict: null, or, for a trainer that computes with it before it masks, the
+mean reward of the group's other rollouts (0 if none has a reward). The mean changes no sibling's advantage. Such a row
+has ``reward_source`` ``group_mean``."""
 
 
 class ExampleRun:
-    """One call of `run_examples`: futures that resolve as rollouts end."""
+    """One call of `run_examples`: a future per row that resolves when its rollout ends."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class ExampleRun:
         self._driver = asyncio.create_task(self._drive(), name=f"examples-{run_id}")
 
     def as_completed(self) -> Iterator[asyncio.Future[Example]]:
-        """Futures in the order in which rollouts end."""
+        """Return the futures in the order in which rollouts end."""
         return asyncio.as_completed(self._futures.values())
 
     async def aclose(self) -> None:
-        """Stop what is under way, and wait until every rollout has released what it holds: results are handed out
-        before."""
+        """Stop the running rollouts, and wait until every rollout has released its resources: a result is handed out
+        before that."""
         self._driver.cancel()
         await asyncio.gather(self._driver, return_exceptions=True)
 
@@ -99,7 +99,7 @@ class ExampleRun:
         )
 
     def _sink(self, rows: list[tuple[str, bytes]]) -> None:
-        """On the store's writer thread."""
+        """Receive result rows on the store's writer thread."""
         self._loop.call_soon_threadsafe(self._resolve, [row for _, row in rows])
 
     def _resolve(self, rows: list[bytes]) -> None:
@@ -116,7 +116,7 @@ class ExampleRun:
             future.set_result((self._given[job_id], result))
 
     def _fill(self, job_id: str, result: dict[str, Any]) -> None:
-        """Hand out a result with a reward at once, and those without one when their group has ended."""
+        """Hand out a result with a reward at once, and results without a reward when their group has ended."""
         self._results[job_id] = result
         if result["reward"] is not None:
             self._hand_out(job_id, result)

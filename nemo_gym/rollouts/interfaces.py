@@ -1,10 +1,10 @@
-"""The seams of the pipeline: what a stage, a job store and a dispatcher promise to each other.
+"""The interfaces of the pipeline: what a stage, a job store and a dispatcher promise to each other.
 
     caller ──submit──▶ JobStore ◀──claim/record/complete── Dispatcher ──run──▶ Stage INIT → RUN → EVAL
 
 A store may be a file or a database server, a dispatcher one event loop or a cluster, a stage an HTTP call or a
-function: each is replaced without the others noticing. *Results are exactly once; execution is at least once and
-fenced.*
+function: each can be replaced without a change to the others. *Results are recorded exactly once; execution is at
+least once and fenced.*
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoreError(NemoGymError):
 
 
 class SameFailureError(NemoGymError):
-    """Attempt after attempt failed the same way, so the run stopped; it can be continued."""
+    """Too many attempts in a row failed the same way, so the run stopped; it can be continued."""
 
     code = "same_failure"
     status = 503
@@ -42,9 +42,9 @@ class JobState(StrEnum):
     QUEUED = "queued"
     CLAIMED = "claimed"
     DONE = "done"
-    """Has a verdict."""
+    """The job has a verdict."""
     FAILED = "failed"
-    """Ended without a verdict; the typed reason is recorded."""
+    """The job ended without a verdict; the typed reason is recorded."""
     CANCELLED = "cancelled"
 
     @property
@@ -54,7 +54,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What a caller submits. ``job_id`` is the caller's and stable: submitting it again is the same job."""
+    """What a caller submits. The caller chooses ``job_id``: submitting the same id again means the same job."""
 
     job_id: str
     """The rollout id."""
@@ -66,11 +66,11 @@ class JobSpec:
     agent: str
     """Agent server instance."""
     row: bytes
-    """The dataset row as one JSON object, without line end."""
+    """The dataset row as one JSON object, without a newline at its end."""
     priority: int = 0
-    """Higher first; equal ones in order of submission."""
+    """Higher first; jobs of equal priority in order of submission."""
     deadline_s: float | None = None
-    """Seconds from its first submission, queues included, after which the job ends without a verdict."""
+    """Seconds from the first submission, waiting included, after which the job ends without a verdict."""
 
     @property
     def row_digest(self) -> bytes:
@@ -78,12 +78,12 @@ class JobSpec:
 
     @property
     def digest(self) -> str:
-        """Of everything that was submitted under this id."""
+        """The digest of everything that was submitted under this id."""
         return body_digest(self.row_digest, self.identity)
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """All that was submitted but the row and the id."""
+        """Everything that was submitted, except the row and the id."""
         return (
             *(self.agent, self.task_index, self.sample_index),
             *(self.run_id, self.task_id, self.group_id, self.priority, self.deadline_s),
@@ -97,34 +97,35 @@ def body_digest(row_digest: bytes, identity: Sequence[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What became of one job of a batch."""
+    """The store's answer for one job of a submitted batch."""
 
     job_id: str
     is_new: bool
     state: JobState
     digest: str
-    """Of what was offered now."""
+    """`JobSpec.digest` of the job offered now."""
     known_digest: str
-    """Of what is recorded under the id."""
+    """`JobSpec.digest` of the job recorded under this id."""
 
     @property
     def is_refused(self) -> bool:
-        """The id belongs to a job with another content."""
+        """The id belongs to a job with different content."""
         return self.digest != self.known_digest
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many more jobs a dispatcher can take, where agents or environments have bounds."""
+    """How many more jobs a dispatcher can take, if agents or environments have limits."""
 
     agents: Mapping[str, int]
     """Free places by agent. Jobs of other agents are left to other dispatchers."""
     environment_of: Mapping[str, str]
     environments: Mapping[str, int]
-    """Free places by environment; one that is not named has no bound."""
+    """Free places by environment; an environment that is not listed has no limit."""
 
     def pick(self, candidates: Sequence[tuple[int, int, str]], limit: int) -> list[int]:
-        """The first ``limit`` of ``(priority, place in the queue, agent)`` that find a place, best first."""
+        """Return the queue places of the first ``limit`` candidates ``(priority, place in the queue, agent)`` that
+        fit, highest priority first."""
         agents, environments = dict(self.agents), dict(self.environments)
         picked: list[int] = []
         for _, place, agent in sorted(candidates, key=lambda each: (-each[0], each[1])):
@@ -142,33 +143,33 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """What a stage produced, as it is stored and handed on."""
+    """What a stage produced, as it is stored and passed to the next stage."""
 
     stage: StageName
     payload: bytes
-    """One JSON object: for RUN what EVAL needs (response, outcome, artifacts), for EVAL the result row."""
+    """One JSON object. For RUN: what EVAL needs (response, outcome, artifacts). For EVAL: the result row."""
     duration_s: float
 
 
 @dataclass(slots=True)
 class Job:
-    """A claimed job. ``lease_epoch`` fences every later write of its claimer."""
+    """A claimed job. Every later write of its claimer names ``lease_epoch``, so the store can fence it."""
 
     spec: JobSpec
     state: JobState
     stage: StageName
-    """The next stage to run: INIT, or EVAL when RUN's result is stored and still stands."""
+    """The next stage to run: INIT, or EVAL when RUN's result is stored and still valid."""
     attempt: int
-    """From 1; grows with every claim that runs the harness again."""
+    """Counts from 1; grows with every claim that runs the harness again."""
     lease_epoch: int = 0
     eval_tries: int = 0
     failures: tuple[StageFailure, ...] = ()
     run_result: bytes | None = None
     """The stored RUN payload, when ``stage`` is EVAL."""
     left_s: float | None = None
-    """Until its deadline, when it was claimed."""
+    """Seconds that were left until the deadline when the job was claimed."""
     cancel_reason: str | None = None
-    """Somebody asked for its end while it was under way."""
+    """Why another process cancelled the job while it was claimed, if one did."""
 
     @property
     def job_id(self) -> str:
@@ -202,25 +203,25 @@ class JobAttempt(Attempt):
 
     job: Job = field(kw_only=True)
     public_row: Mapping[str, Any] | None = None
-    """What an agent with its own ``run()`` gets of the row."""
+    """The part of the row that an agent with its own ``run()`` receives."""
     evaluation_log: str | None = None
-    """The file with what grading printed, beside the result file."""
+    """The file with the output of grading, relative to the folder of the result file."""
     timings: dict[str, float] = field(default_factory=dict)
     salvage: Callable[[], Awaitable[dict[str, Any]]] | None = None
-    """What is worth keeping of the attempt when it ends without a verdict; asked once, before it is closed."""
+    """Returns the fields to keep from an attempt that ends without a verdict; called once, before it is closed."""
     stop: Stop | None = None
-    """Why it is being stopped."""
+    """Why the attempt is being stopped."""
     lost: bool = False
-    """Its lease is somebody else's by now."""
+    """The lease was lost: another claimer may have the job."""
     has_result: bool = False
-    """Its result is with the store, and its lease at an end; what is left is to close it."""
+    """The result was handed to the store, which ends the lease; the attempt only has to be closed."""
     claimed_at: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, job: Job, servers: Servers) -> JobAttempt:
-        """The attempt of a job, which goes on after RUN where the job's RUN result is stored."""
+        """Return the attempt of a job. If the job's RUN result is stored, the attempt continues after RUN."""
         spec = job.spec
-        rollout = {  # as plain data: what is wrong with it is the environment's to say, and fails this job alone
+        rollout = {  # as plain data: the environment checks it, and an error fails this job alone
             "rollout_id": spec.job_id,
             "task_id": spec.task_id,
             "group_id": spec.group_id,
@@ -234,14 +235,14 @@ class JobAttempt(Attempt):
         return attempt
 
     def stored_run(self) -> bytes:
-        """RUN's payload: what EVAL needs when another process takes the attempt up again."""
+        """Return RUN's payload: what EVAL needs if another process continues the attempt."""
         held: dict[str, Any] = {"control_token": self.control_token, "cookies": dict(self.cookies)}
         if self.session is not None:
             held["session"] = {"session_id": self.session.session_id, "control_token": self.session.control_token}
         held["replicas"] = self.replicas
         held["timings"] = self.timings
         act = self.act if self.act_json is None else orjson.Fragment(self.act_json)
-        verified = {} if self.verified is None else {"verified": self.verified}  # by an agent's own run
+        verified = {} if self.verified is None else {"verified": self.verified}  # if the agent has its own run()
         return orjson.dumps({"act": act, "held": held, **verified})
 
     def _restore(self, payload: bytes) -> None:
@@ -259,25 +260,25 @@ class JobAttempt(Attempt):
 
 @dataclass(slots=True)
 class RunCounts:
-    """How far the jobs of one run are."""
+    """The progress of one run's jobs."""
 
     run_id: str
     jobs: dict[JobState, int]
     retried: int = 0
-    """Of those that have not ended: how many failed before."""
+    """How many of the unfinished jobs have failed before."""
     waiting_for_retry: int = 0
     recent: int = 0
-    """How many ended of late, within ``recent_s``."""
+    """How many jobs ended within the last ``recent_s`` seconds."""
     recent_s: float = 0.0
     finished_at: float | None = None
-    """When one ended last, if that was of late."""
+    """When the last job ended, if it is among the results looked at."""
     place: int = 0
-    """Of the job that was submitted last."""
+    """The place of the job that was submitted last, in the order of submission."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSelector:
-    """Jobs by any of these; an empty selector means all."""
+    """Selects the jobs that match every field that is set; an empty selector matches all jobs."""
 
     job_ids: frozenset[str] | None = None
     group_id: str | None = None
@@ -304,9 +305,9 @@ class JobRecord:
     result: bytes | None
     """The result row (`DONE`) or the failure row (`FAILED`, `CANCELLED`)."""
     place: int = 0
-    """In the order of submission."""
+    """The job's place in the order of submission."""
     result_place: int | None = None
-    """In the order in which results were recorded."""
+    """The job's place in the order in which results were recorded."""
 
     @property
     def job_id(self) -> str:
@@ -319,11 +320,11 @@ FailureRenderer = Callable[[Job, StageFailure], bytes]
 
 @runtime_checkable
 class JobStore(Protocol):
-    """Durable truth about jobs. Every awaited write is durable when it returns.
+    """The durable record of all jobs. Every awaited write is durable when it returns.
 
-    Writes by a claimer name the job's lease epoch and raise `FencedError` when it is no longer theirs. A store that
-    cannot write (disk full, server gone) raises `StoreError`; nothing acknowledged is lost, and the run can be
-    resumed.
+    Writes by a claimer name the job's lease epoch and raise `FencedError` when the claimer no longer holds the job. A
+    store that cannot write (disk full, server gone) raises `StoreError`; no acknowledged write is lost, and the run
+    can be resumed.
     """
 
     def is_shared(self) -> bool:
@@ -331,94 +332,95 @@ class JobStore(Protocol):
         ...
 
     async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe the run once; returns what is on record, which on a resume is the first description, with the
-        ``server_logs`` of both."""
+        """Record the run's description once. Return the recorded one: on a resume this is the first description, with
+        the ``server_logs`` of both."""
         ...
 
     async def submit(self, specs: Sequence[JobSpec]) -> int:
-        """Record jobs, and return how many were new. A known ``job_id`` with the same content is the same job;
-        with another content raises `ContractError`."""
+        """Record jobs, and return how many were new. A known ``job_id`` with the same content is the same job; with
+        different content it raises `ContractError`."""
         ...
 
     async def offer(self, specs: Sequence[JobSpec]) -> list[Offer]:
-        """As `submit`, job by job: one whose id is another's is refused, and the others are recorded."""
+        """Like `submit`, but job by job: a job whose id belongs to different content is refused, and the others are
+        recorded."""
         ...
 
     async def claim(self, owner: str, limit: int, lease_s: float, room: Room | None = None) -> list[Job]:
-        """Up to ``limit`` queued jobs, best priority first, each with a new lease epoch, and a new attempt unless its
-        stage is EVAL. Jobs whose lease has run out are queued again first. With ``room``, only jobs that find a place
-        in it."""
+        """Claim up to ``limit`` queued jobs, highest priority first, each with a new lease epoch, and a new attempt
+        unless its stage is EVAL. Jobs whose lease has expired are queued again first. With ``room``, claim only jobs
+        that fit into it."""
         ...
 
     async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
-        """Queued jobs whose deadline has passed, or whose end was asked for: their claimer records that."""
+        """Claim queued jobs whose deadline has passed or which were cancelled; the claimer records how they ended."""
         ...
 
     async def asked_to_end(self, owner: str) -> dict[str, str]:
-        """Jobs of ``owner`` that another process cancelled, each with the reason."""
+        """Return the jobs of ``owner`` that another process cancelled, each with the reason."""
         ...
 
     async def renew(self, owner: str, lease_s: float, job_ids: Collection[str]) -> frozenset[str]:
-        """Extend the leases of ``owner`` on these jobs; returns the ids of those it still holds. A lease that it does
-        not name runs out: nobody works on that job."""
+        """Extend the leases of ``owner`` on these jobs, and return the ids of those it still holds. Leases of jobs
+        not in ``job_ids`` expire, because nobody works on those jobs."""
         ...
 
     def record_stage(self, job: Job, result: StageResult) -> Awaitable[None]:
-        """Keep a stage's result, so that a later claim starts after it. Takes its place in the order of writes when
-        called, not when awaited."""
+        """Store a stage's result, so that a later claim starts after that stage. The write is ordered by the time of
+        the call, not of the await."""
         ...
 
     async def complete(self, job: Job, result: bytes) -> None:
-        """Record the result row: the job is `DONE`, once."""
+        """Record the result row, exactly once; the job is then `DONE`."""
         ...
 
     async def fail(self, job: Job, failure: StageFailure, result: bytes) -> None:
-        """Record the failure row: the job is `FAILED` (or `CANCELLED`, by the failure's kind)."""
+        """Record the failure row; the job is then `FAILED` (or `CANCELLED`, by the failure's kind)."""
         ...
 
     async def record_ended(self, results: Sequence[tuple[str, JobState, bytes]]) -> None:
-        """Record how jobs ended that nobody claimed: their ids, `DONE` or `FAILED`, and their rows. For a caller that
-        knows that nobody works on them, and that the result files have them; a verdict that is recorded stays."""
+        """Record how unclaimed jobs ended, as ``(job id, DONE or FAILED, row)``. The caller knows that nobody works
+        on these jobs and that the result files hold their rows. A recorded verdict is not replaced."""
         ...
 
     async def requeue(self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0) -> None:
-        """Give the job back, after ``delay_s``. With a failure it counts against the budget; with one that needs no
-        new attempt the job comes back at EVAL with its stored RUN result."""
+        """Queue the job again, to be claimed after ``delay_s``. A ``failure`` counts against the retry budget; if it
+        needs no new attempt, the job resumes at EVAL with its stored RUN result."""
         ...
 
     async def reset(self, selector: JobSelector) -> int:
-        """Queue terminal or abandoned jobs again with a fresh budget; their results are withdrawn. Attempts go on
-        growing, so older ones stay fenced."""
+        """Queue terminal or abandoned jobs again with a fresh retry budget, and remove their results. Attempt numbers
+        continue to grow, so older attempts stay fenced."""
         ...
 
     async def cancel(self, selector: JobSelector, failure: StageFailure, render: FailureRenderer) -> list[Job]:
-        """Record queued jobs as cancelled and return them. Claimed ones are marked: their dispatcher stops them, or
-        whoever claims them next."""
+        """Record queued jobs as cancelled and return them. Mark claimed jobs: their dispatcher stops them, or else
+        their next claimer does."""
         ...
 
     async def release(self, owner: str | None = None) -> int:
-        """Queue again what ``owner`` (``None``: anybody) still has claimed. For a caller that knows the owner is gone;
-        nothing counts against a budget."""
+        """Queue the jobs again that ``owner`` (``None``: any owner) has claimed. For a caller that knows the owner is
+        gone; this does not count against a retry budget."""
         ...
 
     async def next_due_s(self) -> float | None:
-        """Seconds until a delayed job may be claimed: 0 when one may now, ``None`` when none is queued."""
+        """Return the seconds until a queued job may be claimed: 0 if one may be now, ``None`` if none is queued."""
         ...
 
     async def counts(self) -> dict[JobState, int]: ...
 
     def iterate(self, selector: JobSelector) -> AsyncIterator[JobRecord]:
-        """Every matching job in order of submission, a page at a time."""
+        """Yield every matching job in order of submission, reading a page at a time."""
         ...
 
     async def page(self, selector: JobSelector, after: int, limit: int, *, results: bool = True) -> list[JobRecord]:
-        """Up to ``limit`` matching jobs behind a place in the order of submission; without ``results``, none has its
-        result."""
+        """Return up to ``limit`` matching jobs after place ``after`` in the order of submission; if ``results`` is
+        false, without their results."""
         ...
 
     async def results(self, selector: JobSelector, after: int, limit: int) -> list[JobRecord]:
-        """Up to ``limit`` matching jobs that have ended, behind a place in the order in which their results were
-        recorded. What is recorded later has a later place."""
+        """Return up to ``limit`` matching jobs that have ended, after place ``after`` in the order in which results
+        were recorded. A result recorded later has a later place."""
         ...
 
     async def aclose(self) -> None: ...
@@ -436,15 +438,15 @@ class Stage(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """Of execution, not of queueing."""
+        """The deadline of one execution; time in the queue does not count."""
         ...
 
     async def run(self, attempt: JobAttempt) -> StageResult:
-        """Do the step for one attempt, which holds what earlier stages opened."""
+        """Run the stage for one attempt, which holds what earlier stages opened."""
         ...
 
     def classify(self, error: BaseException) -> StageFailure:
-        """The typed failure for anything that `run` raised; never a reward."""
+        """Return the typed failure for an exception of `run`; never a reward."""
         ...
 
 
@@ -453,15 +455,15 @@ class CancelReport:
     queued: int
     active: int
     seconds: float
-    """Until every attempt was closed. An agent that owns its box removes it when its caller is gone, a moment
-    later."""
+    """The time until every attempt was closed. An agent that owns its sandbox removes it a moment later, when it
+    notices that its caller is gone."""
     released: int = 0
-    """Sessions of environments and model servers that the active ones held."""
+    """The number of open resources, such as environment and model sessions, that the active attempts held."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """Something a listener may want to show. ``result`` is there when ``state`` is terminal."""
+    """A change of a job's state, for listeners. ``result`` is set when the job is `DONE`, ``failure`` otherwise."""
 
     job: Job
     state: JobState
@@ -476,22 +478,23 @@ JobListener = Callable[[JobEvent], None]
 
 @runtime_checkable
 class Dispatcher(Protocol):
-    """Takes jobs out of a store, drives each through the stages, and records what came of them."""
+    """Claims jobs from a store, drives each through the stages, and records its result."""
 
     async def start(self) -> None: ...
 
     def notify(self) -> None:
-        """There may be new jobs in the store."""
+        """Tell the dispatcher that the store may have new jobs."""
         ...
 
     async def drain(self) -> None:
-        """Return when no job is queued or under way; raises what stopped the dispatcher, if anything did."""
+        """Return when no job is queued or running. If an error stopped the dispatcher, raise it."""
         ...
 
     async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
-        """Stop matching jobs for good: the harness is stopped, its boxes released, the job recorded `CANCELLED`."""
+        """End matching jobs: stop their harnesses, release their sandboxes, and record the jobs as `CANCELLED`."""
         ...
 
     async def stop(self) -> None:
-        """Take no more jobs, stop those under way, release everything, and leave them queued for a later resume."""
+        """Claim no more jobs, stop the running ones, release everything they hold, and queue them for a later
+        resume."""
         ...

@@ -1,9 +1,9 @@
-"""Runs that NeMo Gym began: what stands in its files counts here.
+"""Continues runs that NeMo Gym began, from the files that it wrote.
 
-NeMo Gym keeps no database. A rollout is done when a line of the output has its task's and its own index; what there
-was to do stands in the materialized inputs. Such a run goes on here when these describe the run that is asked for: its
-results are recorded like this pipeline's own, and both programs read the files afterwards. The same happens to lines
-that NeMo Gym appends to a run of this pipeline.
+NeMo Gym keeps no database. A rollout is done when a line of the output has its task index and rollout index; the
+materialized inputs list all rollouts of the run. This pipeline continues such a run if its inputs match the new run's:
+it records the results like its own, and both programs can read the files afterwards. It does the same with lines that
+NeMo Gym appends to a run of this pipeline.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.rollouts.rows import MaterializedInputs
 
 Key = tuple[int, int]
-"""Task index and rollout index: how NeMo Gym tells rollouts apart."""
+"""Task index and rollout index, which identify a rollout for NeMo Gym."""
 RECORDED_AT_ONCE = 64
 _RUN_KEYS = "_ng_"
-"""What the fields begin with that a run adds to a row."""
+"""The prefix of the fields that a run adds to a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class NemoGymRun:
 
     @classmethod
     def of(cls, config: RolloutRunConfig, files: RunFiles) -> Self | None:
-        """The run to go on with; ``None`` where the output holds none of NeMo Gym's, or is to be discarded. Raises
-        `ConfigError` for one that must not be continued."""
+        """Return the run to continue, or ``None`` if the output holds no run of NeMo Gym or will be discarded. Raises
+        `ConfigError` for a run that must not be continued."""
         if config.overwrite or files.store.exists() or not files.output.is_file():
             return None
         keys: set[Key] = set()
@@ -73,8 +73,8 @@ class NemoGymRun:
         return run
 
     def require_same(self, inputs: MaterializedInputs) -> None:
-        """Raise `ConfigError` where its rows are not these. Which agent does a row is compared where both say it; what
-        else a run adds to its rows is its own affair."""
+        """Raise `ConfigError` if the run's rows differ from ``inputs``. The agents of a row are compared only if
+        NeMo Gym's row names one; other fields that a run adds to its rows are ignored."""
         assert inputs.lines is not None
         inputs.lines.seek(0)
         asked = dict(map(_key_and_digest, map(orjson.loads, inputs.lines)))
@@ -108,11 +108,11 @@ class NemoGymRun:
 
 
 async def take_over(files: RunFiles, store: JobStore, *, failures: bool = True) -> int:
-    """Record the rollouts that NeMo Gym wrote to a run's files, and return how many lines there were of them.
+    """Record the rollouts that NeMo Gym wrote to a run's files, and return the number of their lines.
 
-    A rollout with a line in the output is not run again: with a reward it is done, without one it has failed. Of
-    those in the failures file the ones that NeMo Gym calls terminal have failed, unless ``failures`` is false; the
-    others are queued, as they are for NeMo Gym. The caller mends the files afterwards, from the store."""
+    A rollout with a line in the output is not run again: with a valid verdict it is done, without one it has failed.
+    A rollout in the failures file has failed if NeMo Gym marks it terminal and ``failures`` is true; the others stay
+    queued, as they do for NeMo Gym. The caller then repairs the files from the store."""
     output = [key for _, key in _foreign(files.output)]
     if not output and next(_foreign(files.failures), None) is None:
         return 0
@@ -138,7 +138,8 @@ async def take_over(files: RunFiles, store: JobStore, *, failures: bool = True) 
 
 
 def _as_ours(row: dict[str, Any], job: JobRecord, state: JobState) -> bytes:
-    """A line of NeMo Gym's with what readers here look for; what it says itself stays."""
+    """Return NeMo Gym's row with the fields that this suite's readers need. The row's own fields are kept, but a
+    failed row is marked as a terminal failure without a reward."""
     row = {**row, ROLLOUT_ID_KEY: job.job_id}
     row.setdefault(AGENT_REF_KEY, {"type": "responses_api_agents", "name": job.spec.agent})
     row.setdefault("task_id", job.spec.task_id)
@@ -153,7 +154,7 @@ def _as_ours(row: dict[str, Any], job: JobRecord, state: JobState) -> bytes:
         "mask_sample": True,
         "failure_kind": verdict.failure_kind,
         "failure_reason": str(said)[:MAX_REASON_CHARS],
-        # Nobody tries it again unasked: not here, and not there.
+        # Neither this pipeline nor NeMo Gym retries it unless asked to.
         NG_TERMINAL_KEY: True,
     }
     row.setdefault(NG_FAILURE_CLASS_KEY, verdict.failure_kind)
@@ -161,14 +162,14 @@ def _as_ours(row: dict[str, Any], job: JobRecord, state: JobState) -> bytes:
 
 
 def _foreign(path: Path) -> Iterator[tuple[dict[str, Any], Key]]:
-    """Lines of a result file that NeMo Gym wrote."""
+    """Yield the lines of a result file that NeMo Gym wrote."""
     for row in _rows(path) if path.exists() else ():
         if row is not None and (key := _key_of(row)) is not None and not _is_ours(row, key):
             yield row, key
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Each whole line that is not blank; ``None`` for one that is no JSON object."""
+    """Yield each complete, non-blank line; ``None`` for a line that is no JSON object."""
     for line in whole_lines(path):
         if not line.strip():
             continue
@@ -185,7 +186,8 @@ def _key_of(row: Mapping[str, Any]) -> Key | None:
 
 
 def _is_ours(row: Mapping[str, Any], key: Key) -> bool:
-    """NeMo Gym's rows have a rollout id only where their data set gave one; ours end in the two indices."""
+    """Return whether this suite wrote the row: its rollout ids end in the two indices. NeMo Gym's rows have a rollout
+    id only if their dataset set one."""
     return str(row.get(ROLLOUT_ID_KEY, "")).endswith(f".{key[0]}-{key[1]}")
 
 
@@ -193,7 +195,8 @@ _Digest = tuple[str | None, bytes]
 
 
 def _key_and_digest(row: dict[str, Any]) -> tuple[Key, _Digest]:
-    """A materialized row's key, agent, and a digest of what its data set and the run's parameters say."""
+    """Return a materialized row's key, its agent, and a digest of the fields from the dataset and the run's
+    parameters."""
     ref = row.get(AGENT_REF_KEY)
     agent = ref.get("name") if isinstance(ref, dict) else None
     said = {key: value for key, value in row.items() if key != AGENT_REF_KEY and not key.startswith(_RUN_KEYS)}

@@ -3,8 +3,8 @@
     store ──claim──▶ INIT ──ready──▶ RUN ──▶ EVAL ──complete──▶ store
                        ▲ requeue (a failure of the infrastructure, as a new attempt)
 
-A worker hands on only when the next stage has room, so nothing is prepared faster than it can be used. A rollout that
-fails becomes a row; only a store that cannot write stops the run.
+A worker passes its attempt on only when the next stage has room, so nothing is prepared faster than it can be used. A
+rollout that fails becomes a row; the run stops only if the store cannot write or too many attempts fail the same way.
 
 Stages and results are counted as metrics, and each attempt is the root of a trace.
 """
@@ -70,29 +70,29 @@ OnAbandon = Callable[[JobAttempt], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """What a stage does now."""
+    """The current load of a stage."""
 
     stage: StageName
     queued: int
     active: int
     workers: int
     oldest_s: float
-    """How long the longest active attempt has been worked on; 0 where there is none."""
+    """Seconds since the oldest active attempt started in this stage; 0 if none is active."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Where an attempt is."""
+    """The stage that an attempt is in."""
 
     stage: StageName
     since: float | None
-    """When it began to be worked on, by the monotonic clock; ``None`` while it waits."""
+    """When a worker took it, by the monotonic clock; ``None`` while it waits."""
 
 
 class StagePool:
     """``stage.workers`` workers over a queue of ``buffer`` places.
 
-    ``on_result`` and ``on_failure`` run in the worker: a worker that cannot hand on takes nothing new.
+    ``on_result`` and ``on_failure`` run in the worker, so a worker that cannot pass its attempt on takes no new one.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class StagePool:
         self._buffer = buffer
         self._waiting: dict[int, JobAttempt] = {}
         self._filled = asyncio.Semaphore(0)
-        """Counts what was put in, also what was taken out again before its turn."""
+        """Counts the attempts that were put in, including those that `interrupt` removed from the queue."""
         self._blocked: dict[int, asyncio.Future[None]] = {}
-        """Attempts that wait for a place."""
+        """Attempts that wait for a place in the queue."""
         self._queue_of_blocked: deque[int] = deque()
         self._active: dict[int, tuple[asyncio.Task[None], float]] = {}
         self._workers: list[asyncio.Task[None]] = []
@@ -119,7 +119,7 @@ class StagePool:
         ]
 
     async def stop(self) -> None:
-        """Cancel what is under way. The attempts are the dispatcher's to release."""
+        """Cancel all workers. The dispatcher releases their attempts."""
         self._stopping = True
         for worker in self._workers:
             worker.cancel()
@@ -147,14 +147,14 @@ class StagePool:
         return StageStatus(self._stage.name, queued, len(self._active), self._stage.workers, oldest_s)
 
     def place_of(self, attempt: JobAttempt) -> StagePlace | None:
-        """``None`` for one that is not here."""
+        """Return where the attempt is in this stage, or ``None`` if it is not in this stage."""
         key = id(attempt)
         if (active := self._active.get(key)) is not None:
             return StagePlace(self._stage.name, active[1])
         return StagePlace(self._stage.name, None) if key in self._waiting or key in self._blocked else None
 
     async def put(self, attempt: JobAttempt) -> bool:
-        """Hand over an attempt, waiting for a place; ``False`` when it was stopped before it got one."""
+        """Queue an attempt, waiting for a free place. Return ``False`` if it was stopped before it got one."""
         key = id(attempt)
         while len(self._waiting) >= self._buffer:
             place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -164,7 +164,7 @@ class StagePool:
                 await place
             except asyncio.CancelledError:
                 if place.done() and not place.cancelled():
-                    self._room()  # the place that was meant for this one
+                    self._room()  # pass on the place that this attempt was given
                 raise
             finally:
                 self._blocked.pop(key, None)
@@ -175,12 +175,12 @@ class StagePool:
         return True
 
     def put_now(self, attempt: JobAttempt) -> None:
-        """Hand over an attempt whatever the queue holds: for its feeder, and for what was under way before."""
+        """Queue an attempt even if the queue is full: for the feeder, and for attempts that resume at EVAL."""
         self._waiting[id(attempt)] = attempt
         self._filled.release()
 
     def interrupt(self, attempt: JobAttempt) -> None:
-        """Stop the attempt if it is here, whether it is being worked on or waits."""
+        """Stop the attempt if it is in this stage, active or waiting."""
         key = id(attempt)
         if (active := self._active.get(key)) is not None:
             active[0].cancel()
@@ -197,7 +197,7 @@ class StagePool:
             await self._on_failure(attempt, failure)
 
     def stopped(self, attempt: JobAttempt) -> StageFailure | None:
-        """Why the attempt was stopped, as a failure in this stage."""
+        """Return why the attempt was stopped, as a failure in this stage."""
         if (stop := attempt.stop) is None:
             return None
         return StageFailure(self._stage.name, stop.kind, stop.reason, retryable=stop.retryable)
@@ -230,7 +230,7 @@ class StagePool:
             self._active[id(attempt)] = (task, time.monotonic())
             try:
                 job_id = attempt.job.job_id
-                # Every server's log lines about this attempt name its rollout.
+                # With this context, every server's log lines about this attempt name its rollout.
                 context = attempt.span.context if attempt.span is not None else None
                 with rollout_context(job_id if ROLLOUT_ID_PATTERN.match(job_id) else None), within(context):
                     async with asyncio.timeout(self._stage.timeout_s):
@@ -261,7 +261,7 @@ REWARDED = Counter(f"{PREFIX}rewarded", "Rollouts that ended with a reward")
 
 
 class _Rewards:
-    """The sum of all rewards; they may be negative, so it is no counter."""
+    """The sum of all rewards. It is not a counter, because rewards may be negative."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -300,14 +300,14 @@ def attempt_fails(attempt: Attempt, failure: StageFailure) -> None:
 
 
 def attempt_ends(attempt: Attempt) -> None:
-    """Everything is released; a verification that is tried again is still the same attempt."""
+    """End the attempt's trace. Call it when everything is released; a repeated verification is the same attempt."""
     span, attempt.span = attempt.span, None
     if span is not None:
         telemetry.end(span, None if attempt.verified is not None else span.error or "given up")
 
 
 def stage_readings(stages: Sequence[StageStatus]) -> Iterable[Reading]:
-    """What the stages of a pipeline do now."""
+    """The metrics of a pipeline's stages."""
 
     def family(name: str, documentation: str, value: Callable[[StageStatus], float]) -> Reading:
         samples = [({"stage": str(stage.stage)}, value(stage)) for stage in stages]
@@ -320,7 +320,7 @@ def stage_readings(stages: Sequence[StageStatus]) -> Iterable[Reading]:
 
 
 def server_readings(servers: Sequence[Mapping[str, Any]]) -> Iterable[Reading]:
-    """What a pipeline knows of its servers, as `PooledServer.told` says it."""
+    """The metrics of a pipeline's servers, from `PooledServer.as_dict`."""
 
     def family(name: str, documentation: str, value: Callable[[Mapping[str, Any]], float]) -> Reading:
         samples = [({"server": str(server["server_id"])}, value(server)) for server in servers]
@@ -335,8 +335,8 @@ def server_readings(servers: Sequence[Mapping[str, Any]]) -> Iterable[Reading]:
 async def pipeline_telemetry(
     config: ObservabilityConfig, *, run_id: str, run_dir: Path, token: str, say: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Traces of this process from now on, and its metrics on a port of its own until the block ends, each where
-    ``config`` says so. ``token`` is what scrapers show."""
+    """Start traces of this process, and serve its metrics on their own port until the block ends, each if ``config``
+    enables it. Scrapers authenticate with ``token``."""
     start_traces(config, server=PIPELINE, run_id=run_id)
     try:
         if config.metrics_port is None:
@@ -380,11 +380,11 @@ log = structlog.get_logger(__name__)
 
 MAX_RETRY_DELAY_S = 30.0
 NOT_IN_A_ROW = frozenset({FailureKind.CANCELLED, FailureKind.CONTROLS_WEAK})
-"""Failures that the caller asked for."""
+"""Failures that the caller asked for. `FailureStreak` does not count them."""
 LOST = frozenset({FailureKind.AGENT_LOST, FailureKind.ENVIRONMENT_LOST})
 """Failures of a server, not of the work."""
 IDLE_POLL_S = 1.0
-"""How often an idle dispatcher looks for jobs that others submitted or gave back."""
+"""How often an idle dispatcher looks for jobs that other processes submitted or queued again."""
 SWEEP_S = 1.0
 SWEPT_AT_ONCE = 256
 
@@ -395,14 +395,14 @@ def _overdue(job: Job) -> Stop:
 
 
 def _stopped_before(job: Job) -> Stop | None:
-    """Why a claimed job is not to be run at all."""
+    """Return why a claimed job must not run at all, or ``None`` if it may."""
     if job.cancel_reason is not None:
         return Stop(FailureKind.CANCELLED, job.cancel_reason)
     return _overdue(job) if job.left_s is not None and job.left_s <= 0 else None
 
 
 class FailureStreak:
-    """Attempts in a row that failed the same way. Work that passed the stage at which they fail ends the row."""
+    """Counts attempts in a row that failed the same way. An attempt that passes their stage resets the count."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -412,7 +412,7 @@ class FailureStreak:
 
     @property
     def is_new(self) -> bool:
-        """Whether the latest failure is of another kind than the one before it."""
+        """Whether the latest failure differs from the previous one."""
         return self._count <= 1
 
     def passed(self, stage: StageName) -> None:
@@ -420,7 +420,7 @@ class FailureStreak:
             self._count = 0
 
     def failed(self, job: Job, failure: StageFailure) -> SameFailureError | None:
-        """What to stop the run with, when this was one too many."""
+        """Count a failure. Return the error that stops the run if the limit is reached."""
         if not self._limit or failure.kind in NOT_IN_A_ROW:
             return None
         same = same_way(failure.kind, failure.reason, (job.job_id, job.spec.task_id))
@@ -453,10 +453,10 @@ class AsyncDispatcher:
     ) -> None:
         """
         Args:
-            server_logs: the folder of the servers' logs, which rows of failures name.
-            pool: the servers' places; without one every queued job may be taken.
+            server_logs: the folder of the servers' logs, which failure rows name.
+            pool: the servers' places; without a pool every queued job may be claimed.
             owner: names this dispatcher in the store's leases.
-            sweeps: look every second for queued jobs that are overdue, and for jobs that others cancelled.
+            sweeps: look every second for overdue queued jobs, and for jobs that other processes cancelled.
         """
         self._store = store
         self._config = config
@@ -483,7 +483,7 @@ class AsyncDispatcher:
         self._stopping = False
         self._idle = False
 
-    # Life
+    # Lifecycle
 
     async def start(self) -> None:
         for pool in (self._eval, self._run, self._init):
@@ -497,7 +497,7 @@ class AsyncDispatcher:
         self._wake.set()
 
     def pause(self) -> None:
-        """Claim nothing more until `resume`."""
+        """Claim no more jobs until `resume`."""
         self._open.clear()
 
     def resume(self) -> None:
@@ -509,33 +509,33 @@ class AsyncDispatcher:
 
     @property
     def failure(self) -> BaseException | None:
-        """What stopped the dispatcher, if anything did."""
+        """The error that stopped the dispatcher, if there was one."""
         return self._fatal
 
     @property
     def held(self) -> Collection[JobAttempt]:
-        """The attempts under way."""
+        """The running attempts."""
         return self._held.values()
 
     @property
     def stages(self) -> list[StageStatus]:
-        """What the stages do now, in their order."""
+        """The current load of the stages, in their order."""
         return [pool.status for pool in (self._init, self._run, self._eval)]
 
     def place_of(self, attempt: JobAttempt) -> StagePlace | None:
-        """The stage of an attempt under way; ``None`` while its end is recorded."""
+        """Return the stage of a running attempt; ``None`` while its end is being recorded."""
         places = (pool.place_of(attempt) for pool in (self._init, self._run, self._eval))
         return next((place for place in places if place is not None), None)
 
     async def stopped(self) -> None:
-        """Raise what stops the dispatcher, when something does."""
+        """Wait until an error stops the dispatcher, and raise it."""
         while self._fatal is None:
             self._changed.clear()
             await self._changed.wait()
         raise self._fatal
 
     async def quiet(self) -> None:
-        """Return when no job is under way, whatever is queued."""
+        """Return when no job is running, even if jobs are queued."""
         while self._held:
             if self._fatal is not None:
                 raise self._fatal
@@ -559,7 +559,7 @@ class AsyncDispatcher:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        # From the front to the back, so that what a worker gives up is not taken up behind it.
+        # From the first stage to the last, so that no later stage takes up what an earlier one gives up.
         for pool in (self._init, self._run, self._eval):
             await pool.stop()
         for attempt in list(self._held.values()):
@@ -581,7 +581,7 @@ class AsyncDispatcher:
         return CancelReport(len(queued), len(active), time.perf_counter() - start, released)
 
     def interrupt(self, attempt: JobAttempt, stop: Stop) -> None:
-        """Stop an attempt wherever it is; the first reason stands."""
+        """Stop an attempt in whichever stage it is; the first reason counts."""
         attempt.stop = attempt.stop or stop
         for pool in (self._init, self._run, self._eval):
             pool.interrupt(attempt)
@@ -592,7 +592,7 @@ class AsyncDispatcher:
         while True:
             await self._open.wait()
             free = self._init.free
-            # Claims are taken in batches: each is a durable write.
+            # Claim in batches, because each claim is a durable write.
             if free and (free >= max(1, self._init.capacity // 2) or not self._init.waiting):
                 jobs, is_full = await self._claim(free)
                 for job in jobs:
@@ -607,7 +607,7 @@ class AsyncDispatcher:
                 await self._sleep(IDLE_POLL_S)
 
     async def _claim(self, free: int) -> tuple[list[Job], bool]:
-        """New jobs, and whether jobs that are due may have to wait for a place at a server."""
+        """Claim jobs. Return them, and whether due jobs may have to wait for a place at a server."""
         room = self._pool.room() if self._pool is not None else None
         if room is None:
             return await self._store.claim(self._owner, free, self._config.lease_s), False
@@ -673,7 +673,7 @@ class AsyncDispatcher:
 
     async def _ran(self, attempt: JobAttempt, result: StageResult) -> None:
         self._streak.passed(StageName.RUN)
-        # Not waited for: the writer keeps order, so the result row is never recorded without it or before it.
+        # Not awaited: the writer keeps order, so the result row is never recorded before this result or without it.
         recorded = asyncio.ensure_future(self._store.record_stage(attempt.job, result))
         recorded.add_done_callback(self._recorded)
         if self._pool is not None:
@@ -710,12 +710,12 @@ class AsyncDispatcher:
             self._pool.failed(attempt, failure)
         if (too_many := self._streak.failed(job, failure)) is not None:
             self._stop_for(too_many)
-        is_new = self._streak.is_new  # before others fail, while this one is closed
+        is_new = self._streak.is_new  # read now: other attempts may fail while this one is being closed
         spent, budget = self._budget(job, failure)
         again = failure.retryable and spent < budget
         delay_s = pause_after(spent, first_s=self._config.retry_delay_s, longest_s=MAX_RETRY_DELAY_S)
         if again and not failure.new_attempt:
-            # The same attempt and artifact, still open here: EVAL alone once more.
+            # The same attempt with the same artifacts is still open here: repeat EVAL alone.
             job.failures = (*job.failures, failure)
             job.eval_tries += 1
             log.warning("verification failed, trying again", rollout_id=job.job_id, reason=failure.reason)
@@ -735,7 +735,7 @@ class AsyncDispatcher:
         self._drop(attempt)
 
     def _budget(self, job: Job, failure: StageFailure) -> tuple[int, int]:
-        """How many tries of the failure's class are spent, this one included, and how many there are."""
+        """Return how many tries of the failure's class are spent, including this one, and how many are allowed."""
         lost_apart = self._config.max_lost_attempts is not None
 
         def class_of(each: StageFailure) -> tuple[bool, bool]:
@@ -752,7 +752,7 @@ class AsyncDispatcher:
             self._tell(JobEvent(job, state, failure.stage, failure=failure))
 
     async def _abandoned(self, attempt: JobAttempt) -> None:
-        """The dispatcher stops, or the lease was lost: release everything and give the job back."""
+        """Release everything and queue the job again, because the dispatcher stops or the lease was lost."""
         if self._held.get(attempt.job.job_id) is not attempt:
             return
         await attempt.close(self._config.close_timeout_s)
@@ -761,13 +761,14 @@ class AsyncDispatcher:
         self._drop(attempt)
 
     async def _recording(self, write: Awaitable[None]) -> bool:
-        """Await a write to the store; ``False`` when the job is no longer ours. Anything else ends the run."""
+        """Await a write to the store. Return ``False`` if this dispatcher no longer holds the job; any other error
+        stops the run."""
         try:
             await write
         except FencedError as error:
             log.info("not recorded: the job is no longer held", error=str(error))
             return False
-        except Exception as error:  # noqa: BLE001 - a store that cannot write ends the run, in order
+        except Exception as error:  # noqa: BLE001 - a store that cannot write ends the run in an orderly way
             self._stop_for(error)
             return False
         return True

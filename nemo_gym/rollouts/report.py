@@ -1,4 +1,4 @@
-"""What a finished run shows: aggregate metrics, as its servers compute them, and tables."""
+"""The report of a finished run: aggregate metrics, computed by its servers, and tables."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = structlog.get_logger(__name__)
 
 
 def for_aggregation(row: Mapping[str, Any], given: bytes) -> dict[str, Any]:
-    """A result row without what metrics do not read: the prompt, the conversation, artifacts and trajectories.
+    """Return a result row without what metrics do not read: the prompt, the conversation, artifacts and trajectories.
 
-    ``given`` is the dataset row. Its numbers (an expected answer, a year) are no metrics of the work; environments may
-    still group by them. Tokens are those that the model server counted, whatever the agent says.
+    ``given`` is the dataset row. Its numbers (an expected answer, a year) are not metrics of the agent's work;
+    environments may still group by them. Token usage is the model server's count, or else the agent's.
     """
     left_out = ("responses_create_params", "response", "artifacts", "ng_trajectory")
     kept = {key: value for key, value in row.items() if key not in left_out}
@@ -52,7 +52,7 @@ def _usage(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 async def aggregate(
     peers: Peers, servers: Servers, rows: list[dict[str, Any]], tally: AgentTally, summaries: Sequence[RolloutSummary]
 ) -> dict[str, Any]:
-    """One entry of the aggregate file. An environment that cannot answer leaves its counts and says why."""
+    """Return one entry of the aggregate file. If the environment cannot answer, it holds the counts and the error."""
     metrics: dict[str, Any] = {"agent_metrics": {}, "key_metrics": {}, "group_level_metrics": []}
     server = servers.environment or servers.agent
     if rows:
@@ -76,7 +76,7 @@ async def aggregate(
         "tasks/without_verdict": sum(not _rewards(samples) for samples in tasks.values()),
     }
     for kind in ("agent_metrics", "key_metrics"):
-        # The environment saw rollouts with a verdict only: its count of the others says nothing.
+        # The environment received only rollouts with a verdict, so its count of invalid ones is meaningless.
         metrics[kind].pop(INVALID_COUNT, None)
     metrics["agent_metrics"] |= {**rates, **counts}
     headline = {name: counts[name] for name in ("tasks/total", "tasks/solved", "rollouts/total", "rollouts/invalid")}
@@ -97,14 +97,14 @@ def _rewards(samples: Sequence[RolloutSummary]) -> list[float]:
 
 
 def _headline(rates: Mapping[str, float]) -> dict[str, float]:
-    """``pass@1`` and the largest ``pass@k``, with their standard errors."""
+    """Return ``pass@1`` and the largest ``pass@k``, with their standard errors."""
     names = [name for name in rates if not name.endswith(STD_ERR)]
     chosen = dict.fromkeys([*names[:1], *names[-1:]])
     return {name: rates[name] for base in chosen for name in (base, base + STD_ERR) if name in rates}
 
 
 def _groups(answered: Sequence[dict[str, Any]], tasks: Mapping[int, Sequence[RolloutSummary]]) -> list[dict[str, Any]]:
-    """The environment's metrics of each task, named and with the rollouts that have no verdict."""
+    """Return the environment's metrics of each task, with its id and the number of its rollouts without a verdict."""
     known = {group.get(TASK_INDEX_KEY): group for group in answered}
     groups = []
     for index, samples in tasks.items():
@@ -124,13 +124,13 @@ def write_aggregates(path: Path, aggregates: list[dict[str, Any]]) -> None:
 
 MAX_TABLE_ROWS = 60
 MAX_NAMED = 3
-"""Rollouts named beside a reason."""
+"""How many rollouts are named beside a reason."""
 CONTEXT_WARNING_SHARE = 0.05
 
 
 def print_table(console: Console, summaries: Sequence[RolloutSummary], *, title: str) -> None:
-    """One row per sample: without verdict, with findings, without reward, then the rest. A long run shows the first of
-    them, and how many more there are."""
+    """Print one row per sample: first those without verdict, with findings, without reward, then the others. Print at
+    most `MAX_TABLE_ROWS` of them, and how many more there are."""
     table = Table(title=title, title_justify="left", show_lines=False)
     for name in ("task", "sample", "reward", "outcome"):
         table.add_column(name, justify="right" if name in ("sample", "reward") else "left", overflow="fold")
@@ -156,8 +156,8 @@ def print_table(console: Console, summaries: Sequence[RolloutSummary], *, title:
 
 
 def print_reasons(console: Console, summaries: Sequence[RolloutSummary], logs: Path) -> None:
-    """Every distinct reason of a rollout without verdict, with findings or without reward, with its number, however
-    long the run, and a log of ``logs`` that shows it."""
+    """Print every distinct reason of rollouts without verdict, with findings or without reward, each with the number
+    of its rollouts and, if there is one, a log from ``logs``."""
     reasons = Reason.distinct(summaries)
     if not reasons:
         return
@@ -165,7 +165,7 @@ def print_reasons(console: Console, summaries: Sequence[RolloutSummary], logs: P
     for reason in reasons:
         which = ", ".join(reason.rollouts[:MAX_NAMED]) + (", …" if len(reason.rollouts) > MAX_NAMED else "")
         text = f"  {len(reason.rollouts)} × {reason.label}" + (f": {reason.text}" if reason.text else "")
-        # A row may have a field of that name of its own.
+        # A dataset row may have its own field of that name.
         shown = reason.log and reason.log.startswith(f"{logs.name}/")
         which += f"; log: {logs.parent / reason.log}" if reason.log and shown else ""
         style = "yellow" if reason.label.startswith("no verdict") else ""
@@ -173,7 +173,7 @@ def print_reasons(console: Console, summaries: Sequence[RolloutSummary], logs: P
 
 
 def warn_of_context(console: Console, summaries: Sequence[RolloutSummary]) -> None:
-    """A model server that is too small for the tasks looks like a policy that cannot do them."""
+    """Warn if many prompts exceed the model's context: otherwise that looks like a policy that fails at the tasks."""
     exceeded = sum(item.outcome == FailureKind.CONTEXT_EXCEEDED for item in summaries)
     if exceeded > CONTEXT_WARNING_SHARE * len(summaries):
         console.print(
@@ -204,7 +204,7 @@ def print_agents(console: Console, tally: Tally) -> None:
 
 
 def print_key_metrics(console: Console, aggregates: Sequence[Mapping[str, Any]]) -> None:
-    """NeMo Gym's closing lines."""
+    """Print the key metrics as NeMo Gym does at the end of a run."""
     for aggregate in aggregates:
         console.print(Text(f"Key metrics for {aggregate['agent_ref']['name']}:", style="bold"))
         for name, value in (aggregate.get("key_metrics") or {}).items():

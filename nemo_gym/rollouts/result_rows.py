@@ -1,7 +1,7 @@
-"""Result rows and failure rows, one line of the output or of the failures file per rollout; and what a run came to.
+"""Result rows and failure rows (one line of the output or of the failures file per rollout), and a run's totals.
 
 A row's ``response`` holds the exact tokens that trainers of NeMo Gym read. `Tally` counts rows by agent, and
-`RunProgress` shows them while the run goes on.
+`RunProgress` shows the counts during the run.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent, JobState
 from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
 
 _VARIABLE = re.compile(r"(?i)0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]{8,}\b|(?<![\d.])(?![1-5]\d\d(?![\d.]))\d+(\.\d+)?")
-"""Addresses, digests, counts and durations. Three digits that may be an HTTP status are told apart."""
+"""Addresses, digests, counts and durations, but not a three-digit number that may be an HTTP status."""
 
 _UNDERSCORES = re.compile("__+")
 
 
 def same_way(kind: str, reason: str | None, names: Iterable[str] = ()) -> str:
-    """What failures have in common that failed the same way: the kind, and the reason without ``names`` (of the task,
-    of the rollout; also as image names spell them) and without numbers that change from one to the next."""
+    """Return a text that is equal for failures of the same cause: the kind and the reason, without ``names`` (of the
+    task or rollout, also as image names spell them) and without numbers that vary between failures."""
     text = _UNDERSCORES.sub("_", (reason or "").lower())
     for name in names:
         if len(name) > 2:
@@ -64,9 +64,9 @@ def failure_row(
     kept: Mapping[str, Any] | None = None,
     server_logs: Path | None = None,
 ) -> bytes:
-    """The line of the failures file: NeMo Gym's keys, the verdict's, every earlier failure, what is ``kept`` of the
-    attempt, and the folder of the servers' logs. No private field. Its response is complete and masked, so that a
-    trainer reads it as any other."""
+    """Return a line of the failures file: NeMo Gym's keys, the verdict's keys, every earlier failure, the ``kept``
+    fields of the attempt, and the folder of the servers' logs, but no private field of the row. The response is
+    complete and masked, so that a trainer can read it like any other."""
     row: dict[str, Any] = {
         **(kept or {}),
         PARAMS_KEY: public_params(orjson.loads(job.spec.row).get(PARAMS_KEY) or {"input": []}),
@@ -107,11 +107,12 @@ OWN_FIELDS = frozenset(
         *("row_access", "validation", "reward_source", "reverified", "verification_skipped", "evaluation_log"),
     }
 )
-"""Of a result row: what the run, the model server and the environment say, and no agent called by ``/run``."""
+"""The fields of a result row that only the run, the model server and the environment may set, and not an agent called
+by ``/run``."""
 
 
 def result_row(attempt: JobAttempt, verified: dict[str, Any], *, validation: str | None) -> bytes:
-    """One line of the output, for an attempt with a valid verdict."""
+    """Return one line of the output, for an attempt with a valid verdict."""
     spec, act = attempt.job.spec, attempt.act
     row = dict(verified)
     row.pop(SESSION_KEY, None)
@@ -122,7 +123,7 @@ def result_row(attempt: JobAttempt, verified: dict[str, Any], *, validation: str
     row[ATTEMPT_INDEX_KEY] = attempt.job.attempt - 1
     row["task_id"] = row.get("task_id", spec.task_id)
     if attempt.public_params and PARAMS_KEY not in row:
-        # A dataset in its own form: what the agent was asked is the environment's wording, and trainers read it here.
+        # The dataset row has no request parameters: the environment wrote the prompt, and trainers read it here.
         row[PARAMS_KEY] = attempt.public_params
     row["valid"] = True
     row["mask_sample"] = False
@@ -151,7 +152,7 @@ def result_row(attempt: JobAttempt, verified: dict[str, Any], *, validation: str
 
 
 def artifacts_digest(artifacts: list[dict[str, Any]]) -> str:
-    """SHA-256 over the artifacts' names and digests, in order: what a verdict is bound to."""
+    """Return the SHA-256 over the artifacts' names and digests, in order. It binds a verdict to its artifacts."""
     digest = hashlib.sha256()
     for artifact in artifacts:
         digest.update(f"{artifact.get('name')}\0{artifact.get('sha256')}\n".encode())
@@ -164,23 +165,23 @@ def _topology(attempt: JobAttempt) -> str | None:
     return str(topology) if topology is not None else None
 
 
-# The tokens of each model call stand on the last item of its output.
+# The tokens of each model call are stored in the last item of its output.
 #
-# An item with ``generation_token_ids`` is one turn to train on. Its ``prompt_token_ids`` begin with everything that
-# the turns before it were given and sampled, so the items of a response are one conversation: of a rollout's
-# trajectories the one with the most sampled tokens. The others stand in ``ng_trajectory`` alone.
+# An item with ``generation_token_ids`` is one turn to train on. Its ``prompt_token_ids`` begin with all prompt and
+# sampled tokens of the earlier turns, so the items of a response form one conversation: the rollout's trajectory with
+# the most sampled tokens. The other trajectories are only in ``ng_trajectory``.
 
 _SAMPLED = frozenset({"reasoning", "function_call", "local_shell_call", "custom_tool_call"})
-"""Kinds of output items that the model writes, beside its messages."""
+"""Types of output items that the model generates, besides its messages."""
 _UNTOLD = "msg_untold_turn_"
-"""Ids of items for turns of which the harness tells nothing."""
+"""Prefix of the ids of items for turns that are missing from the harness's output."""
 MASKED = "masked"
-"""Among the metadata of a response that stands for none."""
+"""The metadata key of a placeholder response, for a rollout that has none."""
 
 
 def with_tokens(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the tokens of its trajectory in ``response.output``; unchanged where it has none, or where the
-    model server wrote them there itself."""
+    """Return the row with the tokens of its trajectory in ``response.output``; unchanged if it has no trajectory, or
+    if the model server has already written the tokens there."""
     response = row.get(RESPONSE_KEY)
     trajectory = _longest(row.get(TRAJECTORY_KEY))
     if trajectory is None or not isinstance(response, Mapping):
@@ -193,8 +194,8 @@ def with_tokens(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def masked_response(failure: str, *, created_at: float = 0.0) -> dict[str, Any]:
-    """A response for a rollout that has none: complete, so that a trainer can read it, and of one token, which it
-    leaves out of the loss because the row is masked. ``failure``: why."""
+    """Return a placeholder response for a rollout that has none. It is complete, so that a trainer can read it, and
+    has one token, which stays out of the loss because the row is masked. ``failure`` is the kind of failure."""
     return {
         "id": "resp_masked",
         "object": "response",
@@ -210,13 +211,13 @@ def masked_response(failure: str, *, created_at: float = 0.0) -> dict[str, Any]:
 
 
 def is_masked(response: Any) -> bool:
-    """Whether a response is one of `masked_response`."""
+    """Return whether `masked_response` made this response."""
     metadata = response.get("metadata") if isinstance(response, Mapping) else None
     return isinstance(metadata, Mapping) and MASKED in metadata and response.get("id") == "resp_masked"
 
 
 def without_tokens(response: Any) -> Any:
-    """The response as its agent answered it: without what `with_tokens` added."""
+    """Return the agent's original response, without what `with_tokens` added."""
     output = response.get("output") if isinstance(response, Mapping) else None
     if not isinstance(output, list):
         return response
@@ -229,7 +230,8 @@ def without_tokens(response: Any) -> Any:
 
 
 def _longest(trajectories: Any) -> Mapping[str, Any] | None:
-    """The trajectory with the most sampled tokens, the latest of equal ones; nothing without tokens or logprobs."""
+    """Return the trajectory with the most sampled tokens, the latest of equal ones. Trajectories without tokens or
+    logprobs do not count."""
     found = [
         each
         for each in (trajectories if isinstance(trajectories, list) else ())
@@ -254,8 +256,8 @@ def _turns(trajectory: Mapping[str, Any]) -> list[tuple[list[int], list[int], li
 def _attached(
     items: Sequence[dict[str, Any]], turns: Sequence[tuple[list[int], list[int], list[float]]]
 ) -> list[dict[str, Any]]:
-    """Each turn on the last item of what the model wrote in it, counted from the end. Turns of which the harness tells
-    nothing get an empty message of their own before the others."""
+    """Put the tokens of each turn into the last item that the model generated in it, matching turns from the end. Each
+    turn that is missing from the harness's output gets an empty message before the other items."""
     last_items = [
         number
         for number, item in enumerate(items)
@@ -298,18 +300,18 @@ WHY_CHARS = 48
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What several rollouts have in common that ended the same way."""
+    """The common reason of several rollouts that ended the same way."""
 
     label: str
     text: str
-    """Of the first of them."""
+    """The full reason of the first rollout."""
     rollouts: tuple[str, ...]
     log: str | None
-    """Of the first that has one."""
+    """The log of the first rollout that has one."""
 
     @classmethod
     def distinct(cls, summaries: Iterable[RolloutSummary]) -> list[Reason]:
-        """Every distinct reason, those of rollouts without a verdict first, then by their number."""
+        """Return the distinct reasons, ordered by `RolloutSummary.rank` and then by the number of rollouts."""
         found: dict[tuple[int, str], list[RolloutSummary]] = {}
         for item in summaries:
             if item.label:
@@ -336,23 +338,23 @@ class RolloutSummary:
     sample_index: int
     agent: str
     reward: float | None
-    """``None`` without a verdict."""
+    """``None`` if the rollout has no verdict."""
     outcome: str
     findings: int
     turns: int | None
     seconds: float | None
-    """Of the three stages together, without waiting."""
+    """The time of the three stages together, without time in queues."""
     attempts: int
     reason: str | None = None
-    """Why it has no verdict or no reward, or how its harness ended."""
+    """Why the rollout has no verdict or no reward, or how its harness ended."""
     kinds: tuple[str, ...] = ()
-    """Of the findings."""
+    """The kinds of the findings."""
     log: str | None = None
-    """The file with what its grading printed, as its row names it."""
+    """The file with the output of grading, as the row names it."""
 
     @property
     def rank(self) -> int:
-        """What needs looking at comes first: no verdict, findings, no reward, the rest."""
+        """The order in tables, most urgent first: no verdict, findings, no reward, all others."""
         if self.reward is None:
             return 0
         if self.findings:
@@ -361,7 +363,7 @@ class RolloutSummary:
 
     @property
     def label(self) -> str:
-        """What is to be explained of it; empty where nothing is."""
+        """The result that needs an explanation; empty if none does."""
         if self.reward is None:
             return f"no verdict, {self.outcome}"
         if self.kinds:
@@ -371,7 +373,7 @@ class RolloutSummary:
 
     @property
     def why(self) -> str:
-        """A word of why, for a table."""
+        """A short reason, for a table."""
         if self.kinds:
             return self.kinds[0] + (f" +{len(self.kinds) - 1}" if len(self.kinds) > 1 else "")
         if not self.label or not self.reason:
@@ -380,7 +382,7 @@ class RolloutSummary:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> RolloutSummary:
-        """From a line of the output or of the failures file."""
+        """Return the summary of a line of the output or of the failures file."""
         timings = row.get("timings") or {}
         reward = decide_validity(row).reward
         valid = reward is not None
@@ -413,7 +415,7 @@ def _turns_of_row(row: Mapping[str, Any]) -> int | None:
 
 @dataclass(slots=True)
 class AgentTally:
-    """Running sums of one agent. Invalid rollouts are counted and leave every average alone."""
+    """Running sums of one agent. Invalid rollouts are counted but do not enter any average."""
 
     rewards: float = 0.0
     valid: int = 0
@@ -464,7 +466,7 @@ class Tally:
 
 
 class RunProgress:
-    """A `JobListener` that shows a run on ``console``; ``None`` shows nothing and still counts."""
+    """A `JobListener` that shows a run's progress on ``console``; with ``None`` it only counts."""
 
     def __init__(self, total: int, tally: Tally, console: Console | None) -> None:
         self._total = max(total, 1)
@@ -505,7 +507,7 @@ class RunProgress:
         self._show()
 
     def add_row(self, agent: str, row: Mapping[str, Any]) -> None:
-        """A result that came otherwise than as an event."""
+        """Count a result that did not arrive as an event."""
         self._tally.add_row(agent, row)
         self._show()
 

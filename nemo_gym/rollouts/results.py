@@ -1,10 +1,10 @@
 """The files of a run, beside its output, and how they stay whole.
 
-A result row is committed to the store first and appended here before its caller is told; what a crash leaves out is
-appended on the next start, what it leaves torn is cut off. So each rollout stands in a file exactly once.
+A result row is first committed to the store, then appended to its file, and only then acknowledged. After a crash, the
+next start appends missing rows and cuts off a torn line. So each rollout is in a file exactly once.
 
-What a run works on now (each attempt's stage, the server it is at, and for how long) stands in a file that goes when
-the run ends; a service answers with the same over HTTP.
+While a run works, one file lists its running attempts (stage, server, and for how long); it is removed when the run
+ends. A service returns the same list over HTTP.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nemo_gym.rollouts.store.sql import store_error
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Where everything of a run is, named as NeMo Gym names it."""
+    """The paths of a run's files, named as NeMo Gym names them."""
 
     output: Path
     store_path: Path | None = None
@@ -58,7 +58,7 @@ class RunFiles:
 
     @property
     def configuration(self) -> Path:
-        """Of the servers that the run used; secrets removed."""
+        """The configuration of the servers that the run used, without secrets."""
         return self._beside("_config.yaml")
 
     @property
@@ -67,17 +67,17 @@ class RunFiles:
 
     @property
     def index(self) -> Path:
-        """Of the result files, for those who look at them; a cache."""
+        """The index of the result files for viewers; a cache."""
         return self._beside("_index.sqlite")
 
     @property
     def running(self) -> Path:
-        """What is under way, while a collector works on it."""
+        """The running attempts, while a collector works on the run."""
         return self._beside("_running.json")
 
     @property
     def logs(self) -> Path:
-        """What grading printed: a directory with one file per rollout."""
+        """The folder with the output of grading, one file per rollout."""
         return self._beside("_logs")
 
     @property
@@ -86,7 +86,7 @@ class RunFiles:
 
     @property
     def sampler(self) -> Path:
-        """What a sampler for RL remembers of its groups."""
+        """The database in which a sampler for RL records its groups."""
         return self.store.with_name(f"{self.store.stem}_sampler.sqlite")
 
     @property
@@ -94,7 +94,7 @@ class RunFiles:
         return self._beside(".lock")
 
     def discard(self) -> None:
-        """Remove what an earlier run left."""
+        """Remove the files of an earlier run."""
         for path in (
             self.output,
             self.materialized_inputs,
@@ -115,7 +115,7 @@ class RunFiles:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """The run that an output holds, which the next command goes on with."""
+    """The run that an output holds, and that the next command continues."""
 
     files: RunFiles
     run_id: str
@@ -129,11 +129,11 @@ class RecordedRun:
 
     @property
     def left(self) -> int:
-        """Rollouts without an end."""
+        """The number of unfinished rollouts."""
         return sum(count for state, count in self.counts.items() if not state.terminal)
 
     def require_same(self, config: RolloutRunConfig, inputs_sha256: str) -> None:
-        """Raise `ConfigError` when ``config`` describes another run."""
+        """Raise `ConfigError` if ``config`` and the inputs describe a different run."""
         for mine, asked, what in (
             (self.inputs_sha256, inputs_sha256, "rows, repeats or parameters"),
             (self.validation, config.validation, "'validation'"),
@@ -148,8 +148,8 @@ class RecordedRun:
 
     @classmethod
     async def of(cls, config: RolloutRunConfig, files: RunFiles) -> RecordedRun | None:
-        """What stands at the output; ``None`` where a new run may begin. Raises `ConfigError` for what must not be
-        replaced: a run that is not to be continued, or a file of other origin."""
+        """Return the run at the output, or ``None`` if a new run may begin there. Raises `ConfigError` for anything
+        that must not be replaced: a run when ``resume`` is false, or a file without a run database."""
         if files.store.is_dir() or files.output.is_dir():
             raise ConfigError(f"output '{files.output}' is a directory", key="output")
         if config.overwrite:
@@ -186,7 +186,7 @@ class RecordedRun:
 
 
 def existing_folder(path: Path) -> Path:
-    """The nearest folder above a path that exists."""
+    """Return the nearest existing folder above ``path``."""
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
@@ -194,7 +194,8 @@ def existing_folder(path: Path) -> Path:
 
 
 class OutputLock:
-    """One collector per output. Held by the kernel for this process, so it cannot outlive it."""
+    """Ensures that an output has one collector. The kernel holds the lock for this process, so the lock cannot outlive
+    the process."""
 
     def __init__(self, files: RunFiles) -> None:
         self._path = files.lock
@@ -202,7 +203,7 @@ class OutputLock:
         self._file: BinaryIO | None = None
 
     def check(self) -> None:
-        """A look that leaves nothing behind: raises as `acquire` would now."""
+        """Raise the error that `acquire` would raise now, without leaving a file behind."""
         folder = existing_folder(self._path)
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             why = "cannot be written to" if folder.is_dir() else "is no directory"
@@ -212,7 +213,7 @@ class OutputLock:
             self.release()
 
     def acquire(self) -> None:
-        """Raises `ConfigError` when another collector writes to the same output."""
+        """Take the lock. Raises `ConfigError` if another collector writes to the same output."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = self._path.open("a+b")
@@ -235,7 +236,7 @@ class OutputLock:
             file.write(f"{os.getpid()}\n".encode())
             file.flush()
         except OSError:
-            pass  # the number is a courtesy; on a full disk the lock holds all the same
+            pass  # the number only serves error messages; the lock also holds on a full disk
         self._file = file
 
     def release(self) -> None:
@@ -247,7 +248,7 @@ class OutputLock:
 class ResultFiles:
     """Appends result rows to the output and rows without a verdict to the failures file.
 
-    Called as the store's sink, on its writer's thread; `recover` runs before the first claim."""
+    The store calls it as its sink, on the writer's thread; `recover` runs before the first claim."""
 
     def __init__(self, files: RunFiles) -> None:
         self._files = files
@@ -291,11 +292,11 @@ class ResultFiles:
                 present.discard(record.job_id)
             elif record.result is not None:
                 missing.append(record.result)
-        if odd or present:  # lines that the store does not know: write the file anew
+        if odd or present:  # lines that the store does not know: rewrite the file
             await self._rewrite(path, store, selector)
             return
         if path.exists():
-            self._file(path)  # without a torn line at its end
+            self._file(path)  # opening the file cuts off a torn last line
         self._append(path, missing)
 
     async def _rewrite(self, path: Path, store: JobStore, selector: JobSelector) -> None:
@@ -313,14 +314,14 @@ class ResultFiles:
 
     def close(self) -> None:
         for fd in self._open.values():
-            with contextlib.suppress(OSError):  # the store holds every row; the next start mends the file
+            with contextlib.suppress(OSError):  # the store holds every row; the next start repairs the file
                 os.fsync(fd)
             os.close(fd)
         self._open.clear()
 
 
 def _scan(path: Path) -> tuple[set[str], bool]:
-    """Rollout ids in a result file, and whether a line is repeated or not ours."""
+    """Return the rollout ids in a result file, and whether a line repeats an id or has none."""
     ids: set[str] = set()
     odd = False
     for line in whole_lines(path) if path.exists() else ():
@@ -333,16 +334,16 @@ def _scan(path: Path) -> tuple[set[str], bool]:
     return ids, odd
 
 
-# -- What is under way, for those who look at a run ------------------------------------------------------------------
+# -- The running attempts, for viewers of a run ----------------------------------------------------------------------
 
 MAX_SHOWN = 200
-"""The oldest attempts; a run with thousands under way is read by its figures."""
+"""How many of the oldest attempts are listed; for a run with thousands of attempts, its totals are more useful."""
 WRITE_EVERY_S = 2.0
 STALE_S = 30.0
 
 
 def under_way(dispatcher: AsyncDispatcher, client: ServerClient) -> list[dict[str, Any]]:
-    """The oldest `MAX_SHOWN` attempts, the oldest first."""
+    """Describe the `MAX_SHOWN` oldest attempts, oldest first."""
     now = time.monotonic()
     return [_described(attempt, dispatcher, client, now) for attempt in islice(list(dispatcher.held), MAX_SHOWN)]
 
@@ -372,12 +373,12 @@ def _described(attempt: JobAttempt, dispatcher: AsyncDispatcher, client: ServerC
 
 @contextlib.asynccontextmanager
 async def show_running(path: Path, dispatcher: AsyncDispatcher, client: ServerClient) -> AsyncIterator[None]:
-    """Keep ``path`` up to date until the block ends, and remove it then."""
+    """Keep the list of running attempts in ``path`` up to date until the block ends, and then remove the file."""
 
     async def tell() -> None:
         while True:
             held = {"at": time.time(), "running": under_way(dispatcher, client)}
-            _replace(path, orjson.dumps(held))  # a few kilobytes, and no sync
+            _replace(path, orjson.dumps(held))  # a few kilobytes, without fsync
             await asyncio.sleep(WRITE_EVERY_S)
 
     telling = asyncio.create_task(tell(), name="tell what is under way")
@@ -391,7 +392,7 @@ async def show_running(path: Path, dispatcher: AsyncDispatcher, client: ServerCl
 
 
 def _replace(path: Path, content: bytes) -> None:
-    # Who cannot write here hears of it from the store, which ends the run.
+    # Errors are ignored here: if the disk cannot be written, the store's error ends the run.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         partial.write_bytes(content)
@@ -399,7 +400,8 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def read_running(path: Path) -> list[dict[str, Any]] | None:
-    """What a collection said last; ``None`` where it said nothing of late."""
+    """Read the running attempts that a collection last wrote, with their ages brought up to now. Return ``None`` if it
+    wrote none within `STALE_S`."""
     try:
         held = orjson.loads(path.read_bytes())
         age_s = max(0.0, time.time() - float(held["at"]))

@@ -1,7 +1,8 @@
-"""Grading the stored work of a run once more: what was said then beside what is said now.
+"""Grades the stored work of a run again, and compares the new verdicts with the stored ones.
 
-The task's row comes from the run's materialized inputs and never from a result row, in which an agent may have had its
-say. Response and artifacts come from the result row, bound to their digests. The first verdict stays what it is.
+The task's row comes from the run's materialized inputs and never from a result row, because an agent may have written
+into that. Response and artifacts come from the result row; the artifacts must match their digest. The stored verdicts
+do not change.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ UNSUPPORTED = "unsupported"
 
 
 class Outcome(StrEnum):
-    """What came of one rollout."""
+    """How one rollout's new verdict compares with the stored one."""
 
     SAME = "same"
     CHANGED = "changed"
-    """Another reward, or other findings."""
+    """The reward or the findings differ."""
     INVALID = "invalid"
-    """No verdict this time."""
+    """There is no valid verdict this time."""
     SKIPPED = "skipped"
-    """Its row does not hold what grading needs."""
+    """The stored data is not enough to grade the rollout again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWork:
-    """What a result row says of one rollout. ``missing`` says why it cannot be graded again."""
+    """The data that a result row holds about one rollout. ``missing`` tells why it cannot be graded again."""
 
     rollout_id: str
     task_id: str
@@ -70,7 +71,7 @@ class StoredWork:
 
 
 def stored_work(output: Path) -> Iterator[StoredWork]:
-    """The rollouts of a result file. Raises `ConfigError` naming the line that is no result row."""
+    """Yield the rollouts of a result file. Raises `ConfigError` naming the line that is no result row."""
     try:
         lines = output.open("rb")
     except OSError as error:
@@ -89,7 +90,7 @@ def stored_work(output: Path) -> Iterator[StoredWork]:
 def _stored(row: dict[str, Any]) -> StoredWork:
     artifacts = row.get("artifacts") or []
     return StoredWork(
-        # NeMo Gym's rows have no such id: their place says which rollout they are.
+        # NeMo Gym's rows have no rollout id: task index and rollout index identify the rollout.
         rollout_id=_text(row.get(ROLLOUT_ID_KEY) or f"{int(row[TASK_INDEX_KEY])}-{int(row[ROLLOUT_INDEX_KEY])}"),
         task_id=str(row.get("task_id", "")),
         task_index=int(row[TASK_INDEX_KEY]),
@@ -130,7 +131,7 @@ def _missing(row: Mapping[str, Any], artifacts: list[dict[str, Any]]) -> str | N
 
 
 def _verdict(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is compared, and the official verdict beside it."""
+    """Return the compared fields of a verdict, and the official result if there is one."""
     found = row.get("findings") or ()
     official = row.get("official")
     resolved = official.get("resolved") if isinstance(official, Mapping) else None
@@ -142,7 +143,7 @@ def _verdict(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Inputs:
-    """The rows of a run, found by task and sample without keeping them all."""
+    """The rows of a run, looked up in their file by task and sample; only their offsets are kept in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -164,7 +165,7 @@ class Inputs:
             raise ConfigError(f"{path} is not what a run wrote: {error}", key="output") from error
 
     def row(self, task_index: int, sample_index: int) -> dict[str, Any] | None:
-        """The row of one rollout, or ``None`` when the run had none such."""
+        """Return the row of one rollout, or ``None`` if the run has no such row."""
         at = self._places.get((task_index, sample_index))
         if at is None:
             return None
@@ -176,13 +177,13 @@ class Inputs:
 
 @dataclass(slots=True)
 class Reverification:
-    """How a run's rollouts compare."""
+    """The totals of one reverification."""
 
     path: Path
     counts: dict[str, Counter[Outcome]] = field(default_factory=dict)
-    """By environment."""
+    """How many rollouts had each outcome, by environment."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why rollouts were skipped or have no verdict."""
+    """Why rollouts were skipped or have no verdict, with their numbers."""
 
     @property
     def total(self) -> Counter[Outcome]:
@@ -195,8 +196,8 @@ class Reverification:
 
 
 async def require_reverifiable(peers: Peers, environments: list[str]) -> list[str]:
-    """The environments of which nobody said whether their grading needs a live session. Raises `ConfigError` naming
-    those that need one, and `ServerError` for one that does not answer."""
+    """Return the environments that do not declare whether their grading needs a live session. Raises `ConfigError`
+    naming those that declare that it does, and `ServerError` if an environment does not answer."""
     try:
         modes = {name: (await peers.get(name, "/reverify_mode")).json() for name in environments}
     except PeerError as error:

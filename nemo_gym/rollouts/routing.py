@@ -1,4 +1,4 @@
-"""Which servers a run's agents need, checked before any task runs."""
+"""Finds the servers that a run's agents need, and checks them before any task runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines
 
 PROMPT_BATCH_BYTES = 1 << 20
-"""Of rows in one question to an environment."""
+"""The size of the rows in one request to an environment, at which a batch is sent."""
 
 
 AGENT_TYPE = "responses_api_agents"
@@ -29,12 +29,12 @@ MODEL_TYPE = "responses_api_models"
 
 
 def agent_instances(config: Mapping[str, Any]) -> list[str]:
-    """Agent server instances of a global configuration."""
+    """Return the names of the agent server instances of a global configuration."""
     return [str(name) for name, block in config.items() if isinstance(block, Mapping) and AGENT_TYPE in block]
 
 
 def servers_of(config: Mapping[str, Any], agent: str) -> Servers:
-    """The servers that ``agent`` is configured with; raises `ConfigError` when they do not exist."""
+    """Return the servers that ``agent`` is configured with. Raises `ConfigError` if one does not exist."""
     block = _implementation(config, agent, AGENT_TYPE)
 
     def named(key: str, server_type: str) -> str | None:
@@ -72,8 +72,8 @@ def _implementation(
 
 
 async def checked_servers(client: ServerClient, peers: Peers, agent: str, config: PipelineConfig) -> Servers:
-    """The servers of an agent. Raises `ConfigError` when it is not ready, has nobody to judge it, or does not fit the
-    run's validation mode."""
+    """Return the servers of an agent. Raises `ConfigError` if the agent is not ready, has no environment to grade it,
+    cannot enforce the run's limits, or does not fit the run's validation mode."""
     servers = servers_of(client.global_config_dict, agent)
     try:
         ready = (await peers.get(agent, "/ready")).json()
@@ -110,7 +110,7 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
 
 
 def _check_limits(agent: str, told: Mapping[str, Any], config: PipelineConfig, *, owns_boxes: bool) -> None:
-    """Refuse limits of the run that nobody would keep."""
+    """Raise `ConfigError` for limits of the run that neither the agent nor its environment enforces."""
     kept = set(told.get("limits") or ())
     if owns_boxes:
         kept |= {"memory_mib", "cpu"}
@@ -133,7 +133,7 @@ async def _facts(peers: Peers, environment: str) -> Mapping[str, Any]:
 
 
 async def _box_needs(peers: Peers, servers: Servers) -> Mapping[str, Any]:
-    """What the agent needs of boxes, where its environment makes them."""
+    """Ask the agent what it needs in its sandboxes, which the environment creates."""
     try:
         told = await peers.get(servers.agent, "/box_needs")
     except PeerError as error:
@@ -152,13 +152,13 @@ async def _box_needs(peers: Peers, servers: Servers) -> Mapping[str, Any]:
 async def preflight(
     servers: Iterable[Servers], peers: Peers, say: Callable[[str], None], *, reachable: bool = False
 ) -> None:
-    """Have each model server ask its engines once, and say what serves. Raises `ConfigError` where no rollout could
-    get an answer; ``reachable``: also where one of them does not answer now."""
+    """Have each model server check its engines once, and report them with ``say``. Raises `ConfigError` if no rollout
+    could succeed with an engine; with ``reachable``, also if an engine does not answer now."""
     for model in dict.fromkeys(each.model for each in servers if each.model is not None and not each.own_run):
         try:
             checks = (await peers.post(model, "/preflight", {})).json()["engines"]
         except PeerError as error:
-            if error.status == 404:  # a server without this contract
+            if error.status == 404:  # the server does not support this route
                 continue
             raise ConfigError(f"model server '{model}' cannot be used: {error}", key=model) from error
         if problems := [check["problem"] for check in checks if check["problem"]]:
@@ -179,8 +179,7 @@ async def preflight(
 async def rows_without_prompt(
     config: RolloutRunConfig, inputs: MaterializedInputs, servers: Mapping[str, Servers], peers: Peers
 ) -> dict[int, str]:
-    """Rows that ask their agents nothing, also by the word of their environments: their lines, each with its
-    reason."""
+    """Return the rows for which neither the dataset nor the environment has a prompt: line numbers with reasons."""
     refused: dict[int, str] = {}
     for environment, rows in _without_prompt(config, inputs, servers, refused):
         refused |= await unworded(peers, environment, rows)
@@ -188,7 +187,7 @@ async def rows_without_prompt(
 
 
 async def unworded(peers: Peers, environment: str, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """Those of ``rows``, by their keys, for which the environment has no prompt, each with its reason."""
+    """Return the keys of those ``rows`` for which the environment has no prompt, each with the reason."""
     try:
         reply = (await peers.post(environment, "/row_prompts", {"rows": list(rows.values())})).json()
         without = dict(reply["without"])
@@ -203,7 +202,8 @@ async def unworded(peers: Peers, environment: str, rows: Mapping[int, Mapping[st
 def _without_prompt(
     config: RolloutRunConfig, inputs: MaterializedInputs, servers: Mapping[str, Servers], refused: dict[int, str]
 ) -> Iterator[tuple[str, dict[int, dict[str, Any]]]]:
-    """Batches of rows, by their line numbers, whose environment is to be asked; the others go into ``refused``."""
+    """Yield batches of rows, by line number, to ask their environment about. Rows whose environment writes no prompts
+    are added to ``refused``."""
     batches: dict[str, dict[int, dict[str, Any]]] = {}
     sizes: Counter[str] = Counter()
     for number, line in numbered_lines(config.input, inputs.without_prompt):

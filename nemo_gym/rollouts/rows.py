@@ -1,6 +1,6 @@
 """Dataset rows: read, checked, numbered and written out as the run's materialized inputs.
 
-Every problem is found before any task runs, and named by file, line and column.
+Every problem is reported before any task runs, with its file, line and column.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Promptless:
-    """A row that brings no prompt; its environment may word one."""
+    """A row without a prompt; its environment may write one."""
 
     agent: str
     rollouts: range
-    """Which lines of the materialized inputs are its."""
+    """The row's lines in the materialized inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaterializedInputs:
-    """What a run is about to do, as lines of a file: one per rollout."""
+    """The rollouts that a run will do, as lines of a file: one per rollout."""
 
     tasks: int
     rollouts: int
     agents: tuple[str, ...]
     digest: str
-    """Of all lines, also those that are left out for want of a prompt: a resumed run must be the same run."""
+    """The digest of all lines, including those left out for lack of a prompt; a resumed run must have the same one."""
     bad_rows: tuple[RowError, ...] = ()
-    """Left out, because ``skip_bad_rows`` says so."""
+    """The errors of the rows that were left out because of ``skip_bad_rows``."""
     without_prompt: Mapping[int, Promptless] = field(default_factory=dict)
-    """By their lines of the input."""
+    """The rows without a prompt, by their line numbers in the input."""
     left_out: frozenset[int] = frozenset()
     lines: IO[bytes] | None = None
-    """A file without a name, gone with this process; ``None`` where the rows were only checked."""
+    """An unnamed file that ends with this process; ``None`` if the rows were only checked."""
 
     def write(self, target: Path) -> None:
-        """Give the lines their name; raises `StoreError` when that cannot be done."""
+        """Write the lines to ``target``; raise `StoreError` if that fails."""
         assert self.lines is not None
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         self.lines.seek(0)
@@ -97,7 +97,7 @@ class RowChecker:
     agents: Collection[str]
 
     def row_and_agent(self, number: int, line: bytes) -> tuple[dict[str, Any], str]:
-        """One line as a row with the run's request parameters, and its agent; raises `RowError`."""
+        """Return one line as a row with the run's request parameters, and its agent. Raises `RowError`."""
         row = self._parsed(number, line)
         return row, self._agent(number, row)
 
@@ -108,7 +108,7 @@ class RowChecker:
             raise self._error(number, error.colno, f"not a JSON value ({error.msg})") from None
         if not isinstance(row, dict):
             raise self._error(number, 1, f"a row is one JSON object, this is a {type(row).__name__}")
-        # A dataset in its own published form has none: its environment words the prompt when it is seeded.
+        # A dataset in its original format has no request parameters: its environment writes the prompt when seeded.
         params = row.get("responses_create_params", {} if self.config.overrides else None)
         if "responses_create_params" in row and (not isinstance(params, dict) or "input" not in params):
             raise self._error(
@@ -123,7 +123,7 @@ class RowChecker:
     def _agent(self, number: int, row: dict[str, Any]) -> str:
         ref = row.get(AGENT_REF_KEY)
         name = ref.get("name") if isinstance(ref, dict) else None
-        # Run config wins only where the row is silent: a dataset may mix agents on purpose.
+        # The run's agent applies only to rows that name none: a dataset may mix agents on purpose.
         agent = name or self.config.agent_name or (next(iter(self.agents)) if len(self.agents) == 1 else None)
         if not isinstance(agent, str):
             raise self._error(
@@ -155,7 +155,7 @@ class RunRowChecker(RowChecker):
     seen: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def check(self, number: int, line: bytes, position: int) -> tuple[int, list[int], str, dict[str, Any]]:
-        """Task index, rollout indices, agent and row of one line; raises `RowError`."""
+        """Return task index, rollout indices, agent and row of one line. Raises `RowError`."""
         row, agent = self.row_and_agent(number, line)
         task_index = self._index(number, row, TASK_INDEX_KEY, position)
         if self.config.num_repeats == 1:
@@ -184,7 +184,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
     are only checked.
 
     Raises `ConfigError` for a missing or empty input, `RowError` naming the bad lines unless ``skip_bad_rows``, and
-    `StoreError` when the lines cannot be kept.
+    `StoreError` when the lines cannot be read or stored.
     """
     config.check_input()
     source = config.input
@@ -197,7 +197,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
     digest = hashlib.sha256()
     with ExitStack() as undo:
         try:
-            # Beside the output, where there is room for the run's files.
+            # Beside the output, because its disk has room for the run's files.
             out = undo.enter_context(TemporaryFile(dir=existing_folder(config.output))) if keep else None
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
@@ -245,8 +245,8 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
 def without_rows(
     config: RolloutRunConfig, inputs: MaterializedInputs, refused: Mapping[int, str]
 ) -> MaterializedInputs:
-    """``inputs`` without those lines of the input, which have these reasons. Raises `RowError` that names them unless
-    ``skip_bad_rows``, and `ConfigError` when no row is left."""
+    """Return ``inputs`` without the ``refused`` rows, given as line number and reason. Raises `RowError` naming them
+    unless ``skip_bad_rows``, and `ConfigError` when no row is left."""
     bad = [
         RowError(f"{config.input}:{number}: {why}", path=str(config.input), line=number)
         for number, why in sorted(refused.items())
@@ -267,14 +267,14 @@ def without_rows(
 
 
 def numbered_lines(path: Path, numbers: Collection[int]) -> Iterator[tuple[int, bytes]]:
-    """Lines of a file by their numbers, in its order."""
+    """Yield the lines of a file with these numbers, in the file's order."""
     if numbers:
         with path.open("rb") as lines:
             yield from ((number, line) for number, line in enumerate(lines, 1) if number in numbers)
 
 
 def job_specs(path: Path, run_id: str) -> Iterator[JobSpec]:
-    """The jobs of a materialized inputs file. Samples of a task share one row, without its rollout index."""
+    """Yield the jobs of a materialized inputs file. Samples of a task share one row, without the rollout index."""
     with path.open("rb") as lines:
         for line in lines:
             row = orjson.loads(line)

@@ -1,9 +1,9 @@
-"""Which servers are free: the second of the pipeline's queues.
+"""Tracks the free places of servers, so that the pipeline claims only jobs that can start.
 
-Jobs are claimed when an agent server and its environment have a free place, so whoever is free pulls and a faster one
-gets more. Servers may be added, drained and removed while jobs run. One that stops answering gives its jobs back.
+Jobs are claimed when an agent server and its environment have a free place, so a faster server gets more jobs. Servers
+may be added, drained and removed while jobs run. The jobs of a server that stops answering are queued again.
 
-A place at an agent server is held from claim to the end of RUN, one at an environment to the end of the attempt.
+An attempt holds its place at an agent server from claim to the end of RUN, and its place at an environment to its end.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ else:
 log = structlog.get_logger(__name__)
 
 SPEED_WEIGHT = 0.2
-"""Of the latest rollout in a server's mean time."""
+"""The weight of the latest rollout in a server's mean time."""
 STRIKES = 3
-"""Rollouts in a row that a server let run into their deadline, before it gets no more."""
+"""How many rollouts in a row may exceed their deadline at a server before it gets no more."""
 LOST_KINDS = {AGENT_TYPE: FailureKind.AGENT_LOST, ENVIRONMENT_TYPE: FailureKind.ENVIRONMENT_LOST}
 
 
 class ServerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
-    """Gets nothing new, and finishes what it has."""
+    """The server gets no new rollouts and finishes those it has."""
     LOST = "lost"
-    """Does not answer; it is used again when it does."""
+    """The server does not answer; it is used again when it does."""
     REMOVED = "removed"
 
 
@@ -57,16 +57,16 @@ class PooledServer:
     kind: str
     url: str
     number: int
-    """Among the instance's replicas; never another's, also when this one is removed."""
+    """The number among the instance's replicas; not reused, even if this replica is removed."""
     capacity: int | None = None
-    """Rollouts at once; ``None`` sets no bound."""
+    """How many rollouts it takes at once; ``None`` sets no limit."""
     state: ServerState = ServerState.READY
     reason: str | None = None
-    """Why it is not ready."""
+    """Why the server is not ready."""
     busy: int = 0
     done: int = 0
     seconds: float | None = None
-    """Mean time that a rollout holds a place here, the latest most."""
+    """Moving average of the seconds that a rollout holds a place here; `SPEED_WEIGHT` is the weight of the latest."""
     strikes: int = 0
     answered_at: float = field(default_factory=time.monotonic)
 
@@ -76,13 +76,13 @@ class PooledServer:
 
     @property
     def free(self) -> int | None:
-        """Places left; ``None`` for one without a bound."""
+        """The number of free places; ``None`` if there is no limit."""
         if self.state is not ServerState.READY:
             return 0
         return None if self.capacity is None else max(0, self.capacity - self.busy)
 
     def as_dict(self) -> dict[str, Any]:
-        """For whoever asks how it goes."""
+        """Return the server's status for metrics and status requests."""
         per_minute = None if not self.seconds else round(60 / self.seconds * (self.capacity or max(self.busy, 1)), 2)
         return {
             "server_id": self.server_id,
@@ -106,12 +106,12 @@ class _Place:
 
 
 class ServerPool:
-    """The servers of a stack, and those that registered later.
+    """The servers of a stack, including those that registered later.
 
     Args:
         agents: the agents whose jobs this pipeline runs, with their servers.
-        agent_caps, environment_caps: bounds by instance, over all its replicas.
-        on_lost: gets each attempt whose server went away, and why.
+        agent_caps, environment_caps: limits by instance, each over all replicas of the instance.
+        on_lost: receives each attempt whose server was lost or removed, and why.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ServerPool:
     def register(
         self, instance: str, url: str, *, capacity: int | None = None, credential: str | None = None
     ) -> PooledServer:
-        """Add a replica of a configured instance, or take up again one that is known by its URL. Raises
+        """Add a replica of a configured instance, or reactivate the replica that has this URL. Raises
         `ConfigError`."""
         servers = self.replicas(instance)
         url = url.rstrip("/")
@@ -149,7 +149,7 @@ class ServerPool:
         return known
 
     def replicas(self, instance: str) -> list[PooledServer]:
-        """Those of an instance; raises `ConfigError` for one that is not configured."""
+        """Return the replicas of an instance. Raises `ConfigError` if the instance is not configured."""
         if instance not in self._servers:
             block = self._client.global_config_dict.get(instance)
             kind = next((each for each in SERVER_TYPES if isinstance(block, Mapping) and each in block), None)
@@ -171,7 +171,7 @@ class ServerPool:
         return self._servers[instance]
 
     def of_id(self, server_id: str) -> PooledServer:
-        """Raises `ConfigError` for an id that names none."""
+        """Return the server with this id. Raises `ConfigError` if there is none."""
         for server in self.all():
             if server.server_id == server_id and server.state is not ServerState.REMOVED:
                 return server
@@ -188,14 +188,14 @@ class ServerPool:
         server.state, server.reason = ServerState.DRAINING, reason
 
     def remove(self, server: PooledServer, reason: str) -> int:
-        """Use it no more; what it works on goes back. Returns how many attempts that are."""
+        """Stop using a server and give its attempts back. Return the number of these attempts."""
         server.state, server.reason = ServerState.REMOVED, reason
         return self._give_back(server, f"server '{server.server_id}' was removed: {reason}")
 
     # Places
 
     def room(self) -> Room | None:
-        """What is free; ``None`` when nothing has a bound and every agent is at hand."""
+        """Return the free places of all agents and environments."""
         agents: dict[str, int] = {}
         environments: dict[str, int] = {}
         environment_of: dict[str, str] = {}
@@ -218,7 +218,7 @@ class ServerPool:
         return free if cap is None else min(free, max(0, cap - busy))
 
     def admit(self, attempt: JobAttempt) -> None:
-        """Take places for a claimed job's attempt, which then goes to these replicas."""
+        """Reserve places for a claimed job's attempt, and record the replicas that it uses."""
         servers = attempt.servers
         places = []
         for instance in (servers.agent, servers.environment, servers.model):
@@ -237,7 +237,7 @@ class ServerPool:
     def _chosen(self, instance: str, number: int | None) -> PooledServer:
         servers = self.replicas(instance)
         if number is not None and number < len(servers):
-            return servers[number]  # where the attempt's session is
+            return servers[number]  # the replica that holds the attempt's session
         ready = [server for server in servers if server.state is ServerState.READY] or servers
 
         def load(server: PooledServer) -> tuple[bool, float, int]:
@@ -247,7 +247,7 @@ class ServerPool:
         return min(ready, key=load)
 
     def ran(self, attempt: JobAttempt) -> None:
-        """Its agent has done its part."""
+        """Free the attempt's place at its agent server, because RUN is over."""
         if (held := self._places.get(id(attempt))) is not None:
             for place in [each for each in held[1] if each.server.kind == AGENT_TYPE]:
                 held[1].remove(place)
@@ -259,8 +259,8 @@ class ServerPool:
                 self._leave(held[1].pop(), is_done=True)
 
     def failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
-        """A server that lets rollouts run into their deadlines, one after the other, gets no more while others do: the
-        deadline of a stage, or the job's own where most of it passed at this server."""
+        """Count an exceeded deadline against the attempt's servers: a stage's deadline, or the job's own if at least
+        half of it passed at that server. Drain a server after `STRIKES` in a row, if another replica is ready."""
         held = self._places.get(id(attempt))
         if held is None or failure.kind is not FailureKind.DEADLINE:
             return
@@ -276,7 +276,7 @@ class ServerPool:
                 log.warning("server drained", server=server.server_id, reason=server.reason)
 
     def release(self, attempt: JobAttempt) -> None:
-        """The attempt is over; idempotent."""
+        """Free the remaining places of an attempt that is over; idempotent."""
         _, places = self._places.pop(id(attempt), (attempt, []))
         for place in places:
             self._leave(place, is_done=False)
@@ -303,8 +303,8 @@ class ServerPool:
     # Watching
 
     async def watch(self, *, every_s: float, silent_s: float) -> None:
-        """Ask every server again and again whether it is there; one that is silent for ``silent_s`` gives its jobs
-        back. Runs until cancelled."""
+        """Check every ``every_s`` seconds that each server answers. If a server has been silent for ``silent_s``, give
+        its jobs back. Runs until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             servers = [each for each in self.all() if each.state is not ServerState.REMOVED]
@@ -330,4 +330,4 @@ class ServerPool:
 
 
 UNBOUNDED = 1 << 30
-"""Places at servers without a bound."""
+"""The number of free places at servers without a limit."""

@@ -1,7 +1,7 @@
 """The pipeline's three stages: the parts of one rollout (`nemo_gym.rollout`), each with its own workers and deadline.
 
 An agent that overrides NeMo Gym's ``run()`` seeds and verifies by itself, in the one call of its RUN stage. It gets a
-reference to its row, and the verdict is read from the environment, not from the agent's answer.
+reference to its row, and the verdict is read from the environment, not from the agent's response.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 
 class HttpStage(ABC):
-    """What the three have in common; see `Stage`."""
+    """The base class of the three stages; see `Stage`."""
 
     name: StageName
 
@@ -57,7 +57,7 @@ class HttpStage(ABC):
         return self._timeout_s
 
     async def run(self, attempt: JobAttempt) -> StageResult:
-        """Raises `StageError` with the typed failure."""
+        """Run the stage and time it. See `classify` for what its exceptions mean."""
         start = time.perf_counter()
         payload = await self._run(attempt)
         duration_s = time.perf_counter() - start
@@ -91,7 +91,7 @@ class InitStage(HttpStage):
         return b"{}"
 
     async def _open_session(self, attempt: JobAttempt, model: str) -> None:
-        """For the model calls of an agent's own ``run``, where its model server has sessions."""
+        """Open a session for the model calls of an agent's own ``run()``, if its model server has sessions."""
         try:
             await self._steps.open_session(attempt, model)
         except PeerError as error:
@@ -109,7 +109,7 @@ class InitStage(HttpStage):
         attempt.public_row = row if access == "full" else public
 
         async def close() -> None:
-            # The agent's seed is repeated with the same reference: idempotent, and it returns the token that closes.
+            # Repeat the agent's seed with the same reference: it is idempotent and returns the token that closes.
             peers, session = self._peers_of(attempt), {SESSION_KEY: attempt.envelope()}
             seeded = (await peers.post(environment, "/seed_session", session, idempotent=True)).json()
             token = required(seeded, "control_token", environment, "/seed_session", StageName.INIT)
@@ -133,7 +133,7 @@ class RunStage(HttpStage):
         try:
             reply = await self._own_reply(attempt)
         except (PeerError, StageError) as error:
-            # Who has been told its reward buys no second try by failing now, nor gets rid of a bad sample.
+            # An agent that knows its reward must not get a second try, or discard a bad sample, by failing now.
             verdict = await self._known_verdict(attempt)
             if verdict is None:
                 raise
@@ -164,7 +164,7 @@ class RunStage(HttpStage):
         return reply
 
     async def _known_verdict(self, attempt: JobAttempt) -> dict[str, Any] | None:
-        """The environment's valid verdict of an attempt whose agent has failed."""
+        """Return the environment's valid verdict on an attempt whose agent has failed, or ``None``."""
         if attempt.servers.environment is None:
             return None
         try:
@@ -205,12 +205,12 @@ class EvalStage(HttpStage):
 
     async def run(self, attempt: JobAttempt) -> StageResult:
         result = await super().run(attempt)
-        # The row holds its own EVAL time, so it is made when the stage is over.
+        # The row holds its own EVAL time, so it is built after the stage.
         row = result_row(attempt, attempt.verified or {}, validation=self._validation)
         return StageResult(StageName.EVAL, row, result.duration_s)
 
     async def _run(self, attempt: JobAttempt) -> bytes:
-        # A grader that fails takes the verdict, not what the policy did until then.
+        # A failed grader costs the verdict, but the policy's work up to then is kept.
         attempt.salvage = lambda: self._salvage(attempt)
         try:
             await self._steps.judge(attempt)
@@ -225,11 +225,11 @@ class EvalStage(HttpStage):
 
 
 class EvaluationLogs:
-    """Moves evaluations' logs from verify responses into files, which result rows then name.
+    """Moves the logs of evaluations from verify responses into files, and puts the file names into the result rows.
 
     Args:
-        directory: where they go; ``None`` keeps none.
-        max_chars: of the end of each log.
+        directory: the folder of the files; ``None`` discards the logs.
+        max_chars: how many characters of each log are kept, from its end.
     """
 
     def __init__(self, directory: Path | None, max_chars: int) -> None:
@@ -239,7 +239,7 @@ class EvaluationLogs:
     async def keep(self, attempt: JobAttempt, verified: dict[str, Any]) -> None:
         text, directory, spec = verified.get("evaluation_log"), self._directory, attempt.job.spec
         if text is None or attempt.row_with().get("evaluation_log") == text:
-            return  # nothing, or a field of the row's own
+            return  # no log, or a field that the dataset row itself has
         del verified["evaluation_log"]
         if directory is None or not isinstance(text, str):
             return
@@ -260,11 +260,11 @@ def _write_log(file: Path, text: str) -> None:
 def http_stages(
     peers: Peers, config: PipelineConfig, topology: str | None, *, logs: Path | None = None
 ) -> tuple[InitStage, RunStage, EvalStage]:
-    """The stages of a run, with its worker counts and deadlines.
+    """Return the stages of a run, with its worker counts and deadlines.
 
     Args:
-        topology: the composition's choice; ``None`` leaves the environment its default.
-        logs: where the logs of evaluations go.
+        topology: the composition's choice; ``None`` lets the environment use its default.
+        logs: the folder for the logs of evaluations.
     """
     settings = RolloutSettings(
         limits=config.limits.model_dump(exclude_none=True),

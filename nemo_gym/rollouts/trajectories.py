@@ -1,4 +1,4 @@
-"""Trajectories of a run's result rows, each with its rollout and the reward of its verdict."""
+"""Reads the trajectories of a run's result rows, each with its rollout's identity and the reward of its verdict."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TRAJECTORY_KEY = "ng_trajectory"
 
 
 def trajectories_of_rows(path: str | Path) -> Iterator[list[Trajectory]]:
-    """The trajectories of each row of a result file (or a failures file), in order; none for a row without.
+    """Yield the trajectories of each row of a result file or failures file, in order; an empty list for a row without.
 
-    The row's verdict decides the reward, whatever the trajectory said before: an invalid one gives none.
-    Raises `RowError` naming the line that is no result row of this suite, or holds no token ids.
+    The reward comes from the row's verdict, not from the stored trajectory; it is ``None`` for an invalid verdict.
+    Raises `RowError` naming a line that is no result row of this suite, or whose trajectory has no token ids.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):

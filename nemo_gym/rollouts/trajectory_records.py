@@ -1,7 +1,7 @@
-"""A rollout's trajectory record: what its agent recorded and observed, and the model calls that were captured.
+"""A rollout's trajectory record: what its agent recorded and observed, and the captured model calls.
 
-For people and metrics. What is trained on are the gateway's chains (`nemo_gym.rollouts.trajectories`), which stand
-under the same key of a row that a gateway served.
+The record is for people and metrics. Training uses the gateway's chains (`nemo_gym.rollouts.trajectories`), which a
+row holds under the same key if a gateway served it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
 
 
 def attach_trajectory_record(row: Mapping[str, Any], result: dict[str, Any]) -> None:
-    """Put the record of a rollout into its result row. Chains of a gateway stay as they are."""
+    """Put the trajectory record of a rollout into its result row, unless the row holds a gateway's chains."""
     if not isinstance(result.get(TRAJECTORY_KEY), list):
         result[TRAJECTORY_KEY] = build_trajectory_record(row, result).model_dump(mode="json")
 
 
 def trajectory_identity(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The task and the rollout of a row, as its trajectory names them: the task by the name that the row has for it,
-    else by its index. Raises ``ValueError`` for a row that names no rollout."""
+    """Return the ids of a row's task and rollout for its trajectory. The task id is the row's ``task_id``, or else
+    derived from its index. Raises ``ValueError`` for a row that names no rollout."""
     rollout_id = maybe_rollout_id_from_run_body(row)
     if rollout_id is None:
         raise ValueError(f"the row names no rollout: it needs '{TASK_INDEX_KEY}' and '_ng_rollout_index'")
@@ -46,7 +46,7 @@ def trajectory_identity(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def build_trajectory_record(row: Mapping[str, Any], result: Mapping[str, Any]) -> TrajectoryRecord:
-    """The record that the agent made, with what it observed beside it and the calls that were captured."""
+    """Return the agent's own record, joined with its separate observations and the captured model calls."""
     recorded = result.get(TRAJECTORY_KEY)
     if recorded is None:
         task_id, rollout_id = trajectory_identity(row)
@@ -72,7 +72,8 @@ def build_trajectory_record(row: Mapping[str, Any], result: Mapping[str, Any]) -
 
 
 def _invocations(record: TrajectoryRecord, bundle: AgentObservationBundle | None) -> list[AgentInvocation]:
-    """Of an invocation that both have, the observed one, whose calls are joined, with the recorded conversation."""
+    """Merge recorded and observed invocations. The observed one of a pair wins, with the recorded conversation and
+    model calls if it has none of its own."""
     merged = {invocation.invocation_id: invocation for invocation in record.invocations}
     for seen in bundle.records if bundle is not None else ():
         if isinstance(seen, AgentInvocation):
@@ -84,8 +85,8 @@ def _invocations(record: TrajectoryRecord, bundle: AgentObservationBundle | None
 
 
 def _tool_calls(record: TrajectoryRecord, bundle: AgentObservationBundle | None) -> list[TrajectoryToolCall]:
-    """The recorded ones, which have outputs, then those that were only observed, with their outputs where a
-    conversation holds them."""
+    """Return the recorded tool calls, then those that were only observed, with their outputs if a conversation holds
+    them."""
     merged = {(call.invocation_id, call.tool_call_id): call for call in record.tool_calls}
     outputs = {
         (invocation.invocation_id, item.get("call_id")): item.get("output")

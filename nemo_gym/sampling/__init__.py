@@ -1,4 +1,4 @@
-"""Sampling for RL: effective groups out of the rollout pipeline, batch after batch."""
+"""Sampling for RL: batches of effective groups from the rollout pipeline."""
 
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.sampling.groups import Batch, Carried, Group, GroupFilter, MixedOutcomes, Sample, ValidSamples

@@ -1,4 +1,4 @@
-"""Groups of samples, what makes one effective, and the batches that a trainer gets."""
+"""Groups of samples, the filters that decide whether a group is effective, and the batches that a trainer gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
 
 @dataclass(frozen=True, slots=True)
 class WeightsSpan:
-    """Weights versions under which a sample was made."""
+    """The first and last weights version with which a sample was generated."""
 
     first: int
     last: int
@@ -34,7 +34,7 @@ class Sample:
 
     @property
     def reward(self) -> float | None:
-        """``None`` for a sample without a valid verdict: a failure of the infrastructure is no 0."""
+        """The reward; ``None`` without a valid verdict, because an infrastructure failure is not a reward of 0."""
         return float(self.row["reward"]) if self.valid else None
 
     @property
@@ -43,8 +43,8 @@ class Sample:
 
     @classmethod
     def of(cls, record: JobRecord, seen: WeightsSpan) -> Sample:
-        """The sample of a finished job. ``seen`` is what the sampler saw of the weights while the job ran; versions
-        that the engines themselves reported win over it."""
+        """Return the sample of a finished job. ``seen`` holds the weights versions that the sampler recorded while the
+        job ran; versions that the engines reported take precedence."""
         row = orjson.loads(record.result) if record.result is not None else {}
         if record.state is not JobState.DONE:
             row["mask_sample"] = True
@@ -52,7 +52,7 @@ class Sample:
 
 
 def _reported(row: Mapping[str, Any]) -> WeightsSpan | None:
-    """The versions in the row's trajectories, where the trainer numbers them."""
+    """Return the weights versions in the row's trajectories, if they are numbers."""
     trajectories = row.get(TRAJECTORY_KEY) or ()
     told = [version for each in trajectories for version in each.get("weights_versions") or ()]
     try:
@@ -70,15 +70,15 @@ class Group:
     row: Mapping[str, Any]
     samples: tuple[Sample, ...]
     size: int
-    """Samples that were asked for; fewer stand here where some were too old."""
+    """The number of samples requested; ``samples`` has fewer if some became too old."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Of the valid samples."""
+        """The rewards of the valid samples."""
         return tuple(sample.reward for sample in self.samples if sample.reward is not None)
 
     def lag(self, weights_version: int) -> int:
-        """Versions between the oldest sample's first token and ``weights_version``."""
+        """Return the number of versions between the oldest sample's first token and ``weights_version``."""
         return max(weights_version - sample.weights.first for sample in self.samples)
 
 
@@ -86,14 +86,14 @@ class GroupFilter(Protocol):
     """Decides whether a group is effective."""
 
     def __call__(self, group: Group) -> str | None:
-        """Why the group is left out, in a few words that are counted; ``None`` keeps it."""
+        """Return a short reason to leave the group out, or ``None`` to keep it. Groups are counted by reason."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ValidSamples:
-    """Keeps groups with enough valid samples. ``at_least`` ``None`` asks for all of them; where fewer are enough, the
-    others stay in the group as invalid, without a reward."""
+    """Keeps groups with at least ``at_least`` valid samples; ``None`` requires all samples to be valid. Invalid
+    samples of a kept group stay in it, without a reward."""
 
     at_least: int | None = None
 
@@ -104,9 +104,9 @@ class ValidSamples:
 
 @dataclass(frozen=True, slots=True)
 class MixedOutcomes:
-    """DAPO's dynamic sampling: a group counts when some of its samples are right and some are not, 0 < right < all.
-    Equal rewards give every sample the advantage 0. ``solved_from`` is the reward from which a sample is right;
-    ``None`` compares the rewards themselves."""
+    """DAPO's dynamic sampling: keeps a group if some of its samples are right and some are not, 0 < right < all,
+    because equal rewards give every sample the advantage 0. ``solved_from`` is the lowest reward of a right sample;
+    with ``None``, a group is kept if its rewards differ."""
 
     solved_from: float | None = None
 
@@ -126,23 +126,23 @@ DEFAULT_FILTERS: tuple[GroupFilter, ...] = (ValidSamples(), MixedOutcomes())
 
 
 def why_left_out(group: Group, filters: Iterable[GroupFilter]) -> str | None:
-    """The first filter's reason against a group."""
+    """Return the reason of the first filter that leaves the group out, or ``None``."""
     return next((reason for each in filters if (reason := each(group)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """An unfinished rollout that goes on for a later batch."""
+    """An unfinished rollout that continues for a later batch."""
 
     rollout_id: str
     group_id: str
     attempt: int
-    """From 1; 0 while it waits for a worker."""
+    """Counts from 1; 0 while the rollout waits for a worker."""
     session_id: str | None
-    """The model server's session that holds its trajectory so far; ``None`` before it runs, and for agents that open
-    their own."""
+    """The model server's session that holds the trajectory so far; ``None`` before the rollout runs, and for agents
+    that open their own sessions."""
     weights_version: int | None
-    """When it started; ``None`` before."""
+    """The weights version with which it started; ``None`` before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,27 +150,27 @@ class Batch:
     """Effective groups for one training step."""
 
     index: int
-    """From 1."""
+    """The batch's number, from 1."""
     weights_version: int
-    """Of the policy that trains on this."""
+    """The version of the policy that trains on this batch."""
     groups: tuple[Group, ...]
     carried: tuple[Carried, ...]
-    """Rollouts under way when the batch was full; they go on."""
+    """The rollouts that were unfinished when the batch was full; they continue."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Groups that ended for this batch without counting, by reason."""
+    """The number of groups that were left out while this batch was filled, by reason."""
     exhausted: bool = False
-    """The data has come to its end; such a batch may hold fewer groups than were asked for, or none."""
+    """The data has ended; such a batch may hold fewer groups than requested, or none."""
 
     @property
     def samples(self) -> Sequence[Sample]:
         return [sample for group in self.groups for sample in group.samples]
 
     def staleness(self, sample: Sample) -> int:
-        """Weights versions between the sample's first token and this batch."""
+        """Return the number of weights versions between the sample's first token and this batch."""
         return self.weights_version - sample.weights.first
 
     def rows(self) -> list[dict[str, Any]]:
-        """Result rows for a trainer, group by group, each with ``group_id``, ``weights_version_start``,
+        """Return the result rows for a trainer, group by group, each with ``group_id``, ``weights_version_start``,
         ``weights_version_end`` and ``staleness``."""
         return [
             {

@@ -1,4 +1,4 @@
-"""What a sampler remembers of its groups, in a SQLite file beside the job store: enough to go on after ``kill -9``."""
+"""A sampler's record of its groups, in a SQLite file beside the job store: enough to resume after ``kill -9``."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ COLUMNS = "serial, row, agent, samples, size, rank, reruns, weights_version, tak
 class GroupState(StrEnum):
     OPEN = "open"
     EFFECTIVE = "effective"
-    """Ready, or handed out with ``batch``."""
+    """Ready, or handed out in batch ``batch``."""
     LEFT_OUT = "left_out"
 
 
 @dataclass(slots=True)
 class GroupRecord:
-    """A group that is under way or ready."""
+    """A group that is open or ready."""
 
     serial: int
-    """Its number in the run, which takes the place of a task's index."""
+    """The group's number in the run; its jobs use it as task index."""
     row: bytes
     agent: str
     samples: list[int]
-    """Sample indices that belong to it; those run again have new ones."""
+    """The indices of its samples; a sample that is run again gets a new index."""
     size: int
     rank: int
-    """Priority: the batch for which its row was taken, negative, so that older groups go first."""
+    """The priority of its jobs: minus the number of batches handed out before, so that older groups go first."""
     reruns: int
     weights_version: int
-    """When it was submitted."""
+    """The weights version when the group was submitted."""
     taken: int
-    """Rows taken from the loader, this one included."""
+    """The number of rows taken from the loader, including this one."""
     ended: set[int] = field(default_factory=set)
     """Sample indices that have ended."""
 
@@ -87,7 +87,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """Everything that a sampler needs to go on."""
+    """Everything that a sampler needs to resume."""
 
     run_id: str
     weights_version: int
@@ -109,8 +109,8 @@ class SamplerLedger:
         )
 
     async def recall(self, run_id: str, outcomes: int) -> Remembered:
-        """What is on record, with up to so many ``outcomes``; ``run_id`` names a run that has none. Raises
-        `ConfigError` where it is another run's."""
+        """Return what is recorded, with the latest ``outcomes`` outcomes; an empty file is assigned to ``run_id``.
+        Raises `ConfigError` if the file belongs to another run."""
 
         def operation(connection: sqlite3.Connection) -> Remembered:
             connection.execute("INSERT INTO sampler (id, run_id) VALUES (1, ?) ON CONFLICT DO NOTHING", (run_id,))
@@ -145,7 +145,7 @@ class SamplerLedger:
         return remembered
 
     async def keep(self, group: GroupRecord) -> None:
-        """Record a new group, or a change of an open one's samples."""
+        """Record a new group, or the changed samples of an open group."""
         await self._writer.call(
             lambda connection: connection.execute(
                 f"INSERT OR REPLACE INTO groups ({COLUMNS}, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'open')",
@@ -174,7 +174,7 @@ class SamplerLedger:
         await self._writer.call(operation)
 
     async def go_back(self, batch: int, weights_version: int) -> None:
-        """Batches after this one were not trained on: their groups are ready again."""
+        """Return to an earlier batch: the groups of later batches, which were not trained on, become ready again."""
 
         def operation(connection: sqlite3.Connection) -> None:
             connection.execute("UPDATE groups SET batch = NULL WHERE batch > ?", (batch,))
@@ -188,8 +188,8 @@ class SamplerLedger:
         )
 
     def started(self, job_id: str, version: int) -> None:
-        """Note the weights under which an attempt starts. Not waited for: what a crash loses, the version of its
-        group's submission stands in for."""
+        """Record the weights version with which an attempt starts. The write is not awaited: if a crash loses it, the
+        version of the group's submission is used instead."""
         self._writer.call(
             lambda connection: connection.execute(
                 "INSERT INTO spans (job_id, first) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET first = ?2, last = NULL",
@@ -198,13 +198,13 @@ class SamplerLedger:
         )
 
     def ended(self, job_id: str, version: int) -> None:
-        """Note the weights under which a rollout ends."""
+        """Record the weights version with which a rollout ends, without waiting for the write."""
         self._writer.call(
             lambda connection: connection.execute("UPDATE spans SET last = ? WHERE job_id = ?", (version, job_id))
         )
 
     async def spans(self, job_ids: Iterable[str]) -> dict[str, WeightsSpan]:
-        """Of those that started; a rollout whose end is not on record ends with its first version."""
+        """Return the spans of the rollouts that started; one without a recorded end ends with its first version."""
         wanted = orjson.dumps(list(job_ids)).decode()
 
         def operation(connection: sqlite3.Connection) -> dict[str, WeightsSpan]:

@@ -1,4 +1,4 @@
-"""Rows for a sampler: a data loader that is handed over once, and where in it the sampler stands."""
+"""Rows for a sampler: a data loader, and the sampler's position in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 
 class RowFile:
-    """The rows of a JSONL file, epoch after epoch, each in an order of its own where ``shuffle_seed`` is given.
+    """The rows of a JSONL file; each iteration is one epoch. ``shuffle_seed`` gives every epoch its own order.
 
     Raises `ConfigError` for a file without rows, and `RowError` for a line that is no JSON object.
     """
@@ -34,10 +34,10 @@ class RowFile:
         if not self._lines:
             raise ConfigError(f"input '{path}' holds no rows", key="input")
         for number, line in self._lines:
-            self._row(number, line)  # a bad line is found before anything runs
+            self._row(number, line)  # report a bad line before anything runs
 
     def __iter__(self) -> Iterator[Row]:
-        """The rest of the current epoch."""
+        """Yield the rest of the current epoch."""
         order = list(range(len(self._lines)))
         if self._seed is not None:
             random.Random(f"{self._seed}:{self._epoch}").shuffle(order)
@@ -67,10 +67,10 @@ class RowFile:
 
 
 class LoaderCursor:
-    """Takes rows out of ``loader``, which yields rows or lists of rows.
+    """Takes rows from ``loader``, which yields rows or lists of rows.
 
-    Where the loader has ``state_dict`` and ``load_state_dict`` (as torchdata's ``StatefulDataLoader``), a checkpoint
-    holds its state; otherwise a checkpoint holds how many rows were taken, and so many are passed over.
+    If the loader has ``state_dict`` and ``load_state_dict`` (like torchdata's ``StatefulDataLoader``), a checkpoint
+    holds its state. Otherwise a checkpoint holds the number of rows taken, and restoring it skips as many rows.
     """
 
     def __init__(self, loader: Iterable[Any], epochs: int | None) -> None:
@@ -80,10 +80,10 @@ class LoaderCursor:
         self._restored = False
         self._pending: deque[Row] = deque()
         self.taken = 0
-        """Rows taken since the data began."""
+        """The number of rows taken since the start of the data."""
 
     def next_row(self) -> Row | None:
-        """The next row; ``None`` when the data is at its end. Raises `RowError` for what is no row."""
+        """Return the next row, or ``None`` at the end of the data. Raises `RowError` for an item that is no row."""
         while not self._pending:
             item = self._next_item()
             if item is None:
@@ -93,7 +93,7 @@ class LoaderCursor:
         return self._pending.popleft()
 
     def _next_item(self) -> Any:
-        # A loader restored at the end of a pass yields nothing more in it.
+        # A loader that was restored at the end of a pass yields no more items in that pass.
         fresh = self._rows is None and not self._restored
         self._restored = False
         if self._rows is None:
@@ -107,7 +107,7 @@ class LoaderCursor:
         self._rows = None
         if self._epochs_left is not None:
             self._epochs_left -= 1
-        # A pass that yields nothing from its start has nothing to yield: an iterator that is used up.
+        # A pass that is empty from its start means that the data has ended, as does an iterator that is used up.
         return None if fresh or is_iterator else self._next_item()
 
     def _rows_of(self, item: Any) -> list[Row]:
@@ -129,7 +129,7 @@ class LoaderCursor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to where ``state`` was taken."""
+        """Go to the position that ``state`` records."""
         load = getattr(self._loader, "load_state_dict", None)
         if state["loader"] is None or not callable(load):
             self.pass_over(int(state["taken"]) - self.taken)
@@ -141,7 +141,7 @@ class LoaderCursor:
         self.taken = int(state["taken"])
 
     def pass_over(self, count: int) -> None:
-        """Pass rows over that were taken before."""
+        """Skip ``count`` rows that were taken before."""
         for _ in range(count):
             if self.next_row() is None:
                 raise ConfigError(

@@ -1,12 +1,12 @@
-"""When another group is worth submitting.
+"""Decides when to submit another group.
 
-**Workers stay busy** as long as one rollout waits behind those that run. By Little's law the pipeline holds
-``RUN workers × (time of a whole rollout / time of its RUN stage)`` rollouts, both times as observed; another group is
-wanted whenever fewer than that and one group more are unfinished.
+**Workers stay busy** as long as some rollout waits for a worker. By Little's law the pipeline holds
+``RUN workers × (time of a whole rollout / time of its RUN stage)`` rollouts, with both times as observed. Another
+group is submitted while fewer rollouts than that, plus one group, are unfinished.
 
-**Nothing is submitted that will hardly be used.** From the effective rate of the latest groups, those under way are
-expected to yield ``rate × groups``. Once that, less one standard deviation, fills the batch that is asked for and
-`SamplingConfig.ahead` more, no other group is wanted.
+**No group is submitted that will probably not be used.** With the effective rate of the latest groups, the open groups
+are expected to yield ``rate × groups``. Once the ready groups and that number, less one standard deviation, fill the
+requested batch and `SamplingConfig.ahead` further ones, no other group is submitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from nemo_gym.config.sampling import SamplingConfig
 
 OBSERVED = 256
-"""Latest groups, and latest rollouts, from which is learned."""
+"""How many of the latest groups, and of the latest rollouts, the estimates use."""
 
 
 class LookAhead:
@@ -40,15 +40,15 @@ class LookAhead:
         self._outcomes.extend(effective)
 
     def learn_times(self, row: Mapping[str, Any]) -> None:
-        """From the ``timings`` of a result row; other rows teach nothing."""
+        """Learn from the ``timings`` of a result row; ignore rows without them."""
         timings = row.get("timings") or {}
         init_s, run_s, eval_s = (timings.get(f"{stage}_s") or 0.0 for stage in ("init", "run", "eval"))
         if run_s:
             self._stage_s.append((init_s + run_s + eval_s, run_s))
 
     def wants_another(self, *, unfinished: int, running: int, under_way: int, ready: int, wanted: int) -> bool:
-        """``unfinished`` rollouts, of which ``running`` are in RUN; groups ``under_way`` and ``ready``; ``wanted``:
-        those of the batch that is asked for, and of the batches ahead of it."""
+        """Return whether to submit another group. ``unfinished`` and ``running`` count rollouts, the latter in RUN;
+        ``under_way`` and ``ready`` count groups; ``wanted`` is the size of the requested batch and those ahead."""
         if self._config.look_ahead:
             if unfinished >= self.slots + self._config.samples_per_group:
                 return False
@@ -60,12 +60,12 @@ class LookAhead:
 
     @property
     def effective_rate(self) -> float:
-        """Of the latest groups; one of each kind is assumed beforehand."""
+        """The share of effective groups among the latest, with one group of each kind added as a prior."""
         return (sum(self._outcomes) + 1) / (len(self._outcomes) + 2)
 
     @property
     def slots(self) -> float:
-        """Rollouts in the pipeline when every RUN worker is busy; at most one for each worker of any stage."""
+        """The number of rollouts in the pipeline when every RUN worker is busy; at most the number of all workers."""
         whole_s = sum(whole for whole, _ in self._stage_s)
         run_s = sum(run for _, run in self._stage_s)
         per_run_worker = whole_s / run_s if run_s else 1.0

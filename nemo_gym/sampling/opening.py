@@ -1,4 +1,4 @@
-"""A sampler over the servers of a running stack, for asynchronous trainers and for those that block."""
+"""Opens samplers over the servers of a running stack, for asynchronous and for blocking trainers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from nemo_gym.sampling.sampler import CheckedRow, RolloutSampler
 log = structlog.get_logger(__name__)
 
 INPUTS = "rows of a data loader"
-"""Stands in the run's record for the digest of its rows, which nobody knows beforehand."""
+"""Recorded in place of the digest of the run's rows, which are not known beforehand."""
 
 T = TypeVar("T")
 
 
 class ObservedStage:
-    """A stage that says when an attempt enters it, and with which session of the model server."""
+    """A stage that reports when an attempt enters it, with the attempt's model session."""
 
     def __init__(self, stage: Stage, on_start: Callable[[Job, str | None], None]) -> None:
         self._stage, self._on_start = stage, on_start
@@ -75,20 +75,20 @@ class ObservedStage:
 
 
 class Workplace(Protocol):
-    """Where rollouts of a sampler are done."""
+    """The servers that run a sampler's rollouts."""
 
     @property
     def check(self) -> CheckedRow: ...
 
     async def prepare(self, agent: str | None) -> None:
-        """Before the first rollout of an agent; ``None`` is the run's own, before anything is done. Raises
-        `ConfigError`."""
+        """Prepare for an agent's rollouts. Called before the first of them, and once with ``None``, which stands for
+        the run's default agent, before anything else. Raises `ConfigError`."""
         ...
 
     def dispatcher(
         self, store: JobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
     ) -> AsyncDispatcher:
-        """A dispatcher over ``store``, which is the caller's to start and stop; ``observed`` wraps its RUN stage."""
+        """Return a dispatcher over ``store``; the caller starts and stops it. ``observed`` wraps its RUN stage."""
         ...
 
 
@@ -104,9 +104,9 @@ async def open_sampler(
     """Sample from ``loader``, or from the rows of ``run.input``, with the servers that ``client`` knows.
 
     ``run`` has the keys of ``ng_run``: workers, limits, deadlines, and the ``output`` whose files hold every rollout
-    and the sampler's state; a ``loader`` takes the place of ``input``. An output that holds a sampler's run is
-    continued. Leaving stops what is under way and keeps it queued. Raises `ConfigError` and `RowError` before anything
-    runs, and `StoreError` when nothing can be recorded.
+    and the sampler's state; a ``loader`` replaces ``input``. If the output holds a sampler's run, that run continues.
+    Leaving the block stops running rollouts and keeps them queued. Raises `ConfigError` and `RowError` before anything
+    runs, and `StoreError` if the store cannot write.
     """
     config = run_config(run, loader)
     workplace = _Stack(client, config)
@@ -115,7 +115,7 @@ async def open_sampler(
 
 
 def run_config(run: RolloutRunConfig | Mapping[str, Any], loader: Iterable[Any] | None) -> RolloutRunConfig:
-    """The run keys of a sampler; a loader takes the place of ``input``."""
+    """Return the run configuration of a sampler; a loader replaces ``input``."""
     if isinstance(run, RolloutRunConfig):
         return run
     return RolloutRunConfig.parse(run if loader is None else {**run, "input": "data loader"})
@@ -152,7 +152,7 @@ async def sampler_at(
         undo.push_async_callback(ledger.aclose)
         info = {"run_id": config.run_id or new_run_id(), "inputs_sha256": INPUTS, "validation": config.validation}
         run_id = str((await store.open_run(info))["run_id"])
-        await store.release()  # whoever held the jobs before is gone: this process holds the output's lock
+        await store.release()  # the jobs' earlier owner is gone: this process holds the output's lock
         await sink.recover(store)
 
         def ended(event: JobEvent) -> None:
@@ -197,7 +197,7 @@ class _Stack:
             await self._core.add_route(agent)
 
     async def check(self, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-        """Checks a loader's row as `materialize` checks those of a file."""
+        """Check a loader's row as `materialize` checks the rows of a file."""
         try:
             checked, agent = self._checker.row_and_agent(number, loader_row(number, row))
         except RowError as error:
@@ -210,7 +210,7 @@ class _Stack:
 
 
 def loader_row(number: int, row: Mapping[str, Any]) -> bytes:
-    """A loader's row as JSON, without a number of its own. Raises `RowError`."""
+    """Return a loader's row as JSON, without its own task index. Raises `RowError`."""
     own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
     try:
         return orjson.dumps(own)
@@ -222,11 +222,11 @@ OpenSampler = Callable[..., AbstractAsyncContextManager[RolloutSampler]]
 
 
 class BlockingSampler:
-    """A sampler for trainers without an event loop. The pipeline has a thread of its own, so rollouts go on while the
+    """A sampler for trainers without an event loop. The pipeline has its own thread, so rollouts continue while the
     trainer computes."""
 
     def __init__(self, *given: Any, opened_by: OpenSampler = open_sampler, **options: Any) -> None:
-        """Takes what ``opened_by`` takes, and raises what it raises."""
+        """Open a sampler with ``opened_by``: takes its arguments, and raises its errors."""
         opened: Future[RolloutSampler] = Future()
         self._closing = asyncio.Event()
         self._thread = LoopThread("sampler")
@@ -275,7 +275,7 @@ class BlockingSampler:
         self._sampler.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop what is under way and keep it queued; idempotent."""
+        """Stop running rollouts and keep them queued; idempotent."""
         if not self._thread.loop.is_closed():
             self._thread.loop.call_soon_threadsafe(self._closing.set)
             try:

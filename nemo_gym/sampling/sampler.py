@@ -1,9 +1,9 @@
-"""Batches of effective groups for a trainer, out of a pipeline that never waits for one.
+"""Batches of effective groups for a trainer, from a pipeline that never waits for a batch.
 
     loader ──row──▶ group of N jobs ──▶ job store ──▶ dispatcher ──▶ complete group ──filters──▶ ready ──▶ batch
 
-A full batch is handed out at once, and what is unfinished goes on, for the next: ending early costs nothing. Groups
-are submitted as `LookAhead` says, and older ones go first.
+A full batch is handed out at once, and unfinished rollouts continue for the next batch, so no work is lost.
+`LookAhead` decides when groups are submitted, and older groups go first.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from nemo_gym.sampling.look_ahead import OBSERVED, LookAhead
 STATE_VERSION = 1
 
 CheckedRow = Callable[[int, Mapping[str, Any]], Awaitable[tuple[dict[str, Any], str] | None]]
-"""Number and row of the loader → the row as it is submitted, and its agent; ``None`` passes it over. Raises `RowError`
-and `ConfigError`."""
+"""Maps the number and content of a loader's row to the row to submit and its agent, or to ``None`` to skip the row.
+Raises `RowError` and `ConfigError`."""
 
 
 class NoEffectiveGroupsError(NemoGymError):
-    """The data and the policy yield too few effective groups. Those that there are stay ready."""
+    """The data and the policy yield too few effective groups. Effective groups stay ready."""
 
     code = "no_effective_groups"
     status = 503
 
 
 class RolloutSampler:
-    """See the module. Made by `open_sampler`. The first batch that is asked for starts the dispatcher, so that nothing
-    runs before a checkpoint is loaded and the weights are known; its owner stops it.
+    """Samples batches, as the module describes. `open_sampler` makes it. The first requested batch starts the
+    dispatcher, so that nothing runs before a checkpoint is loaded and the weights are known; its owner stops it.
 
     ``workers`` are the pipeline's INIT, RUN and EVAL workers. The dispatcher's listener calls `job_ended`, its RUN
     stage `job_started`.
@@ -83,7 +83,7 @@ class RolloutSampler:
         self._last_requested = 0
         self._exhausted = False
         self._checkpoint: Mapping[str, Any] | None = None
-        """The one to start from, then that of the last batch."""
+        """The checkpoint to start from, and later that of the last batch."""
         self._asked = False
         self._tasks: list[asyncio.Task[None]] = []
         self._fatal: BaseException | None = None
@@ -93,11 +93,11 @@ class RolloutSampler:
     # For the trainer
 
     async def next_batch(self, requested_batch_size: int, *, weights_version: int | None = None) -> Batch:
-        """The next so many effective groups, oldest first, as soon as they are there.
+        """Wait for the next ``requested_batch_size`` effective groups, and return them, oldest first.
 
-        ``weights_version`` is the version that trains on them and that engines serve from now on; by default one more
-        with each batch. Raises `NoEffectiveGroupsError`, after which the next call goes on, and what stopped the
-        pipeline or the reading of rows, which a sampler opened anew goes on from.
+        ``weights_version`` is the version that trains on them and that engines serve from now on; by default it grows
+        by one with each batch. Raises `NoEffectiveGroupsError`, after which the next call continues, and any error of
+        the pipeline or of reading rows, after which a newly opened sampler continues.
         """
         _check_count("requested_batch_size", requested_batch_size, 1)
         if self._asked:
@@ -122,7 +122,7 @@ class RolloutSampler:
             self._requested, self._asked = 0, False
 
     async def set_weights_version(self, version: int) -> None:
-        """The engines serve these weights from now on; what is thereby too old is dropped or run again."""
+        """Record that the engines now serve these weights; drop samples that are then too old, or run them again."""
         _check_count("weights_version", version, 0)
         await self._start()
         if version < self._weights_version:
@@ -139,7 +139,7 @@ class RolloutSampler:
         self._wake.set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stood when it handed out the last batch: plain data and the loader's state."""
+        """Return the sampler's state when it handed out the last batch: plain data and the loader's state."""
         return dict(self._checkpoint or self._snapshot())
 
     def _snapshot(self) -> dict[str, Any]:
@@ -157,8 +157,9 @@ class RolloutSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, before the first batch. With the run's own store, batches after the checkpoint are
-        handed out again, and no finished rollout is lost; with an empty one, unfinished groups start anew."""
+        """Continue from a checkpoint; call it before the first batch. With the run's own store, batches after the
+        checkpoint are handed out again, and no finished rollout is lost; with an empty store, unfinished groups are
+        run again from the start."""
         if self._tasks:
             raise ConfigError("load_state_dict comes before the first batch", key="state_dict")
         if state.get("version") != STATE_VERSION:
@@ -174,7 +175,7 @@ class RolloutSampler:
         return self._weights_version
 
     async def aclose(self) -> None:
-        """Submit nothing more. What is queued stays queued for the next start."""
+        """Submit no more groups. Queued jobs stay queued for the next start."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -182,7 +183,7 @@ class RolloutSampler:
     # For the pipeline
 
     def job_started(self, job: Job, session_id: str | None) -> None:
-        """An attempt enters RUN."""
+        """Record that an attempt enters RUN."""
         spec = job.spec
         self._running[spec.job_id] = Carried(
             spec.job_id, spec.group_id, job.attempt, session_id, self._weights_version
@@ -191,7 +192,7 @@ class RolloutSampler:
         self._wake.set()
 
     def job_ended(self, event: JobEvent) -> None:
-        """A `JobListener`."""
+        """Record that a job ended; a `JobListener`."""
         if not event.state.terminal:
             return
         spec = event.job.spec
@@ -201,7 +202,7 @@ class RolloutSampler:
             group.ended.add(spec.sample_index)
             self._wake.set()
 
-    # Life
+    # Lifecycle
 
     async def _start(self) -> None:
         async with self._turn:
@@ -214,7 +215,7 @@ class RolloutSampler:
                 ]
 
     async def _recover(self) -> None:
-        """Go on where the files or the checkpoint say, with everything that ended meanwhile."""
+        """Restore the state of the files or of the checkpoint, including everything that has ended since."""
         remembered = await self._ledger.recall(self._run_id, OBSERVED)
         state, known = self._checkpoint, remembered.next_serial > 0
         if state is not None:
@@ -232,7 +233,7 @@ class RolloutSampler:
         self._next_serial = remembered.next_serial
         self._cursor.pass_over(max(0, remembered.taken - self._cursor.taken))
         self._open = {group.serial: group for group in (*remembered.open, *remembered.ready)}
-        await self._submit(remembered.open)  # the same jobs, where they are known
+        await self._submit(remembered.open)  # jobs that the store knows stay the same
         for group in self._open.values():
             async for record in self._store.iterate(self._jobs_of(group)):
                 if record.state.terminal:
@@ -244,7 +245,7 @@ class RolloutSampler:
                 await self._add(self._as_new(orjson.dumps(item["row"])), item["agent"], rank=item["rank"])
 
     async def _cancel_strays(self) -> None:
-        """Jobs whose samples were dropped, by a process that ended before it cancelled them."""
+        """Cancel jobs whose samples were dropped by a process that ended before it could cancel them."""
         needed = {(group.serial, sample) for group in self._open.values() for sample in group.samples}
         unfinished = JobSelector(run_id=self._run_id, states=frozenset({JobState.QUEUED, JobState.CLAIMED}))
         strays = [
@@ -263,7 +264,7 @@ class RolloutSampler:
             self._full.set()
 
     async def _watch(self) -> None:
-        """Raise what stops the dispatcher."""
+        """Raise the error that stops the dispatcher."""
         while True:
             await self._submitted.wait()
             self._submitted.clear()
@@ -337,7 +338,7 @@ class RolloutSampler:
         await self._submit([group])
 
     async def _submit(self, groups: Iterable[GroupRecord]) -> None:
-        """Submit the jobs of groups; those that are known stay as they are."""
+        """Submit the jobs of groups; jobs that the store knows stay as they are."""
         specs = [
             JobSpec(
                 job_id=rollout_id_of(self._run_id, group.serial, sample),
@@ -358,7 +359,7 @@ class RolloutSampler:
         self._submitted.set()
 
     async def _settle(self, record: GroupRecord) -> None:
-        """A group's last sample has ended: it is ready, left out, or run again."""
+        """Settle a group whose last sample has ended: make it ready, leave it out, or run it again."""
         jobs = self._jobs_of(record)
         spans = await self._ledger.spans(jobs.job_ids or ())
         at_least = WeightsSpan(record.weights_version, self._weights_version)
@@ -387,7 +388,7 @@ class RolloutSampler:
     # Staleness
 
     async def _expire(self) -> None:
-        """Act on everything that the current weights have made too old, also while it runs."""
+        """Drop or run again all samples that are too old for the current weights, including running ones."""
         if self._config.max_weights_lag is None:
             return
         for record, group in list(self._ready.values()):
@@ -406,7 +407,7 @@ class RolloutSampler:
                 await self._too_old(record, old)
 
     async def _began(self, record: GroupRecord) -> dict[int, int]:
-        """With which weights the samples of an open group began, of those that have."""
+        """Return the weights version with which each started sample of an open group began."""
         ids = {rollout_id_of(self._run_id, record.serial, sample): sample for sample in record.samples}
         running = {
             ids[job_id]: self._running[job_id].weights_version or 0 for job_id in ids if job_id in self._running
@@ -419,7 +420,7 @@ class RolloutSampler:
         return bound is not None and self._weights_version - first > bound
 
     async def _fresh(self, record: GroupRecord, group: Group) -> Group | None:
-        """A complete group without what is too old; ``None`` when nothing is ready of it."""
+        """Return a complete group without samples that are too old, or ``None`` if the group is no longer ready."""
         old = [sample.sample_index for sample in group.samples if self._is_old(sample.weights.first)]
         if not old:
             return group
@@ -429,7 +430,7 @@ class RolloutSampler:
         return Group(group.group_id, group.row, left, group.size)
 
     async def _too_old(self, record: GroupRecord, old: Sequence[int]) -> bool:
-        """Drop or run again; returns whether the group is gone or waits for samples."""
+        """Drop samples that are too old, or run them again. Return whether the group is gone or waits for samples."""
         again = self._config.when_stale == "rerun" and record.reruns < self._config.max_reruns
         whole = self._config.stale_unit == "group" or len(old) == len(record.samples)
         stopped = record.samples if whole else old

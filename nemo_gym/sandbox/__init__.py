@@ -1,6 +1,6 @@
-"""Sandboxes: one seam, many backends. Names are exported lazily so that importing this package stays cheap."""
+"""Sandboxes: one interface, many backends. Names are exported lazily so that importing this package stays cheap."""
 
-# ruff: noqa: F401  the imports below only tell type checkers what __getattr__ gives
+# ruff: noqa: F401  the imports below only tell type checkers what __getattr__ returns
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     )
     from nemo_gym.sandbox.utils import cpu_cap_env, rewrite_image
 
-    # NeMo Gym's names of the same things.
+    # NeMo Gym's names for the same classes.
     ConnectableProvider = Connectable
     SupportsSandboxEndpoint = SupportsEndpoint
     ExecResult = SandboxExecResult

@@ -1,4 +1,4 @@
-"""NeMo Gym's module name for lent boxes; see `nemo_gym.contract.episodes`."""
+"""The module name under which NeMo Gym looks for lent boxes; see `nemo_gym.contract.episodes`."""
 
 from nemo_gym.contract.episodes import (
     DirectSandboxConnection,

@@ -1,4 +1,4 @@
-"""What NeMo Gym's agents in boxes do on the host's side: find a server's address, and ask for the verdict."""
+"""Host-side helpers for NeMo Gym's agents in boxes: find server addresses, open MCP sessions, request the reward."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.client import ServerClient, get_response_json, get_server_url, is_loopback, raise_for_status
 
 MCP_METADATA_KEY = "mcp"
-"""Of a seed's reply: where an environment's tools are over MCP."""
+"""Key of a ``/seed_session`` response that says where the environment serves its tools over MCP."""
 
 
 def sandbox_server_url(name: str, *, require_reachable: bool = False) -> str:
-    """Where the server ``name`` listens. ``require_reachable`` refuses loopback, which a remote box cannot reach."""
+    """Return the base URL of the server ``name``. With ``require_reachable``, raise `ConfigError` for a loopback
+    address, which a remote box cannot reach."""
     url = get_server_url(name)
     if require_reachable and is_loopback(urlsplit(url).hostname or ""):
         raise ConfigError(
@@ -29,8 +30,8 @@ def sandbox_server_url(name: str, *, require_reachable: bool = False) -> str:
 
 
 def restricted_network_policy(provider: str, urls: Sequence[str]) -> dict[str, Any]:
-    """OpenSandbox's network policy that lets a box reach the hosts of ``urls`` alone. Raises ``ValueError`` for
-    another provider (doors do this here, see `Door`) and for a host that no box of another machine can reach."""
+    """Return OpenSandbox's network policy that lets a box reach only the hosts of ``urls``. Raises ``ValueError`` for
+    any other provider (use doors there, see `Door`) and for a host that a box on another machine cannot reach."""
     if provider != "opensandbox":
         raise ValueError(f"a network policy by host is OpenSandbox's, not that of '{provider}'; give the spec doors")
     hosts = [urlsplit(url).hostname or "" for url in urls]
@@ -50,8 +51,8 @@ async def seed_mcp_servers(
     timeout_s: float,
     require_reachable: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Open a session at each of ``servers``: name → where its MCP tools are for this attempt, and with which headers.
-    Raises ``ValueError`` for one whose seed offers no MCP with a token of the session's own."""
+    """Open a session at each of ``servers``; return server name → URL, headers and timeout of its MCP tools for this
+    attempt. Raises ``ValueError`` for a server whose seed response offers no MCP headers with a session token."""
     entries = {}
     for server in servers:
         reply = await client.post(
@@ -81,8 +82,8 @@ async def verify_agent_response(
     *,
     force_zero_reward: bool,
 ) -> dict[str, Any]:
-    """What the environment's ``/verify`` says. ``force_zero_reward``: the agent failed, so an empty answer is judged,
-    and what the agent did say stays in the result."""
+    """Return the result of the environment's ``/verify``. With ``force_zero_reward`` (the agent failed), the
+    environment judges an empty output, and the result still contains the agent's actual response."""
     said = response.model_dump(mode="json")
     judged = {**said, "output": []} if force_zero_reward else said
     asked = {**body.model_dump(mode="json"), "response": judged}

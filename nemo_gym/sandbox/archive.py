@@ -1,12 +1,12 @@
-"""Tar streams in and out of boxes, made and read so that nothing outside the target can be touched.
+"""Pack and unpack the tar streams of boxes without touching anything outside the target directory.
 
-Standard library only, and of this suite only what is the same: a provider also runs this in an isolated interpreter
-inside a box's namespaces. Callers map `ArchiveError` to the suite's own error.
+This module imports only the standard library and modules of this suite that do the same: a provider also runs it in
+an isolated interpreter inside a box's namespaces. Callers map `ArchiveError` to the suite's own error.
 
-Three ideas carry it. A push parser (`TarParser`) reads members from chunks of any size. Every header that leaves here
-is encoded anew from what was understood, so that no other tar reader can understand it differently. And files are
-reached component by component from an open directory (``O_NOFOLLOW``), so that neither a link in the archive nor a
-process racing with us in the box can redirect a write.
+The design has three parts. A push parser (`TarParser`) reads members from chunks of any size. Every header written
+here is encoded anew from the parsed fields, so that no other tar reader can interpret it differently. Files are opened
+one path component at a time from an open directory (``O_NOFOLLOW``), so that neither a link in the archive nor a
+concurrent process in the box can redirect a write.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ __all__ = [
 
 CHUNK_BYTES = 256 * 1024
 MAX_DEPTH = 400
-"""Directories below one another that `pack` descends into; each one costs an open descriptor."""
+"""How many nested directories `pack` descends into; each level costs an open descriptor."""
 _BLOCK = tarfile.BLOCKSIZE
 _HOST_ERRORS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
-"""Of reading: they say nothing of what is read, and are never an `ArchiveError`, which blames that."""
+"""Read errors that the host causes. They never become an `ArchiveError`, which blames the file that is read."""
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Chown = Literal["keep"] | tuple[int, int] | None
-"""Owners of extracted files: those in the archive, one (uid, gid), or the extracting user."""
+"""Owner of extracted files: ``"keep"`` for the archive's owners, one (uid, gid), or ``None`` for the current user."""
 
 
 def pack(
@@ -70,22 +70,22 @@ def pack(
     name: str | None = None,
     one_filesystem: bool = True,
 ) -> Iterator[bytes]:
-    """The file, directory or symbolic link at ``path`` as a tar stream.
+    """Yield the file, directory or symbolic link at ``path`` as a tar stream.
 
     Modes, owners, times (whole seconds), symbolic and hard links are kept. Sockets, pipes and devices are left out,
-    and so are entries that vanish while they are read. A file that shrinks meanwhile is filled up with zeros.
+    and so are entries that vanish before they are read. A file that shrinks while it is read is padded with zeros.
 
     Args:
         exclude: see `Excludes`.
-        max_bytes: length of the stream that is still allowed; ``None`` for any.
+        max_bytes: maximum length of the stream; ``None`` for no limit.
         name: name of the first member; ``None`` is the last part of ``path`` (``.`` for the root directory).
-        one_filesystem: keep directories on which something else is mounted, but not what is in them.
+        one_filesystem: pack mount points as empty directories, without the contents of the mounted file system.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        ArchiveTooLargeError: the stream would pass ``max_bytes``.
-        ArchiveError: an entry cannot be read, or directories are too deep.
-        OSError: this host has no memory or descriptors left for reading it, or its disk fails.
+        ArchiveTooLargeError: the stream would exceed ``max_bytes``.
+        ArchiveError: an entry cannot be read, or directories are nested more than `MAX_DEPTH` deep.
+        OSError: this host has run out of memory or descriptors, or its disk fails.
     """
     return _Packer(Excludes(exclude), max_bytes, one_filesystem).run(os.fspath(path), name)
 
@@ -135,7 +135,7 @@ class _Packer:
                 else:
                     yield from self._file(parent, entry, member)
         except FileNotFoundError:
-            return  # it vanished while we came to it
+            return  # the entry vanished after it was listed
         except OSError as error:
             if error.errno in _HOST_ERRORS:
                 raise
@@ -162,7 +162,7 @@ class _Packer:
             os.close(directory)
 
     def _file(self, parent: int, entry: str, member: tarfile.TarInfo) -> Iterator[bytes]:
-        # O_NONBLOCK: a pipe put in the file's place in this moment must not block us.
+        # O_NONBLOCK: opening must not block if a pipe has just replaced the file.
         descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
         try:
             info = os.fstat(descriptor)
@@ -171,7 +171,7 @@ class _Packer:
             if info.st_nlink > 1:
                 self._inodes[info.st_dev, info.st_ino] = member.name
             data = os.read(descriptor, CHUNK_BYTES)
-            # Nothing but a small file is whole in one read; its true length is then known before the header.
+            # A short first read is the whole file, so its exact size is known before the header is written.
             member.size = len(data) if len(data) < CHUNK_BYTES else max(info.st_size, len(data))
             if self._max_bytes is not None and self._total + member.size > self._max_bytes:
                 self._too_large()
@@ -210,17 +210,18 @@ def extract(
     """Unpack a tar stream below an existing directory, and change nothing outside it.
 
     Modes, times, symbolic and hard links are kept; set-user-id bits only with ``chown="keep"``. An existing file or
-    link is replaced whole, in one step, never written through: several archives may be unpacked into one directory at
-    once. After an error, the members before the bad one are there, and nothing of that one.
+    link is replaced in one atomic step and never written through, so several archives can be unpacked into one
+    directory at once. After an error, the members before the bad one are in place, and no part of the bad one is.
 
     Args:
-        read: gives up to that many bytes; ``b""`` at the end.
+        read: returns up to the given number of bytes, and ``b""`` at the end.
         dest: the directory, or an open descriptor of it (which stays open).
-        max_bytes: sum of the files' sizes that is still allowed; ``None`` for any.
-        max_members: likewise for the count of members.
+        max_bytes: maximum total size of the files; ``None`` for no limit.
+        max_members: maximum number of members; ``None`` for no limit.
 
     Raises:
-        ArchiveError: see `check_member`; also a damaged stream, a passed cap, or a directory in a file's place.
+        ArchiveError: see `check_member`; also if the stream is damaged, a limit is exceeded, or a directory exists
+            where a file belongs.
     """
     root = os.dup(dest) if isinstance(dest, int) else os.open(dest, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with contextlib.closing(_Extractor(root, max_bytes, max_members, chown)) as extractor:
@@ -242,7 +243,7 @@ class _Extractor:
         self._file = -1
         self._member: tarfile.TarInfo | None = None
         self._unplaced: tuple[int, str] | None = None
-        """Directory and name that the current member gets once it is whole."""
+        """Directory and final name of the current member, which has a temporary name until it is complete."""
         self._temporary = f".unpacking-{secrets.token_hex(8)}"
         self._directories: list[tuple[list[str], tarfile.TarInfo]] = []
         self._open: OrderedDict[tuple[str, ...], int] = OrderedDict()
@@ -263,7 +264,8 @@ class _Extractor:
             raise ArchiveError(f"cannot unpack '{shown(name)}': {error.strerror}") from error
 
     def finish(self) -> None:
-        """Directories get their modes and times last: they may be read-only, and filling them changes their times."""
+        """Set the modes and times of directories. This comes last because a directory may be read-only, and adding
+        entries changes its times."""
         for parts, member in reversed(self._directories):
             try:
                 self._apply(self._directory(parts), member)
@@ -310,7 +312,7 @@ class _Extractor:
             self._unplaced = (parent, parts[-1])
 
     def _place(self, member: tarfile.TarInfo) -> None:
-        """Give what is whole now its name."""
+        """Rename the completed member to its final name."""
         assert self._unplaced is not None
         parent, name = self._unplaced
         try:
@@ -318,7 +320,7 @@ class _Extractor:
         except IsADirectoryError as error:
             raise ArchiveError(f"a directory is in the place of '{shown(member.name)}'") from error
         if member.islnk():
-            self._drop_unplaced()  # a rename between two names of one file does nothing
+            self._drop_unplaced()  # renaming one hard link over another of the same file leaves both names
         self._unplaced = None
 
     def _drop_unplaced(self) -> None:
@@ -328,7 +330,7 @@ class _Extractor:
             self._unplaced = None
 
     def _directory(self, parts: Sequence[str], *, create: bool = True) -> int:
-        """A descriptor of a directory below the root, reached through real directories alone."""
+        """Return a descriptor of a directory below the root. Every component must be a real directory, not a link."""
         key = tuple(parts)
         if not key:
             return self._root

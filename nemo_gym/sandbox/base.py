@@ -1,16 +1,16 @@
-"""The sandbox seam: what a box is asked to be (`SandboxSpec`), and what a provider must do with it.
+"""The sandbox interface: what a provider must do to create a box from a `SandboxSpec` and run commands in it.
 
 A provider is one module (or small package) under ``providers/``. It implements `SandboxProvider`, and as many of the
-small protocols here as its backend allows. Anything above this seam (`AsyncSandbox`, agents, environments, the broker)
-uses only these names.
+small protocols here as its backend allows. Its callers (`AsyncSandbox`, agents, environments, the broker) use only the
+names defined here.
 
-What every provider owes its callers, and what ``nemo_gym.sandbox.conformance`` checks:
+Every provider guarantees the following, and ``nemo_gym.sandbox.conformance`` checks it:
 
-- A box dies with its lease: when ``ttl_s`` seconds pass without a renewal, also if every process of ours was killed.
-- ``create`` either returns a box or leaves nothing behind, cancellation included.
-- An exec ends in exactly one `ExecOutcome`. ``LOST`` means we do not know, and is never an exit code.
-- Output is streamed, capped, and bytes that are not UTF-8 survive.
-- ``close`` is idempotent, and gone is as good as closed.
+- A box dies with its lease: after ``ttl_s`` seconds without a renewal, even if every process of this suite was killed.
+- ``create`` either returns a box or leaves nothing behind, even when it is cancelled.
+- An exec ends in exactly one `ExecOutcome`. ``LOST`` means that the result is unknown, and is never an exit code.
+- Output is streamed and capped, and bytes that are not UTF-8 survive.
+- ``close`` is idempotent, and succeeds for a box that is already gone.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ DEFAULT_MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 
 
 class BoxLabel:
-    """Names of the labels this suite writes on every box, so that its labels are enough to find and reap it."""
+    """Names of the labels that this suite writes on every box, so that it can find and reap a box by labels alone."""
 
     RUN = "nemo_gym.run"
     ROLLOUT = "nemo_gym.rollout"
     ATTEMPT = "nemo_gym.attempt"
     ROLE = "nemo_gym.role"
     EXPIRES_AT = "nemo_gym.lease_expires_at"
-    """Unix seconds; written by providers whose backend has no lease of its own."""
+    """Unix seconds when the lease ends; written by providers whose backend has no leases."""
     MANAGED = "nemo_gym.managed"
-    """``true`` on every box of ours."""
+    """``true`` on every box that this suite creates."""
 
 
 def box_labels(*, run: str, rollout: str, attempt: int, role: str) -> Mapping[str, str]:
@@ -57,7 +57,7 @@ def box_labels(*, run: str, rollout: str, attempt: int, role: str) -> Mapping[st
 
 
 class SandboxStatus(StrEnum):
-    """The life of a box as its backend reports it."""
+    """The state of a box as its backend reports it."""
 
     UNKNOWN = "unknown"
     STARTING = "starting"
@@ -73,7 +73,7 @@ class SandboxHandle:
     sandbox_id: str
     provider_name: str
     raw: Any = None
-    """The provider's own object; callers do not look inside."""
+    """The provider's own object, opaque to callers."""
 
 
 class ExecOutcome(StrEnum):
@@ -88,13 +88,13 @@ class ExecOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class SandboxExecResult:
-    """What one command did. ``stdout`` and ``stderr`` decode as UTF-8 with ``surrogateescape``, so that
-    ``stdout_bytes`` gives back exactly what was written; encode with ``errors="replace"`` before sending as JSON."""
+    """The result of one command. ``stdout`` and ``stderr`` are decoded as UTF-8 with ``surrogateescape``, so that
+    ``stdout_bytes`` returns exactly the bytes written; encode with ``errors="replace"`` before sending as JSON."""
 
     stdout: str | None = None
     stderr: str | None = None
     return_code: int | None = None
-    """The exit code; ``None`` when the process did not exit by itself or we do not know."""
+    """The exit code; ``None`` when the process did not exit by itself or the code is unknown."""
     error_type: str | None = None
     """``None``, ``timeout``, ``oom``, ``signal`` or ``lost`` (NeMo Gym's spelling of ``outcome``)."""
     outcome: ExecOutcome = ExecOutcome.EXITED
@@ -122,24 +122,24 @@ class ExecRequest:
     """One command to run in a box."""
 
     command: str | Sequence[str]
-    """A string is run by ``/bin/sh -c``; a sequence is run as it is."""
+    """A string runs in ``/bin/sh -c``; a sequence is an argv and runs without a shell."""
     cwd: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the spec's environment."""
     timeout_s: float | None = None
-    """Seconds until the command and its whole process tree are killed; ``None`` waits for as long as the box lives."""
+    """Seconds until the command and its whole process tree are killed; ``None`` is no limit but the box's lifetime."""
     user: str | None = None
     stdin: bytes | None = None
-    """Fed to the command, then closed; ``None`` is an empty standard input."""
+    """Bytes written to the command's standard input, which is then closed; ``None`` is an empty standard input."""
     merge_stderr: bool = False
     """Send stderr into stdout, in the order written."""
     max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES
-    """Kept per stream; more is read and dropped, and the result says so."""
+    """Bytes kept per stream. Further output is read and dropped, and the result marks the stream as truncated."""
 
 
 @dataclass(frozen=True)
 class ExecOutput:
-    """A piece of output as it arrived."""
+    """One chunk of output."""
 
     stream: Literal["stdout", "stderr"]
     data: bytes
@@ -179,7 +179,7 @@ class SandboxInfo:
     status: SandboxStatus
     labels: Mapping[str, str]
     expires_at: float | None
-    """Unix seconds when the lease ends; ``None`` when the backend does not say."""
+    """Unix seconds when the lease ends; ``None`` when the backend does not report it."""
     created_at: float | None = None
     termination_reason: str | None = None
 
@@ -194,8 +194,8 @@ _LIMIT_CAPABILITIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class SandboxCapabilities:
-    """What a provider says of itself on this machine. A spec is checked against it before create, a composition before
-    any task runs, so that nobody finds out half-way."""
+    """What a provider can do on this machine. A spec is checked against it before ``create``, and a composition before
+    any task runs, so that a missing capability fails early and not half-way through a run."""
 
     network_policies: frozenset[NetworkPolicy] = frozenset()
     loopback_door: bool = False
@@ -209,26 +209,27 @@ class SandboxCapabilities:
     pids_limit: bool = False
     disk_limit: bool = False
     user_limits: bool = False
-    """What the kernel counts per user and one box could use up (inotify instances and watches, queued signals, message
-    queues) is a box's own, or it has a share of it: enough is left to the host and to every other box."""
+    """Whether a box has its own count or a bounded share of what the kernel counts per user (inotify instances and
+    watches, queued signals, message queues), so that it cannot exhaust them for the host and for other boxes."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Capability name → why it is missing here and what would provide it."""
+    """Capability name → why it is missing on this machine and what would provide it."""
     default_limits: SandboxResources = field(default_factory=SandboxResources)
-    """Limits of boxes whose spec leaves them open; see `with_default_limits`."""
+    """Limits for whatever a box's spec leaves unset; see `with_default_limits`."""
 
     def with_default_limits(self, configured: SandboxResources, *, host_memory_mib: int | None) -> SandboxCapabilities:
-        """These abilities, with the limits that are ``configured``, and the suite's own where nothing is and the
-        provider can enforce them. What is configured and cannot be enforced stays, and is refused by `check`."""
+        """Return these capabilities with the ``configured`` limits. A limit that is not configured gets the suite's
+        default if the provider can enforce it. A configured limit that it cannot enforce stays, for `check` to refuse.
+        """
         suite = default_limits(host_memory_mib)
         kept = {name: getattr(suite, name) for name, able in _LIMIT_CAPABILITIES.items() if getattr(self, able)}
         return replace(self, default_limits=configured.filled(SandboxResources(**kept)))
 
     def limits(self, wanted: SandboxResources) -> SandboxResources:
-        """The limits of a box whose spec has ``wanted``."""
+        """Return the limits of a box whose spec has the resources ``wanted``."""
         return wanted.filled(self.default_limits)
 
     def missing(self, spec: SandboxSpec) -> list[str]:
-        """One sentence for each thing the spec asks for and the provider cannot give; empty when all is well."""
+        """Return one sentence per capability that the spec needs and the provider lacks; empty if it lacks none."""
         wanted: dict[str, bool] = {
             "loopback_door": bool(spec.doors),
             **{able: getattr(spec.resources, name) is not None for name, able in _LIMIT_CAPABILITIES.items()},
@@ -247,7 +248,7 @@ class SandboxCapabilities:
         return lacking
 
     def check(self, spec: SandboxSpec, provider_name: str) -> None:
-        """Raise `SandboxCapabilityError` naming everything that is missing, at once."""
+        """Raise one `SandboxCapabilityError` that names every missing capability."""
         lacking = self.missing(spec)
         if lacking:
             raise SandboxCapabilityError(
@@ -259,20 +260,20 @@ class SandboxCapabilities:
 
 @runtime_checkable
 class SandboxProvider(Protocol):
-    """What every backend does. Optional abilities are the protocols below."""
+    """What every provider implements. The protocols below are optional."""
 
     name: str
 
     @property
     def capabilities(self) -> SandboxCapabilities:
-        """What this provider can do on this machine, found out by asking the machine, not assumed."""
+        """What this provider can do on this machine, determined by probing the machine."""
         ...
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         """Create a box that is ready for ``exec``.
 
         Raises:
-            SandboxCapabilityError: the spec asks for what this provider cannot do here; nothing was created.
+            SandboxCapabilityError: the spec needs a capability that this provider lacks here; nothing was created.
             SandboxCreateError: the backend failed (missing image or binary, full disk); nothing is left behind.
         """
         ...
@@ -290,7 +291,7 @@ class SandboxProvider(Protocol):
         merge_stderr: bool = False,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
     ) -> SandboxExecResult:
-        """Run one command to its end. Never raises for what the command does; a box that is gone is ``LOST``."""
+        """Run one command to its end. Never raises for what the command does; a lost box yields ``LOST``."""
         ...
 
     async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> ExecProcess:
@@ -298,17 +299,17 @@ class SandboxProvider(Protocol):
         ...
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
-        """Unpack a tar stream below ``path`` (created when missing). A member that leaves ``path``, by name or by
-        link, raises `SandboxArchiveError` and nothing outside ``path`` changes."""
+        """Unpack a tar stream below ``path`` (created when missing). Raises `SandboxArchiveError` for a member that
+        leaves ``path`` by name or through a link; nothing outside ``path`` changes."""
         ...
 
     def get_archive(
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
-        """The file or directory at ``path`` as a tar stream whose first member is named by the path's last part.
-        Made by the provider, with no program of the box. ``exclude`` are paths relative to ``path``, or a bare name
-        preceded by ``**/`` for every depth. More than ``max_bytes`` raises
-        `SandboxArchiveTooLargeError`; give it wherever the box's contents are not yours."""
+        """Yield the file or directory at ``path`` as a tar stream whose first member is named by the path's last
+        component. The provider packs it without running any program of the box. ``exclude`` holds paths relative to
+        ``path``, or ``**/name`` to exclude a name at every depth. Raises `SandboxArchiveTooLargeError` beyond
+        ``max_bytes``; set it whenever the box's contents are untrusted."""
         ...
 
     async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None: ...
@@ -318,7 +319,7 @@ class SandboxProvider(Protocol):
     async def status(self, handle: SandboxHandle) -> SandboxStatus: ...
 
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
-        """Let the box live ``ttl_s`` seconds from now. Raises `SandboxLostError` when it is gone."""
+        """Extend the lease to ``ttl_s`` seconds from now. Raises `SandboxLostError` when the box is gone."""
         ...
 
     async def close(self, handle: SandboxHandle) -> None:
@@ -326,24 +327,24 @@ class SandboxProvider(Protocol):
         ...
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
-        """Boxes of this backend that carry all the given labels, whoever created them."""
+        """Return the boxes of this backend that carry all the given labels, no matter which process created them."""
         ...
 
     async def reap(self, labels: Mapping[str, str]) -> builtins.list[str]:
-        """Destroy every box that carries all the given labels (at least one is required); ids of those destroyed."""
+        """Destroy every box that carries all the given labels (at least one is required); return their ids."""
         ...
 
     async def aclose(self) -> None:
-        """Release the provider's own resources (connections, threads). Boxes stay until their lease ends."""
+        """Release the provider's own resources (connections, threads). Boxes live on until their leases end."""
         ...
 
 
-# -- What a provider may be able to do beyond the basics -----------------------------------------------------------
+# -- Optional abilities of a provider ------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class SupportsLoopbackDoor(Protocol):
-    """Doors can also be opened on a running box. Doors of the spec are open when ``create`` returns."""
+    """The provider can open doors on a running box. The doors of the spec are already open when ``create`` returns."""
 
     async def open_door(self, handle: SandboxHandle, door: Door) -> None: ...
 
@@ -352,39 +353,39 @@ class SupportsLoopbackDoor(Protocol):
 
 @runtime_checkable
 class SupportsDoorStatistics(Protocol):
-    """The provider serves its boxes' doors itself, and counts what went through them."""
+    """The provider serves its boxes' doors itself, and counts the exchanges that pass through them."""
 
     def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
-        """By door name; the objects go on counting until the door closes."""
+        """Return door name → statistics; the objects keep counting until the door closes."""
         ...
 
 
 @runtime_checkable
 class SupportsSnapshot(Protocol):
-    """A box's files can become an image."""
+    """The provider can make an image from a box's files."""
 
     async def commit(self, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
-        """Store the box's files as ``image``, atomically: a name either has all of it or does not exist."""
+        """Store the box's files as ``image``, atomically: the image either is complete or does not exist."""
         ...
 
     async def image_labels(self, image: str) -> Mapping[str, str] | None:
-        """Labels the image was committed with; ``None`` when there is no such image."""
+        """Return the labels with which the image was committed; ``None`` when there is no such image."""
         ...
 
     async def remove_image(self, image: str) -> None:
-        """Forget an image; idempotent."""
+        """Delete an image; idempotent."""
         ...
 
 
 @runtime_checkable
 class SupportsEndpoint(Protocol):
     async def endpoint(self, handle: SandboxHandle, port: int) -> str:
-        """A URL on this host that reaches ``port`` of the box."""
+        """Return a URL on this host that reaches ``port`` of the box."""
         ...
 
 
 class SandboxEndpoint(str):
-    """A URL that reaches a port of a box; NeMo Gym's plugins read its parts."""
+    """A URL that reaches a port of a box; NeMo Gym's plugins read ``endpoint`` and ``headers``."""
 
     headers: dict[str, str]
 
@@ -400,7 +401,7 @@ class SandboxEndpoint(str):
 
 @runtime_checkable
 class Connectable(Protocol):
-    """A box can be used from another process, by plain data."""
+    """The provider can describe a box as plain data, from which another process connects to it."""
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]: ...
 
@@ -409,10 +410,10 @@ class Connectable(Protocol):
 
 @runtime_checkable
 class SupportsFencing(Protocol):
-    """Boxes that were lent can be taken back while they live."""
+    """The provider can revoke other processes' access to a box while the box lives."""
 
     async def fence(self, handle: SandboxHandle) -> None:
-        """Make every descriptor that ``serialize_handle`` made of this handle useless, also to who is connected."""
+        """Revoke every descriptor that ``serialize_handle`` made of this handle, also for connected processes."""
         ...
 
 
@@ -422,11 +423,12 @@ CAPABILITY_PROTOCOLS: Mapping[str, type] = {
     "endpoint": SupportsEndpoint,
     "connect": Connectable,
 }
-"""Declared capability → the protocol of a provider that declares it; the conformance suite checks both ways."""
+"""Capability → the protocol that a provider with it must implement. The conformance suite checks this, and also that a
+provider which implements the protocol without declaring the capability gives a reason."""
 
 
 def require(provider: SandboxProvider, protocol: type, *, why: str) -> None:
-    """Raise `SandboxCapabilityError` unless the provider implements ``protocol``; ``why`` completes the sentence."""
+    """Raise `SandboxCapabilityError` unless the provider implements ``protocol``; ``why`` ends the error message."""
     if not isinstance(provider, protocol):
         raise SandboxCapabilityError(
             f"sandbox provider '{provider.name}' does not implement {protocol.__name__}, which is needed {why}",
@@ -435,7 +437,8 @@ def require(provider: SandboxProvider, protocol: type, *, why: str) -> None:
 
 
 def absolute(path: str) -> str:
-    """``path`` with single slashes and none at its end. Raises `SandboxArchiveError` unless it is absolute."""
+    """Collapse repeated slashes in ``path`` and strip trailing ones. Raises `SandboxArchiveError` unless ``path`` is
+    absolute and has no zero byte."""
     if not path.startswith("/") or "\0" in path:
         raise SandboxArchiveError(f"'{path}' must be an absolute path in the box")
     return re.sub(r"/+", "/", path.rstrip("/")) or "/"

@@ -1,4 +1,4 @@
-"""NeMo Gym's module name for blocks that choose a provider; see `nemo_gym.config.sandbox_blocks`."""
+"""The module name under which NeMo Gym looks for sandbox blocks; see `nemo_gym.config.sandbox_blocks`."""
 
 from nemo_gym.config.sandbox_blocks import (
     resolve_provider_config,

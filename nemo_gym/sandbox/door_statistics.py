@@ -1,8 +1,8 @@
-"""What went through one door, counted on the host's side, where nothing in the box can change it.
+"""Statistics of one door, counted on the host, where no process in the box can change them.
 
-A harness's exit status and events are what a process in the box says. These counts are evidence from outside: whether
-the model (or an MCP server) was asked at all, answered, or failed. What a box can provoke by itself (a malformed
-request that gets a 400) is counted, and is never a failure of the target.
+A harness's exit status and events come from a process in the box. These counts are evidence from outside: whether the
+model (or an MCP server) received requests at all, responded, or failed. Errors that a box can provoke by itself (a
+malformed request that gets a 400) are counted, but never as a failure of the target.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import orjson
 _SAID_BYTES = 2048
 _TAIL_BYTES = 16 * 1024
 _OF_THE_REQUEST = (b"context_length", b"invalid_request")
-"""In an error at the end of a stream: what the request asked for cannot be had."""
+"""Strings in the error event of a stream which show that the request caused the error, not the target."""
 _FAILURES = frozenset({401, 403, 408, 429})
-"""Beside 5xx: the target does not serve whoever asks, however good the request (the door sets the credentials)."""
+"""Statuses that, like 5xx, are failures of the target: the box cannot avoid them, as the door sets the credentials."""
 
 
 @dataclass
@@ -31,35 +31,35 @@ class DoorStatistics:
     requests: int = 0
     """Requests that were forwarded."""
     answered: int = 0
-    """Answers below 400 that went through to their end."""
+    """Complete responses with a status below 400."""
     refused: int = 0
-    """4xx answers that speak of the request itself."""
+    """4xx responses that reject the request itself, and streams that ended in an error that the request caused."""
     failed: int = 0
-    """401, 403, 408, 429 and 5xx answers, and streams that ended in an error."""
+    """401, 403, 408, 429 and 5xx responses, and streams that ended in any other error."""
     unreachable: int = 0
-    """Requests that got no answer at all."""
+    """Requests that got no response at all."""
     broken: int = 0
-    """Answers that the target broke off."""
+    """Responses that the target broke off."""
     abandoned: int = 0
-    """Requests that the box hung up on."""
+    """Requests whose connection the box closed before the response was complete."""
     forbidden: int = 0
-    """Requests that the door did not forward: a route outside its allow-list."""
+    """Requests that the door did not forward because their route is not in its allow-list."""
     turns: int = 0
-    """Answers of the routes that the door counts (a model's answers), those included that the box hung up on after
-    they had begun."""
+    """Responses on the routes that the door counts (a model's responses), including those that had begun when the box
+    closed the connection."""
     over_limit: int = 0
     """Requests that were not forwarded because ``turns`` had reached the door's ``max_answers``."""
     failures_since_answer: int = 0
-    """Failed, unreachable and broken exchanges since the last answer that went through; of counted routes alone where
-    the door counts any."""
+    """Failed, unreachable and broken exchanges since the last complete response. If the door counts any routes, only
+    exchanges on those routes matter here."""
     statuses: dict[int, int] = field(default_factory=dict)
-    """HTTP status → answers that began with it."""
+    """HTTP status → number of responses that began with it."""
     last_error: str | None = None
     """The last failure or refusal in the target's own words, cut to 2 KiB."""
     seconds: float = 0.0
-    """Time that exchanges took, added up; more than the wall clock's where they overlap."""
+    """Total duration of all exchanges; overlapping exchanges each count in full."""
     open: int = 0
-    """Exchanges under way."""
+    """Exchanges in progress."""
 
     @property
     def failures(self) -> int:
@@ -67,16 +67,16 @@ class DoorStatistics:
 
     @property
     def failing(self) -> bool:
-        """Whether the latest evidence is that the target does not serve."""
+        """Whether the most recent exchanges show that the target does not work."""
         return self.failures_since_answer > 0
 
     @contextmanager
     def exchange(self, *, counts: bool = False, tells: bool = True) -> Iterator[Exchange]:
-        """One forwarded request; an exchange that nobody ended was abandoned by the box.
+        """Count one forwarded request. If the context ends before the exchange does, the box abandoned the request.
 
         Args:
-            counts: whether its answer is one of ``turns``.
-            tells: whether it says anything of whether the target serves.
+            counts: whether its response is one of ``turns``.
+            tells: whether its result affects ``failures_since_answer``.
         """
         exchange = Exchange(self, tells=tells)
         self.requests += 1
@@ -93,7 +93,7 @@ class DoorStatistics:
             self.turns += exchange.is_turn
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data, for observations; zeros are left out."""
+        """Return the statistics as plain data for observations, without those that are zero."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "statuses"}
         values["seconds"] = round(self.seconds, 3)
         statuses = {str(status): count for status, count in sorted(self.statuses.items())}
@@ -101,12 +101,12 @@ class DoorStatistics:
 
 
 class Exchange:
-    """One request through a door, as it goes on."""
+    """One request through a door, and the progress of its response."""
 
     def __init__(self, statistics: DoorStatistics, *, tells: bool = True) -> None:
         self.ended = False
         self.is_turn = False
-        """Known once the exchange is over."""
+        """Set once the exchange is over."""
         self._failed = False
         self._tells = tells
         self._statistics = statistics
@@ -116,7 +116,8 @@ class Exchange:
 
     @property
     def has_answered(self) -> bool:
-        """Whether the box got an answer, or hung up on one. The target's failures are none."""
+        """Whether the target began a response with a status below 400 and did not fail, even if the box then closed
+        the connection."""
         return not self._failed and 0 < self._status < 400
 
     def unreachable(self, said: str) -> None:
@@ -124,7 +125,7 @@ class Exchange:
         self._fails(said)
 
     def answers(self, status: int, headers: Mapping[str, str]) -> None:
-        """The target's head has come."""
+        """Record the status and headers of the target's response."""
         statuses = self._statistics.statuses
         statuses[status] = statuses.get(status, 0) + 1
         self._status = status
@@ -132,7 +133,7 @@ class Exchange:
         self._stream = headers.get("Content-Type", "").startswith("text/event-stream")
 
     def saw(self, data: bytes) -> None:
-        """A piece of the body. Only error bodies and the ends of event streams are kept."""
+        """Take a piece of the response body. Only error bodies and the ends of event streams are kept."""
         if not self._readable:
             return
         if self._status >= 400:
@@ -145,7 +146,7 @@ class Exchange:
         self._fails(said)
 
     def ends(self) -> None:
-        """The whole answer has come."""
+        """Classify the response, now that it is complete."""
         statistics = self._statistics
         if self._status >= 500 or self._status in _FAILURES:
             statistics.failed += 1
@@ -175,7 +176,7 @@ class Exchange:
 
 
 def _error_at_the_end(tail: bytes) -> str | None:
-    """The error that an event stream (Chat Completions, Responses, Messages) ended with, if it did."""
+    """Return the error with which an event stream (Chat Completions, Responses, Messages) ended, if any."""
     for line in reversed(tail.splitlines()):
         if not line.startswith(b"data:") or line[5:].strip() in (b"", b"[DONE]"):
             continue
@@ -198,19 +199,19 @@ def _text(data: bytes) -> str:
 
 
 class AnswerLimit:
-    """Admits requests as long as they can all be answered within the limit.
+    """Admits requests as long as the limit allows a response to each.
 
-    A request that could become one answer too many waits for those under way: they may fail, and then it is admitted.
+    A request that could exceed the limit waits for those in progress: if one of them fails, the request is admitted.
     """
 
     def __init__(self, limit: int) -> None:
         self.left = limit
-        """Answers that may still be given."""
+        """Responses that are still allowed."""
         self._under_way = 0
         self._changed = asyncio.Event()
 
     async def enter(self) -> bool:
-        """Whether the request may be forwarded; each that may must `leave`."""
+        """Return whether the request may be forwarded. If so, the caller must call `leave` at its end."""
         while 0 < self.left <= self._under_way:
             await self._changed.wait()
         if not self.left:

@@ -1,10 +1,10 @@
 """Doors: the host's end of a listener on a box's loopback, which forwards an allow-list of routes to one target.
 
 A provider opens the listening socket (in the box's network namespace, or on a mounted unix socket) and hands it to
-`DoorServer`. What the box sends is untrusted: only requests whose path has exactly one reading are judged, credentials
-it sends are dropped, and the door's own headers are set over the rest. Bodies stream in both directions as they come,
-compressed ones too; a box that hangs up cancels the call behind the door. Connections, the size of a request and the
-time that it takes to come are limited, so that a box cannot use up the process that serves its door.
+`DoorServer`. Requests from the box are untrusted: a request whose path servers could interpret differently is refused,
+credentials from the box are dropped, and the door's own headers override the rest. Bodies stream unchanged in both
+directions, compressed ones too; if the box closes its connection, the request to the target is cancelled. The number
+of connections and each request's size and arrival time are limited, so that a box cannot exhaust the door's process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ else:
     aiohttp = lazily("aiohttp")
 
 GENERATION_ROUTES: tuple[str, ...] = ("POST /v1/responses", "POST /v1/chat/completions", "POST /v1/messages")
-"""Where a model answers: what a turn is, in each dialect."""
+"""The routes that generate model responses, one per API dialect. One response is one turn."""
 
 INFERENCE_ROUTES: tuple[str, ...] = (
     *GENERATION_ROUTES,
@@ -45,7 +45,8 @@ INFERENCE_ROUTES: tuple[str, ...] = (
     "GET /v1/models",
     "GET /v1/models/*",
 )
-"""What a harness needs of a model endpoint. Paths are the box's; the target's own base path goes before them."""
+"""The routes of a model endpoint that a harness needs, as the box requests them; the target's base path is prepended.
+"""
 
 MCP_ROUTES: tuple[str, ...] = ("GET /mcp", "POST /mcp", "DELETE /mcp")
 """The streamable HTTP transport of one MCP server."""
@@ -54,7 +55,7 @@ _CONNECT_TIMEOUT_S = 10.0
 PATIENCE_S = 75.0
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_CONNECTIONS = 512
-# Who is refused within a body may still send; closed at once it might never read why.
+# A client refused in mid-body may still be sending. If the connection closed at once, it might never read the reason.
 _LINGER_S = 1.0
 # Below the 5 s after which common servers drop an idle connection, so that a request rarely meets one being closed.
 _KEEPALIVE_S = 3.0
@@ -77,10 +78,10 @@ _AMBIGUOUS = re.compile(rb"[\x00-\x20\x7f\\]|%(?:2f|5c|25|[01][0-9a-f]|7f)", re.
 
 
 def normalize_path(raw: str) -> str | None:
-    """The one reading of a request path, or ``None`` where servers could differ on it.
+    """Return the normal form of a request path, or ``None`` if servers could interpret the path differently.
 
-    Dots are resolved and repeated slashes joined. Encoded slashes, backslashes, percent signs and control characters
-    are refused, because the target may decode them after the door has judged the path.
+    Dot segments are resolved and repeated slashes joined. Encoded slashes, backslashes, percent signs and control
+    characters are refused, because the target may decode them after the door has checked the path.
     """
     if not raw.startswith("/") or _AMBIGUOUS.search(raw.encode("utf-8", "surrogateescape")):
         return None
@@ -97,7 +98,7 @@ def normalize_path(raw: str) -> str | None:
 
 
 class RouteMatcher:
-    """Judges requests by ``METHOD /path`` patterns; see `Door.allow`."""
+    """Matches requests against ``METHOD /path`` patterns; see `Door.allow`."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._routes: list[tuple[str, list[str]]] = []
@@ -111,7 +112,7 @@ class RouteMatcher:
             self._routes.append((method.upper(), segments))
 
     def allows(self, method: str, path: str) -> bool:
-        """``path`` comes from `normalize_path`."""
+        """Return whether a pattern matches; ``path`` must come from `normalize_path`."""
         segments = path.split("/")[1:]
         return any(method == wanted and self._match(route, segments) for wanted, route in self._routes)
 
@@ -119,7 +120,7 @@ class RouteMatcher:
     def _match(route: list[str], segments: list[str]) -> bool:
         if route[-1] == "**":
             route, segments = route[:-1], segments[: len(route) - 1]
-        # A '*' is a segment that is there: '/a/*' does not match '/a/'.
+        # A '*' needs a non-empty segment: '/a/*' does not match '/a/'.
         return len(route) == len(segments) and all(
             bool(given) if wanted == "*" else wanted == given for wanted, given in zip(route, segments, strict=True)
         )
@@ -129,15 +130,16 @@ class DoorServer:
     """Serves one door on a bound socket, on the event loop that starts it.
 
     Args:
-        door: what it forwards, where to, and with which headers.
+        door: the routes to forward, their target, and the headers to set.
         sock: bound TCP or unix stream socket; it need not listen yet. The server owns and closes it.
-        patience_s: seconds that a connection may be idle or within a request's head, and that the door waits for the
-            pieces of one body altogether.
-        max_body_bytes: size of a request's body, as it is sent.
-        max_connections: connections at once; further ones are closed as they come.
+        patience_s: seconds that a connection may be idle or in the middle of a request's head; also the total time
+            that the door waits for the pieces of one request body.
+        max_body_bytes: maximum size of a request body as transferred (before decompression).
+        max_connections: maximum number of open connections; further ones are closed at once.
 
     Raises:
-        ConfigError: the door's target is no http(s) URL, or an allow pattern cannot be read.
+        ConfigError: the door's target is not an http(s) URL, an allow pattern is malformed, or ``max_answers`` is
+            below 1 or set without ``counted``.
     """
 
     def __init__(
@@ -168,9 +170,9 @@ class DoorServer:
         self.statistics = DoorStatistics()
 
     async def start(self) -> None:
-        """Begin to accept. Requests that came before wait in the socket's backlog. A start that fails or is cancelled
-        closes the socket."""
-        # Cancelled within it, the event loop would go on accepting for a server that nobody has.
+        """Start accepting connections; earlier ones wait in the socket's backlog. If the start fails or is cancelled,
+        the socket is closed."""
+        # Not cancelled half-way: the event loop would keep accepting for a server that no caller can close.
         try:
             await finish(self._start())
         except BaseException:
@@ -185,10 +187,10 @@ class DoorServer:
             max_connections=self._max_connections,
             handler_cancellation=True,
             access_log=None,
-            # Also how long a head may take to come: aiohttp counts from the connection or the last answer.
+            # Also the limit for receiving a head: aiohttp starts this timer at the connect or the last response.
             keepalive_timeout=self._patience_s,
-            # A body is the target's to read. Inflated here it would not have the length that its header says, and a
-            # small one could be made to fill this process.
+            # Bodies pass compressed. A decompressed body would no longer match its Content-Length, and a small
+            # compressed one could fill this process's memory.
             auto_decompress=False,
             lingering_time=_LINGER_S,
         )
@@ -197,13 +199,13 @@ class DoorServer:
         await web.SockSite(self._runner, self._socket, backlog=1024).start()
 
     async def aclose(self) -> None:
-        """Stop accepting, cancel calls in flight, close every connection and the socket. Idempotent."""
+        """Stop accepting, cancel requests in progress, close every connection and the socket. Idempotent."""
         runner, client = self._runner, self._client
         self._runner = self._client = None
         if runner is not None:
             for site in list(runner.sites):
                 await site.stop()
-            # Losing its connection cancels a handler; waiting for it to end by itself could take a generation's time.
+            # Aborting a connection cancels its handler, which otherwise could run until the model's response ends.
             for connection in runner.server.connections if runner.server else ():
                 if connection.transport is not None:
                     connection.transport.abort()
@@ -213,7 +215,7 @@ class DoorServer:
         self._socket.close()
 
     def _session(self) -> aiohttp.ClientSession:
-        # Made at the first request: most eval boxes never use their doors.
+        # Created at the first request: most eval boxes never use their doors.
         if self._client is None:
             self._client = new_session(
                 aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
@@ -273,7 +275,7 @@ class DoorServer:
             exchange.unreachable(said := self._say("cannot be reached", error))
             return self._problem(502, "door_unreachable", said, started="no")
         except (aiohttp.ClientError, TimeoutError) as error:
-            # The target saw a body that broke off, which no server takes for a request.
+            # The target received an incomplete body, which no server processes as a request.
             if body is not None and body.is_too_large:
                 return self._problem(413, "door_body", self._too_large(), started="no")
             if body is not None and body.is_too_slow:
@@ -302,7 +304,7 @@ class DoorServer:
                 await response.write(data)
         except (aiohttp.ClientError, TimeoutError) as error:
             exchange.broke_off(self._say("broke off in its answer", error))
-            # The target broke off. The box must see that too, and not a body that seems complete.
+            # The target broke off. Abort, so that the box does not take the partial body for a complete one.
             if request.transport is not None:
                 request.transport.abort()
             return response
@@ -340,7 +342,7 @@ class DoorServer:
         }
         response = web.Response(status=status, body=orjson.dumps(body), content_type="application/problem+json")
         if status in (408, 413):
-            response.force_close()  # what is left of the body would be read as the next request
+            response.force_close()  # otherwise the rest of the body would be parsed as the next request
         return response
 
 
@@ -349,7 +351,7 @@ def _listener_class() -> type[Any]:
     from aiohttp import web
 
     class Listener(web.Server):
-        """An HTTP server with at most so many connections."""
+        """An HTTP server that allows at most ``max_connections`` connections."""
 
         def __init__(self, handler: Any, *, max_connections: int, **options: Any) -> None:
             super().__init__(handler, **options)
@@ -364,7 +366,7 @@ def _listener_class() -> type[Any]:
 
 
 class _Body:
-    """A request's body on its way through, until it is too large or too slow."""
+    """A request body that streams to the target, with limits on its size and on the time the box takes to send it."""
 
     def __init__(self, content: aiohttp.StreamReader, *, patience_s: float, max_bytes: int) -> None:
         self._content = content
@@ -375,7 +377,7 @@ class _Body:
     async def pieces(self) -> AsyncIterator[bytes]:
         clock = asyncio.get_running_loop().time
         while True:
-            # Only what the box takes counts: a target that reads slowly is not its fault.
+            # Only the box's share of the time counts: it is not to blame for a target that reads slowly.
             began = clock()
             try:
                 async with asyncio.timeout(self._left_s):
@@ -394,17 +396,17 @@ class _Body:
 
 
 def _connection_tokens(headers: CIMultiDictProxy[str]) -> set[str]:
-    """Header names that a ``Connection`` header declares to be for this hop only."""
+    """Return the lower-case header names that ``Connection`` headers declare as hop-by-hop."""
     return {token.strip().lower() for value in headers.getall("Connection", ()) for token in value.split(",")}
 
 
 def door_server(door: Door, sock: socket.socket) -> DoorServer | EgressProxy:
-    """What serves a door of this kind, on a bound socket."""
+    """Return the server for a door of this kind, on a bound socket."""
     return EgressProxy(door, sock) if door.kind == "proxy" else DoorServer(door, sock)
 
 
 async def serve_doors(pairs: Sequence[tuple[Door, socket.socket]]) -> list[DoorServer | EgressProxy]:
-    """Start a server for each door, or none: when one fails, those already started are closed and all sockets too."""
+    """Start a server for each door. If one fails, close the servers already started and all sockets, then raise."""
     servers: list[DoorServer | EgressProxy] = []
     try:
         for door, sock in pairs:
@@ -412,7 +414,7 @@ async def serve_doors(pairs: Sequence[tuple[Door, socket.socket]]) -> list[DoorS
             await server.start()
             servers.append(server)
     except BaseException:
-        # Servers first: they must leave the event loop before their descriptors can be given to somebody else.
+        # Servers first: their descriptors must leave the event loop before the system can reuse the numbers.
         await asyncio.gather(*(server.aclose() for server in servers), return_exceptions=True)
         for _, sock in pairs:
             sock.close()

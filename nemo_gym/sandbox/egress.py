@@ -1,14 +1,14 @@
-"""What a box is made from and may reach: a world's spec, and the door of an allow-list.
+"""The spec of an attempt's box, and the egress door: a forward proxy for an allow-list of hosts.
 
-The spec is the environment's, with the harness's needs merged in; a conflict names both sides.
+The spec is the environment's, with the harness's needs merged in; a conflict raises an error that names both sides.
 
-The door is a forward proxy for the hosts and ports that a task names, and no others. A box without a network reaches
-it on its loopback (``HTTPS_PROXY``, ``HTTP_PROXY``). ``CONNECT`` gets a tunnel, a plain ``http://`` request is
-forwarded. Names are resolved here, not in the box, and the address that was judged is the one that is dialled. An
-address that is not public is refused, whatever name leads to it, unless the list names it.
+The proxy connects only to the hosts and ports that a task names. A box without a network reaches it on its loopback
+(``HTTPS_PROXY``, ``HTTP_PROXY``). ``CONNECT`` opens a tunnel; a plain ``http://`` request is forwarded. Names are
+resolved here, not in the box, and the proxy dials exactly the address that it checked. An address that is not public
+is refused, whichever name resolves to it, unless the allow-list contains the address.
 
-What passes through a tunnel is not looked at. Where one address serves many sites, a box that may reach one of them
-can ask it for another.
+The proxy does not inspect tunnelled data. If several sites share an address, a box that may reach one of them can also
+reach the others.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from nemo_gym.contract.session import BoxNeeds, Egress, EgressPolicy, Limits, Se
 from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
 
 EGRESS_DOOR = "egress"
-"""Name of this door."""
+"""Name of the egress door."""
 DEFAULT_EGRESS_DOOR_PORT = 3128
 
 _CONNECT_TIMEOUT_S = 10.0
 PATIENCE_S = 75.0
-"""For the head of a request."""
+"""Seconds that the head of a request may take to arrive."""
 IDLE_S = 600.0
-"""After which a connection on which nothing moves is closed."""
+"""Seconds without data in either direction after which a connection is closed."""
 MAX_CONNECTIONS = 512
 MAX_HEAD_BYTES = 64 * 1024
 _MAX_LENGTH_DIGITS = 18
@@ -49,7 +49,7 @@ _NOT_FORWARDED = frozenset(
 
 
 class _Refused(Exception):
-    """The proxy's own answer to a request."""
+    """The proxy refuses a request; carries the status, code and detail of the error response."""
 
     def __init__(self, status: int, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -64,7 +64,7 @@ class _Request:
     host: str
     port: int
     head: bytes = b""
-    """What is forwarded; empty of a tunnel."""
+    """The head to forward; empty for a tunnel."""
     body_bytes: int = 0
 
     @classmethod
@@ -94,7 +94,7 @@ class _Request:
 
 
 def _headers(lines: Sequence[bytes]) -> tuple[list[bytes], int]:
-    """The headers to forward, and the length of the body."""
+    """Return the header lines to forward, and the length of the body in bytes."""
     headers: list[tuple[bytes, bytes]] = []
     for line in lines:
         matched = _HEADER.fullmatch(line)
@@ -115,7 +115,8 @@ class EgressProxy:
     """Serves an allow-list on a bound socket; the counterpart of `DoorServer` for doors of kind ``proxy``.
 
     Raises:
-        ConfigError: the door has a target, or an entry of its list cannot be read.
+        ConfigError: the door has a field that proxies do not use (``target``, ``headers``, ``counted``,
+            ``max_answers``), or an entry of its allow-list is malformed.
     """
 
     def __init__(
@@ -138,9 +139,10 @@ class EgressProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Begin to accept; a start that fails or is cancelled closes the socket."""
+        """Start accepting connections. If the start fails or is cancelled, the socket is closed."""
         try:
-            # In two steps: cancelled within one that also accepts, the event loop would go on accepting for nobody.
+            # Two steps: one call that also accepts could be cancelled half-way, and the event loop would go on
+            # accepting for a server that no caller can close.
             self._server = await asyncio.start_server(
                 self._serve, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=1024, start_serving=False
             )
@@ -169,7 +171,7 @@ class EgressProxy:
         try:
             await self._answer(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # one side went away, or was silent for too long
+            pass  # one side closed the connection, or was silent for too long
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -221,7 +223,7 @@ class EgressProxy:
             upstream.close()
 
     async def _addresses(self, request: _Request, exchange: Exchange) -> list[str]:
-        """Where the host may be dialled."""
+        """Resolve the host; return those of its addresses that the allow-list permits."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
@@ -259,7 +261,7 @@ class EgressProxy:
         idle: asyncio.Timeout,
         left: int | None,
     ) -> None:
-        """Carry what comes until its end, or ``left`` bytes of it."""
+        """Copy data from ``reader`` to ``writer`` until its end, or at most ``left`` bytes."""
         loop = asyncio.get_running_loop()
         while left is None or left > 0:
             data = await reader.read(_PIECE if left is None else min(_PIECE, left))
@@ -293,25 +295,25 @@ def _problem(refused: _Refused) -> bytes:
 
 @dataclass(frozen=True)
 class HarnessNeeds:
-    """What a harness adds to a world so that it can work there."""
+    """What a harness adds to the spec of a box so that it can run there."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     requires: tuple[str, ...] = ()
     model_in_box: bool = False
-    """Whether the harness's own process is in the box, so that the model must be reachable there."""
+    """Whether the harness's own process runs in the box, so that the model must be reachable from there."""
     max_model_answers: int | None = None
-    """What the model's door lets through, whoever in the box asks; ``None`` is no limit."""
+    """Maximum number of responses that the model's door forwards to any process in the box; ``None`` is no limit."""
 
     @classmethod
     def of(cls, needs: BoxNeeds) -> HarnessNeeds:
-        """As the owner of a box learns them."""
+        """Convert the `BoxNeeds` that the owner of a box receives."""
         mounts = tuple(Mount(source=mount.source, target=mount.target) for mount in needs.mounts)
         return cls(env=dict(needs.env), mounts=mounts, requires=needs.requires)
 
 
 def merge_env(environment: Mapping[str, str], agent: Mapping[str, str], *, name: str) -> dict[str, str]:
-    """Both, or `ConfigError` when they give one variable two values."""
+    """Return both environments merged. Raises `ConfigError` if they set one variable to different values."""
     for key in environment.keys() & agent.keys():
         if environment[key] != agent[key]:
             raise ConfigError(
@@ -323,8 +325,8 @@ def merge_env(environment: Mapping[str, str], agent: Mapping[str, str], *, name:
 
 
 def world_spec(spec: SandboxSpec, descriptor: SessionDescriptor, needs: HarnessNeeds) -> SandboxSpec:
-    """The spec of the attempt's box: the environment's, egress rules and harness needs added. Of its doors it has the
-    one that the egress policy itself needs."""
+    """Return the spec of the attempt's box: the environment's spec with egress rules and harness needs added. Its only
+    door is the egress door, and only if the egress policy needs one."""
     doors, proxies = egress_door(descriptor.egress)
     env = merge_env(spec.env, descriptor.egress.env, name=descriptor.environment)
     env = merge_env(merge_env(env, needs.env, name=descriptor.environment), proxies, name=descriptor.environment)
@@ -349,19 +351,20 @@ def world_spec(spec: SandboxSpec, descriptor: SessionDescriptor, needs: HarnessN
 
 
 def bounded(resources: SandboxResources, limits: Limits) -> SandboxResources:
-    """A box's resources, with the attempt's limits in place of what was wanted."""
+    """Return a box's resources, with the attempt's CPU and memory limits in place of the requested ones."""
     given = {name: value for name in ("cpu", "memory_mib") if (value := getattr(limits, name)) is not None}
     unlimited = tuple(name for name in resources.unlimited if name not in given)
     return replace(resources, unlimited=unlimited, **given)
 
 
 def network_policy(egress: Egress) -> NetworkPolicy:
-    """What the box's own network is; the model, and the hosts of an allow-list, are behind doors."""
+    """Return the policy of the box's own network. The model and the hosts of an allow-list are reached through doors,
+    not through that network."""
     return NetworkPolicy.OPEN if egress.policy is EgressPolicy.OPEN else NetworkPolicy.NONE
 
 
 def egress_door(egress: Egress) -> tuple[tuple[Door, ...], dict[str, str]]:
-    """The door that an allow-list needs, and the variables by which programs in the box find it."""
+    """Return the door that an allow-list needs, and the environment variables by which programs in the box find it."""
     if egress.policy is not EgressPolicy.ALLOWLIST:
         return (), {}
     ports = {request.name: request.port for request in egress.doors}
@@ -370,6 +373,6 @@ def egress_door(egress: Egress) -> tuple[tuple[Door, ...], dict[str, str]]:
         port += 1
     proxy, direct = f"http://127.0.0.1:{port}", "localhost,127.0.0.1,::1"
     names = {"HTTPS_PROXY": proxy, "HTTP_PROXY": proxy, "NO_PROXY": direct}
-    # Programs differ in which spelling they read, and curl reads only the lower one of HTTP_PROXY.
+    # Programs differ in which spelling they read; curl reads HTTP_PROXY only in lower case.
     env = {**names, **{name.lower(): value for name, value in names.items()}}
     return (Door(name=EGRESS_DOOR, port=port, target="", allow=egress.allow, kind="proxy"),), env

@@ -1,8 +1,8 @@
-"""`AsyncSandbox`, one box as an object; `keep_renewed`, which keeps a box alive for as long as its owner is; and the
-registry of providers, names → classes: those registered by a program first, then installed entry points.
+"""One box as an object (`AsyncSandbox`), renewal of its lease (`keep_renewed`), and the registry of providers.
 
-A provider outside this repository is a package with an entry point in the group ``nemo_gym.sandbox_providers``; the
-built-in ones take the same path. What a provider does is traced (`observed`).
+The registry maps names to classes: first those that a program registered, then installed entry points. A provider
+outside this repository is a package with an entry point in the group ``nemo_gym.sandbox_providers``; the built-in ones
+work the same way. `create_provider` adds tracing to every provider (`observed`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ ProviderClass = Callable[..., SandboxProvider]
 
 
 def register_provider(name: str, provider_class: ProviderClass, *, override: bool = False) -> None:
-    """Make ``provider_class`` (or any callable that returns a provider) known as ``name`` in this process.
+    """Register ``provider_class`` (or any callable that returns a provider) as ``name`` in this process.
 
     Raises:
-        ConfigError: the name was registered before with something else, and ``override`` is not set.
+        ConfigError: the name is already registered with another class, and ``override`` is not set.
     """
     if not override and sandbox_blocks.registered_providers.get(name, provider_class) is not provider_class:
         raise ConfigError(f"sandbox provider '{name}' is registered already; pass override=True to replace it")
@@ -56,10 +56,10 @@ def register_provider(name: str, provider_class: ProviderClass, *, override: boo
 
 
 def get_provider_class(name: str) -> ProviderClass:
-    """The class behind a provider's name.
+    """Return the class that is registered or installed under a provider's name.
 
     Raises:
-        ConfigError: there is no such provider, or it cannot be imported; the message names what to install.
+        ConfigError: there is no such provider, or it cannot be imported; the message says what to install.
     """
     if name in sandbox_blocks.registered_providers:
         return sandbox_blocks.registered_providers[name]
@@ -80,13 +80,13 @@ def get_provider_class(name: str) -> ProviderClass:
 
 
 def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> SandboxProvider:
-    """Make a provider from its name, or from ``{name: settings}`` as `resolve_provider_config` returns it.
+    """Create a provider from its name, or from ``{name: settings}`` as `resolve_provider_config` returns it.
 
     Args:
-        settings: added to those of the mapping, and stronger.
+        settings: further settings; they override those of the mapping.
 
     Raises:
-        ConfigError: the mapping has another shape, the provider is unknown, or a setting is.
+        ConfigError: the mapping has another shape, or the provider or one of the settings is unknown.
     """
     if isinstance(provider, str):
         name, given = provider, {}
@@ -122,7 +122,7 @@ class SandboxOwner:
         self._provider: SandboxProvider | None = None
 
     def provider(self) -> SandboxProvider:
-        """The provider; raises `ConfigError` when it is unknown or cannot be configured so."""
+        """Return the provider, which the first call creates. Raises `ConfigError` if it or a setting is unknown."""
         if self._provider is None:
             from nemo_gym.config.sandbox_blocks import resolve_provider_config
 
@@ -136,15 +136,15 @@ class SandboxOwner:
             await provider.aclose()
 
 
-# -- Boxes and their commands as steps: the start of a box, each command, its end ----------------------------------
+# -- Tracing: the start of a box, each of its commands, and its end are recorded as steps --------------------------
 
 Method = Callable[..., Awaitable[Any]]
 
 
 def observed(provider: SandboxProvider) -> SandboxProvider:
-    """``provider`` itself, with its methods replaced: an object around it would hide the protocols that it implements.
-    Commands are not named: a grader's may hold what is private."""
-    name = str(getattr(provider, "name", type(provider).__name__))  # NeMo Gym's have none
+    """Return ``provider`` itself with traced methods; a wrapper object would hide the protocols that it implements.
+    The trace omits the text of commands, because a grader's commands may contain private data."""
+    name = str(getattr(provider, "name", type(provider).__name__))  # providers written for NeMo Gym have no name
     for method, wrap in (("create", _create), ("exec", _exec), ("close", _close)):
         if (own := getattr(provider, method, None)) is not None:
             setattr(provider, method, wrap(own, name))
@@ -191,9 +191,9 @@ class AsyncSandbox:
     """One box, from ``start`` to ``stop``.
 
     Args:
-        provider: a provider (stays the caller's), or its configuration ``{name: settings}``, from which one is made
-            that ends with this object.
-        spec: what the box shall be; may also be given to `start`.
+        provider: a provider, which the caller must close; or a name or configuration ``{name: settings}``, from which
+            this object creates a provider that `stop` closes.
+        spec: the spec of the box; may instead be passed to `start`.
     """
 
     def __init__(self, provider: SandboxProvider | Mapping[str, Any] | str, spec: SandboxSpec | None = None) -> None:
@@ -219,10 +219,10 @@ class AsyncSandbox:
         return self._handle
 
     async def start(self, spec: SandboxSpec | None = None) -> Self:
-        """Create the box; does nothing when it is there already. Cancelled in the middle, it leaves no box.
+        """Create the box, unless it is already started. A cancelled start leaves no box behind.
 
         Raises:
-            ConfigError: no spec was given here or before, or a second one for a started box.
+            ConfigError: no spec was given here or before, or the box was already started with another spec.
             SandboxCapabilityError, SandboxCreateError: see `SandboxProvider.create`.
         """
         if self._handle is not None:
@@ -236,7 +236,7 @@ class AsyncSandbox:
         return self
 
     async def _create(self, spec: SandboxSpec) -> SandboxHandle:
-        # A task of its own: a provider may finish although it is cancelled, and its box must not lose its owner.
+        # In a separate task: a provider may return a box although it is cancelled, and that box must be closed.
         creating = asyncio.ensure_future(self._provider.create(spec))
         try:
             handle = await asyncio.shield(creating)
@@ -251,7 +251,8 @@ class AsyncSandbox:
         return handle
 
     async def _upload_files(self, handle: SandboxHandle, spec: SandboxSpec) -> None:
-        """Put ``spec.files`` into a box whose provider leaves that to this class, as those written for NeMo Gym do."""
+        """Upload ``spec.files`` for a provider written for NeMo Gym, whose ``create`` does not do that. If an upload
+        fails, destroy the box."""
         try:
             with tempfile.TemporaryDirectory(prefix="nemo-gym-files-") as folder:
                 for number, (path, text) in enumerate(spec.files.items()):
@@ -276,7 +277,7 @@ class AsyncSandbox:
     ) -> SandboxExecResult:
         """Run one command to its end; see `SandboxProvider.exec`."""
         extra: dict[str, Any] = {}
-        # Providers written for NeMo Gym know only the first five arguments.
+        # Providers written for NeMo Gym accept only the first five arguments.
         if stdin is not None:
             extra["stdin"] = stdin
         if merge_stderr:
@@ -306,25 +307,26 @@ class AsyncSandbox:
     def get_archive(
         self, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
-        """A file or directory of the box as a tar stream."""
+        """Yield a file or directory of the box as a tar stream."""
         return self._provider.get_archive(self.handle, path, exclude=exclude, max_bytes=max_bytes)
 
     async def status(self) -> SandboxStatus:
-        """What the backend says of the box; ``STOPPED`` when there is none."""
+        """Return the box's status as the backend reports it; ``STOPPED`` when this object has no box."""
         return SandboxStatus.STOPPED if self._handle is None else await self._provider.status(self._handle)
 
     async def endpoint(self, port: int) -> SandboxEndpoint:
-        """A URL on this host that reaches a port of the box. Raises `SandboxCapabilityError` where none can be had."""
+        """Return a URL on this host that reaches a port of the box. Raises `SandboxCapabilityError` if the provider
+        does not support endpoints."""
         require(self._provider, SupportsEndpoint, why=f"to reach port {port} of the box")
         assert isinstance(self._provider, SupportsEndpoint)
         return SandboxEndpoint(await self._provider.endpoint(self.handle, port))
 
     async def renew(self, ttl_s: float) -> None:
-        """Let the box live ``ttl_s`` seconds from now. Raises `SandboxLostError` when it is gone."""
+        """Extend the lease to ``ttl_s`` seconds from now. Raises `SandboxLostError` when the box is gone."""
         await self._provider.renew(self.handle, ttl_s)
 
     async def serialize(self, *, scope: str | None = None) -> dict[str, Any]:
-        """Plain data from which another process can `connect`."""
+        """Return plain data with which another process can `connect` to the box."""
         require(self._provider, Connectable, why="to hand the box to another process")
         assert isinstance(self._provider, Connectable)
         return await self._provider.serialize_handle(self.handle, scope=scope or "operate")
@@ -333,7 +335,7 @@ class AsyncSandbox:
     async def connect(
         cls, descriptor: Mapping[str, Any], *, provider: SandboxProvider | Mapping[str, Any] | str
     ) -> Self:
-        """Use a box that somebody else owns; `stop` then lets go of it and does not destroy it."""
+        """Use a box that another process owns; `stop` then disconnects from it without destroying it."""
         sandbox = cls(provider)
         try:
             require(sandbox._provider, Connectable, why="to connect to a box of another process")
@@ -346,7 +348,7 @@ class AsyncSandbox:
         return sandbox
 
     async def stop(self) -> None:
-        """Destroy the box if this object created it, and end the provider if this object made it. Idempotent."""
+        """Destroy the box if this object created it, and close the provider if this object created it. Idempotent."""
         handle, self._handle = self._handle, None
         try:
             if handle is not None and not self._borrowed:
@@ -361,15 +363,15 @@ class AsyncSandbox:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        # A cancelled caller still has its box destroyed; only then does the cancellation go on.
+        # If the caller is cancelled, its box is destroyed first; then the cancellation is raised.
         await finish(self.stop())
 
 
 @contextlib.asynccontextmanager
 async def keep_renewed(provider: SandboxProvider, handle: SandboxHandle, ttl_s: float) -> AsyncIterator[None]:
-    """Renew a box's lease while the context is open, so that it outlives its owner by at most ``ttl_s`` seconds.
+    """Renew a box's lease while the context is open, so that the box outlives its owner by at most ``ttl_s`` seconds.
 
-    Renewals stop when the box is gone; its user learns so from the next exec (``LOST``).
+    Renewals stop when the box is gone; the next exec then ends with the outcome ``LOST``.
     """
     renewing = asyncio.create_task(_renew_forever(provider, handle, ttl_s), name=f"renew {handle.sandbox_id}")
     try:
@@ -390,7 +392,7 @@ async def _renew_forever(provider: SandboxProvider, handle: SandboxHandle, ttl_s
             log.warning("sandbox_lease_lost", sandbox_id=handle.sandbox_id, error=str(error))
             return
         except SandboxError as error:
-            # The backend may be back before the lease ends.
+            # The backend may recover before the lease ends.
             log.warning("sandbox_renew_failed", sandbox_id=handle.sandbox_id, error=str(error))
             pause_s = min(_RENEW_RETRY_S, ttl_s / _RENEWALS_PER_TTL)
 
@@ -405,17 +407,17 @@ _sharing = threading.Lock()
 
 
 def shared_loop() -> LoopThread:
-    """The loop of all `Sandbox` objects of this process: providers belong to a loop."""
+    """Return the one event loop of all `Sandbox` objects of this process; a provider works only on one loop."""
     global _shared
     with _sharing:
-        # A forked child has the object but not the thread.
+        # A forked child inherits the object but not its thread.
         if _shared is None or _shared[0] != os.getpid():
             _shared = os.getpid(), LoopThread("sandbox-loop")
         return _shared[1]
 
 
 def run_blocking(loop: LoopThread, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end. Raises `SandboxError` on a running event loop, which this would block."""
+    """Run ``work`` to its end. Raises `SandboxError` if this thread runs an event loop, which the call would block."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

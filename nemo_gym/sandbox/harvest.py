@@ -1,16 +1,16 @@
-"""Harvest: what an agent left in its box, read from outside and handed on as untrusted data.
+"""Harvest: collect an agent's results from its box, read from outside and passed on as untrusted data.
 
-`harvest_all` is all that callers need: a patch of everything that differs between a work tree in a box and the same
-tree in the box's pristine image, the files that harvest rules name as one tar stream, and what a command prints.
+Callers only need `harvest_all`. It collects a patch of everything that differs between a work tree in a box and the
+same tree in the box's pristine image, the files that harvest rules name as one tar stream, and a command's output.
 
-The box is only read, as a tar stream made by its provider. The pristine side comes from a fresh *harvest box* of the
-same image, and so does the git that writes the patch: in a repository of its own, from blobs, with no work tree, no
-configuration but ours and the pristine ignore rules. Nothing of the agent's box takes part: neither its git, its
-``.git``, ``.gitattributes``, ``.gitignore``, hooks and nested repositories, nor any program found through its PATH. A
-commit, a stash or a deleted ``.git`` changes nothing.
+The agent's box is only read, as a tar stream made by its provider. The pristine tree comes from a fresh *harvest box*
+of the same image. The git of the harvest box writes the patch: in a separate repository, from blobs, with no work
+tree, with only this module's configuration and the pristine ignore rules. The patch uses nothing from the agent's box:
+neither its git, its ``.git``, ``.gitattributes``, ``.gitignore``, hooks and nested repositories, nor any program on
+its PATH. A commit, a stash or a deleted ``.git`` in the agent's box makes no difference.
 
-A tree is read from the stream as git would store it, path → mode and blob id, with nothing unpacked: no name or link
-that an agent chose ever reaches a file system of ours.
+A tree is read from the stream as git would store it, path → mode and blob id, without unpacking anything, so no name
+or link that an agent chose ever reaches a file system of the host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REGULAR, EXECUTABLE, SYMLINK = "100644", "100755", "120000"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file as a git tree holds it."""
+    """One file as recorded in a git tree."""
 
     mode: str
     oid: str
@@ -51,31 +51,32 @@ class Entry:
 
 @dataclass
 class Tree:
-    """What a stream held."""
+    """The tree that was read from a stream."""
 
     entries: dict[bytes, Entry] = field(default_factory=dict)
-    """By path below the root, as bytes."""
+    """Path below the root, as bytes → entry."""
     is_directory: bool = False
-    """Whether the stream's root was one; a work tree that became a file or a link has no entries."""
+    """Whether the stream's root was a directory; a work tree that became a file or a link has no entries."""
     skipped: list[str] = field(default_factory=list)
-    """Paths that no patch may name (a component spelled like ``.git``); at most `MAX_NAMED_SKIPS`."""
+    """The first `MAX_NAMED_SKIPS` paths that no patch may name: those with a component ``.git`` in any case, and hard
+    links to files that are not in the tree."""
     skipped_count: int = 0
 
 
 class TreeTooLargeError(Exception):
-    """The stream passed a cap; the message says which."""
+    """The stream exceeded a limit; the message says which."""
 
 
 MAX_NAMED_SKIPS = 20
 MAX_PATH_BYTES = 256 * 1024 * 1024
-"""Of all paths together, which are kept in memory: one more file at the end of hundreds of directories costs a box
-next to nothing. The paths of the largest public repositories take some tens of MB."""
+"""Limit on the total size of all paths. They are kept in memory, and a box can make long ones at almost no cost: one
+file more below hundreds of directories. The paths of the largest public repositories take some tens of MB."""
 Content = tuple[bytes, Entry, bytes]
 """Path, entry and content of one file."""
 
 
 class TreeReader:
-    """Reads one tar stream whose first member is the tree's root; `tree` is whole when `contents` has ended."""
+    """Reads one tar stream whose first member is the tree's root; `tree` is complete once `contents` has ended."""
 
     def __init__(
         self, *, algorithm: str = "sha1", max_bytes: int, max_files: int, max_content_bytes: int = -1
@@ -83,8 +84,8 @@ class TreeReader:
         """
         Args:
             algorithm: hash of the repository's object ids, ``sha1`` or ``sha256``.
-            max_bytes, max_files: caps of the whole stream.
-            max_content_bytes: of the files that `contents` gives; by default none.
+            max_bytes, max_files: limits on the whole stream.
+            max_content_bytes: `contents` yields only files up to this size; by default none at all.
         """
         self.tree = Tree()
         self._algorithm = algorithm
@@ -99,10 +100,10 @@ class TreeReader:
         self._content: bytearray | None = None
 
     async def contents(self, stream: AsyncIterator[bytes]) -> AsyncIterator[Content]:
-        """Read the stream, and give every file and link that is small enough as it comes by.
+        """Read the stream, and yield each file and link of at most ``max_content_bytes``.
 
         Raises:
-            TreeTooLargeError: a cap was passed.
+            TreeTooLargeError: a limit was exceeded.
             ArchiveError: the stream is damaged.
         """
         parser, received = TarParser(), 0
@@ -116,7 +117,7 @@ class TreeReader:
         parser.close()
 
     def _take(self, event: tarfile.TarInfo | bytes | None) -> Content | None:
-        """One event of the stream; what it completes."""
+        """Process one event of the parser; return the file or link that it completes, if any."""
         if isinstance(event, tarfile.TarInfo):
             return self._start(event)
         if self._path is None:
@@ -177,7 +178,7 @@ class TreeReader:
         return None if content is None else (path, entry, bytes(content))
 
     def _link(self, path: bytes, target: str) -> None:
-        """A hard link is one more name of a file already seen."""
+        """Record a hard link as another path of an entry that was already read."""
         source = self._below_root(target)
         entry = self.tree.entries.get(source) if source else None
         if entry is None:
@@ -192,14 +193,14 @@ class TreeReader:
 
 
 HARVEST_LEASE_S = 120.0
-"""How long a harvest box outlives its owner when that is killed."""
+"""Maximum time that a harvest box outlives this process if the process is killed."""
 GIT_TIMEOUT_S = 300.0
 MAX_TREE_BYTES = 4 * 1024**3
-"""Cap of one work tree's stream, without the directories that the pristine repository ignores."""
+"""Limit on one work tree's stream, from which the directories that the pristine repository ignores are excluded."""
 MAX_TREE_FILES = 400_000
 MAX_LIST_BYTES = 64 * 1024 * 1024
 MAX_NAMED_PATHS = 200
-"""Paths named in an artifact's facts."""
+"""Maximum number of paths listed in an artifact's facts."""
 MAX_EXCLUDES = 400
 BYPRODUCT_DIRECTORIES = (
     "__pycache__",
@@ -211,7 +212,7 @@ BYPRODUCT_DIRECTORIES = (
     ".nox",
     ".ipynb_checkpoints",
 )
-"""Left by running programs; harvested only where the repository tracks such a directory."""
+"""Directories that running programs leave behind; harvested only where the repository tracks one of that name."""
 BYPRODUCT_SUFFIXES = (b".pyc", b".pyo")
 
 _UPLOAD = "/var/tmp/ng-harvest"
@@ -230,7 +231,8 @@ _ENVIRONMENT = {
 }
 _OPTIONS = "-c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.untrackedCache=false -c core.quotePath=true"
 
-# Sections end with a "/", which is no path below the work tree. Without a repository nothing is tracked or ignored.
+# Prints three NUL-separated sections, separated by "/", which cannot be a path below the work tree: object format and
+# exclude file, tracked paths, ignored paths. Without a repository, no path is tracked or ignored.
 _DESCRIBE = f"""
 command -v git >/dev/null || exit 97
 export GIT_DIR="$1/.git" GIT_WORK_TREE="$1"
@@ -269,7 +271,7 @@ git {_OPTIONS} -c core.bigFileThreshold=32m diff-tree -r -p --binary --full-inde
 
 
 class _BoxContentsError(Exception):
-    """What was found in the agent's box cannot become a patch; ``truncated`` when it is only too much."""
+    """The contents of the agent's box cannot become a patch; ``truncated`` if the only reason is their size."""
 
     def __init__(self, message: str, *, truncated: bool = False, size: int = 0) -> None:
         super().__init__(message)
@@ -279,7 +281,7 @@ class _BoxContentsError(Exception):
 
 @dataclass
 class _Contents:
-    """Contents of changed files by blob id, on disk beyond a few MiB."""
+    """Contents of changed files by blob id; they move to disk beyond a few MiB."""
 
     spool: IO[bytes]
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -297,13 +299,13 @@ class _Contents:
 
 @dataclass(frozen=True)
 class _Pristine:
-    """The image's own side."""
+    """The work tree of the pristine image."""
 
     tree: Tree
     tracked: frozenset[bytes]
     exclude: tuple[str, ...]
     contents: Mapping[bytes, bytes]
-    """Link targets, and every ``.gitignore``, by path."""
+    """Path → content, for symbolic links (their targets) and ``.gitignore`` files only."""
     by_oid: Mapping[str, bytes]
 
 
@@ -314,10 +316,10 @@ async def harvest_git_diff(
     item: GitDiffHarvest,
     labels: Mapping[str, str],
 ) -> Artifact:
-    """The patch that turns the pristine ``item.path`` into the box's.
+    """Return the patch that turns ``item.path`` of the pristine image into that of the box.
 
-    Files that the pristine repository's rules ignore and by-products of running programs are not in it, tracked ones
-    excepted. Symbolic links are content, never followed. ``facts`` name the changed paths and what was left out.
+    The patch omits untracked files that the pristine repository's rules ignore, and untracked by-products of running
+    programs. Symbolic links are content, never followed. ``facts`` list the changed paths and what was left out.
 
     Raises:
         SandboxError: the provider failed, a box was lost, the image has no git, or its repository does not descend
@@ -374,7 +376,8 @@ class _Harvester:
     # ------------------------------------------------------------------------------------------- the pristine side
 
     async def _describe_pristine(self) -> _Pristine:
-        """Failures here are ours: nothing of the agent's has been touched yet."""
+        """Read the pristine tree and create the harvest repository. The agent's box has not been read yet, so every
+        failure here is a `SandboxError` and not an error in the artifact."""
         result = await self._sh(_DESCRIBE, self._path, self._item.base_commit or "")
         if not result.ok or result.stdout_truncated:
             reason = {97: "it has no git", 98: f"its {self._path} is no repository at {self._item.base_commit}"}
@@ -424,7 +427,7 @@ class _Harvester:
         )
 
     async def _ignored(self, paths: list[bytes], pristine: _Pristine) -> set[bytes]:
-        """Those of ``paths`` that the pristine rules ignore, and by-products."""
+        """Return the subset of ``paths`` that the pristine rules ignore or that are by-products."""
         byproducts = {path for path in paths if path.endswith(BYPRODUCT_SUFFIXES)}
         rest = [path for path in paths if path not in byproducts]
         if not rest:
@@ -449,7 +452,7 @@ class _Harvester:
         blobs = {entry.oid: pristine.contents[path] for path, entry in old.items() if entry.mode == SYMLINK}
         for path, entry in new.items():
             if entry.oid in contents.places:
-                blobs[entry.oid] = b""  # its content is read when its turn comes
+                blobs[entry.oid] = b""  # a placeholder; `_archive` reads the content from the spool
             elif entry.oid in pristine.by_oid:
                 from_pristine[entry.oid] = pristine.by_oid[entry.oid]
             elif entry.oid not in blobs:
@@ -498,7 +501,7 @@ class _Harvester:
 
 
 def _excludes(tracked: frozenset[bytes], ignored: list[bytes]) -> tuple[str, ...]:
-    """What need not leave a box at all: every ``.git``, by-products, and directories that the repository ignores."""
+    """Return what a box's tar stream omits: every ``.git``, by-products, and directories the repository ignores."""
     components = {part.decode("utf-8", "surrogateescape") for path in tracked for part in path.split(b"/")[:-1]}
     names = [".git", *(name for name in BYPRODUCT_DIRECTORIES if name not in components)]
     directories = sorted(name.rstrip(b"/").decode("utf-8", "surrogateescape") for name in ignored)
@@ -510,7 +513,7 @@ def _index_info(entries: Mapping[bytes, Entry]) -> bytes:
 
 
 def _quoted(path: bytes) -> bytes:
-    """A path as git reads it from a line: in quotes and escaped when it could be misread bare."""
+    """Quote and escape a path for git's line-based input if git could misread it bare."""
     if path.startswith(b'"') or b"\n" in path or b"\\" in path:
         body = b"".join(b"\\%03o" % byte if byte < 32 or byte in b'"\\' else bytes([byte]) for byte in path)
         return b'"' + body + b'"'
@@ -549,8 +552,8 @@ class _TooLarge(Exception):
 
 
 async def harvest_files(provider: SandboxProvider, handle: SandboxHandle, item: FilesHarvest) -> Artifact:
-    """All of ``item.paths`` as one tar archive whose members are named by their path in the box without the leading
-    slash. One path that cannot be read spoils the artifact: it says which, and holds nothing."""
+    """Return all of ``item.paths`` as one tar archive whose members are named by their path in the box without the
+    leading slash. If any path cannot be read, the artifact is empty and its error names that path."""
     out = io.BytesIO()
     try:
         for path in item.paths:
@@ -569,7 +572,7 @@ async def _append(
 ) -> None:
     parent = member_parts(posixpath.dirname(posixpath.normpath(path)).lstrip("/"))
     parser, padding = TarParser(), 0
-    # What fits into the artifact fits into the provider's stream, whose names are shorter.
+    # The provider's names are shorter than the artifact's, so whatever fits into the artifact fits into its stream.
     cap = item.max_bytes + len(END_OF_ARCHIVE)
     async for chunk in provider.get_archive(handle, path, exclude=item.exclude, max_bytes=cap):
         for event in parser.feed(chunk):
@@ -589,9 +592,9 @@ async def _append(
 
 
 def harvested_file(artifacts: Sequence[Artifact], name: str, path: str) -> bytes | None:
-    """What the file at ``path`` in the box held, of the artifact of that name; ``None`` where there is no such file.
+    """Return the content of the file ``path`` from the artifact called ``name``; ``None`` if there is no such file.
 
-    The archive may come from an agent server: whatever is odd about it is no file either, and no error.
+    The archive may come from an agent server, so a malformed archive also yields ``None`` and raises no error.
     """
     artifact = next((found for found in artifacts if found.name == name), None)
     if artifact is None or artifact.error or artifact.truncated:
@@ -613,7 +616,7 @@ def harvested_file(artifacts: Sequence[Artifact], name: str, path: str) -> bytes
 
 
 async def harvest_command(provider: SandboxProvider, handle: SandboxHandle, item: CommandHarvest) -> Artifact:
-    """What ``item.command`` writes, standard error included; the box's own word."""
+    """Run ``item.command`` in the box and return its output, standard error included. The output is untrusted."""
     command = item.command if isinstance(item.command, str) else list(item.command)
     result = await provider.exec(
         handle,
@@ -647,14 +650,14 @@ async def harvest_all(
     items: Sequence[HarvestItem],
     labels: Mapping[str, str],
 ) -> list[Artifact]:
-    """Collect ``items`` from a box, in their order.
+    """Collect ``items`` from a box, in the given order.
 
-    What the box's contents can cause (a missing directory, too much data, a command that hangs) is an artifact with
-    ``error`` or ``truncated``.
+    A failure that the box's contents can cause (a missing directory, too much data, a command that hangs) does not
+    raise; it yields an artifact with ``error`` or ``truncated``.
 
     Args:
-        spec: what the box was created from; its image is where a patch's pristine side comes from.
-        labels: of the attempt; boxes made for harvesting carry them with the role ``harvest``.
+        spec: the spec of the agent's box; its image supplies the pristine side of a patch.
+        labels: labels of the attempt; harvest boxes carry them with the role ``harvest``.
 
     Raises:
         SandboxError: the provider failed, or a box was lost.

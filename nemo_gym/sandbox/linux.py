@@ -1,6 +1,6 @@
-"""System calls of Linux that Python's standard library does not offer, through ctypes; standard library only.
+"""Linux system calls that Python's standard library does not offer, through ctypes; standard library only.
 
-Everything here raises `OSError` with the kernel's errno and a message naming the call, so that callers can explain it.
+Every wrapper raises `OSError` with the kernel's errno and a message that names the call.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _check(result: int, call: str) -> int:
 
 
 def setns(fd: int, namespaces: int) -> None:
-    """Enter the namespaces behind ``fd``: a namespace file (0 or its one type), or a pidfd (a mask of types)."""
+    """Enter the namespaces behind ``fd``, which is a namespace file (``namespaces`` is 0 or its type) or a pidfd
+    (``namespaces`` is a mask of types)."""
     _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(namespaces)), "setns")
 
 
@@ -75,7 +76,7 @@ def unshare(namespaces: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
-    """mount(2). ``data`` longer than a page is refused by the kernel."""
+    """Call mount(2). The kernel refuses ``data`` that is longer than a page."""
     result = _libc.mount(
         os.fsencode(source),
         os.fsencode(target),
@@ -87,8 +88,8 @@ def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str 
 
 
 def clone_mount(path: str, user_namespace: int | None = None, *, recursive: bool = False) -> int:
-    """A descriptor of a copy of the mount at ``path``, from there on, that is mounted nowhere yet; with
-    ``user_namespace``, one in which the owners of files are moved by that namespace's map."""
+    """Return a descriptor of a detached copy of the mount whose root is ``path``; attach it with `attach_mount`. With
+    ``user_namespace`` (a descriptor), that namespace's id map applies to the owners of files in the copy."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
     result = _libc.syscall(ctypes.c_long(_OPEN_TREE), ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(flags))
     tree = _check(int(result), f"open_tree {path}")
@@ -112,7 +113,7 @@ def clone_mount(path: str, user_namespace: int | None = None, *, recursive: bool
 
 
 def attach_mount(tree: int, target: str) -> None:
-    """Mount what `clone_mount` returned, and close it."""
+    """Mount the tree that `clone_mount` returned at ``target``, and close its descriptor."""
     try:
         result = _libc.syscall(
             ctypes.c_long(_MOVE_MOUNT),
@@ -128,17 +129,17 @@ def attach_mount(tree: int, target: str) -> None:
 
 
 def umount(target: str, flags: int = 0) -> None:
-    """umount2(2)."""
+    """Call umount2(2)."""
     _check(_libc.umount2(os.fsencode(target), ctypes.c_int(flags)), f"umount {target}")
 
 
 def make_mounts_private() -> None:
-    """Stop this mount namespace from sending mounts to, and receiving them from, any other."""
+    """Stop mount events from propagating between this mount namespace and any other."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
 
 
 def prctl(option: int, value: int = 0, third: int = 0) -> int:
-    """prctl(2) with the remaining arguments 0."""
+    """Call prctl(2) with 0 for the remaining arguments."""
     result = _libc.prctl(
         ctypes.c_int(option), ctypes.c_ulong(value), ctypes.c_ulong(third), ctypes.c_ulong(0), ctypes.c_ulong(0)
     )
@@ -153,8 +154,8 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
 
 def fork_as_sibling() -> int:
-    """fork(2) with the caller's parent as the child's parent (CLONE_PARENT); for single-threaded processes that
-    exec or exit soon, because no fork handler of Python runs. Returns 0 in the child."""
+    """Fork a child whose parent is the caller's parent (CLONE_PARENT). Returns 0 in the child. Only for
+    single-threaded processes whose child soon execs or exits, because Python's fork handlers do not run."""
     number = _CLONE_NUMBER.get(platform.machine())
     if number is None:
         raise OSError(f"fork_as_sibling: processor type {platform.machine()} is not supported")
@@ -170,13 +171,13 @@ def fork_as_sibling() -> int:
 
 
 def drop_bounding_capabilities() -> None:
-    """Make every capability unobtainable by exec; before a change of user, which takes the right to do this."""
+    """Make every capability unobtainable by exec. Call it before changing the user, which loses the right to do so."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError as error:
-            if capability < 32:  # every kernel has those; one past the last answers EINVAL
+            if capability < 32:  # every kernel has those; beyond its last capability it returns EINVAL
                 raise OSError(error.errno, f"cannot drop capability {capability}") from error
             break
 
@@ -198,19 +199,19 @@ def raise_capabilities() -> None:
 
 
 def become_for_files(uid: int, gid: int) -> None:
-    """Be another user for file systems, who owns what is made, and keep every capability."""
+    """Switch the file system user and group, which own new files, and keep every capability."""
     _libc.setfsgid(ctypes.c_uint(gid))
     _libc.setfsuid(ctypes.c_uint(uid))
     raise_capabilities()
 
 
 def no_new_privileges() -> None:
-    """From now on no exec grants more than the process has (set-uid bits and file capabilities are ignored)."""
+    """Prevent every later exec from gaining privileges (set-uid bits and file capabilities are ignored)."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def listen_on_loopback(port: int, *, backlog: int = 128) -> socket.socket:
-    """A non-blocking TCP socket listening on 127.0.0.1 of the calling thread's network namespace."""
+    """Return a non-blocking TCP socket that listens on 127.0.0.1 of the calling thread's network namespace."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -224,10 +225,10 @@ def listen_on_loopback(port: int, *, backlog: int = 128) -> socket.socket:
 
 
 def listen_in_network_namespace(namespace: int | str, port: int, *, backlog: int = 128) -> socket.socket:
-    """A socket listening on 127.0.0.1:``port`` inside another network namespace, accepted from by this process.
+    """Return a socket that listens on 127.0.0.1:``port`` inside another network namespace.
 
-    A socket belongs for life to the namespace it was made in, so a server of this process that accepts on it is
-    reachable from inside the namespace with no process, mount or route there.
+    A socket stays in the namespace in which it was created, so a server in this process that accepts on it is
+    reachable from inside that namespace without any process, mount or route there.
 
     Args:
         namespace: a process id, or the path of a namespace file (``/proc/<pid>/ns/net``, ``/run/netns/x``,
@@ -241,7 +242,7 @@ def listen_in_network_namespace(namespace: int | str, port: int, *, backlog: int
     outcome: list[socket.socket | BaseException] = []
 
     def in_own_thread() -> None:
-        # The namespace belongs to the thread, so a thread of its own keeps every other one where it is.
+        # setns changes only the calling thread's namespace, so a separate thread leaves all others where they are.
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -262,14 +263,15 @@ def listen_in_network_namespace(namespace: int | str, port: int, *, backlog: int
 
 
 # -- System call filter of boxes -----------------------------------------------------------------------------------
-# Which system calls no process of a box may make; standard library only.
+# The system calls that no process of a box may make; standard library only.
 #
-# Namespaces do not cover everything: VM sockets lead to the machine's hypervisor and to its neighbours whatever the
-# network namespace, kernel keyrings are the host's session's, and io_uring makes sockets past any filter of
-# ``socket``.
+# Namespaces do not isolate everything: VM sockets reach the machine's hypervisor and its neighbours from any network
+# namespace, kernel keyrings belong to the host's session, and io_uring creates sockets without calling ``socket``, so
+# a filter of that call does not catch them.
 
 SOCKET_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET)
-"""The families that a network namespace confines (unix sockets: the box's own file system and abstract names)."""
+"""The families that a box may use: those that its namespaces confine (a unix socket's name is a path in the box's file
+system or an abstract name in its network namespace)."""
 
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
@@ -284,12 +286,12 @@ _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 
 @dataclass(frozen=True)
 class _Calls:
-    """An ABI's numbers."""
+    """The system call numbers of one ABI."""
 
     arch: int
     socket: tuple[int, ...]
     denied: Mapping[int, int]
-    """Call → the error it answers."""
+    """Number of a denied call → errno that it returns."""
 
 
 def _calls(
@@ -300,7 +302,7 @@ def _calls(
 
 
 # keys: add_key, request_key, keyctl; probes: perf_event_open, bpf, userfaultfd. Programs for the 32-bit ABI of the
-# same processor are filtered alike; their socketcall, whose arguments a filter cannot see, is absent.
+# same processor get the same filter; socketcall (102) fails with ENOSYS, as a filter cannot see its arguments.
 _BY_MACHINE = {
     "x86_64": (
         _calls(0xC000003E, (41, 53), keys=(248, 249, 250), probes=(298, 321, 323)),
@@ -314,7 +316,7 @@ _BY_MACHINE = {
 
 
 def program(machine: str) -> bytes:
-    """The filter as instructions of the kernel's packet filter, for a processor type as `platform.machine` names it.
+    """Return the filter as BPF instructions for a processor type as `platform.machine` names it.
 
     Raises:
         NotImplementedError: there is no filter for that processor type.
@@ -325,7 +327,7 @@ def program(machine: str) -> bytes:
     for calls in _BY_MACHINE[machine]:
         body = _body(calls)
         code += [_step(_LOAD, _ARCH_AT), _step(_EQUAL, calls.arch, 0, len(body)), *body]
-    # An ABI that is none of these.
+    # Any other ABI: every call fails.
     return b"".join([*code, _step(_RETURN, _FAIL | errno.ENOSYS)])
 
 
@@ -335,7 +337,7 @@ def _body(calls: _Calls) -> list[bytes]:
         code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _FAIL | errno.ENOSYS)]
     for number, error in sorted(calls.denied.items()):
         code += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _FAIL | error)]
-    # A call that makes sockets goes on to its first argument, every other one is allowed.
+    # For a call that creates sockets, jump to the check of its first argument; allow every other call.
     for place, number in enumerate(calls.socket):
         code.append(_step(_EQUAL, number, len(calls.socket) - place, 0))
     code += [_step(_RETURN, _ALLOW), _step(_LOAD, _FIRST_ARGUMENT_AT)]
@@ -349,10 +351,10 @@ def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> by
 
 
 def install() -> None:
-    """Filter this process and all its descendants, for good; after `no_new_privileges`.
+    """Filter this process and all its descendants permanently. Call `no_new_privileges` first.
 
     Raises:
-        OSError: the kernel has no such filters.
+        OSError: the kernel does not support such filters.
     """
     code = program(platform.machine())
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -365,10 +367,10 @@ def install() -> None:
 
 
 # -- First process of a box ----------------------------------------------------------------------------------------
-# The first process of boxes on this machine: about a hundred bytes of program; standard library only.
+# The first process of a local box: a program of about a hundred bytes; standard library only.
 #
-# It must be none of the box's own programs (any image works, and nothing in the box can replace it), must not be
-# killable from inside (only process 1 of a pid namespace is not), and must take in orphans. It says one byte when the
+# It must not come from the box's image (so any image works, and nothing in the box can replace it), must not be
+# killable from inside (only process 1 of a pid namespace is safe), and must adopt orphans. It writes one byte when the
 # box is ready, and then sleeps until it is killed from outside.
 
 READY = b"R"
@@ -381,13 +383,13 @@ _HEADERS = 64 + 56
 #   xor edi,edi; close: mov eax,3; syscall; inc edi; cmp edi,3; jb close              close(0), close(1), close(2)
 #   sleep: mov eax,34; syscall; jmp sleep                                             pause()
 #   ignore: .quad 1,0,0,0; ready: .ascii "R"
-# With SIGCHLD ignored, the kernel reaps every orphan by itself.
+# Because SIGCHLD is ignored, the kernel reaps every orphan.
 _X86_64 = bytes.fromhex(
     "b80d000000bf11000000488d353f00000031d241ba080000000f05b801000000bf01000000488d3544000000ba010000"
     "000f0531ffb8030000000f05ffc783ff0372f2b8220000000f05ebf70f1f400001000000000000000000000000000000"
     "0000000000000000000000000000000052"
 )
-# aarch64: the same calls (134, 64, 57), and ppoll(NULL, 0, NULL, NULL) for pause, which it has not.
+# aarch64: the same calls (134, 64, 57), but ppoll(NULL, 0, NULL, NULL), as it has no pause.
 _AARCH64 = bytes.fromhex(
     "c81080d2200280d201030010020080d2030180d2010000d4080880d2200080d241030010220080d2010000d4130080d2"
     "280780d2e00313aa010000d4730600917f0e00f163ffff54280980d2000080d2010080d2020080d2030080d2010000d4"
@@ -397,7 +399,7 @@ _PROGRAMS = {"x86_64": (62, _X86_64), "aarch64": (183, _AARCH64)}
 
 
 def elf_image(machine: str) -> bytes:
-    """The program as a static ELF executable for a processor type as `platform.machine` names it.
+    """Return the program as a static ELF executable for a processor type as `platform.machine` names it.
 
     Raises:
         NotImplementedError: there is no program for that processor type.
@@ -419,13 +421,13 @@ def elf_image(machine: str) -> bytes:
 
 
 def open_program() -> int:
-    """A descriptor of the executable for this machine, inheritable, sealed against every change."""
+    """Return an inheritable descriptor of the executable for this machine, sealed against every change."""
     import fcntl
 
     descriptor = os.memfd_create("box-init", os.MFD_ALLOW_SEALING)
     os.write(descriptor, elf_image(platform.machine()))
-    # Not readable: the kernel then lets nobody in the box trace it, who could otherwise have it exit, and a box that
-    # its own contents can end looks like one that was lost.
+    # Not readable, so that the kernel lets no process in the box trace it. A tracer could make it exit, which would
+    # end the box and look as if the backend had lost it.
     os.fchmod(descriptor, 0o111)
     fcntl.fcntl(
         descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL

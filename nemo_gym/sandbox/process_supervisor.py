@@ -1,12 +1,12 @@
-"""Runs one command in a box and leaves nothing of it behind: a program of its own, and its numbers for callers.
+"""Runs one command in a box and kills everything that it started.
 
-An agent uploads this file and runs it with the box's Python, so it needs the standard library alone, from 3.8 on:
+An agent uploads this file and runs it with the box's Python, so it uses only the standard library of Python 3.8:
 
     python -I process_supervisor.py --timeout 600 --receipt cleanup.json [--stop-file F] -- COMMAND…
 
-At the deadline, or when it is told to stop (SIGTERM, SIGINT), it asks the command to end, and after the clean-up time
-kills it with whatever it has started, daemons too: they are this process's descendants, also when their parents are
-gone. The receipt says whether all of them are gone: ``{cleanup_confirmed, return_code, error, timed_out}``.
+At the deadline, or on SIGTERM, SIGINT or SIGHUP, it sends SIGTERM to the command. After the clean-up time it kills the
+command and everything that the command started. This includes daemons: they stay this process's descendants after
+their parents end. The receipt reports whether all are gone: ``{cleanup_confirmed, return_code, error, timed_out}``.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_CLEANUP_TIMEOUT = 10.0
-"""Seconds for the command to end by itself; as long again for the rest to be gone after it was killed."""
+"""Seconds for the command to end after SIGTERM, and again for the remaining processes to end after SIGKILL."""
 POLL_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
 _KILLED = 128
 
 
 def exec_timeout(*, timeout: float, cleanup_timeout: float = DEFAULT_CLEANUP_TIMEOUT) -> float:
-    """Seconds to give the exec that runs this program: its deadline, both clean-ups, and time to start and report."""
+    """Return the timeout in seconds for the exec that runs this program: the command's ``timeout``, both clean-up
+    times, and time to start and to write the receipt."""
     return timeout + 4 * cleanup_timeout
 
 
 def adopt_orphans() -> bool:
-    """Whether descendants whose parents end become this process's children."""
+    """Make descendants whose parents end become this process's children; return whether the system supports that."""
     try:
         return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
     except (AttributeError, OSError):
@@ -44,7 +45,7 @@ def adopt_orphans() -> bool:
 
 
 def descendants() -> list[int]:
-    """Ids of all processes below this one that are not dead."""
+    """Return the ids of all living descendants of this process."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -63,7 +64,7 @@ def descendants() -> list[int]:
 
 
 def reap() -> None:
-    """Take the exit codes of orphans that have ended; the command's own is its `Popen`'s."""
+    """Reap orphans that have ended. Call it after the command's own `Popen` has taken the command's exit code."""
     for entry in Path("/proc/self/task").iterdir():
         try:
             children = [int(word) for word in (entry / "children").read_text().split()]
@@ -83,7 +84,7 @@ def send(number: int, pids: list[int]) -> None:
 def supervise(
     command: list[str], timeout: float, cleanup_timeout: float, stop_file: str | None = None
 ) -> dict[str, Any]:
-    """Run ``command`` to its end, or end it; returns the receipt."""
+    """Run ``command`` until it ends or must be ended; return the receipt."""
     receipt: dict[str, Any] = {"cleanup_confirmed": False, "return_code": None, "error": None, "timed_out": False}
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -109,7 +110,7 @@ def supervise(
         while child.poll() is None and time.monotonic() < asked:
             time.sleep(POLL_S)
 
-    # What is killed may have started more meanwhile, so look again until there is nothing.
+    # A process may start another before it is killed, so repeat until none is left.
     until = time.monotonic() + cleanup_timeout
     left = descendants()
     while left and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""What follows from a provider's streams: whole commands from streamed ones, single files from archives."""
+"""Provider methods built on streams: whole commands from streamed ones, and single files from archives."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ ERROR_TYPES = {
 
 
 class CappedProcess(Protocol):
-    """What is needed of an `nemo_gym.sandbox.base.ExecProcess` here."""
+    """The part of `nemo_gym.sandbox.base.ExecProcess` that this module uses, plus ``truncated``."""
 
     truncated: set[str]
-    """Once it has ended: the streams of which more was written than kept."""
+    """The streams whose output exceeded the cap; valid once the command has ended."""
 
     def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]: ...
 
 
 async def run_to_end(starting: Awaitable[CappedProcess]) -> SandboxExecResult:
-    """Everything a command did. A box that is gone before gives ``LOST``, as one that goes meanwhile."""
+    """Collect the output and the end of a command. The outcome is ``LOST`` if the box is lost before the command
+    starts or while it runs."""
     output = {"stdout": bytearray(), "stderr": bytearray()}
     end = ExecEnd(ExecOutcome.LOST)
     truncated: set[str] = set()
@@ -79,7 +80,7 @@ async def run_to_end(starting: Awaitable[CappedProcess]) -> SandboxExecResult:
 
 
 class MovesArchives(Protocol):
-    """What is needed of an `nemo_gym.sandbox.base.SandboxProvider` here."""
+    """The part of `nemo_gym.sandbox.base.SandboxProvider` that this module uses."""
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None: ...
 
@@ -89,7 +90,7 @@ class MovesArchives(Protocol):
 
 
 async def upload(provider: MovesArchives, handle: SandboxHandle, source: Path, target: str) -> None:
-    """A file of this host (links are followed) as ``target`` in the box, with its mode, replacing what is there."""
+    """Copy a host file (links are followed) to ``target`` in the box, with its mode, replacing what is there."""
     parent, _, name = absolute(target).rpartition("/")
     if not name:
         raise SandboxError(f"'{target}' does not name a file")
@@ -99,10 +100,10 @@ async def upload(provider: MovesArchives, handle: SandboxHandle, source: Path, t
 
 
 async def download(provider: MovesArchives, handle: SandboxHandle, source: str, target: Path) -> None:
-    """A regular file of the box as ``target`` on this host: whole, or not at all.
+    """Copy a regular file of the box to ``target`` on this host, atomically.
 
     Raises:
-        SandboxArchiveError: it is no regular file, or its stream was damaged.
+        SandboxArchiveError: ``source`` is not a regular file, or its stream was damaged.
         SandboxError: there is no such file.
     """
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
@@ -120,7 +121,7 @@ async def download(provider: MovesArchives, handle: SandboxHandle, source: str, 
 
 
 async def in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """A blocking iterator as an asynchronous one."""
+    """Iterate asynchronously over a blocking iterator, whose steps run in threads."""
     while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
         yield chunk
 
@@ -129,8 +130,8 @@ async def in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class StreamingProvider(ABC):
-    """Base of providers whose commands and archives stream; the rest of `nemo_gym.sandbox.base.SandboxProvider` is
-    theirs. What each method promises stands there."""
+    """Base class of providers whose commands and archives stream. Subclasses implement the abstract methods and the
+    rest of `nemo_gym.sandbox.base.SandboxProvider`, which documents every method."""
 
     @abstractmethod
     async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> CappedProcess: ...

@@ -1,7 +1,7 @@
-"""Tar streams as streams: reading members from chunks of any size, judging them, and writing them again.
+"""Streaming tar: read members from chunks of any size, check them, and encode them anew.
 
-The filters are for providers whose backend packs and unpacks by itself (Docker Engine, remote boxes). What passes is
-parsed and encoded anew, so the backend's tar reader sees exactly the members that were judged here.
+The filters are for providers whose backend packs and unpacks by itself (Docker Engine, remote boxes). Every header is
+parsed and encoded anew, so the backend's tar reader sees exactly the members that were checked here.
 
 Standard library only; see `nemo_gym.sandbox.archive`.
 """
@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, S
 _MAX_META_BYTES = 1024 * 1024
 _MAX_META_RECORDS = 4096
 _MAX_NAME_PARTS = 1024
-"""Of a path: more than `nemo_gym.sandbox.archive.pack` ever writes, and few enough to look at each leading part."""
+"""Maximum components of a path: more than `nemo_gym.sandbox.archive.pack` ever writes, and few enough that checking
+every prefix of a path is cheap."""
 _MAX_ID = 2**32 - 2
 _MAX_NUMBER = 2**63 - 1
 _SHOWN_CHARS = 200
@@ -25,11 +26,11 @@ END_OF_ARCHIVE = bytes(2 * _BLOCK)
 
 
 class ArchiveError(ValueError):
-    """A tar stream that is damaged, leaves its target or passes a cap; or a path that cannot be packed."""
+    """A tar stream is damaged, leaves its target or exceeds a limit; or a path cannot be packed."""
 
 
 class ArchiveTooLargeError(ArchiveError):
-    """A tar stream that would pass the caller's ``max_bytes``."""
+    """A tar stream would exceed the caller's ``max_bytes``."""
 
 
 class TarParser:
@@ -46,7 +47,7 @@ class TarParser:
         self.ended = False
 
     def feed(self, data: bytes) -> Iterator[tarfile.TarInfo | bytes | None]:
-        """What ``data`` completes: a member, then pieces of its content, then ``None`` when the member is done.
+        """Yield the events that ``data`` completes: a member, then pieces of its content, then ``None`` at its end.
 
         Raises:
             ArchiveError: the stream is damaged or holds a sparse file.
@@ -59,7 +60,7 @@ class TarParser:
                 position += len(piece)
                 self._content -= len(piece)
                 if self._meta_type is None:
-                    # Most chunks of a large file are content alone; they pass without a copy.
+                    # Most chunks of a large file hold only content; they pass without a copy.
                     yield data if len(piece) == len(data) else bytes(piece)
                     if not self._content:
                         yield None
@@ -80,7 +81,7 @@ class TarParser:
                     self._block.clear()
 
     def close(self) -> None:
-        """Say that no more data comes. Raises `ArchiveError` when the end of the archive was not seen."""
+        """Declare the end of the input. Raises `ArchiveError` if it lacked the end of the archive."""
         if not self.ended:
             raise ArchiveError("the tar stream ends early")
 
@@ -133,7 +134,7 @@ class TarParser:
                 raise ArchiveError(f"the tar stream has an extended header of more than {_MAX_META_RECORDS} records")
             name, _, value = data[position + len(length) + 1 : end - 1].partition(b"=")
             position = end
-            # What nobody reads is not kept: a stream may hold any amount of it.
+            # Unused records are not kept, because a stream may hold any amount of them.
             key = name.decode("utf-8", "surrogateescape")
             if key in _UNDERSTOOD:
                 target[key] = value.decode("utf-8", "surrogateescape")
@@ -174,12 +175,12 @@ class TarParser:
 
 
 def shown(name: str) -> str:
-    """A name of an archive, as an error quotes it: the archive chose its length."""
+    """Shorten a member's name for an error message, because an archive can contain names of any length."""
     return name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}…"
 
 
 def member_parts(name: str) -> list[str]:
-    """The components of a member's name. Raises `ArchiveError` when it is absolute or climbs with ``..``."""
+    """Return the components of a member's name. Raises `ArchiveError` if it is absolute or contains ``..``."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts:
         raise ArchiveError(f"member '{shown(name)}' leaves the target directory")
@@ -187,10 +188,10 @@ def member_parts(name: str) -> list[str]:
 
 
 def check_member(member: tarfile.TarInfo) -> list[str]:
-    """The components of a member's name, after everything that its header alone can tell was found harmless.
+    """Check a member's header, and return the components of its name.
 
-    A symbolic link's target may begin with ``..`` as often as the link is deep, and contain none later: behind another
-    link, a later ``..`` would climb somewhere else than it seems to.
+    A symbolic link's target may begin with as many ``..`` as the link has parent directories in the archive, and may
+    contain none later: after a component that is itself a link, ``..`` would lead elsewhere than the text suggests.
 
     Raises:
         ArchiveError: the name or the link leaves the target, or the type is neither file, directory nor link.
@@ -215,21 +216,21 @@ def check_member(member: tarfile.TarInfo) -> list[str]:
 
 
 def encode_header(member: tarfile.TarInfo) -> bytes:
-    """The member's header blocks in GNU format; names keep bytes that are not UTF-8."""
+    """Return the member's header blocks in GNU format; names keep bytes that are not UTF-8."""
     member.pax_headers = {}
     member.uname = member.gname = ""
     return member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
 def pack_bytes(name: str, data: bytes, *, mode: int = 0o644) -> bytes:
-    """A whole archive that holds one file."""
+    """Return a complete archive that holds one file."""
     member = tarfile.TarInfo(name)
     member.size, member.mode = len(data), mode
     return encode_header(member) + data + bytes(-len(data) % _BLOCK) + END_OF_ARCHIVE
 
 
 class Excludes:
-    """Paths left out of an archive: relative ones with all below them, and ``**/name`` at every depth."""
+    """Paths to leave out of an archive: relative paths with everything below them, and ``**/name`` at every depth."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._names: set[str] = set()
@@ -244,7 +245,7 @@ class Excludes:
                 self._paths.add("/".join(parts))
 
     def match(self, parts: Sequence[str]) -> bool:
-        """Whether the entry at ``parts`` (relative to the packed path) or a directory above it is left out."""
+        """Return whether the entry at ``parts`` (relative to the packed path) or a directory above it is excluded."""
         if not self._names.isdisjoint(parts):
             return True
         return bool(self._paths) and any("/".join(parts[: i + 1]) in self._paths for i in range(len(parts)))
@@ -253,9 +254,9 @@ class Excludes:
 class TarFilter:
     """Reads a tar stream and writes it again with every header encoded anew.
 
-    ``strict`` refuses what `check_member` refuses, and members below a symbolic link of the same stream (for streams
-    going into a box). Otherwise such members pass, and pipes, sockets and devices are left out (for streams that come
-    from a backend's own packer).
+    With ``strict`` (for streams into a box), it refuses what `check_member` refuses, and members below a symbolic link
+    of the same stream. Otherwise (for streams from a backend's own packer), such members pass, and pipes, sockets and
+    devices are left out.
     """
 
     def __init__(
@@ -272,24 +273,24 @@ class TarFilter:
         self._links: set[str] = set()
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the output that ``data`` completes; may be empty."""
+        """Return the part of the output that ``data`` completes; may be empty."""
         out: list[bytes] = []
         for event in self._parser.feed(data):
             if isinstance(event, tarfile.TarInfo):
                 self._keep = self._accept(event)
                 self._padding = -event.size % tarfile.BLOCKSIZE
                 if self._keep:
-                    # Refused before its content comes: a sparse file may declare a petabyte.
+                    # Refuse it before its content arrives: a sparse file may declare a petabyte.
                     self._check(event.size)
                     out.append(encode_header(event))
             elif self._keep:
                 out.append(bytes(self._padding) if event is None else event)
-        joined = b"".join(out)  # one piece is not copied
+        joined = b"".join(out)  # does not copy a single piece
         self._count(len(joined))
         return joined
 
     def finish(self) -> bytes:
-        """The end of the output. Raises `ArchiveError` when the input ended early."""
+        """Return the end of the output. Raises `ArchiveError` if the input ended early."""
         self._parser.close()
         self._count(len(END_OF_ARCHIVE))
         return END_OF_ARCHIVE
@@ -331,17 +332,17 @@ class TarFilter:
 
 
 def validated(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """A stream on its way into a box; raises `ArchiveError` at the first member that would leave the target."""
+    """Filter a stream into a box. Raises `ArchiveError` at the first member that would leave the target."""
     return _filter(chunks, TarFilter())
 
 
 def filtered(
     chunks: Iterable[bytes], *, exclude: Sequence[str] = (), max_bytes: int | None = None, strip: int = 1
 ) -> Iterator[bytes]:
-    """A stream from a backend's packer without the excluded paths, as `pack` would have made it.
+    """Filter the excluded paths out of a stream from a backend's packer, so that it looks like one from `pack`.
 
     Args:
-        strip: leading components of member names that ``exclude`` does not count; 1 for the packed path's own name.
+        strip: number of leading components of member names that ``exclude`` ignores; 1 for the packed path's own name.
     """
     return _filter(chunks, TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip))
 
@@ -354,7 +355,7 @@ def _filter(chunks: Iterable[bytes], through: TarFilter) -> Iterator[bytes]:
 
 
 async def single_file(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The content of the stream's first member. Raises `ArchiveError` unless that is a regular file."""
+    """Yield the content of the stream's first member. Raises `ArchiveError` unless that is a regular file."""
     parser = TarParser()
     done = False
     async for chunk in chunks:

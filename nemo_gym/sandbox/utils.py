@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 CPU_CAP_ENV_VARS = (
-    # Pools of numeric libraries.
+    # Thread pools of numeric libraries.
     "BLIS_NUM_THREADS",
     "MKL_NUM_THREADS",
     "NUMBA_NUM_THREADS",
@@ -23,19 +23,19 @@ CPU_CAP_ENV_VARS = (
     "PYTHON_CPU_COUNT",
     "RAYON_NUM_THREADS",
     "UV_THREADPOOL_SIZE",
-    # Runners of tests.
+    # Test runners.
     "DJANGO_TEST_PROCESSES",
     "PYTEST_XDIST_AUTO_NUM_WORKERS",
     "RUST_TEST_THREADS",
 )
-"""Each says to some runtime how many threads or processes to start."""
+"""Each variable sets how many threads or processes some runtime starts."""
 
 
 def cpu_cap_env(cpu: float | None) -> dict[str, str]:
-    """Environment that makes thread pools as large as the whole cores of the box's CPU limit, at least one.
+    """Return environment variables that limit thread pools to the whole cores of the box's CPU limit, at least one.
 
-    A CPU quota does not change how many cores a program sees, so without this a pool on a large host is sized for the
-    host. Empty when there is no limit.
+    A CPU quota does not change how many cores a program sees, so without these variables a pool on a large host is
+    sized for the host. Empty when there is no limit.
     """
     if cpu is None:
         return {}
@@ -44,7 +44,7 @@ def cpu_cap_env(cpu: float | None) -> dict[str, str]:
 
 
 def rewrite_image(image: str | None, rewrites: Sequence[Mapping[str, str]]) -> str | None:
-    """The image's name with its prefix replaced by the first of ``rewrites`` that fits, for mirrored registries.
+    """Replace the prefix of an image's name by the first of ``rewrites`` that matches, for mirrored registries.
 
     Args:
         rewrites: mappings ``{from: prefix, to: prefix}``.

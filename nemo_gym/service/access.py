@@ -1,4 +1,4 @@
-"""Who may do what with the service: bearer tokens, each of one role."""
+"""Access to the service: bearer tokens, each with a role."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MIN_TOKEN_CHARS = 16
 class ServiceRole(StrEnum):
     READ = "read"
     SUBMIT = "submit"
-    """May read, too."""
+    """May submit and read."""
     OPERATE = "operate"
-    """May do everything: cancel, drain, change servers."""
+    """May do everything, also cancel, drain and change servers."""
 
     def covers(self, other: ServiceRole) -> bool:
         return self.rank >= other.rank
@@ -41,7 +41,7 @@ class ServiceTokens:
 
     @classmethod
     def load(cls, path: Path | None, environment: Mapping[str, str] = os.environ) -> ServiceTokens:
-        """From a file, else from the environment, else new ones. Raises `ConfigError`."""
+        """Load the tokens from a file or else from the environment, or else create new ones. Raises `ConfigError`."""
         if path is not None:
             return cls(_of_file(path))
         given = {role: environment.get(variable_of(role)) for role in ServiceRole}
@@ -50,12 +50,12 @@ class ServiceTokens:
         return cls({role: [secrets.token_urlsafe(24)] for role in ServiceRole})
 
     def one_of(self, role: ServiceRole) -> str | None:
-        """The first token of a role."""
+        """Return the first token of a role."""
         return next(iter(self._tokens.get(role, ())), None)
 
     def require(self, authorization: str | None, role: ServiceRole, route: str) -> ServiceRole:
-        """The caller's role; raises `CredentialError` without a token of this service, `RoleError` for one whose role
-        may not do this."""
+        """Return the caller's role. Raises `CredentialError` if the request has no token of this service, and
+        `RoleError` if the token's role does not cover ``role``."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise CredentialError(f"{route} needs the header 'Authorization: Bearer <token>' with a token of {role}")
@@ -67,7 +67,7 @@ class ServiceTokens:
         ]
         if not found:
             raise CredentialError("the bearer token is none of this service's")
-        has = max(found, key=lambda each: each.rank)  # a token may stand under several roles
+        has = max(found, key=lambda each: each.rank)  # a token may be listed under several roles
         if not has.covers(role):
             raise RoleError(f"{route} needs a token of role '{role}'; this one is of role '{has}'", route=route)
         return has

@@ -1,7 +1,7 @@
 """Typed clients of the rollout service: `AsyncRolloutClient`, and `RolloutClient` for programs without an event loop.
 
-Submitting is repeated when the service cannot be reached, since a job id names one job; results are read on behind the
-last one that was seen.
+If the service cannot be reached, every request is repeated; a submission may be, because a job id names one job. A
+stream of results resumes after the last result that was read.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ URL_VARIABLE = "NEMO_GYM_SERVICE_URL"
 TOKEN_VARIABLE = "NEMO_GYM_SERVICE_TOKEN"
 BATCH = 500
 PATIENCE_S = 60.0
-"""How long a service that cannot be reached is waited for: it may be restarting."""
+"""How many seconds to retry if the service cannot be reached, because it may be restarting."""
 WAIT_AT_ONCE_S = 60.0
 MAX_EVENT_BYTES = 1 << 30
 TERMINAL = frozenset({"done", "failed", "cancelled"})
 
 T = TypeVar("T")
 Progress = Callable[["JobView"], None]
-"""Gets each result as it comes."""
+"""Receives each result as it arrives."""
 
 
 class ServiceError(NemoGymError):
-    """The service refused, or could not be reached. ``details`` hold the problem it answered."""
+    """The service refused a request or could not be reached. ``details`` hold the problem of its response."""
 
     code = "service"
     status = 502
@@ -47,7 +47,7 @@ class ServiceError(NemoGymError):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why one job of a batch was not taken."""
+    """Why the service refused one job of a batch."""
 
     job_id: str
     code: str
@@ -57,7 +57,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What became of a batch."""
+    """The result of submitting a batch."""
 
     accepted: int
     known: int
@@ -66,7 +66,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """A job as the service tells it."""
+    """A job as the service describes it."""
 
     job_id: str
     state: str
@@ -82,7 +82,7 @@ class JobView:
     failures: tuple[Mapping[str, Any], ...]
     result: Mapping[str, Any] | None = field(repr=False)
     cursor: str | None = None
-    """Of a result: the next one is behind it."""
+    """The place of a result in the stream; the next result comes after it."""
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +90,7 @@ class JobView:
 
     @property
     def reward(self) -> float | None:
-        """``None`` without a verdict."""
+        """The reward; ``None`` if there is no verdict."""
         return None if self.result is None else self.result.get("reward")
 
     @classmethod
@@ -100,7 +100,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """What a cancel reclaimed."""
+    """The counts of a cancellation; see `nemo_gym.rollouts.interfaces.CancelReport`."""
 
     queued: int
     active: int
@@ -117,8 +117,8 @@ class Address:
     def find(
         cls, url: str | None = None, token: str | None = None, run_dir: Path | None = None, role: str = "operate"
     ) -> Address:
-        """What is given, else what the environment says, else the service of a run's directory. Raises
-        `ConfigError`."""
+        """Return the given address, or else that of the environment variables, or else that of the service in a run's
+        directory. Raises `ConfigError`."""
         url, token = url or os.environ.get(URL_VARIABLE), token or os.environ.get(TOKEN_VARIABLE)
         if url is None and run_dir is not None:
             path = run_dir / ADDRESS_FILE
@@ -158,8 +158,8 @@ class AsyncRolloutClient:
             await self._session.close()
 
     async def submit(self, jobs: Iterable[Mapping[str, Any]]) -> Submission:
-        """Submit jobs (see the service's page for their members), in batches. Jobs that are refused are told and the
-        others go on."""
+        """Submit jobs (see the service's page for their members), in batches. Refused jobs are listed in the result;
+        they do not affect the others."""
         accepted = known = 0
         refused: list[Refusal] = []
         for batch in _batches(jobs):
@@ -174,7 +174,7 @@ class AsyncRolloutClient:
         return Submission(accepted, known, tuple(refused))
 
     async def job(self, job_id: str, *, wait_s: float = 0.0) -> JobView:
-        """A job, and its result when it has ended within ``wait_s``."""
+        """Return a job, waiting up to ``wait_s`` seconds for its result."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + wait_s
         while True:
@@ -187,7 +187,7 @@ class AsyncRolloutClient:
     async def jobs(
         self, *, group: str | None = None, run: str | None = None, state: str | None = None
     ) -> AsyncIterator[JobView]:
-        """Every matching job, without results, in order of submission."""
+        """Yield every matching job, without its result, in order of submission."""
         cursor: str | None = None
         while True:
             told = await self._call(
@@ -201,8 +201,9 @@ class AsyncRolloutClient:
     async def results(
         self, *, after: str | None = None, group: str | None = None, run: str | None = None, follow: bool = True
     ) -> AsyncIterator[JobView]:
-        """Results in the order in which they were recorded, each once, also over restarts of the service. ``after``
-        is the ``cursor`` of the last one that was seen; without ``follow`` it ends with the last there is."""
+        """Yield results in the order in which they were recorded, each once, also across restarts of the service.
+        ``after`` is the ``cursor`` of the last result already read. Without ``follow``, end after the last result
+        recorded so far."""
         query = {"group": group, "run": run, "follow": None if follow else "false"}
         backoff = self._backoff()
         while True:
@@ -248,7 +249,7 @@ class AsyncRolloutClient:
         after: str | None = None,
         on_result: Progress | None = None,
     ) -> dict[str, int]:
-        """Read results until every job of ``run`` or ``group`` that is known now has ended; counts by state."""
+        """Read results until every job that ``run`` or ``group`` has now has ended. Return their counts by state."""
         left = {view.job_id async for view in self.jobs(run=run, group=group)}
         counts: dict[str, int] = {}
         if not left:
@@ -270,17 +271,17 @@ class AsyncRolloutClient:
         run: str | None = None,
         reason: str | None = None,
     ) -> Cancelled:
-        """Stop jobs for good; returns when their attempts are closed. Agents remove their boxes a moment later."""
+        """Cancel jobs; return when their attempts are closed. Agents remove their sandboxes a moment later."""
         given = {"job_ids": None if job_ids is None else list(job_ids), "group": group, "run": run, "reason": reason}
         body = {key: value for key, value in given.items() if value is not None}
         return Cancelled(**await self._call("POST", "/v1/cancel", body))
 
     async def drain(self, *, wait_s: float = 0.0, resume: bool = False) -> dict[str, Any]:
-        """Have the service take nothing more, or with ``resume`` take jobs again."""
+        """Have the service stop claiming jobs, or with ``resume`` claim them again."""
         return await self._call("POST", "/v1/drain", {"wait_s": wait_s, "resume": resume})
 
     async def runs(self) -> dict[str, Any]:
-        """How far each run is, and what is under way where and for how long."""
+        """Return the progress of each run, and the running attempts with their servers and times."""
         return await self._call("GET", "/v1/runs")
 
     async def status(self) -> dict[str, Any]:
@@ -294,7 +295,7 @@ class AsyncRolloutClient:
         return await self._call("POST", "/v1/servers", body)
 
     async def remove_server(self, server_id: str) -> dict[str, Any]:
-        """Use a server no more; what it works on goes to others."""
+        """Stop using a server; its attempts go to other servers."""
         return await self._call("DELETE", f"/v1/servers/{server_id}")
 
     # Requests
@@ -308,8 +309,8 @@ class AsyncRolloutClient:
         query: Mapping[str, str | None] | None = None,
         accepts: Callable[[Mapping[str, Any]], bool] = lambda body: False,
     ) -> dict[str, Any]:
-        """The answer. Every request may be repeated. ``accepts``: answers that are none of an error for their
-        status."""
+        """Send a request, repeating it if the service cannot be reached, and return the response. ``accepts`` selects
+        responses that are not raised as errors despite their status."""
         assert self._session is not None, "use it in 'async with'"
         backoff = self._backoff()
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -357,7 +358,7 @@ def _batches(jobs: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, An
 
 
 def _view_of(event: bytes) -> JobView | None:
-    """The result of one event of a stream; ``None`` for a sign of life."""
+    """Return the result in one event of a stream; ``None`` for a keep-alive message."""
     cursor = data = None
     for line in event.split(b"\n"):
         name, _, value = line.partition(b": ")
@@ -382,7 +383,7 @@ def _refused(path: str, status: int, content: bytes) -> ServiceError:
 
 
 class RolloutClient:
-    """`AsyncRolloutClient` for programs without an event loop; safe from several threads."""
+    """`AsyncRolloutClient` for programs without an event loop; thread-safe."""
 
     def __init__(self, url: str | None = None, token: str | None = None, **options: Any) -> None:
         self._client = AsyncRolloutClient(url, token, **options)
@@ -437,7 +438,7 @@ class RolloutClient:
         return self._call(self._client.remove_server(server_id))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection and the thread; idempotent."""
         if not self._thread.loop.is_closed():
             self._call(self._client.__aexit__(None, None, None))
             self._thread.close()

@@ -1,4 +1,4 @@
-"""The service in this process: opened over a stack, served, and told of to commands of the same user."""
+"""Runs the service in this process: opens it over a stack, serves it, and writes its address for local commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_gym.service.service import open_service, write_address
 
 
 async def host(client: ServerClient, config: ServiceConfig, run_dir: Path, say: Callable[[str], None]) -> None:
-    """Serve until cancelled, or until the pipeline stops: then raises what stopped it."""
+    """Serve until cancelled, or until an error stops the pipeline; then raise that error."""
     tokens = ServiceTokens.load(config.tokens)
     async with AsyncExitStack() as undo:
         service = await undo.enter_async_context(open_service(client, config, run_dir))

@@ -1,12 +1,12 @@
-"""The service over HTTP.
+"""The service over HTTP. Each route needs a token of the role in the last column.
 
 POST /v1/jobs             submit a batch                          submit
 GET  /v1/jobs/{id}        one job, wait_s= waits for its end      read
 GET  /v1/jobs             pages: group= run= state= cursor=       read
-GET  /v1/results          results as they come (SSE)              read
+GET  /v1/results          stream of results (SSE)                 read
 POST /v1/cancel           jobs, a group or a run                  operate
-POST /v1/drain            take nothing more                       operate
-GET  /v1/runs             how far each run is, what is where      read
+POST /v1/drain            claim no more jobs                      operate
+GET  /v1/runs             progress of runs, running attempts      read
 GET  /v1/status           stages, servers, counts                 read
 …    /v1/servers          register, drain, remove                 operate
 GET  /metrics             Prometheus' text                        read
@@ -38,7 +38,7 @@ from nemo_gym.service.submission import jobs_of
 MAX_WAIT_S = 3600.0
 MAX_PAGE = 1000
 SSE_IDLE_S = 15.0
-"""Between two signs of life of a stream without results."""
+"""Seconds between keep-alive messages of a stream without results."""
 
 T = TypeVar("T", bound=BaseModel)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -69,7 +69,7 @@ class CancelBody(_Body):
 class DrainBody(_Body):
     wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
     resume: bool = False
-    """Take jobs again."""
+    """Claim jobs again."""
 
 
 class ServerBody(_Body):
@@ -77,11 +77,11 @@ class ServerBody(_Body):
     url: str = Field(pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$", max_length=2000)
     capacity: int | None = Field(None, ge=1)
     credential: str | None = Field(None, max_length=4000, repr=False)
-    """With which the pipeline calls it, where it is not of this service's stack."""
+    """The credential with which the pipeline calls the server, if it is not part of this service's stack."""
 
 
 def application(service: RolloutService, tokens: ServiceTokens) -> Application:
-    """The service's routes, behind its tokens."""
+    """Return an application with the service's routes, protected by its tokens."""
     routes = _Routes(service, tokens)
     app = Application(title="rollouts", openapi_url=None, docs_url=None, redoc_url=None)
     install_problem_handlers(app)
@@ -145,7 +145,7 @@ class _Routes:
         }
         if len(errors) < len(told):
             return JsonResponse(body)
-        # Nothing of it was taken: the answer is the first error, with all of them.
+        # No job was accepted: respond with the first error, and list all of them.
         return JsonResponse({**errors[0], **body}, status_code=errors[0]["status"])
 
     async def job(self, request: Request) -> Response:

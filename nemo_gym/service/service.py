@@ -1,4 +1,4 @@
-"""The service itself: jobs that others submit, over the pipeline's core and a store that outlives it."""
+"""The service: it runs the jobs of its clients, with the pipeline's core and a store that outlives the process."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from nemo_gym.service.submission import Submissions
 log = structlog.get_logger(__name__)
 
 POLL_S = 1.0
-"""How often a store that others write to is looked at, where nothing tells of a change."""
+"""How often a shared store is polled, because nothing announces changes by other processes."""
 FEED_PAGE = 64
 MIN_COUNT_S = 0.5
-"""How long counts of runs are told again before they are counted anew."""
+"""How many seconds, at least, the counts of runs are reused before they are counted again."""
 RATE_WINDOW_S = 300.0
-"""Over which the rate of a run is told."""
+"""The period over which the rate of a run is measured."""
 
 
 class NoSuchJobError(NemoGymError):
@@ -48,21 +48,21 @@ class NoSuchJobError(NemoGymError):
 
 
 class CursorError(NemoGymError):
-    """A cursor that this store did not give."""
+    """The cursor does not come from this store."""
 
     code = "cursor"
     status = 400
 
 
 class StoppedError(NemoGymError):
-    """The pipeline has stopped and takes no jobs."""
+    """The pipeline has stopped and accepts no jobs."""
 
     code = "stopped"
     status = 503
 
 
 class RolloutService:
-    """Made by `open_service`."""
+    """The service over one stack and one store. `open_service` makes it."""
 
     def __init__(
         self, core: RolloutCore, store: SqlJobStore, config: ServiceConfig, *, store_id: str, state_dir: Path
@@ -72,7 +72,7 @@ class RolloutService:
         self.config = config
         self.store_id = store_id
         self.closing = asyncio.Event()
-        """Streams end when it is set."""
+        """Set when the service stops; streams then end."""
         self._state_file = state_dir / f"servers-{config.pipeline}.json"
         owner = config.pipeline if store.is_shared() else None
         self.dispatcher: AsyncDispatcher = core.dispatcher(
@@ -98,7 +98,7 @@ class RolloutService:
         assert self.core.pool is not None
         return self.core.pool
 
-    # Life
+    # Lifecycle
 
     async def start(self) -> None:
         for agent in self.core.agents:
@@ -123,7 +123,7 @@ class RolloutService:
             await self.core.add_route(agent, preflights=False)
 
     def end_streams(self) -> None:
-        """Let those who wait or follow go, because the service stops."""
+        """End all streams and waiting requests, because the service stops."""
         self.closing.set()
         self._tell_all()
 
@@ -137,7 +137,7 @@ class RolloutService:
     # Jobs
 
     async def submit(self, bodies: list[Any]) -> list[dict[str, Any]]:
-        """What became of each job."""
+        """Submit jobs and return an outcome for each."""
         if (failure := self.dispatcher.failure) is not None:
             raise StoppedError(f"the pipeline has stopped ({failure}); mend that and start the service again")
         outcomes = await self.submissions.submit(bodies)
@@ -146,7 +146,7 @@ class RolloutService:
         return [outcome.as_dict() for outcome in outcomes]
 
     async def job(self, job_id: str, wait_s: float = 0.0) -> dict[str, Any]:
-        """A job with its result, once it has one or ``wait_s`` have passed. Raises `NoSuchJobError`."""
+        """Return a job once it has ended or ``wait_s`` seconds have passed. Raises `NoSuchJobError`."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + wait_s
         selector = JobSelector(job_ids=frozenset({job_id}))
@@ -170,7 +170,7 @@ class RolloutService:
                 del self._waiters[job_id]
 
     async def jobs(self, selector: JobSelector, cursor: str | None, limit: int) -> dict[str, Any]:
-        """A page of jobs without their results, and the cursor of the next."""
+        """Return a page of jobs without their results, and the cursor of the next page."""
         records = await self.store.page(selector, self.place_of(cursor), limit, results=False)
         more = len(records) == limit
         return {
@@ -181,8 +181,8 @@ class RolloutService:
     async def results(
         self, selector: JobSelector, after: str | None, *, follow: bool, idle_s: float
     ) -> AsyncIterator[JobRecord | None]:
-        """Results behind a cursor in the order in which they were recorded; ``None`` where there was none for
-        ``idle_s``. Ends when there are no more, unless it is to ``follow``, or when the service stops."""
+        """Yield the results after a cursor in the order in which they were recorded, and ``None`` after ``idle_s``
+        seconds without one. Ends after the last result unless ``follow`` is true, and when the service stops."""
         last = self.place_of(after)
         idle_since = asyncio.get_running_loop().time()
         while True:
@@ -215,7 +215,7 @@ class RolloutService:
         return report
 
     async def drain(self, wait_s: float) -> bool:
-        """Take nothing more; whether nothing is under way after ``wait_s`` at most."""
+        """Claim no more jobs. Return whether all attempts have ended within ``wait_s`` seconds."""
         self.dispatcher.pause()
         try:
             async with asyncio.timeout(wait_s):
@@ -235,12 +235,12 @@ class RolloutService:
         return server
 
     async def remove(self, server: PooledServer, reason: str) -> int:
-        """How many attempts went back."""
+        """Remove a server, and return how many of its attempts were given back."""
         entries = [each for each in _entries(self._state_file) if each["url"] != server.url]
         await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
         return self.pool.remove(server, reason)
 
-    # Telling
+    # Status
 
     async def status(self) -> dict[str, Any]:
         counts = await self.store.counts()
@@ -258,11 +258,11 @@ class RolloutService:
         }
 
     async def runs(self) -> dict[str, Any]:
-        """How far each run is, and what is under way where."""
+        """Return the progress of each run, and the running attempts with their servers."""
         loop = asyncio.get_running_loop()
         if (start := loop.time()) >= self._counted_until:
             self._counted = await self.store.runs(RATE_WINDOW_S)
-            # It takes the writer's time: whoever asks, however often, gets a twentieth of that at most.
+            # Counting blocks the store's writer: use a twentieth of its time at most, however often clients ask.
             self._counted_until = loop.time() + max(MIN_COUNT_S, 20 * (loop.time() - start))
         told = []
         for run in self._counted:
@@ -287,7 +287,7 @@ class RolloutService:
         }
 
     def view(self, record: JobRecord) -> dict[str, Any]:
-        """A job as callers see it. Its row stays here; the result is told as the JSON it is."""
+        """Return a job as clients see it: without its row, and with the result as the stored JSON."""
         spec = record.spec
         return {
             "job_id": record.job_id,
@@ -309,7 +309,8 @@ class RolloutService:
         return f"{self.store_id}:{place}"
 
     def place_of(self, cursor: str | None) -> int:
-        """Raises `CursorError` for one that is none, or another store's."""
+        """Return a cursor's place; 0 without a cursor. Raises `CursorError` for a cursor that this store did not
+        issue."""
         if not cursor:
             return 0
         store_id, _, place = cursor.rpartition(":")
@@ -338,7 +339,7 @@ class RolloutService:
 
 @asynccontextmanager
 async def open_service(client: ServerClient, config: ServiceConfig, state_dir: Path) -> AsyncIterator[RolloutService]:
-    """A service over the servers that ``client`` knows, until the block ends: what is under way then stays queued.
+    """Open a service over the servers that ``client`` knows, until the block ends; running jobs then stay queued.
 
     Raises `ConfigError` for names that the stack does not have or a store that another service uses, and
     `StoreError`.
@@ -347,7 +348,7 @@ async def open_service(client: ServerClient, config: ServiceConfig, state_dir: P
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         core = RolloutCore(client, config, say=lambda text: log.info(text), needs_engines=True)
         store = await _open_store(config, state_dir, undo)
-        # As an owner of leases the name stands for this process; whoever had it before is gone.
+        # This process owns leases under the pipeline's name; the earlier process of that name is gone.
         await store.release(config.pipeline if store.is_shared() else None)
         recorded = await store.open_run({"run_id": new_run_id(), "service": True})
         if not recorded.get("service"):
@@ -375,7 +376,7 @@ async def _open_store(config: ServiceConfig, state_dir: Path, undo: AsyncExitSta
 
 
 def _locked(path: Path) -> BinaryIO:
-    """The lock of a store's file, held by the kernel for this process. Raises `ConfigError`."""
+    """Take the lock of a store's file, which the kernel holds for this process. Raises `ConfigError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_name(f"{path.name}.lock").open("a+b")
@@ -394,7 +395,7 @@ def _locked(path: Path) -> BinaryIO:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """The servers that registered, as they were written down."""
+    """Read the registered servers from the state file."""
     try:
         entries: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -403,6 +404,6 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def write_address(path: Path, url: str, tokens: Mapping[str, str | None], store_id: str) -> None:
-    """Where the service listens and with which tokens, for commands of the same user."""
+    """Write the service's URL and tokens to a private file, for commands of the same user."""
     told = {"url": url, "tokens": dict(tokens), "store": store_id, "pid": os.getpid()}
     write_private(path, json.dumps(told), sync=True)

@@ -1,4 +1,4 @@
-"""From the body of a submission to jobs: each is checked by itself, and what is wrong with one is told of it alone."""
+"""Turns the body of a submission into jobs. Each job is checked by itself, so an error affects that job alone."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from nemo_gym.rollouts.routing import unworded
 from nemo_gym.rollouts.rows import RowChecker
 
 PROMPT_BATCH = 256
-"""Rows in one question to an environment."""
+"""How many rows one request to an environment asks about."""
 
 
 class JobConflictError(ContractError):
-    """The id belongs to a job with another content."""
+    """The id belongs to a job with different content."""
 
     code = "job_conflict"
 
 
 class DatasetRow(BaseModel):
-    """A row of one of the service's data sets."""
+    """Names a row of one of the service's data sets."""
 
     model_config = ConfigDict(extra="forbid")
 
     name: str
     row: int = Field(ge=1)
-    """Its line in the file."""
+    """The row's line number in the file, from 1."""
 
 
 class JobBody(BaseModel):
@@ -66,7 +66,7 @@ class JobBody(BaseModel):
 
 
 class _JobRow(RowChecker):
-    """Checks the row that a job brings."""
+    """Checks the row of a job."""
 
     def _place(self, number: int) -> str:
         return "row"
@@ -74,7 +74,7 @@ class _JobRow(RowChecker):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one job of a submission."""
+    """The result of submitting one job: an offer or an error."""
 
     job_id: str
     offer: Offer | None = None
@@ -96,8 +96,8 @@ class Submissions:
     """Checks jobs and puts them into a store.
 
     Args:
-        run_id: of jobs that name none.
-        check_s: how long an agent's servers may take to say that they are ready.
+        run_id: the run of jobs that name none.
+        check_s: how many seconds an agent's servers may take to report that they are ready.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Submissions:
         self._checker = _JobRow(Path("row"), config, core.agents)
 
     async def submit(self, bodies: Sequence[Any]) -> list[Outcome]:
-        """One outcome for each job, in their order. Raises `StoreError` when nothing can be recorded."""
+        """Submit jobs, and return an outcome for each, in order. Raises `StoreError` if the store cannot write."""
         outcomes: dict[int, Outcome] = {}
         specs: dict[int, JobSpec] = {}
         for number, body in enumerate(bodies):
@@ -209,7 +209,7 @@ class Submissions:
             raise ConfigError(f"dataset.name: '{name}' cannot be read ({error.strerror})", key="datasets") from error
 
     async def _refused(self, specs: Mapping[int, JobSpec]) -> dict[int, NemoGymError]:
-        """Jobs that ask their agents nothing, also by the word of their environments."""
+        """Return the errors of jobs for which neither the row nor the environment has a prompt."""
         refused: dict[int, NemoGymError] = {}
         to_ask: dict[str, dict[int, dict[str, Any]]] = {}
         for number, spec in specs.items():
@@ -252,7 +252,7 @@ def _conflict(offer: Offer) -> JobConflictError:
 
 
 def jobs_of(body: Mapping[str, Any], at_most: int) -> list[Any]:
-    """The jobs of a request's body; raises `InvalidBodyError`."""
+    """Return the jobs of a request's body. Raises `InvalidBodyError`."""
     jobs = body.get("jobs", [body] if "job_id" in body else None)
     if not isinstance(jobs, list) or not jobs:
         raise InvalidBodyError('jobs: the body holds a list of jobs, as in {"jobs": [{"job_id": …, "row": …}]}')

@@ -1,1 +1,1 @@
-"""The processes of a run: servers forked, watched and stopped, their ports, environments and hosts."""
+"""The processes of a run: starting, supervising and stopping servers, and their ports, environments and hosts."""

@@ -1,4 +1,4 @@
-"""A stack beside a program: ``ng_run`` in a process of its own, for trainers that start their servers themselves."""
+"""A stack in the background: ``ng_run`` in a separate process, for trainers that start their servers themselves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _PROGRAM = (
     "from nemo_gym.cli import command, run\n"
     "command.run(run.NAME, run.start_command, json.load(sys.stdin))\n"
 )
-"""Its settings come over its standard input: among them may be keys, which no argv shows."""
+"""Reads its settings from standard input, because they may contain keys, which must not appear in an argv."""
 _TAIL_CHARS = 3000
 _started: list[Path] = []
 
 
 def started_here() -> Path | None:
-    """The run directory of the stack that this process started last and that still runs."""
+    """Return the run directory of the last stack that this process started and has not stopped, if any."""
     return _started[-1] if _started else None
 
 
@@ -42,9 +42,9 @@ class BackgroundStack:
 
     Args:
         words: settings as on ng_run's command line.
-        config_paths: files of configuration.
-        values: a configuration, over those.
-        run_dir: where the stack keeps its state; a temporary directory by default.
+        values: a configuration that overrides ``config_paths``.
+        config_paths: configuration files.
+        run_dir: directory of the stack's state; a temporary directory by default.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class BackgroundStack:
 
     def start(self, *, timeout_s: float = 300.0) -> StackEntry:
         """Start the servers and wait until all are ready. Raises `ConfigError` for a configuration that ng_run
-        refuses, and `ServerError` for servers that do not come up; both say what it said."""
+        refuses, and `ServerError` for servers that do not become ready; both quote the end of ng_run's log."""
         import yaml
 
         self.run_dir.mkdir(parents=True, exist_ok=True)
         paths = [*self._config_paths]
         if self._values:
             file = self.run_dir / "given.yaml"
-            # It may hold keys.
+            # Private, because the configuration may contain keys.
             write_private(file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True))
             paths.append(str(file))
         words = [*self._words, *([f"+config_paths=[{','.join(paths)}]"] if paths else [])]
@@ -82,7 +82,7 @@ class BackgroundStack:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.PIPE)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and its log says why
+        with contextlib.suppress(BrokenPipeError):  # ng_run has already ended, and its log shows why
             self._process.stdin.write(json.dumps([*words, f"run_dir={self.run_dir}"]).encode())
             self._process.stdin.close()
         give_up = time.monotonic() + timeout_s
@@ -99,7 +99,7 @@ class BackgroundStack:
         return read_stack(self.run_dir)
 
     def check(self) -> None:
-        """Raises `ServerError` when the servers do not run: they ended by themselves, or were never started."""
+        """Raise `ServerError` if the servers have ended by themselves or were never started."""
         if self._process is None:
             raise ServerError("the servers are not running; start them first")
         if (code := self._process.poll()) is not None:

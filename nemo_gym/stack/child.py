@@ -1,6 +1,6 @@
-"""What a server process does first: take over its descriptors, then run the plugin's ``app.py`` as ``__main__``.
+"""The start of a server process: take over its descriptors, then run the plugin's ``app.py`` as ``__main__``.
 
-The same path serves forked processes and those of another interpreter (``python -m nemo_gym.stack.child``).
+Forked processes and those of another interpreter (``python -m nemo_gym.stack.child``) use the same code.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ ENVIRONMENT_FD_ENV = "NEMO_GYM_ENVIRONMENT_FD"
 
 
 def start(request: dict[str, Any], fds: Sequence[int]) -> NoReturn:
-    """In a freshly forked process: become the server that ``request`` describes. Never returns.
+    """Turn a freshly forked process into the server that ``request`` describes. Never returns.
 
-    ``fds``: the launch, the listening socket, the ready pipe, the log file.
+    ``fds``: the launch data, the listening socket, the ready pipe, the log file.
     """
     launch_fd, socket_fd, ready_fd, log_fd = fds
     code = 1
@@ -65,12 +65,12 @@ def start(request: dict[str, Any], fds: Sequence[int]) -> NoReturn:
 
 
 def _execute(request: dict[str, Any], launch: ServerLaunch) -> NoReturn:
-    """Go on in another interpreter; descriptors stay open across it."""
+    """Replace this process by another interpreter, which inherits the descriptors."""
     for fd in (launch.socket_fd, launch.ready_fd):
         assert fd is not None
         os.set_inheritable(fd, True)
     os.environ[LAUNCH_FD_ENV] = str(write_launch(launch))
-    # Variables passed on by name may be secret: they go the same way, not through the block that others may read.
+    # Variables passed on by name may be secret, so they too go through a descriptor, not the environment block.
     passed = os.memfd_create("nemo-gym-environment", 0)
     os.write(passed, json.dumps(request["environment"]).encode())
     os.lseek(passed, 0, os.SEEK_SET)
@@ -81,7 +81,7 @@ def _execute(request: dict[str, Any], launch: ServerLaunch) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """``python -m nemo_gym.stack.child <app.py> <root>…`` with a launch in ``NEMO_GYM_LAUNCH_FD``."""
+    """Run ``python -m nemo_gym.stack.child <app.py> <root>…`` with the launch data in ``NEMO_GYM_LAUNCH_FD``."""
     launch = current_launch()
     if launch is None:
         sys.exit(f"this module is started by ng_run only ({LAUNCH_FD_ENV} is not set)")
@@ -93,8 +93,8 @@ def main() -> NoReturn:
 
 
 def run_app(app: Path, roots: Sequence[Path]) -> int:
-    """Run a plugin's entrypoint as Python runs a script: its folder is the working directory and first on the path.
-    Returns the exit code; whatever it raises is told to the parent in one line, and logged."""
+    """Run a plugin's entrypoint like a script: its folder is the working directory and comes first on ``sys.path``.
+    Return the exit code; any exception is logged and reported to the parent in one line."""
     from nemo_gym.http.logs import configure_server_logging
 
     launch = current_launch()
@@ -105,7 +105,7 @@ def run_app(app: Path, roots: Sequence[Path]) -> int:
 
         start_server_telemetry(launch)
     for stream in (sys.stdout, sys.stderr):
-        # The last lines before a server is killed are those that tell why.
+        # Without line buffering, the last lines of a killed server, which show the reason, would be lost.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
     os.chdir(app.parent)
     sys.argv = [str(app)]
@@ -141,7 +141,8 @@ def run_app(app: Path, roots: Sequence[Path]) -> int:
 
 
 def absent_name(error: ImportError) -> str | None:
-    """What a plugin wants of this core that does not exist, and what does; ``None`` for another failed import."""
+    """Return a message that names the part of ``nemo_gym`` which a plugin imports but does not exist, and what does
+    exist there; ``None`` if the failed import is of another package."""
     module = error.name or ""
     if module.split(".")[0] != "nemo_gym":
         return None
@@ -177,11 +178,11 @@ def _report(launch: ServerLaunch, code: str, message: str) -> None:
     try:
         os.write(launch.ready_fd, b"error " + json.dumps({"code": code, "message": message[:2000]}).encode() + b"\n")
     except OSError:
-        pass  # it was ready before, and the pipe is closed
+        pass  # the server was already ready, so the pipe is closed
 
 
 def _set_process_name(instance: str) -> None:
-    """What ``ps`` and ``top`` show."""
+    """Set the name that ``ps`` and ``top`` show."""
     import ctypes
 
     pr_set_name = 15

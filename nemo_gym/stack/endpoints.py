@@ -1,7 +1,7 @@
-"""The stack file: what runs, where, and the key to talk to it; and small questions to servers over HTTP.
+"""The stack file, which describes a running stack with its addresses and its key; and health checks over HTTP.
 
-``<run_dir>/stack.json`` is readable by its owner only, since whoever holds the root key may call every server. It is
-replaced whole at each change, so a reader never sees half of one.
+``<run_dir>/stack.json`` is readable only by its owner, because the root key in it permits calls to every server. Each
+change replaces the file atomically, so a reader never sees a partial one.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class StackEntry:
     run_dir: str
     pid: int
     started_ticks: int
-    """The supervisor's start time as the kernel counts it; tells it from a later process with its pid."""
+    """The supervisor's start time in kernel ticks, which distinguishes it from a later process with the same pid."""
     root_key: str = field(repr=False)
     chosen: dict[str, str] = field(default_factory=dict)
     servers: tuple[ServerEntry, ...] = ()
     config: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What the pipeline needs to know of the servers: addresses and references, without any secret."""
+    """The servers' addresses and references, which the pipeline needs; without any secret."""
     observability: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The composition's block; it may hold the collector's key."""
+    """The composition's ``observability`` block, which may contain the collector's key."""
 
     @property
     def is_running(self) -> bool:
         return start_ticks(self.pid) == self.started_ticks
 
     def server(self, instance: str) -> ServerEntry:
-        """The server of that name; raises `ConfigError` with the nearest one."""
+        """Return the server of that name. Raises `ConfigError`, which suggests the nearest name."""
         for server in self.servers:
             if server.instance == instance:
                 return server
@@ -70,7 +70,7 @@ class StackEntry:
 
 
 def write_stack(stack: StackEntry) -> Path:
-    """Write the stack file, atomically and with mode 0600, and make it findable by run id."""
+    """Write the stack file, atomically and with mode 0600, and link its directory by run id for `find_stack`."""
     path = Path(stack.run_dir) / STACK_FILE
     write_private(path, json.dumps(asdict(stack), indent=1))
     link = run_directory_root() / stack.run_id
@@ -85,7 +85,7 @@ def write_stack(stack: StackEntry) -> Path:
 
 
 def remove_stack(run_dir: Path, run_id: str) -> None:
-    """Forget a stack that has stopped (its logs stay)."""
+    """Remove the stack file and the link of a stopped stack. Its logs stay."""
     (run_dir / STACK_FILE).unlink(missing_ok=True)
     link = run_directory_root() / run_id
     if link.is_symlink():
@@ -93,7 +93,7 @@ def remove_stack(run_dir: Path, run_id: str) -> None:
 
 
 def read_stack(run_dir: Path) -> StackEntry:
-    """The stack of a run directory; raises `ConfigError` when there is none."""
+    """Return the stack of a run directory. Raises `ConfigError` if there is none."""
     path = run_dir / STACK_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def read_stack(run_dir: Path) -> StackEntry:
 
 
 def running_stacks() -> list[StackEntry]:
-    """Every stack of this user that runs on this machine, newest first."""
+    """Return every running stack of this user on this machine, newest first."""
     found: dict[str, StackEntry] = {}
     root = run_directory_root()
     for folder in root.iterdir() if root.is_dir() else ():
@@ -122,7 +122,7 @@ def running_stacks() -> list[StackEntry]:
 
 
 def find_stack(run_dir: str | None = None, run_id: str | None = None) -> StackEntry:
-    """The stack that is meant: of a run directory, of a run id, or the only one that runs. Raises `ConfigError`."""
+    """Return the stack of a run directory or run id, or by default the only one that runs. Raises `ConfigError`."""
     if run_dir is not None:
         stack = read_stack(Path(run_dir).expanduser())
         if not stack.is_running:
@@ -150,8 +150,8 @@ def find_stack(run_dir: str | None = None, run_id: str | None = None) -> StackEn
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks after boot; ``None`` when there is no such process (zombies count as
-    none)."""
+    """Return the start time of a process in clock ticks after boot; ``None`` if there is no such process, or only a
+    zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -161,7 +161,8 @@ def start_ticks(pid: int) -> int | None:
 
 
 def pss_mib(pids: Iterable[int]) -> float:
-    """The memory of these processes, shared pages counted in proportion, in MiB. Processes of others count as 0."""
+    """Return the memory of these processes in MiB, with shared pages counted proportionally (PSS). Processes of other
+    users count as 0."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -172,15 +173,15 @@ def pss_mib(pids: Iterable[int]) -> float:
 
 
 async def http_status(url: str, path: str, timeout_s: float) -> int | None:
-    """The status of a GET; ``None`` when there is no HTTP answer within ``timeout_s``."""
+    """Return the status of a GET; ``None`` if there is no HTTP response within ``timeout_s``."""
     answer = await http_answer(url, path, timeout_s)
     return answer[0] or None if answer is not None else None
 
 
 async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes] | None:
-    """Status and body of a GET; ``None`` when there is no HTTP answer within ``timeout_s``. Where somebody is there
-    and TLS fails, the status is 0 and the body a problem that says how. Needs no HTTP library, so that asking is cheap
-    for a parent that has none loaded."""
+    """Return status and body of a GET; ``None`` if there is no HTTP response within ``timeout_s``. If only TLS fails,
+    the status is 0 and the body a problem with the reason. Uses no HTTP library, so that a parent process need not
+    load one."""
     scheme, _, place = url.partition("://")
     host, _, port = place.rpartition(":")
     writer: asyncio.StreamWriter | None = None
@@ -202,7 +203,7 @@ async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes
 
 
 def why_not_ready(answer: tuple[int, bytes] | None) -> str | None:
-    """Why a server is not ready, in its own words."""
+    """Return the reason that a server gives for not being ready; ``None`` if it is ready or did not respond."""
     if answer is None or answer[0] == 200:
         return None
     try:
@@ -218,14 +219,14 @@ def why_not_ready(answer: tuple[int, bytes] | None) -> str | None:
 
 
 def health_word(status: int | None) -> str:
-    """``ok``, ``silent`` (no answer) or the HTTP status."""
+    """Return ``ok``, ``silent`` (no response) or the HTTP status as ``HTTP 503``."""
     if status is None:
         return "silent"
     return "ok" if status == 200 else f"HTTP {status}"
 
 
 async def health_of(stack: StackEntry, timeout_s: float = 2.0) -> dict[str, str]:
-    """Health of every server of a stack by its URL, asked at once."""
+    """Return server URL → health for every server of a stack; the servers are checked concurrently."""
     statuses: list[int | None] = await asyncio.gather(
         *(http_status(server.url, "/health", timeout_s) for server in stack.servers)
     )
@@ -233,5 +234,5 @@ async def health_of(stack: StackEntry, timeout_s: float = 2.0) -> dict[str, str]
 
 
 def public_listing(stack: StackEntry) -> list[dict[str, Any]]:
-    """The servers without any key: for tables and ``--json``."""
+    """Return the servers without any key, for tables and ``--json``."""
     return [asdict(server) for server in stack.servers]

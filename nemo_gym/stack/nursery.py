@@ -1,12 +1,12 @@
 """The nursery: a small warm process from which server processes are forked.
 
-``ng_run`` starts it first of all. While the configuration is composed it imports what every server needs and freezes
-it, so that a server starts in a fraction of a second and shares that memory. It is single-threaded, holds no secret,
-and inherits no secret environment variable. It is also the guardian: when its parent goes away, however it does, it
-stops every server, and servers die when it dies.
+``ng_run`` starts the nursery first. While the configuration is composed, the nursery imports the modules that every
+server needs and freezes them, so that a server starts in a fraction of a second and shares that memory. The nursery is
+single-threaded, holds no secret, and inherits no secret environment variable. It also guards against orphans: when its
+parent ends for any reason, it stops every server, and servers die when it dies.
 
-The two talk over a socket of datagrams: JSON with file descriptors beside it. Requests: ``fork``. Events: ``warm``,
-``forked``, ``exited``.
+Parent and nursery exchange datagrams on a socket: JSON with file descriptors attached. Requests: ``fork``. Events:
+``warm``, ``broken``, ``forked``, ``exited``.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PRELOAD = (
 MAX_MESSAGE_BYTES = 128 * 1024
 MAX_FDS = 8
 ORPHAN_GRACE_S = 10.0
-"""How long servers may take to stop when the parent is gone, before they are killed."""
+"""How long servers may take to stop after the parent is gone, before they are killed."""
 
 _CODE = "import sys; from nemo_gym.stack.nursery import main; main(int(sys.argv[1]))"
 
 
 def send(channel: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """One datagram. Raises `OSError` when the other side is gone."""
+    """Send one datagram. Raises `OSError` if the other side is gone."""
     data = json.dumps(message).encode()
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
@@ -60,7 +60,7 @@ def send(channel: socket.socket, message: dict[str, Any], fds: Sequence[int] = (
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """One datagram, or ``None`` when the other side is gone."""
+    """Receive one datagram with its descriptors; return ``None`` if the other side is gone."""
     try:
         data, fds, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, MAX_FDS)
     except ConnectionError:
@@ -69,7 +69,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def spawn(environment: dict[str, str]) -> tuple[int, socket.socket]:
-    """Start a nursery in a session of its own (a terminal's Ctrl-C does not reach it). Returns its pid and channel."""
+    """Start a nursery in a new session, so that a terminal's Ctrl-C does not reach it. Return its pid and channel."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     os.set_inheritable(theirs.fileno(), True)
     argv = [sys.executable, "-P", "-c", _CODE, str(theirs.fileno())]
@@ -79,7 +79,7 @@ def spawn(environment: dict[str, str]) -> tuple[int, socket.socket]:
         environment,
         file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
         setsid=True,
-        # A parent started with ignored signals (nohup, background jobs) must not pass that on.
+        # If the parent was started with ignored signals (nohup, background jobs), the nursery must not inherit that.
         setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD],
     )
     theirs.close()
@@ -87,15 +87,15 @@ def spawn(environment: dict[str, str]) -> tuple[int, socket.socket]:
 
 
 def main(channel_fd: int) -> NoReturn:
-    """The nursery process."""
+    """Run the nursery process."""
     channel = socket.socket(fileno=channel_fd)
     os.set_inheritable(channel_fd, False)
-    # Imports make no garbage worth looking for; collecting once at the end is a good part of the start-up time.
+    # Imports create little garbage, and collecting during them takes much of the start-up: collect once at the end.
     gc.disable()
     try:
         for module in PRELOAD:
             importlib.import_module(module)
-    except Exception as error:  # whatever an import raises: the parent must hear of it, or it would wait for ever
+    except Exception as error:  # report whatever an import raises, or the parent would wait for ever
         send(channel, {"event": "broken", "error": f"{type(error).__name__}: {error}"})
         raise
     gc.collect()
@@ -105,7 +105,7 @@ def main(channel_fd: int) -> NoReturn:
         send(channel, {"event": "warm"})
         _Nursery(channel).serve()
     except OSError:
-        pass  # the parent has gone: `serve` has stopped what there was
+        pass  # the parent is gone; `serve` has stopped the servers
     os._exit(0)
 
 
@@ -113,7 +113,7 @@ class _Nursery:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.children: dict[int, int] = {}
-        """pid → the parent's number for the server."""
+        """Pid → the number by which the parent identifies the server."""
         self.wake_read, self.wake_write = socket.socketpair()
         self.wake_read.setblocking(False)
         self.wake_write.setblocking(False)
@@ -150,7 +150,7 @@ class _Nursery:
             self._become_server(request, fds)
         for fd in fds:
             os.close(fd)
-        # Also set by the child; whoever comes first. Without it a kill of the group could miss.
+        # The child sets its group too, because either process may run first, and a kill must reach the whole group.
         _set_group(pid)
         self.children[pid] = request["id"]
         send(self.channel, {"event": "forked", "id": request["id"], "pid": pid})
@@ -177,12 +177,12 @@ class _Nursery:
             number = self.children.pop(pid, None)
             if number is None:
                 continue
-            _kill_group(pid, signal.SIGKILL)  # what a dead server left behind belongs to nobody
+            _kill_group(pid, signal.SIGKILL)  # kill any processes that the dead server left behind
             code = os.waitstatus_to_exitcode(status)
             send(self.channel, {"event": "exited", "id": number, "pid": pid, "code": code})
 
     def _stop_all(self) -> None:
-        """The parent is gone: stop, wait, kill."""
+        """Stop every server, now that the parent is gone; kill those that do not end within `ORPHAN_GRACE_S`."""
         for pid in self.children:
             _kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + ORPHAN_GRACE_S
@@ -204,7 +204,7 @@ def _set_group(pid: int) -> None:
     try:
         os.setpgid(pid, pid)
     except OSError:
-        pass  # it has its own group already, or has ended
+        pass  # the process already leads its own group, or has ended
 
 
 def _kill(pid: int, number: int) -> None:

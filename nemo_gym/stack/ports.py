@@ -1,7 +1,7 @@
 """Listening sockets, bound by the parent before any server starts, and waiting for the servers of other hosts.
 
-A port is taken or the run does not begin. The parent keeps its copy of each socket, so that a server that is restarted
-finds the same port, and requests that arrive meanwhile wait in the kernel's queue.
+The run starts only if every port can be bound. The parent keeps its copy of each socket, so that a restarted server
+has the same port, and requests that arrive meanwhile wait in the kernel's queue.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Listener:
     socket: socket.socket
     address: Address
     number: int = 0
-    """Among the instance's replicas on this host."""
+    """Number among the instance's replicas on this host."""
 
     @property
     def name(self) -> str:
-        """The instance, with the number of a replica that is not the first."""
+        """The instance, plus the number of a replica that is not the first."""
         return f"{self.instance}.{self.number}" if self.number else self.instance
 
 
@@ -50,14 +50,14 @@ def bind_listeners(
     places: Mapping[str, Address] | None = None,
     free: Sequence[int] | None = None,
 ) -> dict[str, Listener]:
-    """A listening socket by name for each server, on its configured port or a free one (of ``free``, where given), and
-    one on a free port for each further replica (``num_workers``); in a composition on several hosts, for the servers
-    of ``places`` alone, there. When one cannot be bound, all are closed again and `ConfigError` names the instance,
-    the port, who has it, and the fix."""
+    """Bind a socket for each server, on its configured port or else a free one (one of ``free``, if given), and on a
+    free port for each further replica (``num_workers``); return name → listener. In a composition on several hosts,
+    bind only the servers in ``places``, at the addresses given there. If a socket cannot be bound, close all of them
+    and raise `ConfigError` with the instance, the port, the process that has it, and the fix."""
     listeners: dict[str, Listener] = {}
     if places is not None:
         servers = [server for server in servers if server.instance in places]
-    # Configured ports first, so that a free one never happens to be another server's.
+    # Configured ports first, so that a free port never turns out to be another server's configured one.
     ordered = sorted(servers, key=lambda server: not server.values.get("port"))
     try:
         for server in ordered:
@@ -102,7 +102,7 @@ def _bind(
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise ConfigError(f"{server.where}.host: '{host}' is no address of this machine: {error.strerror}") from error
-    # At random: commands that start together would all try the lowest first.
+    # In random order, because commands that start at the same time would all try the lowest port first.
     ports = random.sample(free, len(free)) if free and not port else [port]
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -146,7 +146,7 @@ def _not_bound(
 
 
 def _holder(port: int) -> str:
-    """Who listens on a port, as far as this user may see."""
+    """Describe the process that listens on a port, as far as this user may see it."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
@@ -171,12 +171,12 @@ WORD_EVERY_S = 10.0
 
 
 Missing = dict[str, dict[Address, str | None]]
-"""By server, the replicas that are not ready, and why, in their own words."""
+"""Server → the replicas that are not ready → the reason that each one reports, if any."""
 
 
 async def wait_for_others(hosts: Hosts, timeout_s: float, say: Callable[[str], None]) -> None:
-    """Until every replica of every server answers ``/ready``. When ``timeout_s`` is over, a server with at least one
-    does: the others are said, and get nothing until they can be reached. Raises `ServerError` for a server with none.
+    """Wait until ``/ready`` of every replica of every server returns 200. After ``timeout_s``, one ready replica per
+    server is enough; the others are reported with ``say``. Raises `ServerError` for a server without a ready replica.
     """
     missing: Missing = {name: dict.fromkeys(places) for name, places in hosts.replicas.items()}
     try:

@@ -1,8 +1,8 @@
-"""Server processes on a Ray cluster: one actor for each node, which runs ``ng_run`` with that node's part.
+"""Server processes on a Ray cluster: one actor per node, which runs ``ng_run`` with that node's part.
 
-An actor asks for no CPU: servers wait for models and boxes most of the time, and what they may use is the node's own
-affair. The servers are those of a composition on several hosts: they share one secret, listen at their node's address
-alone, and are chosen among by the pipeline, which gives the jobs of a node that is lost to others.
+An actor reserves no CPU in Ray: servers mostly wait for models and boxes, and the node itself limits what they use.
+The servers are those of a composition on several hosts: they share one secret, and listen only at their node's
+address. The pipeline distributes jobs among them, and moves the jobs of a lost node to the others.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ EXIT_CONFIG = 2
 STOP_WITHIN_S = 60.0
 CONNECT_WITHIN_S = 10.0
 PORTS = 64
-"""Free ports that a node is asked for: several nodes of one address share them."""
+"""Number of free ports requested from each node. Nodes with the same address share their ports."""
 TAIL_BYTES = 4000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 CODE = "from nemo_gym.cli.run import main; main()"
 
 
 class NodeActor:
-    """Runs in a Ray worker on its node."""
+    """The actor that runs in a Ray worker on its node."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
     def free_ports(self, address: str, count: int) -> list[int]:
-        """Ports that were free at once."""
+        """Return ``count`` distinct ports that are free at the same time."""
         with contextlib.ExitStack() as probes:
             made = [probes.enter_context(socket.create_server((address, 0))) for _ in range(count)]
             return [int(probe.getsockname()[1]) for probe in made]
@@ -48,7 +48,7 @@ class NodeActor:
     async def run(
         self, words: Sequence[str], directory: str, variables: Mapping[str, str], part: NodePart
     ) -> tuple[int, str]:
-        """The node's ``ng_run`` until it ends: its exit code and its last words."""
+        """Run the node's ``ng_run`` until it ends; return its exit code and the end of its log."""
         Path(part.run_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
         log = Path(part.run_dir, "ng_run.log")
         lines = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -72,7 +72,7 @@ class NodeActor:
         return code, await asyncio.to_thread(_end_of, log)
 
     async def stop(self) -> None:
-        """End it in order; idempotent."""
+        """Send SIGTERM to ``ng_run`` and wait for its end; idempotent."""
         if (process := self._process) is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
             await process.wait()
@@ -87,10 +87,10 @@ class _Running:
 
 
 class RayNodes:
-    """A cluster's nodes, seen from the command that dispatches to them."""
+    """The nodes of a cluster, used by the command that dispatches to them."""
 
     def __init__(self, config: RayConfig, say: Callable[[str], None]) -> None:
-        """Join the cluster. Raises `ConfigError` where there is none, or Ray is not installed."""
+        """Join the cluster. Raises `ConfigError` if no cluster responds, or Ray is not installed."""
         try:
             import ray
         except ImportError:
@@ -113,7 +113,7 @@ class RayNodes:
         self.own_address = str(ray.util.get_node_ip_address())
 
     def nodes(self) -> list[RayNode]:
-        """Those that are alive, each with free ports of its own."""
+        """Return the nodes that are alive, each with its own free ports. Raises `ConfigError` if there is none."""
         found: list[RayNode] = []
         taken: set[tuple[str, int]] = set()
         for node in sorted(self._ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):
@@ -144,7 +144,7 @@ class RayNodes:
         directory: Path,
         variables: Mapping[str, str],
     ) -> asyncio.Future[ServerError | ConfigError]:
-        """Start every node's part. The future resolves when the work cannot go on."""
+        """Start every node's part. The future resolves with an error if the run cannot go on."""
         failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
         self._running = [_Running(part, node) for node, part in parts]
         for each in self._running:
@@ -159,7 +159,7 @@ class RayNodes:
         variables: Mapping[str, str],
         failure: asyncio.Future[ServerError | ConfigError],
     ) -> None:
-        """One node's part, started again while the node is there."""
+        """Run one node's part, and restart it after each failure as long as the node is alive."""
         name, tries = each.part.host, 0
         while not self._stopping and not failure.done():
             each.actor = self._actor(each.node.node_id)
@@ -187,7 +187,7 @@ class RayNodes:
         return any(each["Alive"] and each["NodeID"] == node.node_id for each in self._ray.nodes())
 
     async def stop(self) -> None:
-        """End every node's servers in order, then the actors."""
+        """Stop every node's servers in an orderly way, then end the actors."""
         self._stopping = True
         alive = [each.actor for each in self._running if each.actor is not None and not each.is_lost]
         stops = [asyncio.ensure_future(_answered(actor.stop.remote())) for actor in alive]
@@ -206,12 +206,12 @@ def _end_of(log: Path) -> str:
 
 
 def _require_listener(address: str) -> None:
-    """Raise `OSError` unless somebody listens at ``HOST:PORT``; other forms are Ray's to judge."""
+    """Raise `OSError` unless a process listens at ``HOST:PORT``. Leave other forms of addresses to Ray."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()
 
 
 async def _answered(reference: Any) -> None:
-    with contextlib.suppress(Exception):  # its actor or its node is gone already
+    with contextlib.suppress(Exception):  # the actor or its node may already be gone
         await reference

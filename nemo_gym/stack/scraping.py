@@ -1,9 +1,9 @@
-"""What Prometheus needs to read a run: its servers, and the token they want.
+"""Scrape configuration with which Prometheus reads a run's metrics: its servers, and the token that they require.
 
     prometheus --config.file=<run_dir>/prometheus.yml
 
-``metrics/*.json`` holds the targets, one file each for the servers and for a pipeline, which Prometheus reads again
-when they change. All is readable by its owner only.
+``metrics/*.json`` holds the targets, one file for the servers and one for each pipeline; Prometheus reloads the files
+when they change. Only their owner may read the files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write_scraping(run_dir: Path, token: str, servers: Sequence[tuple[str, str, 
 
 @contextmanager
 def added_target(run_dir: Path, name: str, url: str, run_id: str) -> Iterator[None]:
-    """One more target of the run until the block ends."""
+    """Add a target to the run until the block ends."""
     folder = run_dir / TARGETS
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{name}-{os.getpid()}.json"

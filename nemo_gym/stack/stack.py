@@ -1,4 +1,4 @@
-"""One stack from composition to running servers and back."""
+"""The lifecycle of one stack: from a composition to running servers, and their orderly end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.yaml"
 PIPELINE = "pipeline"
-"""The pipeline's name as a caller."""
+"""The caller name of the pipeline."""
 OPERATOR = "operator"
 
 
@@ -39,10 +39,10 @@ OPERATOR = "operator"
 async def running_stack(
     composition: Composition, nursery_process: tuple[int, socket.socket], say: Callable[[str], None]
 ) -> AsyncIterator[Supervisor]:
-    """The servers of ``composition``, all ready, until the block ends; then they are stopped in order.
+    """Run the servers of ``composition``, all ready, until the block ends; then stop them in order.
 
-    Raises `ConfigError` (a taken port, a wrong block) or `ServerError` (a server that does not come up) with
-    everything stopped again.
+    Raises `ConfigError` (a port in use, a wrong block) or `ServerError` (a server that does not become ready) after
+    stopping everything again.
     """
     run_id, run_dir = run_directory(composition)
     _record(composition, run_dir)
@@ -78,7 +78,8 @@ async def running_stack(
 
 
 def run_directory(composition: Composition) -> tuple[str, Path]:
-    """The run's id and its directory, which exists afterwards. Raises `ConfigError` when a stack runs in it."""
+    """Return the run's id and its directory, which is created if missing. Raises `ConfigError` if the directory cannot
+    be created, or a stack already runs in it."""
     run_id = str(composition.values.get("run_id") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
     configured = composition.values.get("run_dir")
     run_dir = Path(str(configured)).expanduser().resolve() if configured else run_directory_root() / run_id
@@ -102,7 +103,7 @@ def run_directory(composition: Composition) -> tuple[str, Path]:
 
 
 def _record(composition: Composition, run_dir: Path) -> None:
-    """What ran, for whoever reads the run's directory later; secrets removed."""
+    """Save the configuration in the run's directory for later reference, with secrets removed."""
     import yaml
 
     text = yaml.safe_dump(redact(composition.values), sort_keys=False, allow_unicode=True)
@@ -125,12 +126,12 @@ def _interpreters(
 
 
 def pipeline_client(stack: StackEntry) -> ServerClient:
-    """A client for the servers of a running stack, on this host and on others, with the pipeline's credentials."""
+    """Return a client with the pipeline's credentials for all servers of a running stack, on this and other hosts."""
     return _client(stack, Role.PIPELINE, PIPELINE, [name for name in stack.config if name != COMPOSITION])
 
 
 def operator_client(stack: StackEntry, targets: Sequence[str]) -> ServerClient:
-    """A client with an operator's credentials, for ``targets`` and no other server."""
+    """Return a client with an operator's credentials, for the servers ``targets`` only."""
     return _client(stack, Role.OPERATOR, OPERATOR, targets)
 
 

@@ -1,8 +1,8 @@
 """Starts the servers of a composition, restarts those that crash, and stops them in order.
 
-The supervisor lives in ``ng_run``. It binds every socket first, hands each server its launch over a descriptor, and
-hears through the nursery when one ends. A server that crashes is started again on the same socket after a pause that
-doubles; one that crashes too often, or is wrong from the start, ends the stack.
+The supervisor runs in ``ng_run``. It gets every socket already bound, passes each server its launch data on a
+descriptor, and learns from the nursery when a server ends. A crashed server is started again on the same socket after
+a pause that doubles each time. A server that crashes too often, or fails before it was ever ready, ends the stack.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_RESTARTS = 5
 
 @dataclass
 class Settings:
-    """How patient the supervisor is; keys of the configuration of the same names."""
+    """The supervisor's timeouts and restart limit, from the configuration keys of the same names."""
 
     startup_timeout_s: float = STARTUP_TIMEOUT_S
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass
 class Server:
-    """One server's life."""
+    """One server process and its restarts."""
 
     number: int
     block: ServerBlock
@@ -69,19 +69,19 @@ class Server:
     log: Path
     pid: int | None = None
     restarts: int = 0
-    """Over the whole life."""
+    """Restarts since the stack was started."""
     crashes: int = 0
-    """Since it was last healthy for a while."""
+    """Crashes since it was last ready for more than `HEALTHY_AFTER_S`."""
     ready_at: float | None = None
     error: str | None = None
+    """The error that the server reported while it started."""
     not_ready: str | None = None
-    """What ``/ready`` said last, while it said no."""
-    """What the starting server said about its failure."""
+    """Why the last ``/ready`` response was not 200; ``None`` if it was, or if there was no response."""
     is_permanent: bool = False
-    """Whether that failure is one of configuration, which no restart mends."""
+    """Whether ``error`` is a configuration error, which a restart cannot fix."""
     was_ready: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while no process of it runs."""
+    """Set while the server has no running process."""
 
     @property
     def instance(self) -> str:
@@ -89,7 +89,7 @@ class Server:
 
     @property
     def name(self) -> str:
-        """The instance, with its number where it is one of several replicas."""
+        """The instance, plus the number of a replica that is not the first."""
         return self.listener.name
 
 
@@ -100,10 +100,10 @@ STOP_ORDER = (AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE)
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 15.0
 HEALTHY_AFTER_S = 60.0
-"""A server that was ready for so long has its crashes forgotten."""
+"""If a server was ready for this long before a crash, its earlier crashes no longer count."""
 TAIL_LINES = 20
 FIRST_WORD_AFTER_S, NEXT_WORD_AFTER_S = 3.0, 30.0
-"""When somebody who waits for the servers is told what is missing."""
+"""Seconds until the first message about a server that is not ready, and between further messages."""
 
 
 class Supervisor:
@@ -136,7 +136,7 @@ class Supervisor:
         self._stopping = False
         self._tasks = BackgroundTasks()
         self.failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
-        """Resolves when the stack cannot go on."""
+        """Resolves with an error when the stack cannot go on."""
         logs = run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.servers = {
@@ -155,7 +155,7 @@ class Supervisor:
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Ask for every server. Returns at once; see `wait_ready`."""
+        """Request a process for every server, without waiting; see `wait_ready`."""
         self._channel.setblocking(False)
         asyncio.get_running_loop().add_reader(self._channel, self._on_events)
         for server in self.servers.values():
@@ -163,8 +163,8 @@ class Supervisor:
             self._launch(server)
 
     async def wait_ready(self) -> None:
-        """Until every server answers ``/ready``. Raises what `failure` holds, or `ServerError` naming the servers
-        that were not ready in time."""
+        """Wait until ``/ready`` of every server returns 200. Raises the error of `failure`, or `ServerError` naming
+        the servers that were not ready in time."""
         waiting: asyncio.Future[Any] = asyncio.ensure_future(self._all_ready())
         either: set[asyncio.Future[Any]] = {waiting, self.failure}
         try:
@@ -228,7 +228,7 @@ class Supervisor:
         self._tasks.start(self._watch_start(server, ready_read))
 
     def _outside(self, server: Server) -> dict[str, Any]:
-        """What a server is told of how other hosts reach it."""
+        """Return the launch fields for a server that other hosts reach: its URL and TLS files."""
         if self._hosts is None:
             return {}
         tls = self._hosts.tls
@@ -241,9 +241,9 @@ class Supervisor:
         return folder
 
     def _environment(self) -> dict[str, str]:
-        """Variables that the configuration passes on by name (``pass_env: [HF_TOKEN]``); set in the process, so they
-        are not in the block of variables that other users of the machine may read. And the roots, and the user's
-        working directory: a server works in its plugin's folder, and still finds files as the command line does."""
+        """Return the variables that a server sets in its own process. They include those that the configuration passes
+        on by name (``pass_env: [HF_TOKEN]``), which thus stay out of the process's initial environment block, and the
+        plugin roots and the user's working directory, because a server's own one is its plugin's folder."""
         names = self.composition.values.get("pass_env") or []
         passed = {str(name): os.environ[str(name)] for name in names if str(name) in os.environ}
         return {
@@ -253,7 +253,7 @@ class Supervisor:
         }
 
     async def _watch_start(self, server: Server, ready_fd: int) -> None:
-        """Read the ready pipe to its end: ``ready``, ``error {…}`` or nothing when the process dies."""
+        """Read one line from the ready pipe: ``ready``, ``error {…}``, or nothing if the process dies."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
@@ -321,7 +321,7 @@ class Supervisor:
                 self._tasks.start(self._after_exit(server, event["code"]))
 
     async def _after_exit(self, server: Server, code: int) -> None:
-        # The pipe's last words may still be on their way.
+        # The last line of the ready pipe may not have been read yet.
         await asyncio.sleep(0.02)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = f": {server.error}" if server.error else ""
@@ -355,7 +355,7 @@ class Supervisor:
         self._launch(server)
 
     def tail(self, server: Server, lines: int = TAIL_LINES) -> str:
-        """The last lines of a server's log, secrets removed."""
+        """Return the last lines of a server's log, with secrets replaced."""
         try:
             with server.log.open("rb") as stream:
                 stream.seek(max(0, server.log.stat().st_size - 16 * 1024))
@@ -367,13 +367,13 @@ class Supervisor:
     # -- stopping ----------------------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
-        """SIGTERM in order (agents, environments, models), SIGKILL for what is left after ``shutdown_timeout_s``,
-        then the nursery. Idempotent."""
+        """Send SIGTERM in order (agents, environments, models), and SIGKILL to the servers that are left after
+        ``shutdown_timeout_s``; then end the nursery. Idempotent."""
         self._stopping = True
         await self._tasks.cancel()
         orderly = asyncio.ensure_future(self._stop_in_order())
         try:
-            # The task that stops a stack at its end was cancelled itself. In such a task, `asyncio.timeout` raises no
+            # The task that stops a stack has usually been cancelled, and in such a task `asyncio.timeout` raises no
             # TimeoutError before Python 3.11.3.
             done, _ = await asyncio.wait([orderly], timeout=self.settings.shutdown_timeout_s)
             for task in done:
@@ -392,7 +392,7 @@ class Supervisor:
             await asyncio.gather(*(server.ended.wait() for server in group))
 
     def kill(self) -> None:
-        """SIGKILL everything that is left, at once."""
+        """Send SIGKILL to all remaining servers, end the nursery, and close the sockets."""
         self._stopping = True
         for server in self.servers.values():
             if not server.ended.is_set() and server.pid is not None:
@@ -407,7 +407,7 @@ class Supervisor:
             try:
                 os.kill(server.pid, number)
             except ProcessLookupError:
-                pass  # its exit is on the way to us
+                pass  # the event of its exit has not arrived yet
 
     def _fail(self, error: ServerError | ConfigError) -> None:
         if not self.failure.done() and not self._stopping:
@@ -416,7 +416,7 @@ class Supervisor:
     # -- telling others ----------------------------------------------------------------------------------------------
 
     def stack(self) -> StackEntry:
-        """This stack as others see it."""
+        """Return the description of this stack for the stack file."""
         ticks = start_ticks(os.getpid())
         assert ticks is not None
         return StackEntry(
@@ -458,7 +458,7 @@ def _kill_group(pid: int) -> None:
 
 
 def stop_nursery(pid: int) -> None:
-    """End the nursery, which has no server any more, and reap it."""
+    """Kill the nursery, which has no servers any more, and reap it."""
     try:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -471,7 +471,7 @@ def _late(server: Server) -> str:
 
 
 def _in_order(composition: Composition, listeners: Iterable[Listener]) -> list[Listener]:
-    """As the composition has the servers, each with its replicas."""
+    """Sort listeners in the composition's order of servers, and then by replica number."""
     order = list(composition.servers)
     return sorted(listeners, key=lambda listener: (order.index(listener.instance), listener.number))
 

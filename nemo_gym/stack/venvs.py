@@ -1,8 +1,8 @@
-"""Interpreters for plugins whose requirements this one does not meet.
+"""Interpreters for plugins whose requirements the current interpreter does not meet.
 
-A plugin says what it needs in ``requirements.txt`` (or ``pyproject.toml``). When all of it is installed here, the
-server runs in this interpreter. Otherwise it gets a virtual environment of its own: made once, found again by the
-content of its requirements, and layered over this one, so that only what is missing or differs is installed.
+A plugin lists its requirements in ``requirements.txt`` (or ``pyproject.toml``). If they are all installed here, the
+server runs in this interpreter. Otherwise it gets its own virtual environment, which is created once, cached by a
+digest of the requirements, and layered over this one, so that only missing or different packages are installed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nemo_gym._util.files import cache_root
 from nemo_gym.contract.errors import ConfigError, ServerError
 
 OWN_NAMES = frozenset({"nemo-gym", "nemo-gym-suite"})
-"""Distributions that this suite stands for, whatever version is asked for."""
+"""Distributions that this suite provides itself; a requirement for any version of them is met."""
 _COMPLETE = ".complete"
 _EDITABLE_OWN = re.compile(r"^-e\s+(nemo[-_.]gym[^@]*@|\.\./\.\.|.*nemo[-_.]gym)", re.IGNORECASE)
 _INSTALLER_OPTIONS = ("--extra-index-url", "--index-url", "--no-index", "--find-links", "-i ", "-f ", "--trusted-host")
-"""Lines that ask for nothing to be installed."""
+"""Beginnings of lines that configure the installer and require no package."""
 _INSTALL_TIMEOUT_S = 1800.0
 _PROJECT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
 NEMO_GYM_BRINGS: Final = {
@@ -40,11 +40,12 @@ NEMO_GYM_BRINGS: Final = {
     **{name: name for name in ("ray", "requests", "scipy", "sqlparse", "tenacity", "tqdm", "wandb", "yappi")},
     **{"PIL": "pillow", "git": "gitpython", "jwt": "pyjwt", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"},
 }
-"""Module → distribution, of what comes with NeMo Gym: its plugins import it without listing it."""
+"""Module → distribution, for packages that NeMo Gym installs, so that its plugins import them without listing them."""
 
 
 def requirement_lines(plugin: Path) -> list[str]:
-    """The plugin's requirements, one per line, without comments and without this suite itself."""
+    """Return the plugin's requirements, one per item, without comments and without this suite itself. A plugin that
+    requires NeMo Gym also gets the packages that it imports and that NeMo Gym would bring."""
     lines: list[str] = []
     requirements = plugin / "requirements.txt"
     if requirements.is_file():
@@ -62,7 +63,7 @@ def requirement_lines(plugin: Path) -> list[str]:
 
 
 def _unlisted(plugin: Path, lines: list[str]) -> list[str]:
-    """Packages that a plugin for NeMo Gym imports and does not list, since they come with NeMo Gym itself there."""
+    """Return packages that a NeMo Gym plugin imports without listing them, because NeMo Gym itself brings them."""
     listed = {re.sub(r"[-_.]+", "-", found[0]).lower() for line in lines if (found := _PROJECT.match(line))}
     imported: set[str] = set()
     for file in plugin.rglob("*.py"):
@@ -96,7 +97,7 @@ def _is_own(line: str) -> bool:
 
 
 def unmet(lines: list[str]) -> list[str]:
-    """Those requirements that this interpreter does not meet. What cannot be judged from here counts as unmet."""
+    """Return the requirements that this interpreter does not meet, including those that cannot be checked here."""
     return [line for line in lines if not _is_met(line, set())]
 
 
@@ -134,15 +135,15 @@ def _is_met(line: str, seen: set[str]) -> bool:
 
 
 def environment_key(lines: list[str], constraints: list[str]) -> str:
-    """Names an environment by what is in it: requirements, this interpreter, and where this suite is installed."""
+    """Return a digest of an environment's contents: requirements, constraints, this interpreter and its prefix."""
     parts = [*sorted(lines), "--", *sorted(constraints), sys.version, sys.prefix]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 
 def interpreter_for(plugin: Path) -> str | None:
-    """The Python executable that a plugin needs; ``None`` for this one. Makes the environment when there is none yet.
+    """Return the Python executable that a plugin needs, or ``None`` for this one. Creates a missing environment.
 
-    Raises `ConfigError` when a requirement cannot be installed (with the installer's last lines)."""
+    Raises `ConfigError`, with the installer's last lines, if a requirement cannot be installed."""
     lines = requirement_lines(plugin)
     if not unmet(lines):
         return None
@@ -154,7 +155,7 @@ def interpreter_for(plugin: Path) -> str | None:
     with (home / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / _COMPLETE).is_file():
-            # Half an environment of an interrupted run is worth nothing.
+            # Discard the incomplete environment of an interrupted run.
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 _make(folder, plugin, lines, constraints)
@@ -166,17 +167,17 @@ def interpreter_for(plugin: Path) -> str | None:
 
 
 def _make(folder: Path, plugin: Path, lines: list[str], constraints: list[str]) -> None:
-    # Our pip serves, seen through the layer below; bringing one of its own takes seconds.
+    # The pip of this interpreter is visible through the layer below; installing a second one takes seconds.
     bare = ["--without-pip"] if find_spec("pip") else []
     _run([sys.executable, "-m", "venv", *bare, str(folder)], plugin)
     python = folder / "bin" / "python"
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    # A venv of a venv would see the base interpreter's packages, not ours: this file layers it over ours.
+    # A venv made from a venv sees only the base interpreter's packages; this file adds those of this interpreter.
     inherited = "".join(f"import site; site.addsitedir({path!r})\n" for path in _site_packages())
     (packages / "zz_nemo_gym_parent.pth").write_text(inherited, encoding="utf-8")
     wanted = folder / "requirements.txt"
     wanted.write_text("\n".join([*lines, *constraints]) + "\n", encoding="utf-8")
-    # pip, and not uv: uv does not see the layer below, and would lay another pydantic over the suite's.
+    # Use pip, not uv: uv does not see the layer below, and would install another pydantic on top of the suite's.
     _run([str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "-r", str(wanted)], plugin)
 
 

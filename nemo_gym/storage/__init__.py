@@ -1,1 +1,1 @@
-"""How records reach the disk."""
+"""Writers that commit records to SQLite and PostgreSQL."""

@@ -1,8 +1,8 @@
-"""One thread that owns a database connection and commits what many callers ask for in one transaction.
+"""Group commit: one thread owns a database connection and commits the operations of many callers in one transaction.
 
-A commit costs a sync to disk (or a round trip) whatever is in it, so callers that wait at the same time share one. A
-caller's future resolves after its transaction is durable, never before. What a transaction is, and what follows when
-one fails, is the database's: it subclasses `GroupCommitThread`.
+Every commit costs a sync to disk (or a round trip), however small it is, so callers that wait at the same time share
+one. A caller's future resolves after its transaction is durable, never before. A subclass of `GroupCommitThread` for
+each database implements the transaction and the handling of its failure.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Generic, TypeVar
 from nemo_gym.contract.errors import NemoGymError
 
 MAX_BATCH = 512
-"""Operations in one transaction, at most."""
+"""Maximum number of operations in one transaction."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """One caller's operation, subclassed to say which; ``outcome`` or ``error`` is what the future gets."""
+    """One caller's operation, which subclasses define. The future gets ``error`` or else ``outcome``."""
 
     future: asyncio.Future[Any]
     outcome: Any = None
@@ -36,7 +36,7 @@ W = TypeVar("W", bound=Waiting)
 
 
 class GroupCommitThread(ABC, Generic[W]):
-    """Takes batches of what waits, in order, on a thread of its own. Belongs to the event loop it was made in."""
+    """Commits waiting requests in order and in batches, on its own thread. Create and use it in one event loop."""
 
     def __init__(self, *, name: str) -> None:
         self._requests: queue.SimpleQueue[W | None] = queue.SimpleQueue()
@@ -48,11 +48,11 @@ class GroupCommitThread(ABC, Generic[W]):
 
     @abstractmethod
     def _settle(self, batch: list[W]) -> None:
-        """Commit the batch, and write to each of it its outcome or error. Never raises."""
+        """Commit the batch, and set the outcome or error of each request in it. Never raises."""
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Let go of the connection; nothing is asked afterwards."""
+        """Close the connection, if there is one. The thread calls this at its end."""
 
     def _put(self, request: W) -> None:
         self._under_way += 1
@@ -60,12 +60,12 @@ class GroupCommitThread(ABC, Generic[W]):
 
     @property
     def _idle(self) -> bool:
-        """For the loop's thread: whether nothing waits. Until the next `_put` the connection is then this thread's, if
-        it can be used from any."""
+        """Whether no request is waiting or in progress. If so, the event loop's thread may use the connection until
+        its next `_put`, provided that the connection works on any thread. Only for the event loop's thread."""
         return self._under_way == 0 and not self._closed
 
     async def aclose(self) -> None:
-        """Commit what waits, then end the thread; idempotent."""
+        """Commit the waiting requests, then end the thread; idempotent."""
         if not self._closed:
             self._closed = True
             self._requests.put(None)
@@ -82,7 +82,7 @@ class GroupCommitThread(ABC, Generic[W]):
         resolve(batch)
 
     def _next(self) -> list[W] | None:
-        """What waits, at least one; ``None`` when closed."""
+        """Wait for at least one request; return all that wait, up to `MAX_BATCH`, or ``None`` when closed."""
         first = self._requests.get()
         if first is None:
             return None
@@ -100,9 +100,9 @@ class GroupCommitThread(ABC, Generic[W]):
 
 
 def resolve(batch: list[W]) -> None:
-    """Tell each caller what became of its operation."""
+    """Resolve the future of each request with its outcome or error."""
     for request in batch:
-        if request.future.done():  # its caller was cancelled; the write stands
+        if request.future.done():  # its caller was cancelled; the write stays committed
             continue
         if request.error is not None:
             request.future.set_exception(request.error)
@@ -117,14 +117,14 @@ class _Request(Waiting):
 
 
 class SqliteWriter(GroupCommitThread[_Request]):
-    """Runs operations in order on its own thread and SQLite connection, one transaction for all who wait.
+    """Runs operations in order on its own thread and SQLite connection, one transaction for all waiting callers.
 
     Args:
-        connect: makes the connection, on the thread.
-        after_commit: sees the rows of a transaction before its callers learn that it stands.
-        translate: the error that callers get for what the database raised.
-        stops_when_broken: the first transaction that fails stops the writer for good: every later call raises the
-            same error, so that nothing is acknowledged on top of a hole. Otherwise it fails for its own callers alone.
+        connect: opens the connection, on the thread.
+        after_commit: gets the rows of a committed transaction before its callers' futures resolve.
+        translate: converts an error of the database to the error that callers get.
+        stops_when_broken: if true, the first transaction that fails stops the writer for good: every later call raises
+            the same error, so that no write is acknowledged after a lost one. If false, only its own callers fail.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class SqliteWriter(GroupCommitThread[_Request]):
     def call(
         self, operation: Callable[[sqlite3.Connection], T], *, row: tuple[str, bytes] | None = None
     ) -> asyncio.Future[T]:
-        """Run ``operation`` in the next transaction. It must raise before it writes, or not at all. ``row`` goes to
-        ``after_commit`` when the operation succeeded."""
+        """Run ``operation`` in the next transaction. It may raise only before it writes. ``after_commit`` gets ``row``
+        if the operation succeeds."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self._broken is not None:
             future.set_exception(self._broken)
@@ -160,8 +160,8 @@ class SqliteWriter(GroupCommitThread[_Request]):
         return future
 
     def call_here(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
-        """Run ``operation``, which writes nothing that a commit would have to sync, on this thread when nothing waits;
-        otherwise in its turn. The connection must be one that any thread may use."""
+        """Run ``operation`` on this thread if no request is waiting, otherwise in its turn. It must not write anything
+        that a commit has to sync, and the connection must work on any thread."""
         if not self._idle or self._connection is None:
             return self.call(operation)
         future: asyncio.Future[T] = self._loop.create_future()
@@ -189,7 +189,7 @@ class SqliteWriter(GroupCommitThread[_Request]):
             for request in batch:
                 try:
                     request.outcome = request.operation(connection)
-                except NemoGymError as error:  # refused before it wrote anything: its caller's affair alone
+                except NemoGymError as error:  # raised before it wrote anything, so only its own caller gets it
                     request.error = error
             connection.execute("COMMIT")
         except BaseException:

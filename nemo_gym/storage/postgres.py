@@ -1,8 +1,8 @@
-"""A writer for PostgreSQL: one thread, one connection, one transaction for all who wait.
+"""A writer for PostgreSQL: one thread, one connection, one transaction for all waiting callers.
 
-A database that goes away is connected to again, and what waited is done again: every operation must be one that may be
-done twice, since nobody knows what became of a commit whose answer was lost. It is the same object that is called
-twice, so it may remember what it did.
+If the connection is lost, the writer connects again and repeats the batch. If the response to a commit is lost, it is
+unknown whether the commit succeeded, so every operation must be safe to run twice. The same callable is called both
+times, so it may keep state between the calls.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 PATIENCE_S = 60.0
-"""How long a database that cannot be used is waited for."""
+"""How long the writer waits for a database that is unreachable."""
 PAUSE_S = 0.5
 PREPARING = 0x6E67_6A62
-"""Number of the advisory lock under which tables are made."""
+"""Number of the advisory lock under which tables are created."""
 
 T = TypeVar("T")
 
 
 class PostgresConnection:
-    """psycopg's, for statements that mark their values with ``?``."""
+    """A psycopg connection that accepts statements with ``?`` placeholders."""
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self.raw = connection
@@ -62,11 +62,12 @@ class PostgresWriter(GroupCommitThread[_Request]):
     """Runs operations in order on its own thread and connection.
 
     Args:
-        prepare: makes what is missing in the database, under a lock, whenever it was connected to.
-        after_commit: sees the rows of a transaction before its callers learn that it stands.
-        translate: the error that callers get for what the database raised in the end.
-        held: numbers of advisory locks that every connection takes and no other process may have. One that is taken
-            is waited for as the database is.
+        prepare: creates missing tables, under a lock, after each connect.
+        after_commit: gets the rows of a committed transaction before its callers' futures resolve.
+        translate: converts the database's final error to the error that callers get.
+        patience_s: seconds to wait for an unreachable database before the batch fails.
+        held: numbers of advisory locks that the connection holds exclusively. While another process holds one of them,
+            the database counts as unreachable.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class PostgresWriter(GroupCommitThread[_Request]):
     def call(
         self, operation: Callable[[PostgresConnection], T], *, row: tuple[str, bytes] | None = None
     ) -> asyncio.Future[T]:
-        """Run ``operation`` in the next transaction. It raises `NemoGymError` for its caller alone, before it changes
-        what others see; ``row`` goes to ``after_commit`` when it succeeded."""
+        """Run ``operation`` in the next transaction. It may raise `NemoGymError`, which only its own caller gets, and
+        only before it changes shared data. ``after_commit`` gets ``row`` if the operation succeeds."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self._closed:
             future.set_exception(RuntimeError(f"{self._name} is closed"))
@@ -118,7 +119,7 @@ class PostgresWriter(GroupCommitThread[_Request]):
                 self._commit(batch)
                 return
             except self._psycopg.errors.DeadlockDetected:
-                log.info("store_deadlock", operations=len(batch))  # another process went first
+                log.info("store_deadlock", operations=len(batch))  # PostgreSQL let another process win; try again
             except (self._psycopg.OperationalError, self._psycopg.InterfaceError) as error:
                 log.warning("store_unreachable", error=type(error).__name__, operations=len(batch))
                 self._disconnect()

@@ -1,1 +1,1 @@
-"""NeMo Gym's names for what a client measures of its connections; what is measured here: `nemo_gym.http.otlp`."""
+"""NeMo Gym's names for a client's connection metrics. This suite's own telemetry is in `nemo_gym.http.telemetry`."""

@@ -1,4 +1,4 @@
-"""To whom a request of this process goes, for a plugin that measures its own connections."""
+"""The destination of this process's requests, for plugins that measure their own connections."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 EXTERNAL = "external"
-"""Of requests that name no server."""
+"""The destination of requests that name no server."""
 
 _SERVER_NAME: ContextVar[str] = ContextVar("nemo_gym_destination", default=EXTERNAL)
 
 
 @contextmanager
 def destination(name: str) -> Iterator[None]:
-    """Requests inside go to ``name``."""
+    """Label requests made inside the block with the destination ``name``."""
     token = _SERVER_NAME.set(name)
     try:
         yield

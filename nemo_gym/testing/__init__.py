@@ -1,1 +1,1 @@
-"""What tests of plugins use."""
+"""Helpers for tests of plugins."""

@@ -1,4 +1,4 @@
-"""For unit tests of environments: an environment without a server, a reply, an attempt, what was collected."""
+"""Helpers for unit tests of environments: an environment without a server, a response, an attempt, artifacts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EnvironmentT = TypeVar("EnvironmentT", bound=SimpleResourcesServer)
 
 
 def make_environment(kind: type[EnvironmentT], **settings: Any) -> EnvironmentT:
-    """An environment with these settings of its block. Nothing is started."""
+    """Create an environment with these settings in its configuration block. Nothing is started."""
     given = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": kind.__name__.lower(), **settings}
     return kind(config=kind.config_class().model_validate(given), server_client=ServerClient())
 
 
 def reply(text: str) -> dict[str, Any]:
-    """The response of an agent that said ``text``."""
+    """A response whose only message is ``text``."""
     part = {"type": "output_text", "text": text, "annotations": []}
     message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
     head = {"id": "resp_1", "object": "response", "created_at": 0, "model": "policy", "status": "completed"}
@@ -29,12 +29,12 @@ def reply(text: str) -> dict[str, Any]:
 
 
 def attempt(task_id: str = "task") -> RolloutIdentity:
-    """The identity of some attempt."""
+    """An attempt's identity."""
     return RolloutIdentity(rollout_id="rollout", task_id=task_id, group_id=task_id)
 
 
 def collected(files: Mapping[str, str], *, workdir: str = "/home/task") -> Sequence[Artifact]:
-    """What `SimpleResourcesServer.collected` finds: the files that an agent left in ``workdir``."""
+    """Artifacts for `SimpleResourcesServer.collected`: the files that an agent left in ``workdir``."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for path, text in files.items():

@@ -1,4 +1,4 @@
-"""Whether an environment keeps the contract of NeMo Gym's session protocol, asked through its application."""
+"""Checks through its application whether an environment obeys the contract of NeMo Gym's session protocol."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nemo_gym.http.environment_bodies import ResourcesCloseSessionRequest, Resou
 
 
 def check_resources_session_contract(app: FastAPI, seed: ResourcesSeedSessionRequest, *, keeps_state: bool) -> None:
-    """Seed, seed again, close and close again. Raises ``AssertionError`` naming what was answered instead.
+    """Seed, seed again, close and close again. Raises ``AssertionError`` with the actual reply.
 
     Args:
-        app: of ``setup_webserver``.
-        seed: with a ``resources_session_id`` that the application has not seen.
-        keeps_state: the server keeps something for a session. Then a seed after its close, and one after the close
-            of an id that was never seeded, must be refused.
+        app: the application of ``setup_webserver``.
+        seed: a request with a new ``resources_session_id``.
+        keeps_state: whether the server keeps state for a session. If so, it must refuse a seed after the session's
+            close, and a seed after the close of an id that was never seeded.
     """
     from starlette.testclient import TestClient
 

@@ -1,7 +1,7 @@
-"""NeMo Gym's names for capturing token ids. Here the gateway keeps them for every session of an attempt.
+"""NeMo Gym's names for capturing token ids. In this suite the gateway keeps token ids for every session of an attempt.
 
-A model server written for NeMo Gym finds that nothing is captured in its own process; one that asks for
-``external_staging`` is refused, with what to use instead.
+A model server written for NeMo Gym gets no capture context in its own process. A configuration with
+``external_staging`` is refused with an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from typing import Any
 
 
 def current_capture_context() -> Any:
-    """``None``: no capture runs inside of a plugin's process."""
+    """Return ``None``: no capture runs inside a plugin's process."""
     return None

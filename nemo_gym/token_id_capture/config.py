@@ -24,7 +24,7 @@ class TokenIdCaptureConfig(BaseModel):
 
 
 def token_id_capture_config(global_config: Mapping[str, Any]) -> TokenIdCaptureConfig | None:
-    """The block, or ``None`` where a configuration has none."""
+    """The validated block, or ``None`` if the configuration has none."""
     block = global_config.get(TOKEN_ID_CAPTURE_BLOCK) if isinstance(global_config, Mapping) else None
     if not isinstance(block, Mapping):
         return None

@@ -1,4 +1,4 @@
-"""Capture by an engine's own workers: not served here."""
+"""Capture of token ids by an engine's own workers, which this suite does not support."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from nemo_gym.contract.errors import ConfigError
 
 
 class ExternalCaptureHandler(Protocol):
-    """What a model server asks before and after a call."""
+    """The interface that a NeMo Gym model server calls before a request."""
 
     def prepare_request(self, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
 def make_external_capture_handler(backend: Any) -> NoReturn:
-    """Raises `ConfigError`: the gateway keeps token ids."""
+    """Raise `ConfigError`, because the gateway captures token ids."""
     raise ConfigError(
         f"token_id_capture.external_staging ('{backend}') does not exist here; leave it out and use model=gateway,"
         " whose sessions keep the token ids of every attempt",

@@ -1,1 +1,1 @@
-"""Seeing a run: the index of its result files, what they mean, and the pages and tables that show it."""
+"""Viewing a run: the index of its result files, their interpretation, and the pages and tables that show it."""

@@ -1,4 +1,4 @@
-"""Sequence diagrams in Mermaid's spelling, drawn as SVG: participants, messages, and blocks that repeat or choose."""
+"""Draw sequence diagrams in Mermaid's syntax as SVG: participants, messages, and loop, alt, opt and par blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"(loop|alt|opt|par)\s+(.+)")
 
 
 class DiagramError(ValueError):
-    """A line that this program does not draw."""
+    """A line that cannot be drawn."""
 
     def __init__(self, line: int, what: str) -> None:
         super().__init__(what)
@@ -30,7 +30,7 @@ class _Message:
 
 
 def sequence_diagram(source: str) -> str:
-    """The drawing. Raises `DiagramError`."""
+    """Return the drawing as SVG. Raises `DiagramError`."""
     names: dict[str, str] = {}
     drawn: list[str] = []
     blocks: list[tuple[int, str, int]] = []
@@ -91,7 +91,7 @@ def _arrow(message: _Message, y: int) -> str:
         end = start + 40
     way = 1 if end > start else -1
     kind = "reply" if message.is_reply else "call"
-    # A text that is longer than its arrow goes on behind the side at which it begins.
+    # A text that is longer than its arrow is moved right, so that it does not begin outside the drawing.
     centre = (start + end) / 2
     half = len(message.text) * CHAR_WIDTH / 2
     centre = max(centre, half + 4)

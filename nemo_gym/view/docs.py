@@ -1,9 +1,8 @@
 """The documentation as a site of static pages: `python -m nemo_gym.view.docs [fern] [site]`, or `make docs`.
 
 Pages are Markdown in the order of fern's `docs.yml`. They become HTML that needs no script and no network, works from
-a disk, and is served by `ng_view` under /docs. What is broken fails the build, with page and line: links and anchors,
-pages that the navigation leaves out or that are not there, components that nobody knows, and code blocks that do not
-parse.
+a disk, and is served by `ng_view` under /docs. The build fails, naming page and line, for broken links and anchors,
+pages that the navigation omits or that do not exist, unknown components, and code blocks that do not parse.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SOURCE = INSTALL_ROOT / "fern"
 SITE = INSTALL_ROOT / "fern" / "site"
 STATIC = Path(__file__).parent / "static"
 COMPONENTS = {"Note": "Note", "Tip": "Tip", "Info": "Note", "Warning": "Warning"}
-"""Those of fern's components that pages may use, with the word that the box begins with."""
+"""fern's components that pages may use → the word that begins the box."""
 _COMPONENT = re.compile(r"\s*<(/?)([A-Za-z][\w.-]*)\s*(/?)>\s*")
 _COMMENT = re.compile(r"\s*<!--.*?-->\s*", re.DOTALL)
 _TITLE = re.compile(r'title="(?P<title>[^"]+)"')
@@ -62,7 +61,7 @@ class Page:
     section: str | None
     tokens: list[Any] = field(repr=False, default_factory=list)
     anchors: dict[int, str] = field(default_factory=dict)
-    """Of headings, by their place among the tokens."""
+    """Anchors of headings, by the headings' indices in ``tokens``."""
 
 
 class Site:
@@ -75,7 +74,7 @@ class Site:
         self.root = self.source.parent
         self.problems: list[Problem] = []
         self._markdown = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-        setattr(self._markdown, "validateLink", lambda url: True)  # noqa: B010 - `_link` says what is wrong with one
+        setattr(self._markdown, "validateLink", lambda url: True)  # noqa: B010 - `_link` reports bad links
         self.pages: dict[Path, Page] = {}
         self.title = "Documentation"
         self._files: dict[Path, str] = {}
@@ -123,7 +122,7 @@ class Site:
     # Checking and rendering
 
     def render(self) -> dict[str, str]:
-        """Every page's HTML by its name in the site; `problems` hold what is wrong."""
+        """Return every page's HTML by its name in the site; add everything that is wrong to `problems`."""
         bodies: dict[str, str] = {}
         waiting = [*self.pages.values()]
         while waiting:
@@ -136,7 +135,7 @@ class Site:
         return {page.name: self._framed(page, bodies[page.name], order) for page in self.pages.values()}
 
     def _prepare(self, page: Page) -> None:
-        """Make a page's tokens those that are written, and note what is wrong with them."""
+        """Replace a page's tokens with those to render, and record what is wrong with them."""
         opened: list[tuple[str, int]] = []
         prefix = "../" * page.name.count("/")
         for place, token in enumerate(page.tokens):
@@ -144,7 +143,7 @@ class Site:
             if token.type == "heading_open":
                 token.attrSet("id", page.anchors[place])
             elif token.type in ("th_open", "td_open") and "style" in token.attrs:
-                # A style of its own would be refused by the policy of the viewer's pages.
+                # The viewer's content security policy would refuse an inline style.
                 token.attrSet("class", str(token.attrs.pop("style")).rpartition(":")[2])
             elif token.type == "fence":
                 token.type, token.content = "html_block", self._code(page, token, line)
@@ -169,7 +168,7 @@ class Site:
             self._wrong(page, line, f"<{name}> is not closed")
 
     def _html(self, page: Page, text: str, line: int, opened: list[tuple[str, int]]) -> str:
-        """What becomes of HTML in a page: components and comments, and nothing else."""
+        """Render HTML in a page. Only components and comments are allowed."""
         text = _COMMENT.sub("", text)
         written = []
         while text.strip():
@@ -191,7 +190,7 @@ class Site:
         return "".join(written)
 
     def _link(self, page: Page, target: str, line: int, prefix: str) -> str:
-        """Where a link leads within the site."""
+        """Return where a link leads within the site."""
         if re.match(r"[a-z][a-z0-9+.-]*:", target):
             if not target.startswith(("https:", "http:", "mailto:")):
                 self._wrong(page, line, f"link '{target}': a page leads to https, http and mailto only")
@@ -213,7 +212,7 @@ class Site:
         return f"{prefix}{other.name}" + (f"#{anchor}" if anchor else "")
 
     def _file(self, file: Path) -> str:
-        """The place in the site of a file that is copied."""
+        """Return the path within the site of a file to copy."""
         within = file.relative_to(self.source if file.is_relative_to(self.source) else self.root)
         name = f"files/{within}" + (".txt" if file.suffix in _SHOWN_AS_TEXT and file.suffix != ".txt" else "")
         self._files[file] = name
@@ -301,8 +300,8 @@ class Site:
         )
 
     def write(self, site: Path) -> int:
-        """Write every page below ``site``, which is made anew; how many there are. Nothing is written where something
-        is wrong."""
+        """Make the folder ``site`` anew with all pages; return their number. If anything is wrong, write nothing and
+        return 0."""
         pages = self.render()
         if self.problems:
             return 0
@@ -339,7 +338,7 @@ def _tables_scroll(body: str) -> str:
 
 
 def faults_of(language: str, code: str, title: str = "") -> Iterator[tuple[int, str]]:
-    """The first thing that keeps a code block from being read: its line within the block, from 1, and what it is."""
+    """Yield the first syntax error of a code block, if any: its line within the block, from 1, and its message."""
     try:
         match language:
             case "python":
@@ -377,7 +376,7 @@ def faults_of(language: str, code: str, title: str = "") -> Iterator[tuple[int, 
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Build; 1 with what is wrong, a line each."""
+    """Build the site. Return 1 if pages have problems, printed one per line; 2 if the site cannot be built."""
     parser = argparse.ArgumentParser(
         prog="python -m nemo_gym.view.docs", description="Build the documentation's site."
     )

@@ -1,6 +1,6 @@
 """A run for other tools: MLflow, Weights & Biases, and OpenTelemetry.
 
-MLflow's and W&B's own packages write their directories, offline; they are imported here when somebody asks. Spans go
+MLflow's and W&B's own packages write their directories, offline; they are imported only when they are needed. Spans go
 to an OTLP endpoint, or into a file with one OTLP/JSON request per line, as a collector's file receiver reads it.
 """
 
@@ -29,12 +29,12 @@ COLUMNS = (
     *("task_id", "sample_index", "rollout_id", "agent", "reward", "outcome", "findings"),
     *("turns", "seconds", "tokens_in", "tokens_out", "attempts", "reason"),
 )
-"""Of a rollout, as tables of other tools get it. Prompts and answers stay in the result file."""
+"""The columns of a rollout in other tools' tables. Prompts and answers stay in the result file."""
 
 
 def export_mlflow(indexes: Sequence[ResultIndex], target: str, prices: Prices | None) -> str:
-    """One MLflow run per result file, below the directory ``target``; returns where."""
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a directory is what is asked for
+    """Write one MLflow run per result file below the directory ``target``; return its URI."""
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the user asks for a directory
     mlflow = _package("mlflow")
     uri = Path(target).absolute().as_uri()
     client = mlflow.MlflowClient(tracking_uri=uri)
@@ -54,7 +54,7 @@ def export_mlflow(indexes: Sequence[ResultIndex], target: str, prices: Prices | 
 
 
 def export_wandb(indexes: Sequence[ResultIndex], target: str, prices: Prices | None) -> str:
-    """One offline W&B run per result file, below the directory ``target``; returns where."""
+    """Write one offline W&B run per result file below the directory ``target``; return the runs' folder."""
     wandb = _package("wandb")
     folder = Path(target).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def export_wandb(indexes: Sequence[ResultIndex], target: str, prices: Prices | N
 
 
 def export_otel(indexes: Sequence[ResultIndex], target: str, prices: Prices | None) -> str:
-    """Every rollout as a trace: to an endpoint where ``target`` is a URL, else into that file. Returns where."""
+    """Export every rollout as a trace, to an endpoint if ``target`` is a URL, else into that file; return which."""
     del prices
     if "://" in target:
         url = TracesConfig(endpoint=target).url
@@ -125,7 +125,7 @@ def _parameters(index: ResultIndex) -> dict[str, str]:
 
 
 def _figures(index: ResultIndex, prices: Prices | None) -> dict[str, float]:
-    """The run's figures that are numbers, by the names that the report has."""
+    """Return the run's numeric figures, by their names in the report."""
     of = summary(index, prices)
     mean = of["reward"]
     found = {
@@ -139,7 +139,7 @@ def _figures(index: ResultIndex, prices: Prices | None) -> dict[str, float]:
 
 
 def _word(name: str) -> str:
-    """A name that MLflow takes for a metric."""
+    """Return a name that MLflow accepts for a metric."""
     return name.replace("@", "_at_").replace("/", "_")  # its file store makes folders of slashes
 
 
@@ -172,10 +172,10 @@ def _in_batches(
 
 
 def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
-    """A result row as a trace: the rollout, its stages, the agent with its usage, and each call of a tool.
+    """Yield a result row's trace: the rollout, its stages, the agent with its usage, and each call of a tool.
 
-    A row has durations and no dates, so it ends at ``finished_ns``. The ids are those that a run's own spans would
-    have, so that a rollout is found by either.
+    A row has durations but no timestamps, so the trace ends at ``finished_ns``. The ids are those that the run's own
+    spans would have, so that a rollout is found by either.
     """
     rollout_id, task_id = str(row.get("_ng_rollout_id") or ""), str(row.get("task_id") or "")
     attempt = int(row.get("_ng_attempt_index") or 0) + 1

@@ -1,7 +1,7 @@
-"""The index of a result file, kept beside it: what a table shows of each rollout, and where its line stands.
+"""The index of a result file, kept beside it: each rollout's table columns, and the position of its line.
 
-A file of any size is read once, in pieces; what is appended later is read then. The index is made anew when the file
-is another one. It is a cache: whoever deletes it loses the time of one reading.
+A file of any size is read once, in pieces; lines that are appended later are then read alone. The index is rebuilt
+when the file is replaced. It is a cache: deleting it costs only the time of one more reading.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INSERT = (
 
 
 class ViewError(NemoGymError):
-    """What is asked for cannot be shown; the message says why in one sentence."""
+    """The requested item cannot be shown; the message gives the reason in one sentence."""
 
     code = "view"
     status = 404
@@ -55,7 +55,7 @@ class ViewError(NemoGymError):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How far the reading of a file is."""
+    """The progress of reading a file."""
 
     path: Path
     done_bytes: int
@@ -72,7 +72,7 @@ ReadingListener = Callable[[Reading], None]
 
 @dataclass(slots=True)
 class _State:
-    """What the index knows of a file."""
+    """What the index records about a file."""
 
     inode: int = 0
     read_to: int = 0
@@ -83,11 +83,11 @@ class _State:
 
 
 class ResultIndex:
-    """The index of one output and its failures file. Readers get connections of their own, so that a table is shown
+    """The index of one output and its failures file. Each thread has its own connection, so that a table can be shown
     while a file is read. Safe to use from several threads, and from several processes at once."""
 
     def __init__(self, output: Path, *, place: Path | None = None) -> None:
-        """``place`` of the index; default beside the output, or in a temporary folder where that cannot be written."""
+        """``place`` is the index's path, by default beside the output; if it cannot be written, a temporary folder."""
         self.files = RunFiles(output)
         self.paths = (self.files.output, self.files.failures)
         self._updating = threading.Lock()
@@ -95,7 +95,7 @@ class ResultIndex:
         self._connections: list[sqlite3.Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.version = 0
-        """Grows when there is something new to show."""
+        """Increases when there is something new to show."""
         self.path = self._opened(place or self.files.index)
 
     def _opened(self, path: Path) -> Path:
@@ -117,7 +117,7 @@ class ResultIndex:
         try:
             version = _version(connection)
             if version != INDEX_VERSION:
-                if version is None:  # not a database: somebody else's file is not touched
+                if version is None:  # not an index: another program's file is not touched
                     raise sqlite3.DatabaseError("another file has its name")
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("BEGIN EXCLUSIVE")
@@ -138,7 +138,7 @@ class ResultIndex:
     # Reading
 
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection."""
+        """Return this thread's connection."""
         found: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if found is None:
             found = sqlite3.connect(self.path, isolation_level=None, timeout=30.0, check_same_thread=False)
@@ -151,7 +151,7 @@ class ResultIndex:
         return found
 
     def update(self, listener: ReadingListener | None = None) -> bool:
-        """Read what is new in the files; whether anything was. Raises `ViewError` when a file cannot be read."""
+        """Read what is new in the files; return whether anything was. Raises `ViewError` if a file cannot be read."""
         with self._updating:
             changed = False
             for source, path in enumerate(self.paths):
@@ -185,7 +185,7 @@ class ResultIndex:
             return changed
 
     def _read_batch(self, connection: sqlite3.Connection, file: BinaryIO, source: int, size: int) -> _State | None:
-        """Index the next lines; ``None`` where only a line without an end is left."""
+        """Index the next lines; return the new state, or ``None`` if only a line without an end is left."""
         with _transaction(connection):
             state = self._state(connection, source)  # another process may have read on
             start, rows, texts, odd = state.read_to, [], [], []
@@ -237,7 +237,7 @@ class ResultIndex:
         return True
 
     def line(self, source: int, offset: int, length: int) -> bytes:
-        """One line of a file. Raises `ViewError` when the file is another one by now."""
+        """Return one line of a file. Raises `ViewError` if the file cannot be read or has become shorter."""
         try:
             with self.paths[source].open("rb") as file:
                 file.seek(offset)
@@ -250,12 +250,12 @@ class ResultIndex:
 
     @property
     def torn_bytes(self) -> int:
-        """Bytes of last lines without an end, which are left out: a writer is at work, or was killed at it."""
+        """Bytes of last lines without an end, which are left out: a writer is still writing them, or was killed."""
         torn = 0
         for source, path in enumerate(self.paths):
             with suppress(OSError), path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                # Behind what was read there may be whole lines by now, which the next reading finds.
+                # New complete lines may follow what was read; they do not count, because the next update reads them.
                 start = max(self._state(self.connection(), source).read_to, size - BATCH_BYTES)
                 torn += len(os.pread(file.fileno(), max(0, size - start), start).rpartition(b"\n")[2])
         return torn
@@ -270,7 +270,7 @@ class ResultIndex:
 
 
 def open_result(output: Path, listener: ReadingListener | None = None) -> ResultIndex:
-    """The index of a result file that is there, read to its end. Raises `ConfigError` for a file that is none."""
+    """Open the index of an existing result file, read to its end. Raises `ConfigError` if it is no result file."""
     files = RunFiles(output)
     if output.is_dir():
         raise ConfigError(f"'{output}' is a directory; name its result file, such as '{output / 'rollouts.jsonl'}'")
@@ -300,7 +300,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _version(connection: sqlite3.Connection) -> int | None:
-    """The version of an index; 0 for a new one, ``None`` for a file that is none."""
+    """Return the version of an index: 0 for a new file, ``None`` for a file that is not an index."""
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -312,7 +312,7 @@ def _version(connection: sqlite3.Connection) -> int | None:
 
 
 def _lines(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, bytes | None, int]]:
-    """``(offset, line, length)`` of each whole line; no line where it is longer than is held in memory."""
+    """Yield ``(offset, line, length)`` of each complete line; ``line`` is ``None`` beyond `MAX_LINE_BYTES`."""
     file.seek(start)
     offset = start
     while offset < end:
@@ -336,7 +336,7 @@ def _digest(file: BinaryIO, start: int, length: int) -> bytes:
 
 
 def _continues(file: BinaryIO, state: _State) -> bool:
-    """Whether a file is the one that was read, perhaps with more lines."""
+    """Whether a file is the one that was read before, perhaps with more lines."""
     status = os.fstat(file.fileno())
     if status.st_ino != state.inode or status.st_size < state.read_to:
         return False

@@ -1,7 +1,6 @@
-"""What one line of a result file says, for a table: read without building what a table does not show.
+"""Read one line of a result file into the columns of a table, without building what a table does not show.
 
-A line is somebody else's text. Whatever stands in it, reading it ends in a row or in one sentence that says why it is
-none.
+Lines are untrusted text. Whatever a line holds, reading it yields a row, or one sentence that says why it is not one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from nemo_gym.contract.verdict import (
 from nemo_gym.rollouts.result_rows import RolloutSummary, same_way
 
 TEXT_CHARS = 8 * 1024
-"""Of the prompt from its beginning, and of the answer to its end: what full-text search finds."""
+"""Full-text search covers this many characters at the start of the prompt, and as many at the end of the answer."""
 REASON_CHARS = 1000
 _TEXT_KEYS = frozenset({"text", "content", "arguments", "input", "output", "summary"})
 _SEARCHED_DEPTH = 6
@@ -44,7 +43,7 @@ class IndexedLine:
     values: tuple[Any, ...]
     text: str
     is_foreign: bool
-    """It has no mark of this suite: a row of NeMo Gym, or of another version."""
+    """Whether the row lacks this suite's keys, as rows of NeMo Gym or of another version do."""
 
 
 COLUMNS = (
@@ -72,7 +71,7 @@ class _Chain(msgspec.Struct, gc=False):
 
 
 class _Item(msgspec.Struct, gc=False):
-    """An item of a response: what a tool printed is not searched."""
+    """An item of a response. Tool output is left out, because it is not searched."""
 
     type: Any = None
     content: Any = None
@@ -90,7 +89,7 @@ class _Params(msgspec.Struct, gc=False):
 
 
 class _Row(msgspec.Struct, gc=False):
-    """The fields that a table shows. All others are passed over."""
+    """The fields that a table shows. All others are skipped."""
 
     reward: Any = msgspec.UNSET
     valid: Any = msgspec.UNSET
@@ -123,7 +122,7 @@ _NAMES = {field.name: field.encode_name for field in msgspec.structs.fields(_Row
 
 
 def index_line(line: bytes) -> IndexedLine:
-    """The columns of a line. Raises `NoResultRow`."""
+    """Return the columns of a line. Raises `NoResultRow`."""
     row = _decoded(line)
     for key in (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY):
         if _int(row.get(key)) is None or not isinstance(row[key], int):
@@ -150,7 +149,7 @@ def index_line(line: bytes) -> IndexedLine:
 
 
 def load_row(line: bytes) -> dict[str, Any]:
-    """The whole row of a line, as far as it can be read. Raises `NoResultRow`."""
+    """Return the whole row of a line, with unreadable characters replaced. Raises `NoResultRow`."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -169,7 +168,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
     try:
         decoded = _DECODER.decode(line)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        # Other types than this suite writes, invalid UTF-8, or no JSON at all: the slow way says which.
+        # Other types than this suite writes, invalid UTF-8, or no JSON at all: the slow parser tells them apart.
         return load_row(line)
     row = {
         _NAMES[name]: value
@@ -182,7 +181,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
 
 
 def _with_known_types(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose fields have the types that a summary reads; what has another type is left out."""
+    """Return a row whose fields have the types that a summary reads; values of other types are left out."""
     timings = row.get("timings")
     findings = row.get("findings")
     return {
@@ -230,7 +229,7 @@ def _searched(row: Mapping[str, Any]) -> str:
 
 
 def _texts(value: Any, chars: int, depth: int = 0) -> Iterator[str]:
-    """Every text of messages and their parts, until there are ``chars`` of them."""
+    """Yield the texts of messages and their parts, until they have ``chars`` characters in all."""
     if depth > _SEARCHED_DEPTH or chars <= 0:
         return
     if isinstance(value, str):
@@ -253,7 +252,7 @@ def _text(value: Any) -> str:
 
 
 def _clean(text: str | None) -> str | None:
-    """Text that a database takes: JSON may hold halves of surrogate pairs."""
+    """Return text that a database accepts: JSON may hold halves of surrogate pairs."""
     if text is None or text.isascii():
         return text
     return text.encode("utf-8", "replace").decode()

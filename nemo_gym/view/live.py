@@ -1,4 +1,4 @@
-"""How far a run is: what its database says while a collector works on it. Read only; the collector notices nothing."""
+"""The progress of a run, read from its database while a collector works on it, without disturbing the collector."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LEFT = "state IN ('queued', 'claimed')"
 
 
 def is_collecting(files: RunFiles) -> bool:
-    """Whether a collector holds the output's lock. The kernel's list says so: who tries the lock itself would hold it
-    for a moment, in which a collector could not start."""
+    """Whether a collector holds the output's lock, by the kernel's list of locks. Trying the lock instead would hold
+    it for a moment, in which a collector could not start."""
     try:
         held = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
         inode = str(files.lock.stat().st_ino)
@@ -39,8 +39,8 @@ def is_collecting(files: RunFiles) -> bool:
 
 
 def progress(files: RunFiles) -> dict[str, Any] | None:
-    """Counts by state, what is running since when, the rate of the last minutes and the time left; ``note`` where the
-    database cannot be read; ``None`` where there is none."""
+    """Return counts by state, the running rollouts and their times, the rate of the last minutes and the time left. If
+    the database cannot be read, return a ``note`` in their place; if there is none, ``None``."""
     if not files.store.exists():
         return None
     collecting = is_collecting(files)
@@ -68,7 +68,7 @@ def _progress(connection: sqlite3.Connection, files: RunFiles, collecting: bool)
     timed = _has_times(connection)
     rate = None
     if timed:
-        # Of the latest only: it stands behind the result blob, and reading it costs that blob's pages.
+        # Only of the latest jobs: the column follows the result blob, so reading it reads the blob's pages, too.
         times = [
             finished_at
             for (finished_at,) in connection.execute(
@@ -120,8 +120,8 @@ def _progress(connection: sqlite3.Connection, files: RunFiles, collecting: bool)
 
 
 def left_over(files: RunFiles) -> tuple[int, list[dict[str, Any]]] | None:
-    """How many rollouts a stopped run has left, and those of them that were begun, the first few; ``None`` for a run
-    that goes on or is at its end, and where its database cannot be read."""
+    """Return how many rollouts a stopped run has left, and the first few of them that had begun; ``None`` if the run
+    goes on or has ended, or if its database cannot be read."""
     if not files.store.exists() or is_collecting(files):
         return None
     try:
@@ -139,7 +139,7 @@ def left_over(files: RunFiles) -> tuple[int, list[dict[str, Any]]] | None:
 
 
 def run_info(files: RunFiles) -> dict[str, Any]:
-    """What the run recorded of itself; empty where nothing can be read."""
+    """Return the run's record of itself; empty if it cannot be read."""
     try:
         with _reading(files.store) as connection:
             found = connection.execute("SELECT info FROM run").fetchone()
@@ -149,12 +149,12 @@ def run_info(files: RunFiles) -> dict[str, Any]:
 
 
 def server_logs(files: RunFiles) -> list[Path]:
-    """The folders with the logs of the servers that a run used, as far as they are there."""
+    """Return the existing folders with logs of the servers that a run used."""
     return [path for each in run_info(files).get(LOGS_KEY) or () if (path := Path(str(each))).is_dir()]
 
 
 def stored_job(files: RunFiles, rollout_id: str) -> dict[str, Any] | None:
-    """What the database knows of a rollout beyond its row: its dataset row, and how earlier attempts failed."""
+    """Return what the database holds of a rollout beyond its result row: its dataset row, and its earlier failures."""
     if not files.store.exists():
         return None
     try:
@@ -180,7 +180,7 @@ def stored_job(files: RunFiles, rollout_id: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    # Of a database that nobody has open, nothing but itself is read: SQLite leaves no files beside it then.
+    # Without a WAL file, nobody has the database open. Then ``immutable`` keeps SQLite from making files beside it.
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
     connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?{mode}", uri=True, timeout=5.0)
     try:

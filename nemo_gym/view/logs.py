@@ -1,4 +1,4 @@
-"""The structured log lines of all servers that speak of one rollout, in the order of their time."""
+"""All servers' structured log lines about one rollout, in order of time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LogLine:
     file: Path
     number: int
     more: dict[str, Any] = field(default_factory=dict)
-    """What else it says; a traceback is ``exception``."""
+    """The line's other fields; a traceback is ``exception``."""
 
     @property
     def is_trouble(self) -> bool:
@@ -38,8 +38,8 @@ class LogLine:
 
 
 def lines_of(folders: Iterable[Path], rollout_id: str, row: Mapping[str, Any] | None = None) -> list[LogLine]:
-    """All servers' lines of one rollout and its attempts, in order; the last `MAX_LINES` of them. A model server's
-    lines name the session that ``row`` names."""
+    """Return all servers' lines of one rollout and its attempts, in order; the last `MAX_LINES` of them. A model
+    server's lines are found by the session id in ``row``."""
     session = (row or {}).get("ng_model_session")
     session_id = session.get("session_id") if isinstance(session, Mapping) else None
     of_rollout = re.compile(rf"{re.escape(rollout_id)}(-a\d+)?")
@@ -54,7 +54,7 @@ def lines_of(folders: Iterable[Path], rollout_id: str, row: Mapping[str, Any] | 
 
 
 def trouble_of(folders: Iterable[Path], words: Sequence[str] = ()) -> list[LogLine]:
-    """Warnings and errors that name no rollout, with any of ``words`` where there are any: what befell a server."""
+    """Return servers' warnings and errors that name no rollout; given ``words``, only those that hold one of them."""
     lowered = [word.lower() for word in words]
     found = []
     for path in log_files(folders):
@@ -68,7 +68,7 @@ def trouble_of(folders: Iterable[Path], words: Sequence[str] = ()) -> list[LogLi
 
 
 def log_folders(files: RunFiles, row: Mapping[str, Any]) -> list[Path]:
-    """Where the servers of a rollout logged: the folder that its row names, where it is there, and the run's."""
+    """Return the log folders of a rollout's servers: the one that its row names if the run has it, else all."""
     folders = live.server_logs(files)
     named = row.get("server_logs")
     if isinstance(named, str) and named and Path(named).is_dir() and Path(named) in folders:

@@ -1,4 +1,4 @@
-"""Questions to an index: tables, sums and single rows of a result file, each in a fraction of a second."""
+"""Queries of an index: tables, sums and single rows of a result file, each in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _BOUND = re.compile(r"\s*([<>]=?)?\s*(\d{1,12}(?:\.\d{1,6})?)\s*")
 
 @dataclass(frozen=True, slots=True)
 class TableQuery:
-    """What a table shows. Conditions that are empty hold for every row."""
+    """The filters, the order and the page of a table. An empty filter matches every row."""
 
     q: str = ""
-    """Words that stand in the prompt or the answer, each from its beginning; or a part of the task's name."""
+    """Beginnings of words that are all in the prompt or the answer; a part of the task's name; or a rollout's id."""
     task: str = ""
     """A part of the task's name."""
     agent: str = ""
@@ -47,7 +47,7 @@ class TableQuery:
     turns: str = ""
     """A number, or a bound such as ``>20``."""
     seconds: str = ""
-    """As ``turns``, of the time that a rollout took."""
+    """As ``turns``, for the seconds that a rollout took."""
     way: str = ""
     """Rows that failed the same way."""
     sort: str = "worst"
@@ -57,7 +57,7 @@ class TableQuery:
 
     @classmethod
     def of(cls, words: Mapping[str, str]) -> Self:
-        """From texts. Raises `ConfigError` naming what there is not."""
+        """Parse texts. Raises `ConfigError` for unknown filters and wrong values."""
         names = {field.name for field in fields(cls)}
         for name in words:
             if name not in names:
@@ -118,7 +118,7 @@ class TableQuery:
 
 
 def table(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
-    """``total`` and the ``rows`` of one page."""
+    """Return ``total`` and the ``rows`` of one page."""
     connection = index.connection()
     where, values = query.where()
     (total,) = connection.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()
@@ -131,7 +131,7 @@ def table(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
 
 
 def tasks(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
-    """Tasks, those with the lowest mean reward first, each with its samples side by side."""
+    """Return tasks, those with the lowest mean reward first, each with its samples."""
     connection = index.connection()
     where, values = query.where()
     (total,) = connection.execute(f"SELECT count(DISTINCT task_index) FROM rollouts WHERE {where}", values).fetchone()
@@ -154,7 +154,7 @@ def tasks(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
 
 
 def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
-    """What rollouts have in common that failed the same way, those without a verdict first, then by their number."""
+    """Group rollouts that failed the same way: those without a verdict first, then the largest groups first."""
     found = index.connection().execute(
         "SELECT way, label, reason, rank, count(*) AS rollouts, min(id) AS first, outcome, log"
         " FROM rollouts WHERE way IS NOT NULL GROUP BY rank, way ORDER BY rank, count(*) DESC LIMIT ?",
@@ -171,7 +171,7 @@ def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
 
 
 def rewards_by_task(index: ResultIndex) -> dict[str, list[float]]:
-    """The rewards of each task, by its name; tasks without one have an empty list."""
+    """Return the rewards of each task, by its name; a task without rewards has an empty list."""
     found: dict[str, list[float]] = {}
     for name, reward in index.connection().execute(
         "SELECT task_id, reward FROM rollouts ORDER BY task_index, sample_index"
@@ -183,7 +183,7 @@ def rewards_by_task(index: ResultIndex) -> dict[str, list[float]]:
 
 
 def summary(index: ResultIndex, prices: Prices | None = None) -> dict[str, Any]:
-    """What a run came to so far."""
+    """Return the figures of a run so far."""
     connection = index.connection()
     totals = as_dict(
         connection.execute(
@@ -231,7 +231,7 @@ def histogram(index: ResultIndex, column: str, bins: int = 20) -> list[tuple[flo
     low, high = connection.execute(f"SELECT min({column}), max({column}) FROM rollouts").fetchone()
     if low is None:
         return []
-    if column == "reward":  # one reward alone would stand at the left, whatever it is
+    if column == "reward":  # otherwise a single reward would be at the left, whatever its value
         low, high = min(0.0, low), max(1.0, high)
     width = (high - low) / bins or 1.0
     counts = dict(
@@ -245,7 +245,7 @@ def histogram(index: ResultIndex, column: str, bins: int = 20) -> list[tuple[flo
 
 
 def notes(index: ResultIndex) -> list[str]:
-    """What of the files is not shown, or not as it stands there: one sentence each."""
+    """Return a sentence for each thing in the files that is not shown, or not shown as it is."""
     connection = index.connection()
     said = []
     for source, path in enumerate(index.paths):
@@ -271,7 +271,7 @@ def notes(index: ResultIndex) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class FoundRow:
-    """One rollout's row and where it stands."""
+    """One rollout's row and its position in the files."""
 
     columns: dict[str, Any]
     source: int
@@ -282,8 +282,8 @@ class FoundRow:
 
 
 def find_row(index: ResultIndex, rollout: str) -> FoundRow:
-    """The row of a rollout: by its id, by ``task#sample`` or by the name of a task with one rollout. The last one
-    counts where it stands twice. Raises `ViewError`."""
+    """Find a rollout's row by its id, by ``task#sample``, or by a task's name (then the worst of its rollouts). If the
+    row occurs twice, the last one counts. Raises `ViewError`."""
     connection = index.connection()
     found = connection.execute(
         "SELECT * FROM rollouts WHERE rollout_id = ? ORDER BY source, id DESC LIMIT 1", (rollout,)
@@ -338,7 +338,7 @@ def neighbours(index: ResultIndex, columns: Mapping[str, Any]) -> dict[str, Any]
 
 
 def compared(first: ResultIndex, second: ResultIndex, *, changed_only: bool = False) -> dict[str, Any]:
-    """Two runs task by task: figures, and a row for each task that stands in both, the largest changes first."""
+    """Compare two runs task by task: figures, and a row for each task in both runs, the largest changes first."""
     before, after = rewards_by_task(first), rewards_by_task(second)
     figures: Comparison = compare(before, after)
     rows: list[dict[str, Any]] = []
@@ -368,7 +368,7 @@ class Prices:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """From YAML: ``{default: {input: 3.0, output: 15.0}}``. Raises `ConfigError`."""
+        """Read YAML: ``{default: {input: 3.0, output: 15.0}}``. Raises `ConfigError`."""
         try:
             held = yaml.safe_load(path.read_text(encoding="utf-8"))
             found = {str(name): (float(each["input"]), float(each["output"])) for name, each in held.items()}
@@ -382,7 +382,7 @@ class Prices:
         return cls(found)
 
     def cost(self, agents: Sequence[Mapping[str, Any]]) -> float:
-        """Of all rollouts together."""
+        """Return the cost of all rollouts together."""
         total = 0.0
         for agent in agents:
             of_input, of_output = self.of_agent.get(agent["agent"]) or self.of_agent.get("default") or (0.0, 0.0)
@@ -391,7 +391,7 @@ class Prices:
 
 
 def aggregate_metrics(index: ResultIndex) -> list[dict[str, Any]]:
-    """The key metrics that the run's servers computed; none while it goes."""
+    """Return the key metrics that the run's servers computed; empty while the run goes on."""
     try:
         held = orjson.loads(index.files.aggregate_metrics.read_bytes())
     except (OSError, orjson.JSONDecodeError):

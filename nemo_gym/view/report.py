@@ -1,6 +1,6 @@
 """A report of runs as one file: figures with their intervals, plots, failures, configuration and versions.
 
-HTML holds its style and its plots and loads nothing; Markdown holds the same without plots.
+HTML includes its style and its plots and loads nothing else; Markdown has the same content without plots.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ th,td{border-color:#363c3f}pre{background:#1c2022}text{fill:#e3e7e4}}
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading with what stands below it, in the order of the fields."""
+    """A heading and the content below it, in the order of the fields."""
 
     title: str
     lines: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Section:
 
 
 def report(indexes: Sequence[ResultIndex], form: str, prices: Prices | None = None) -> str:
-    """The text of a report, as ``html`` or ``md``."""
+    """Return the text of a report, as ``html`` or ``md``."""
     sections = [*_sections(indexes, prices)]
     title = "Report of " + ", ".join(index.files.output.name for index in indexes)
     return _html(title, sections) if form == "html" else _markdown(title, sections)
@@ -165,7 +165,7 @@ def _with_error(value: float, error: float | None, factor: float = 1.0) -> str:
 
 
 def _plot(index: ResultIndex) -> str:
-    """Histograms of rewards and of seconds, beside each other."""
+    """Draw histograms of rewards and of seconds side by side."""
     parts = []
     for place, column in enumerate(("reward", "seconds")):
         bins = histogram(index, column, 12)
@@ -226,7 +226,7 @@ def _markdown(title: str, sections: Sequence[Section]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that Markdown shows as it stands."""
+    """Escape text, so that Markdown shows it unchanged."""
     line = " ".join(shown(text).split())
     return "".join(f"\\{char}" if char in "\\`*_[]<>|#!~$" else char for char in line)
 

@@ -1,6 +1,6 @@
-"""One rollout, ready to be shown: its turns, what it left, how it was graded, every attempt, and its chains of tokens.
+"""One rollout, prepared for display: its turns, artifacts, grading, attempts, and chains of tokens.
 
-Whatever stands in a row is text of a model, a box or a dataset. It is never trusted to have the form that it should.
+Everything in a row is text of a model, a box or a dataset. The code never relies on a value having the right form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nemo_gym.view.live import stored_job
 from nemo_gym.view.queries import FoundRow, neighbours
 
 MAX_TEXT_CHARS = 40_000
-"""Of one text; the rest is a request away."""
+"""Characters of one text that are sent at first; another request fetches the whole text."""
 MAX_ITEMS = 5000
 MAX_STEPS = 2000
 
@@ -37,12 +37,12 @@ _MODEL_ITEMS = frozenset({"message", "reasoning", "function_call"})
 
 
 def rollout_view(index: ResultIndex, found: FoundRow) -> dict[str, Any]:
-    """Everything of a rollout but its tokens and its logs."""
+    """Return everything about a rollout except its tokens and its logs."""
     row, columns = found.row, found.columns
     stored = stored_job(index.files, str(columns["rollout_id"])) or {}
     params = row.get(PARAMS_KEY) or _mapping(stored.get("row")).get(PARAMS_KEY)
     return {
-        **columns,  # among them counts, whose place takes what they count
+        **columns,  # some are counts; the lists below replace those of the same name
         "line": found.line,
         "file": index.paths[found.source].name,
         "raw_bytes": len(found.raw),
@@ -71,12 +71,12 @@ def rollout_view(index: ResultIndex, found: FoundRow) -> dict[str, Any]:
 
 
 def cut(text: str, where: str = "") -> dict[str, Any]:
-    """A text as far as a page shows it; ``where`` it stands in the row, as a JSON pointer."""
+    """Return the part of a text that a page shows; ``where`` is its place in the row, as a JSON pointer."""
     return {"text": text[:MAX_TEXT_CHARS], "chars": len(text), "where": where}
 
 
 def text_at(row: Mapping[str, Any], where: str) -> str:
-    """The whole text that a JSON pointer leads to. Raises `ViewError`."""
+    """Return the whole text that a JSON pointer refers to. Raises `ViewError`."""
     value: Any = row
     for part in where.split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
@@ -109,7 +109,7 @@ def _prompt(params: Any) -> list[dict[str, Any]]:
 
 
 def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The answer as turns: what the model said and called, and what its tools returned."""
+    """Split the response into turns: the model's messages and tool calls, and the tools' results."""
     output = _mapping(row.get(RESPONSE_KEY)).get("output")
     turns: list[dict[str, Any]] = []
     calls: dict[str, dict[str, Any]] = {}
@@ -151,7 +151,7 @@ def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _arguments(value: Any, where: str) -> dict[str, Any]:
-    """A call's arguments; those that are one text, such as a command, as that text."""
+    """Return a call's arguments; a single text argument, such as a command, as that text."""
     text = value if isinstance(value, str) else _json(value)
     try:
         held = orjson.loads(text)
@@ -165,7 +165,7 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
 
 
 def _text_of(item: Any, where: str, keys: tuple[str, ...] = ("content", "summary", "text")) -> dict[str, Any]:
-    """The text of a message, in whatever form it is there."""
+    """Return the text of a message, whatever its form."""
     if not isinstance(item, Mapping):
         return cut(item if isinstance(item, str) else _json(item), where)
     for key in keys:
@@ -196,7 +196,7 @@ def _part(part: Any) -> str:
     return f"[{kind}]" if "image" in kind or "audio" in kind or "file" in kind else _json(part)
 
 
-# What it took, and what it left
+# Timings, artifacts and grading
 
 
 def _timings(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -208,7 +208,7 @@ def _timings(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _steps(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tool calls as the harness timed them, from its first."""
+    """Return tool calls with the harness's timings, relative to the first call."""
     records = _mapping(_mapping(row.get("ng_agent_observations")).get("records")).get("records")
     timed = [
         record
@@ -260,7 +260,7 @@ def _findings(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _failing_tests(row: Mapping[str, Any]) -> list[str]:
-    """Tests that should pass and do not, by the official verdict."""
+    """Return the tests that should pass and fail, according to the official verdict."""
     statuses = _mapping(_mapping(row.get("official")).get("tests_status"))
     return [
         str(name)
@@ -271,14 +271,14 @@ def _failing_tests(row: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_log(files: RunFiles, row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What grading printed, with the lines of failing tests marked; ``None`` where no log was kept."""
+    """Return the grading output, with the lines of failing tests marked; ``None`` if no log was kept."""
     named = row.get("evaluation_log")
     if not isinstance(named, str) or not named:
         return None
     path = files.output.parent / named
     try:
         if not path.resolve().is_relative_to(files.logs.resolve()):
-            return None  # a row may have a field of that name of its own
+            return None  # a dataset row may have its own field of that name
         text = path.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return {"path": str(named), "lines": [], "is_missing": True}
@@ -296,7 +296,7 @@ def _mark(line: str, failing: list[str]) -> str:
 
 
 def _attempts(row: Mapping[str, Any], stored: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How each attempt ended, the last one too."""
+    """Return how each attempt ended, including the last one."""
     failures = row.get("failures") if isinstance(row.get("failures"), list) else stored.get("failures")
     shown = []
     number = 1
@@ -346,7 +346,7 @@ def _chains(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def chain_of(row: Mapping[str, Any], number: int) -> Trajectory:
-    """One chain of a row. Raises `ViewError`."""
+    """Return one chain of a row. Raises `ViewError`."""
     held = row.get(TRAJECTORY_KEY)
     if not isinstance(held, list) or not 0 <= number < len(held) or not isinstance(held[number], Mapping):
         raise ViewError(f"the row has no chain {number}")
@@ -357,8 +357,8 @@ def chain_of(row: Mapping[str, Any], number: int) -> Trajectory:
 
 
 def packed_chain(chain: Trajectory, texts: Mapping[int, str]) -> bytes:
-    """A chain for a browser: the length of a JSON head (4 bytes, little-endian), the head filled up to 4 bytes, prompt
-    ids, response ids and log-probabilities (4 bytes each), and the mask (1 byte each)."""
+    """Pack a chain for a browser: the length of a JSON head (4 bytes, little-endian), the head padded to a multiple of
+    4 bytes, prompt ids, response ids and log-probabilities (4 bytes each), and the mask (1 byte each)."""
     head = orjson.dumps(
         {
             "prompt": len(chain.prompt_ids),
@@ -386,7 +386,7 @@ def packed_chain(chain: Trajectory, texts: Mapping[int, str]) -> bytes:
 
 
 class TokenTexts:
-    """Token ids as text, where the run's policy is a folder on this machine that holds a tokenizer."""
+    """Decodes token ids, if the run's policy is a folder on this machine that holds a tokenizer."""
 
     def __init__(self, files: RunFiles) -> None:
         self._tokenizer = _tokenizer(files.configuration)
@@ -431,7 +431,7 @@ def _policies(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
                 yield from _policies(each, str(name), depth + 1)
 
 
-# Small things
+# Helpers
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

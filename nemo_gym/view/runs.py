@@ -1,4 +1,4 @@
-"""The runs that a viewer shows: found below paths, indexed in the background, and followed while somebody looks."""
+"""The runs that a viewer shows: found below paths, indexed in the background, and followed while they are viewed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from nemo_gym.view.service import WatchedService
 MAX_DEPTH = 4
 MAX_RUNS = 500
 FOLLOWED_S = 30.0
-"""How long a run is followed after somebody last looked at it."""
+"""How long a run is followed after it was last viewed."""
 POLL_S = 1.0
 _FIRST_LINE_BYTES = 1 << 20
 _NOT_OUTPUTS = ("_materialized_inputs", "_failures", "_reverified")
 
 
 def find_outputs(paths: Sequence[Path]) -> list[Path]:
-    """The result files that are named, or stand below a folder that is named; the latest first."""
+    """Return the named result files and those below the named folders; the latest first."""
     found: dict[Path, float] = {}
     for path in paths:
         for output in _below(path) if path.is_dir() else (path,):
@@ -64,7 +64,7 @@ def _holds_results(path: Path) -> bool:
     except OSError:
         return False
     if not line.endswith(b"\n"):
-        return len(line) == _FIRST_LINE_BYTES  # too long to look into here; its reading will tell
+        return len(line) == _FIRST_LINE_BYTES  # too long to check here; indexing the file checks it
     try:
         index_line(line)
     except NoResultRow:
@@ -74,23 +74,23 @@ def _holds_results(path: Path) -> bool:
 
 @dataclass(slots=True)
 class Run:
-    """One output, and how far the viewer is with it."""
+    """One output, and the state of its indexing."""
 
     key: str
     name: str
     output: Path
     service: WatchedService | None = None
-    """Of which this is a run, copied to ``output``."""
+    """The service that this run belongs to, if any; its results are copied to ``output``."""
     index: ResultIndex | None = None
     reading: Reading | None = None
     problem: str | None = None
     asked: float = 0.0
     texts: TokenTexts | None = None
     seen: tuple[int, dict[str, Any]] | None = field(default=None, repr=False)
-    """The summary of a version of the index."""
+    """The index's version, and its summary at that version."""
 
     def ready(self) -> ResultIndex:
-        """The index. Raises `ViewError` while there is none."""
+        """Return the index. Raises `ViewError` while there is none."""
         if self.index is None:
             raise ViewError(self.problem or f"'{self.output}' is being read; ask again in a moment")
         return self.index
@@ -101,14 +101,14 @@ class Run:
         return live.progress(RunFiles(self.output))
 
     def log_folders(self, row: Mapping[str, Any]) -> list[Path]:
-        """Where the servers of a rollout logged."""
+        """Return the folders with the logs of a rollout's servers."""
         if self.service is not None:
             return [] if self.service.logs is None else [self.service.logs]
         return logs.log_folders(RunFiles(self.output), row)
 
 
 class Runs:
-    """All runs of a viewer. A thread of its own indexes what is new."""
+    """All runs of a viewer. A separate thread indexes what is new."""
 
     def __init__(
         self, paths: Sequence[Path], prices: Prices | None = None, services: Sequence[WatchedService] = ()
@@ -128,7 +128,7 @@ class Runs:
         self._thread = threading.Thread(target=self._follow, name="view-index", daemon=True)
 
     def start(self) -> None:
-        """Raises `ConfigError` where a service cannot be read."""
+        """Start services and indexing. Raises `ConfigError` if a service cannot be read."""
         for service in self.services:
             service.start()
         self.all()
@@ -145,7 +145,7 @@ class Runs:
             service.stop()
 
     def all(self) -> list[Run]:
-        """Every run there is now; the latest first."""
+        """Return every run that exists now; the latest first."""
         with self._lock:
             if time.monotonic() - self._scanned > 2.0 or not self._scanned:
                 runs = {}
@@ -180,7 +180,7 @@ class Runs:
         return str(Path(output.parent.name, output.stem))
 
     def describe(self, run: Run) -> dict[str, Any]:
-        """What the list of runs says of one."""
+        """Return a run's entry in the list of runs."""
         files = RunFiles(run.output)
         reading = run.reading
         return {
@@ -214,7 +214,7 @@ class Runs:
         while not self._stopped:
             self._wake.wait(POLL_S)
             self._wake.clear()
-            # New ones first of all, the small before the large: a list is of use before a large file is read.
+            # New runs first, small files before large ones, so that the list is useful before a large file is read.
             for run in sorted(self._runs.values(), key=lambda run: (run.index is not None, _size(run.output))):
                 if self._stopped:
                     return
@@ -233,13 +233,13 @@ class Runs:
             run.index, run.problem = index, None
         except _Stopped:
             pass
-        except Exception as error:  # noqa: BLE001 - one run's trouble is told on its page; the others go on
+        except Exception as error:  # noqa: BLE001 - a run's page shows its error; the others go on
             run.problem = str(error)
         run.reading = None
 
 
 class _Stopped(Exception):
-    """The viewer ends while a file is read; what was read is kept."""
+    """The viewer stops while a file is read; what was read is kept."""
 
 
 def _key(of: str) -> str:
@@ -262,7 +262,7 @@ def _changed_at(files: RunFiles) -> float | None:
 
 
 def wait_until_read(runs: Runs, listener: Callable[[Iterable[Run]], None]) -> None:
-    """Return when every run has been read once; ``listener`` is told now and then."""
+    """Return when every run has been read once; meanwhile, call ``listener`` with the runs repeatedly."""
     while any(run.index is None and run.problem is None for run in runs.all()):
         listener(runs.all())
         time.sleep(0.1)

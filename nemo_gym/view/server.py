@@ -1,7 +1,7 @@
 """The viewer's server: static pages, and JSON about the runs on this machine. It only reads.
 
-It listens on loopback, for whoever knows the token of its URL. On another address it wants a password. Nothing that a
-row holds is ever sent as anything but data: pages come from this package, and their policy lets nothing else in.
+On loopback it serves clients that know the token in its URL. On another address it requires a password. Content of
+rows is only ever sent as data: pages come from this package, and their content security policy allows nothing else.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Question = Callable[[Request], Any]
 
 
 class Pages:
-    """What each address answers."""
+    """The responses of each route."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -176,7 +176,7 @@ class Pages:
             try:
                 raw = orjson.dumps(orjson.loads(raw), option=orjson.OPT_INDENT_2)
             except (orjson.JSONDecodeError, TypeError):
-                pass  # no JSON, or nested more deeply than it writes: as it stands
+                pass  # no JSON, or too deeply nested for orjson: send it unchanged
         return Response(raw, media_type="text/plain; charset=utf-8")
 
     def text(self, request: Request) -> Response:
@@ -224,7 +224,7 @@ async def _start_page(request: Request) -> Response:
 
 
 class Door:
-    """Lets in who knows the token, or the password; and adds the headers that keep pages to themselves."""
+    """Admits clients that know the token or the password, and adds the headers that isolate pages from other sites."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, password: str | None, hosts: frozenset[str]) -> None:
         self._app = app
@@ -246,11 +246,11 @@ class Door:
         await (response or self._app)(scope, receive, guarded)
 
     async def _refused(self, scope: Scope) -> Response | None:
-        """The answer for who is not let in; ``None`` for who is."""
+        """Return the response for a client that is not admitted, or ``None`` for one that is."""
         headers = Headers(scope=scope)
         host = headers.get("host", "").rpartition("]")[0] or headers.get("host", "").partition(":")[0]
         if self._hosts and host.strip("[]") not in self._hosts:
-            # A page of another site whose name leads here would else read what is served.
+            # Otherwise a page of another site whose name resolves to this address could read the runs.
             return PlainTextResponse(f"This viewer is not known as '{host[:100]}'.", 421)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("This viewer only reads.", 405)
@@ -268,7 +268,7 @@ class Door:
                 return PlainTextResponse(
                     "That is not the token of this viewer; use the URL that ng_view printed.", 403
                 )
-            # Out of the address bar, and so out of what is copied from it.
+            # Removes the token from the address bar, and so from what is copied from there.
             rest = urlencode(words, doseq=True)
             answer = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), 303)
             answer.set_cookie(cookie, self._token or "", httponly=True, samesite="strict", path="/")
@@ -287,7 +287,7 @@ def _same(given: str | None, wanted: str | None) -> bool:
 
 
 def _basic(header: str) -> str | None:
-    """The password of a header; whatever name stands before it."""
+    """Return the password of a header; the user name does not matter."""
     kind, _, value = header.partition(" ")
     if kind.lower() != "basic":
         return None
@@ -302,8 +302,8 @@ MIN_PASSWORD_CHARS = 8
 
 
 def viewer(runs: Runs, host: str, password: str | None, docs: Path = SITE) -> tuple[ASGIApp, str | None]:
-    """The application, and the token of its URL; none where a password is asked for instead. ``docs`` is the folder of
-    the documentation's site. Raises `ConfigError`."""
+    """Return the application, and the token of its URL, or ``None`` if it requires a password. ``docs`` is the folder
+    of the documentation's site. Raises `ConfigError`."""
     if host not in LOOPBACK and password is None:
         raise ConfigError(
             f"host '{host}' can be reached from other machines, and result files hold gold answers: give a password in"

@@ -1,7 +1,7 @@
-"""A running rollout service as the viewer shows it: its results, copied as they come, and what it says of its work.
+"""A running rollout service as the viewer shows it: its results, copied as they arrive, and its status.
 
 Results go into files of a temporary folder, one for each of the service's runs, which are indexed as any others are.
-Nothing is ever asked of the service but to read.
+The viewer only reads from the service.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_gym.service.client import TOKEN_VARIABLE, Address, AsyncRolloutClient,
 
 POLL_S = 1.5
 FOLLOWED_S = 30.0
-"""How long the service is asked how it goes after somebody last looked."""
+"""How long the service's status is polled after it was last viewed."""
 PATIENCE_S = 10.0
 FIRST_ANSWER_S = 30.0
 _URL = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
@@ -34,10 +34,10 @@ _KEPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}")
 
 
 class WatchedService:
-    """Made with the service's URL; `start` asks it for the first time."""
+    """One service, by its URL; `start` sends the first request."""
 
     def __init__(self, url: str, token_file: Path | None = None) -> None:
-        """Raises `ConfigError` for what is no address, and for a token that cannot be read."""
+        """Raises `ConfigError` for a text that is no address, and for a token that cannot be read."""
         if not _URL.fullmatch(url):
             raise ConfigError(
                 f"'{_without_secrets(url)}' is no address of a rollout service, such as http://127.0.0.1:8210; its"
@@ -58,7 +58,7 @@ class WatchedService:
         self._not_followed: str | None = None
 
     def start(self) -> None:
-        """Raises `ConfigError` where the service cannot be reached, or refuses the token."""
+        """Begin to follow the service. Raises `ConfigError` if it cannot be reached or refuses the token."""
         self._thread = LoopThread("view-service")
         self._thread.run(self._client.__aenter__())
         try:
@@ -91,15 +91,15 @@ class WatchedService:
             case _:
                 return f"{self.url} is no rollout service of this release (it answered {status} to /v1/runs)"
 
-    # What is known
+    # What the viewer reads
 
     def outputs(self) -> dict[str, Path]:
-        """The copied result file of each run, by the run's id; the latest run first. The file may not be there yet."""
+        """Return the copied result file of each run, by run id; the latest run first. The file may not exist yet."""
         self._asked = time.monotonic()
         return {run_id: self._output(run_id) for run_id in self._runs}
 
     def progress(self, run_id: str) -> dict[str, Any] | None:
-        """As `live.progress` tells that of a collection."""
+        """Return the progress of a run, in the form of `live.progress`."""
         self._asked = time.monotonic()
         if (run := self._runs.get(run_id)) is None:
             return None
@@ -121,7 +121,7 @@ class WatchedService:
         }
 
     def described(self) -> dict[str, Any]:
-        """What the list of runs says of the service."""
+        """Return the service's entry in the list of runs."""
         return {
             "url": self.url,
             "problem": self._unreachable or self._not_followed,
@@ -141,7 +141,7 @@ class WatchedService:
     async def _look(self) -> None:
         told, status = await self._client.runs(), await self._client.status()
         self._runs = {str(run["run_id"]): run for run in told["runs"]}
-        for run_id in self._runs:  # the index of a run without results stands there, too
+        for run_id in self._runs:  # the index of a run without results is kept there, too
             self._output(run_id).parent.mkdir(mode=0o700, exist_ok=True)
         self._running, self._status, self._unreachable = told["running"], status, None
 
@@ -188,8 +188,8 @@ class WatchedService:
 
 
 def _token_of(path: Path | None) -> tuple[str | None, Path | None]:
-    """The token, and the folder with the servers' logs where the file is the one that a service of this machine
-    left in its run's directory. Without a file the environment's variable is read by the client."""
+    """Return the token, and the folder with the servers' logs if the file is the ``service.json`` of a service on this
+    machine. Without a file, the client reads the environment variable."""
     if path is None:
         return None, None
     try:

@@ -1,7 +1,7 @@
-"""How sure a figure is: intervals of means over tasks, and two runs compared task by task.
+"""The uncertainty of figures: intervals of means over tasks, and two runs compared task by task.
 
-Samples of one task resemble each other, so tasks are what is counted: a mean is the mean of the tasks' means, and its
-standard error is that of the tasks.
+Samples of one task resemble each other, so the tasks are counted: a mean is the mean of the tasks' means, and its
+standard error is that of the tasks' means.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean with its 95 % interval; no interval where one task alone was counted."""
+    """A mean with its 95 % interval; without an interval if there is only one task."""
 
     value: float
     std_err: float | None
@@ -32,7 +32,7 @@ class Mean:
 
 
 def mean_of_tasks(rewards: Sequence[Sequence[float]]) -> Mean | None:
-    """The mean over tasks of the mean reward; ``None`` without any. ``rewards[i]`` are those of task *i*."""
+    """Return the mean over tasks of the mean reward; ``None`` without rewards. ``rewards[i]`` are those of task i."""
     means = [fmean(of_task) for of_task in rewards if of_task]
     if not means:
         return None
@@ -50,12 +50,12 @@ class Comparison:
     losses: int
     ties: int
     gained: int
-    """Tasks that B solves and A does not: one sample has the reward 1."""
+    """Tasks that B solves and A does not. A task is solved if a sample has at least the reward 1."""
     lost: int
     difference: Mean | None
-    """Of the tasks' mean rewards, B − A."""
+    """The difference of the tasks' mean rewards, B − A."""
     p_value: float
-    """Of the exact sign test, two-sided: how often as many wins, or as many losses, come about by chance."""
+    """The p-value of the exact two-sided sign test: how often chance alone gives as many wins, or as many losses."""
 
 
 def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Comparison:
@@ -78,11 +78,11 @@ def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """The chance that fair coins fall as unevenly as this, or more so, to either side."""
+    """Return the probability that fair coins fall at least this unevenly, to either side."""
     count, fewer = wins + losses, min(wins, losses)
     if count == 0:
         return 1.0
-    # In logarithms: of 100,000 coins, the powers alone would not fit a float.
+    # In logarithms: for 100,000 coins, the powers alone would not fit a float.
     logs = [math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) for k in range(fewer + 1)]
     tail = sum(math.exp(each - count * math.log(2)) for each in logs)
     return min(1.0, 2 * tail)

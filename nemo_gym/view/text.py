@@ -1,4 +1,4 @@
-"""Text of models, boxes and datasets in a terminal: nothing in it moves the cursor, changes colours or turns."""
+"""Make text of models, boxes and datasets safe for a terminal: it cannot move the cursor, recolour or reverse text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HIDDEN = re.compile(
 
 
 def shown(text: object) -> str:
-    """``text`` with every character that is not shown as it is written out."""
+    """Return ``text`` with every invisible or control character written out, such as ``^[`` or ``<U+200B>``."""
     return _HIDDEN.sub(_written, str(text))
 
 

@@ -1,7 +1,7 @@
-"""Why rollouts failed: the cause that a row's own words speak of, what happened, and what usually helps.
+"""Why rollouts failed: the cause that a row points to, what happened, and what usually helps.
 
-A cause is told by the kind of a failure and the words of its reason, as this suite's servers, engines and benchmarks
-choose them. Rows that nothing here knows are shown with their own words.
+A cause is recognised by the kind of a failure and the words of its reason, as this suite's servers, engines and
+benchmarks write them. Rows with an unknown cause are shown with their own reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Cause:
     happened: str
     helps: str
     log_words: tuple[str, ...] = ()
-    """Of log lines that name no rollout and may tell of it all the same."""
+    """Words by which log lines that name no rollout are found."""
 
     def as_data(self) -> dict[str, Any]:
         return {"cause": self.name, "title": self.title, "happened": self.happened, "helps": self.helps}
@@ -247,8 +247,8 @@ def cause_of(
     stage: str = "",
     timed_out: bool = False,
 ) -> Cause | None:
-    """The cause of a rollout that did not end as hoped; ``None`` for one that did. ``outcome`` is the kind of failure
-    where there is no reward; ``timed_out`` is the official verdict's."""
+    """Return the cause of a rollout's failure, or ``None`` if it did not fail. ``outcome`` is the kind of failure if
+    there is no reward; ``timed_out`` is the official verdict's."""
     if findings:
         return CAUSES["tampering"]
     if has_reward:
@@ -284,7 +284,7 @@ def cause_of(
 
 
 def explain(columns: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What befell a rollout, with its evidence; ``None`` where nothing needs explaining."""
+    """Explain what happened to a rollout, with evidence; ``None`` if nothing needs explaining."""
     official = row.get("official")
     cause = cause_of(
         str(columns["outcome"]),
@@ -299,7 +299,7 @@ def explain(columns: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any
 
 
 def explain_reason(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What befell rollouts that failed the same way: a row of `queries.reasons`."""
+    """Explain what happened to rollouts that failed the same way, given a row of `queries.reasons`."""
     cause = cause_of(
         str(group["outcome"]),
         str(group["reason"] or ""),

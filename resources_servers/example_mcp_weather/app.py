@@ -1,6 +1,6 @@
-"""Questions about the weather that only the tools can answer: every task has a weather of its own.
+"""Questions about the weather that can only be answered with the tools: each task has its own measurements.
 
-The tools are typed routes, declared once: harnesses call them over MCP, NeMo Gym's agents as ``POST /<tool>``.
+Each tool is declared once, as a typed route. Harnesses call it over MCP, NeMo Gym's agents as ``POST /<tool>``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cities(BaseModel):
 
 
 class WeatherEnvironment(SimpleResourcesServer):
-    """Rows hold ``weather`` (city → measurements) and ``answer``, both private; a right answer is worth 1."""
+    """Rows hold ``weather`` (city → measurements) and ``answer``, both private. A right answer earns a reward of 1."""
 
     topologies: ClassVar[tuple[Topology, ...]] = (Topology.ENV_SANDBOXED,)
     tool_access: ClassVar[tuple[str, ...]] = ("mcp", "http")
@@ -78,8 +78,8 @@ class WeatherEnvironment(SimpleResourcesServer):
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
     ) -> Verdict:
-        """Needs the row and the response only. The measurement that is asked for stands in no prompt, so an answer
-        that holds it came from the tool; which calls the response shows is reported beside the reward."""
+        """Grade with the row and the response alone. The prompt does not contain the requested measurement, so a right
+        answer must come from the tool. The details list the tool calls in the response."""
         wanted, expected = row["answer"], _expected(row)
         calls = tool_calls(response, self.config.name, ("list_cities", "get_weather"))
         said = answered_text(response)
@@ -105,8 +105,8 @@ _NUMBER = re.compile(r"(?<![\d.,])[-−]?\d+(?:[.,]\d+)?(?![\d]|[.,]\d)")
 
 
 def contains_number(text: str, expected: float) -> bool:
-    """Whether ``text`` states ``expected``, to a tenth, and no more than two other numbers: a list of guesses is no
-    answer."""
+    """Whether ``text`` states ``expected`` (to within 0.05) and at most two other numbers. The cap rejects lists of
+    guesses."""
     said = [float(number.replace("−", "-").replace(",", ".")) for number in _NUMBER.findall(text)]
     return len(said) <= 3 and any(abs(number - expected) < 0.05 for number in said)
 

@@ -1,4 +1,4 @@
-"""Mathematics without tools: a question, and an expected answer that math-verify compares with what was said."""
+"""Mathematics without tools: a question, and an expected answer that math-verify compares with the model's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nemo_gym.environment.worker_pool import Ending
 from resources_servers.math.checker import Checker, Comparison
 
 ANSWER_CHARS = 20_000
-"""Of an answer, counted from its end; what is asked for stands there."""
+"""Only this many characters at the end of an answer are compared, because the result stands there."""
 QUESTION = "{question}\n\nGive the answer inside \\boxed{{}}."
 
 
@@ -25,14 +25,15 @@ class MathConfig(BaseResourcesServerConfig):
     """Configuration."""
 
     timeout_s: float = Field(10.0, gt=0)
-    """Per comparison. An answer that takes longer to compare is wrong, unless the expected answer does as well."""
+    """The limit for one comparison. An answer that takes longer is wrong, unless comparing the expected answer with
+    itself takes longer too."""
     workers: int = Field(2, gt=0)
-    """Comparisons at once; each has a process of its own, of about 80 MiB."""
+    """The number of concurrent comparisons. Each runs in its own process of about 80 MiB."""
 
 
 class MathEnvironment(SimpleResourcesServer):
-    """Rows hold ``expected_answer``, private, and ``question`` where they bring no prompt; a right answer is worth
-    1."""
+    """Rows hold ``expected_answer`` (private) and, if they have no prompt, ``question``. A right answer earns a reward
+    of 1."""
 
     config: MathConfig
     topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE,)
@@ -52,7 +53,7 @@ class MathEnvironment(SimpleResourcesServer):
         return {**public, "responses_create_params": params}
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
-        """Refuses a row whose expected answer would not be accepted itself."""
+        """Refuse a row whose expected answer math-verify does not accept as an answer to itself."""
         expected = _expected(row)
         if expected not in self._checked:
             if not await self._accepts_itself(expected):
@@ -82,8 +83,8 @@ class MathEnvironment(SimpleResourcesServer):
         await self._checker.aclose()
 
     def _obvious(self, expected: str, answer: str) -> Comparison | None:
-        """The outcome where math-verify would only confirm it, for 0.45 ms of CPU: of an answer that says nothing, or
-        whose one box holds the expected answer letter for letter, which was found to accept itself."""
+        """Return the outcome without math-verify (0.45 ms of CPU) if it is certain: the answer is blank, or its only
+        box holds exactly the expected answer, which is known to be accepted as an answer to itself."""
         if not answer.strip():
             return Comparison(Ending.ANSWERED)
         boxes = answer.count("boxed") + answer.count("fbox")
@@ -95,8 +96,8 @@ class MathEnvironment(SimpleResourcesServer):
         return (await self._checker.compare(expected, _boxed(expected))).right
 
     async def _blamed(self, expected: str, answer: str, first: Comparison) -> Comparison:
-        """A comparison without an end is the answer's fault when the expected answer can still be compared, and, where
-        the process died, when it dies again."""
+        """Return the final outcome where ``first`` has none. A timeout counts as a wrong answer; any other failure is
+        tried once more. Raises `VerifierError` if even the expected answer cannot be compared with itself."""
         if not await self._accepts_itself(expected):
             raise VerifierError(
                 f"no verdict: the comparison {first.ending.replace('_', ' ')}, and so does that of the expected answer"

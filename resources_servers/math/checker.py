@@ -1,4 +1,4 @@
-"""Compares answers in processes that are killed when a comparison takes too long."""
+"""Compares answers in worker processes, which are killed when a comparison takes too long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Comparison:
     ending: Ending
     right: bool = False
     read: str | None = None
-    """What was taken for the answer."""
+    """The part of the text that was taken as the answer."""
 
 
 class Checker:
@@ -31,7 +31,7 @@ class Checker:
         )
 
     async def compare(self, expected: str, answer: str) -> Comparison:
-        """Raises `VerifierError` where no process can be started, or one cannot import math-verify."""
+        """Raise `VerifierError` if a process cannot be started or cannot import math-verify."""
         said = await self._pool.ask({"expected": expected, "answer": answer}, timeout_s=self._timeout_s)
         if said.ending is not Ending.ANSWERED:
             return Comparison(said.ending)

@@ -1,8 +1,8 @@
-"""The comparison of an answer with the expected one, as a process of `checker.py` makes it.
+"""Compares an answer with the expected one. `checker.py` runs this in a worker process.
 
-Symbolic algebra on what a policy wrote can take any time and any memory, and math-verify's own time limits are
-signals, which work in a main thread only. Here they are off: whoever started the process ends it. What cannot be read
-or compared is a wrong answer; only a missing package is an error.
+Symbolic algebra on a policy's text can take unbounded time and memory. math-verify's own time limits use signals,
+which work in the main thread only, so they are off here and the parent process kills the worker instead. An answer
+that cannot be parsed or compared is wrong; only a missing package is an error.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def compare(expected: str, answer: str) -> dict[str, Any]:
-    """``right``, and ``read``: what was taken for the answer, ``None`` where nothing could be.
+    """Return ``right`` and ``read``, the part of the text taken as the answer (``None`` if there is none).
 
-    ``expected`` is LaTeX or a plain expression. ``answer`` is prose; of what is in it, the last ``\\boxed{…}`` counts
-    most, then other LaTeX, then a number or an expression.
+    ``expected`` is LaTeX or a plain expression. ``answer`` is prose. The answer is taken from its last ``\\boxed{…}``,
+    else from other LaTeX, else from a number or an expression.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

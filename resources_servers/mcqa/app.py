@@ -1,4 +1,4 @@
-"""Choice questions without tools: options, one of which is expected, and an answer that names one."""
+"""Multiple-choice questions without tools: the answer names one of the row's options."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class McqaConfig(BaseResourcesServerConfig):
     """Configuration."""
 
     grading_mode: Grading = Grading.STRICT_SINGLE_LETTER_BOXED
-    """Of rows that name none."""
+    """The mode of rows without a ``grading_mode``."""
     regex_timeout_s: float = Field(5.0, gt=0)
-    """For a row's own regular expression on one answer; an answer on which it takes longer chooses nothing."""
+    """The time limit for searching one answer with the row's own regular expression. If the search takes longer, the
+    answer chooses no option."""
 
 
 class McqaEnvironment(SimpleResourcesServer):
-    """Rows hold ``options`` and ``expected_answer``, private, and ``question`` where they bring no prompt; a right
-    choice is worth 1."""
+    """Rows hold ``options`` and ``expected_answer`` (private) and, if they have no prompt, ``question``. The right
+    choice earns a reward of 1."""
 
     config: McqaConfig
     topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE,)
@@ -51,7 +52,7 @@ class McqaEnvironment(SimpleResourcesServer):
         return {**public, "responses_create_params": params}
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
-        """Refuses a row whose expected answer is none of its options."""
+        """Refuse a row whose expected answer is not one of its options."""
         _expected(row, _options(row))
         self._mode(row)
         _pattern(row)
@@ -74,7 +75,7 @@ class McqaEnvironment(SimpleResourcesServer):
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         expected, pattern = _expected(row, _options(row)), _pattern(row)
         text = f"\\boxed{{{expected}}}\nAnswer: {expected}"
-        # What a row's own expression wants to see, nobody can make from it.
+        # A text that matches an arbitrary regular expression cannot be derived from that expression.
         return {"text": text} if pattern is None or last_match(pattern, text) == expected else None
 
     async def shutdown(self) -> None:
@@ -92,7 +93,7 @@ class McqaEnvironment(SimpleResourcesServer):
             ) from None
 
     async def _searched(self, pattern: str, text: str, options: Mapping[str, str]) -> str | None:
-        """What a row's own expression finds, searched for where the search can be killed."""
+        """Return the option that the row's own regular expression finds. A worker searches, so it can be killed."""
         if self._searchers is None:
             self._searchers = WorkerPool(
                 "resources_servers.mcqa.extraction:last_match",
@@ -111,7 +112,7 @@ class McqaEnvironment(SimpleResourcesServer):
 
 
 def _options(row: Mapping[str, Any]) -> dict[str, str]:
-    """Letter → text. Rows write one mapping, or a list of mappings of one letter each, or a list of texts."""
+    """Return letter → text. A row holds one mapping, a list of mappings of one letter each, or a list of texts."""
     given = row.get("options")
     found: dict[str, str] = {}
     if isinstance(given, Mapping):
@@ -139,7 +140,7 @@ def _expected(row: Mapping[str, Any], options: Mapping[str, str]) -> str:
 
 
 def _pattern(row: Mapping[str, Any]) -> str | None:
-    """The row's own regular expression, which wins over its mode."""
+    """The row's own regular expression, which takes precedence over its mode."""
     metadata = row.get("template_metadata")
     pattern = metadata.get("output_regex") if isinstance(metadata, Mapping) else None
     if pattern is None:

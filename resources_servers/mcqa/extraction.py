@@ -1,8 +1,8 @@
-"""Which option an answer chooses, in each of the ways in which data sets ask for it.
+"""Finds the option that an answer chooses, for each answer format that data sets ask for.
 
-Every way takes the last place in the answer that has the form asked for; a letter counts only when it is an option's.
-The forms here need time proportional to the answer's length. A row's own regular expression may not, so whoever
-searches with one does so in a process that can be killed (`last_match`).
+Every format takes the last matching place in the answer; a letter counts only if it is an option's letter. The
+formats here take time proportional to the answer's length. A row's own regular expression may take longer, so
+`last_match` must run in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 ANSWER_CHARS = 20_000
-"""Of an answer, counted from its end; what is asked for stands there."""
+"""Only this many characters at the end of an answer are searched, because the choice stands there."""
 _BOX = "\\boxed{"
 _WRAPPED = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|boldsymbol)\{([^{}]*)\}")
 _AROUND = " \t\r\n.,:;!*_`\"'$()[]{}"
@@ -21,18 +21,18 @@ _LETTER_FIRST = re.compile(r"[ \t*_`$(\[]*([A-Z])(?:[.:,)\]*_`]|\s*$)")
 
 
 class Grading(StrEnum):
-    """``grading_mode`` of a row, by NeMo Gym's names."""
+    """The values of a row's ``grading_mode``, with NeMo Gym's names."""
 
     STRICT_SINGLE_LETTER_BOXED = "strict_single_letter_boxed"
     """The last ``\\boxed{…}`` holds one capital letter and nothing else."""
     LENIENT_BOXED = "lenient_boxed"
-    """What is in the last ``\\boxed{…}`` may be wrapped (``\\text{B}``, ``(B)``), or be the option's own text."""
+    """The last ``\\boxed{…}`` holds a letter, possibly wrapped (``\\text{B}``, ``(B)``), or the option's text."""
     LENIENT_ANSWER_COLON = "lenient_answer_colon"
-    """The last ``Answer: …``, with a letter, or the option's own text."""
+    """The last ``Answer: …`` holds a letter or the option's text."""
 
 
 def choice(text: str, options: Mapping[str, str], mode: Grading) -> str | None:
-    """The letter that ``text`` chooses, or ``None`` where it chooses none of ``options``."""
+    """Return the letter that ``text`` chooses, or ``None`` if it chooses none of ``options``."""
     text = text[-ANSWER_CHARS:]
     if mode is Grading.LENIENT_ANSWER_COLON:
         said = [match[1] for match in _ANSWER.finditer(text)]
@@ -46,12 +46,12 @@ def choice(text: str, options: Mapping[str, str], mode: Grading) -> str | None:
 
 
 def matched(said: str, options: Mapping[str, str]) -> str | None:
-    """The letter in what a row's own expression found."""
+    """Return the letter in the text that a row's own regular expression found."""
     return _lenient(said, options)
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """The first group of the last match, or the match itself; to be called in a process that can be killed."""
+    """Return the first group of the last match, or the whole match. Call it in a process that can be killed."""
     found = None
     for match in re.finditer(pattern, text):
         found = match[1] if match.re.groups else match[0]
@@ -59,11 +59,11 @@ def last_match(pattern: str, text: str) -> str | None:
 
 
 def _last_box(text: str) -> str | None:
-    """What is in the last complete ``\\boxed{…}``, whose braces may be nested."""
+    """Return the contents of the last complete ``\\boxed{…}``. Braces may be nested."""
     start = text.rfind(_BOX)
     while start >= 0:
         depth, begin = 1, start + len(_BOX)
-        # Only up to the next box: with what lies behind it, that one was looked at already.
+        # `text` ends where the next box began, which an earlier iteration found to be incomplete.
         for at in range(begin, len(text)):
             depth += {"{": 1, "}": -1}.get(text[at], 0)
             if depth == 0:

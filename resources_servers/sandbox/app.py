@@ -1,4 +1,4 @@
-"""The sandbox broker: holds boxes for others, durably, and lends them by lease."""
+"""The sandbox broker: keeps sandboxes for other servers, durably, and leases them out."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SandboxBroker(SimpleServer):
     _broker: BrokerService | None = PrivateAttr(default=None)
 
     def setup_webserver(self) -> FastAPI:
-        # The routes check their callers themselves: a lease is as good as a credential for some of them. They bound
-        # their bodies too: an archive may be larger than a request.
+        # The routes authenticate callers themselves, because some accept a lease instead of a credential. They also
+        # limit body sizes themselves, because an archive may exceed the general limit.
         app = self.base_app(authenticates_itself=lambda path: True, limit_bodies=False)
         shape_errors(app, problem_reply)
         app.add_exception_handler(RequestValidationError, invalid_parameter)
@@ -49,7 +49,7 @@ class SandboxBroker(SimpleServer):
 
     @property
     def broker(self) -> BrokerService:
-        """Raises `RuntimeError` before `startup`."""
+        """The broker's service. Raises `RuntimeError` before `startup`."""
         if self._broker is None:
             raise RuntimeError("the broker is not started")
         return self._broker
@@ -84,7 +84,7 @@ class SandboxBroker(SimpleServer):
         yield from self.broker.state.readings()
 
     def require_scraper(self, request: Request) -> None:
-        """The run's token, or a caller's credential of any role but `agent`: metrics tell of all who have boxes."""
+        """Require the run's token, a trusted role or a caller from the configuration: metrics show all sandboxes."""
         try:
             super().require_scraper(request)
         except CredentialError:
@@ -103,7 +103,7 @@ class SandboxBroker(SimpleServer):
         self._broker.creations.drain()
         for box in self._broker.boxes.live.values():
             for run in box.execs.values():
-                run.notify()  # readers of output look up and see that it is time to leave
+                run.notify()  # wakes the readers of the output, which then see that the broker is draining
 
     async def shutdown(self) -> None:
         if self._broker is not None:

@@ -1,4 +1,4 @@
-"""The swe_bench environment and its configuration: SWE-bench instances as tasks, verified in fresh boxes by the
+"""The swe_bench environment and its configuration: tasks are SWE-bench instances, verified in fresh boxes by the
 official harness's rules.
 """
 
@@ -56,7 +56,7 @@ changes to the project's own tests are not counted. Leave your changes in the wo
 
 
 class BoxResources(BaseModel):
-    """Limits of one box; what is not given is the provider's default."""
+    """The limits of one box. A limit of ``None`` means the provider's default."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,7 +65,7 @@ class BoxResources(BaseModel):
     disk_gib: float | None = Field(None, gt=0)
     pids: int | None = Field(None, gt=0)
     unlimited: tuple[Literal["cpu", "memory_mib", "disk_gib", "pids"], ...] = ()
-    """Limits that the box shall not have, not by default either."""
+    """The limits that are switched off for the box, so that the provider's defaults do not apply either."""
 
     def to_resources(self) -> SandboxResources:
         return SandboxResources(**self.model_dump())
@@ -75,45 +75,47 @@ class SweBenchConfig(BaseResourcesServerConfig):
     """Where tasks and evaluations run, and how strictly attempts are judged."""
 
     sandbox_provider: str | dict[str, Any]
-    """A sandbox block's name, or ``{provider: settings}``; holds the prepared images."""
+    """The name of a sandbox block, or ``{provider: settings}``. The provider holds the prepared images."""
     topology: Topology = Topology.AGENT_IN_ENV
-    """Default of the descriptors; ``env_sandboxed`` and ``whole_interaction`` are served too."""
+    """The default topology of the descriptors. ``env_sandboxed`` and ``whole_interaction`` are supported too."""
     prompt_template: str = DEFAULT_PROMPT
-    """With ``{problem_statement}``, ``{repo}`` and ``{workdir}``; used where a row brings no prompt of its own."""
+    """The prompt for rows without one. It may use ``{problem_statement}``, ``{repo}`` and ``{workdir}``."""
     work_resources: BoxResources = BoxResources()
     eval_resources: BoxResources = BoxResources()
-    """With ``unlimited: [memory_mib]`` an evaluation out of memory is the host's failure, not the patch's."""
+    """With ``unlimited: [memory_mib]``, an evaluation that runs out of memory is the host's failure, not the
+    patch's."""
     provider_options: dict[str, Any] = Field(default_factory=dict)
     agent_wall_clock_s: float | None = Field(3600.0, gt=0)
-    """Seconds an agent may work on one attempt; ``null`` leaves it to the agent's own configuration."""
+    """The time limit of one attempt in seconds; ``null`` means the agent's own configuration decides."""
     agent_max_turns: int | None = Field(None, gt=0)
     work_lease_s: float = Field(120.0, gt=0)
-    """How long a working box lives without a word from the pipeline, where this server makes it (behind a broker)."""
+    """How long a working box lives if the pipeline does not renew it. It applies to boxes that this server makes
+    (behind a broker)."""
     eval_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds one evaluation may take; the official harness's default."""
+    """The time limit of one evaluation in seconds; by default the official harness's."""
     eval_lease_s: float = Field(120.0, gt=0)
-    """How long evaluation boxes outlive this server when it is killed."""
+    """How long evaluation boxes live after this server was killed."""
     max_concurrent_verifications: int = Field(8, ge=1)
-    """Attempts judged at once; each has one box at a time."""
+    """The number of attempts judged concurrently. Each uses one box at a time."""
     max_patch_bytes: int = Field(64 * 1024 * 1024, gt=0)
     tamper_control: Literal["auto", "always", "off"] = "auto"
-    """When to make the control runs that tell whether the tests caused the verdict: after an official run that
-    resolves the instance, after every run, or never."""
+    """When to make the control runs that check whether the tests caused the verdict: after an official run that
+    resolves the instance (``auto``), after every run, or never."""
     require_controls: Literal["strong", "weak", "none"] = "none"
-    """How well every test to be fixed must be controlled; attempts at other rows end without a verdict
+    """The minimum control strength of every test to be fixed. Attempts at rows below it end without a verdict
     (``controls_weak``)."""
     controls_dir: CommandPath | None = None
-    """Where ``ng_prepare`` put the controls; ``null`` is ``~/.local/state/nemo-gym/swe-bench/controls``."""
+    """Where ``ng_prepare`` put the controls; ``null`` means ``~/.local/state/nemo-gym/swe-bench/controls``."""
     logs_dir: CommandPath | None = None
-    """Keeps every official run's log as ``<logs_dir>/<instance_id>/<rollout_id>-a<attempt>/test_output.txt``, where
-    ``regrade`` finds it."""
+    """Where to keep every official run's log, as ``<instance_id>/<rollout_id>-a<attempt>/test_output.txt``, for
+    ``regrade``."""
 
 
 PATCH_ARTIFACT = "patch"
 
 
 class SweBenchServer(SimpleResourcesServer):
-    """Rows are SWE-bench rows as published for harness 5 and later; prepare their images with ``ng_prepare
+    """Serves SWE-bench rows as published for harness 5 and later. Prepare their images with ``ng_prepare
     swe_bench``."""
 
     config: SweBenchConfig
@@ -163,8 +165,8 @@ class SweBenchServer(SimpleResourcesServer):
         return {"git_patch": {"path": TESTBED, "patch": patch}} if patch else None
 
     def owned_boxes(self) -> OwnedBoxes | None:
-        """Behind a broker (in topology B there is always one) this server makes the working boxes and lends them;
-        without one, the agents make them."""
+        """The working boxes that this server makes and lends to agents behind a broker (always used in topology B).
+        Without a broker, the agents make their boxes themselves."""
         if self._boxes is None and self.box_provider().name == BROKER_CLIENT:
             self._boxes = OwnedBoxes(self.box_provider(), lease_s=self.config.work_lease_s)
         return self._boxes
@@ -203,8 +205,8 @@ class SweBenchServer(SimpleResourcesServer):
 def _described(
     config: SweBenchConfig, row: SweBenchRow, rollout: RolloutIdentity, image: PreparedImage
 ) -> SessionDescriptor:
-    """The session of one attempt: a box of the row's prepared image that reaches nothing but the model, and the patch
-    to harvest from it."""
+    """Return the session of one attempt: a box of the row's prepared image that can reach only the model, and the
+    patch to harvest from it."""
     return SessionDescriptor(
         environment=config.name,
         task_id=rollout.task_id,

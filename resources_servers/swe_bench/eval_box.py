@@ -1,10 +1,10 @@
-"""One evaluation in a fresh box: apply a patch as data, run the row's evaluation script, keep what it printed.
+"""Runs one evaluation in a fresh box: applies a patch as data, runs the row's evaluation script and keeps its output.
 
-The steps are the official harness's: four ways to apply, from strict to lenient, on a clean tree each time; then the
-script, which puts the row's own test files in place last. Nothing from an earlier box is used but the patch.
+The steps are the official harness's: four ways to apply the patch, from strict to lenient, each on a clean tree; then
+the script, which puts the row's own test files in place last. Only the patch comes from an earlier box.
 
-In between stands a check of ours: what changed in the tree is what the patch names, and nothing in ``.git``. Programs
-that apply patches disagree about what a patch is, and everything that judges one reads the names in it.
+One check is added in between: the changed files must be those that the patch names, and none may be in ``.git``. This
+matters because the checks of a patch read the names in it, and programs that apply patches may read it differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ APPLY_COMMANDS = (
     ("patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i"),
 )
 APPLY_TIMEOUT_S = 600.0
-"""For all four ways together."""
+"""The time limit for all four ways together."""
 MAX_LIST_BYTES = 64 * 1024 * 1024
 MAX_LOG_BYTES = 64 * 1024 * 1024
 _EXIT_VARIABLE = "SWEBENCH_TEST_EXIT_CODE"
@@ -44,8 +44,9 @@ _THREE_WAY = 1
 _CANNOT_LOOK = 97
 
 _WAYS = " ||\n".join(f"try {number} {shlex.join(way)}" for number, way in enumerate(APPLY_COMMANDS))
-# One command, so that it costs one exec. A change of a file changes its ctime, which no patch can set; directories are
-# there or not. Names go first: "//" is in no path. Programs are looked up before a patch can offer others.
+# This is one script, so that it costs one exec. Changing a file changes its ctime, which no patch can set; directories
+# are compared without times. Each record starts with the path, which cannot contain "//". `hash` looks up all programs
+# before a patch can add others of the same name.
 _APPLY_SCRIPT = f"""
 export LC_ALL=C
 cd {INPUTS} && hash git find sort comm cat tail || exit {_CANNOT_LOOK}
@@ -78,7 +79,7 @@ cat {INPUTS}/listed; printf %s "$1"
 
 @dataclass(frozen=True)
 class EvalSite:
-    """Where evaluations of one row happen."""
+    """Where and how evaluations of one row run."""
 
     provider: SandboxProvider
     image: str
@@ -87,39 +88,39 @@ class EvalSite:
     resources: SandboxResources = field(default_factory=SandboxResources)
     provider_options: Mapping[str, object] = field(default_factory=dict)
     timeout_s: float = 1800.0
-    """Seconds the evaluation script may take."""
+    """The time limit of the evaluation script, in seconds."""
     lease_s: float = 120.0
-    """How long a box outlives its owner when that is killed."""
+    """How long a box lives after its owner was killed."""
 
 
 @dataclass(frozen=True)
 class EvalRun:
-    """What one evaluation did."""
+    """The result of one evaluation."""
 
     applied: bool
     apply_log: str
-    """What the last way of applying said."""
+    """The output of the last way of applying that was tried."""
     log: str = ""
-    """The script's output, standard error merged in."""
+    """The script's output, including standard error."""
     outcome: ExecOutcome = ExecOutcome.EXITED
     test_exit_code: int | None = None
-    """Of the test command, as the script's shell saw it; not taken from the log."""
+    """The exit code of the test command, from the script's exit code and not from the log."""
     log_truncated: bool = False
     duration_s: float = 0.0
     changed_paths: tuple[str, ...] = ()
-    """Files that applying the patch made, changed or removed, those in ``.git`` included."""
+    """The files that applying the patch created, changed or removed, including those in ``.git``."""
     refusal: Finding | None = None
-    """Why the patch was applied and its tests were not run: it does other than it says."""
+    """Why the tests did not run although the patch applied: its changes contradict the paths it names."""
 
 
 async def run_evaluation(site: EvalSite, eval_script: str, patch: bytes) -> EvalRun:
-    """Evaluate ``patch`` in a box made for it and destroyed after it.
+    """Evaluate ``patch`` in a box that is created for it and then destroyed.
 
-    What the patch causes (it does not apply, the tests hang or eat all memory) is in the result.
+    Failures that the patch causes (it does not apply, the tests hang or use up the memory) are in the result.
 
     Raises:
         SandboxError: the provider failed.
-        VerifierError: an exec was lost, or this host ran out of memory; ``details['kind']`` says which.
+        VerifierError: an exec was lost, or this host ran out of memory, as given in ``details['kind']``.
     """
     async with evaluation_box(site) as handle:
         inputs = {"patch.diff": patch, "eval.sh": instrumented(eval_script).encode("utf-8", "surrogateescape")}
@@ -147,10 +148,10 @@ async def run_evaluation(site: EvalSite, eval_script: str, patch: bytes) -> Eval
 
 
 def split_script(eval_script: str) -> tuple[str, str, str]:
-    """The script before its start marker, the test command between the markers, and the rest, markers left out.
+    """Return the script before the start marker, the test command between the markers, and the rest, without markers.
 
     Raises:
-        VerifierError: the script does not have both markers, each once on a line of its own.
+        VerifierError: the script does not have each marker exactly once, start before end.
     """
     module = grading.grading()
     lines = eval_script.split("\n")
@@ -163,12 +164,12 @@ def split_script(eval_script: str) -> tuple[str, str, str]:
 
 
 def instrumented(eval_script: str) -> str:
-    """The script with the test command's exit code recorded as the official harness records it, and returned as the
-    script's own, where graded code cannot print over it."""
+    """Return the script with the test command's exit code recorded as the official harness records it. The script also
+    exits with that code, which graded code cannot forge by printing."""
     module = grading.grading()
     split_script(eval_script)
     first, *rest = eval_script.split("\n")
-    # The shell has the script open. What the grader put there is nothing for tests to find, or to tell runs apart by.
+    # Delete the grader's files, so that tests cannot find them or tell runs apart. The shell keeps the script open.
     lines = [first, f"rm -rf {INPUTS}"]
     for line in rest:
         if module.END_TEST_OUTPUT in line:
@@ -179,7 +180,7 @@ def instrumented(eval_script: str) -> str:
 
 
 async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> EvalRun:
-    """Apply ``patch``, which lies in the box, and compare what changed with what it names."""
+    """Apply ``patch``, which is in the box already, and compare the changed files with those that it names."""
     if not patch.strip():
         return EvalRun(applied=True, apply_log="")
     seam = secrets.token_hex(16)
@@ -210,18 +211,18 @@ async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> Ev
 
 
 def _differences(compared: bytes) -> dict[str, bool]:
-    """Path → whether it is, or was, only a directory; of everything of which both looks at the tree do not say the
-    same."""
+    """Return path → whether it is or was only a directory, for every path that differs between the two listings of the
+    tree."""
     tree: dict[str, bool] = {}
     for record in compared.split(b"\0")[:-1]:
-        name, _, facts = record.removeprefix(b"\t").partition(b"//")  # what the second look alone has is indented
+        name, _, facts = record.removeprefix(b"\t").partition(b"//")  # `comm` indents lines of the second listing only
         path = name.removeprefix(b"./").decode("utf-8", "surrogateescape")
         tree[path] = tree.get(path, True) and facts.startswith(b"d")
     return tree
 
 
 def _listed(numstat: bytes) -> set[str] | None:
-    """The paths that git reads in the patch; ``None`` where it reads no patch."""
+    """Return the paths that git reads in the patch, or ``None`` if git cannot read it as a patch."""
     records = numstat.split(b"\0")
     if records[-2:] == [b"/", b""]:
         return None
@@ -250,7 +251,7 @@ async def exec_in(
         raise VerifierError(f"evaluation box {handle.sandbox_id} was lost", retryable=True, kind=FailureKind.EXEC_LOST)
     limits = site.provider.capabilities.limits(site.resources)
     if result.outcome is ExecOutcome.OUT_OF_MEMORY and limits.memory_mib is None:
-        # Without a limit of its own the box was killed for the whole host's want, which others may have caused.
+        # The box has no memory limit of its own, so the host ran out of memory, which other processes may have caused.
         raise VerifierError(
             "the host ran out of memory during an evaluation; set a memory limit for evaluation boxes",
             retryable=True,
@@ -260,14 +261,14 @@ async def exec_in(
 
 
 def patch_may_be_the_cause(error: SandboxLostError | VerifierError) -> bool:
-    """A patch can end its box, and without a limit of its own it can use up the host's memory."""
+    """Whether the patch may have caused ``error``: it can kill its box or, without a limit, use up all host memory."""
     kinds = (FailureKind.EXEC_LOST, FailureKind.HOST_OUT_OF_MEMORY)
     return isinstance(error, SandboxLostError) or error.details.get("kind") in kinds
 
 
 @contextlib.asynccontextmanager
 async def evaluation_box(site: EvalSite) -> AsyncIterator[SandboxHandle]:
-    """A fresh box, destroyed when the block ends, also by cancellation."""
+    """Provide a fresh box, which is destroyed when the block ends, even by cancellation."""
     spec = SandboxSpec(
         image=site.image,
         ttl_s=site.lease_s,

@@ -1,17 +1,17 @@
-"""From a log to a verdict: the official report, and whether the log's own markers can be believed.
+"""Grades evaluation logs: computes the official report, and checks whether the log's markers can be trusted.
 
-The official harness takes what stands between the first start marker and the first end marker. The shell prints both
-by tracing (``+ : '>>>>> …'``), so graded code that prints the marker's text itself can end the graded region where it
-likes. In honest logs each marker stands exactly once and in the shell's form; anything else is not graded as resolved.
-Nor is a log whose test patch did not go in: then the tests that ran were not the row's.
+The official harness grades the text between the first start marker and the first end marker. The shell prints both
+by tracing (``+ : '>>>>> …'``), so graded code that prints the marker's text itself can end the graded region anywhere.
+In honest logs each marker occurs exactly once and in the shell's form; any other log is not graded as resolved. The
+same holds for a log in which the test patch was not applied, because the tests that ran were not the row's.
 
-The official parsers' regular expressions take quadratic time on logs made for it, and some raise on what a test may
-print, so logs are read in processes that are killed when they take too long. A log that cannot be read within these
-bounds resolves nothing: what the tests print is the patch's doing.
+The official parsers' regular expressions take quadratic time on crafted logs, and some parsers raise on text that a
+test may print, so logs are read in processes that are killed when they take too long. A log that cannot be read within
+these bounds does not resolve the instance: the patch is responsible for what the tests print.
 
-The official grader is reached without the half gigabyte that its package imports beside it:
-``swebench.harness.__init__`` imports docker, datasets and modal, which its grading modules do not need. So the package
-object is set up here with its path, and that file never runs.
+The official grader is loaded without half a gigabyte of needless imports: ``swebench.harness.__init__`` imports
+docker, datasets and modal, which its grading modules do not need. So this module creates the package object with its
+path, and ``__init__`` never runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from resources_servers.swe_bench.test_ids import spelled_as_expected
 
 
 class _Grading(Protocol):
-    """What is used of ``swebench.harness.grading``."""
+    """The parts of ``swebench.harness.grading`` that are used here."""
 
     START_TEST_OUTPUT: str
     END_TEST_OUTPUT: str
@@ -54,10 +54,10 @@ class _Grading(Protocol):
 
 @functools.cache
 def grading() -> _Grading:
-    """The module ``swebench.harness.grading``.
+    """Return the module ``swebench.harness.grading``.
 
     Raises:
-        VerifierError: the package is not installed, or not of a release that has this module.
+        VerifierError: the package is not installed, or its release does not have this module.
     """
     spec = importlib.util.find_spec("swebench")
     if spec is None or not spec.submodule_search_locations:
@@ -84,7 +84,7 @@ def test_spec(
     log_parser: str,
     eval_type: str,
 ) -> Any:
-    """A ``swebench.types.TestSpec`` for grading alone: no image, no script."""
+    """Return a ``swebench.types.TestSpec`` for grading only, without an image or a script."""
     module = grading()
     if log_parser not in module.PARSER_REGISTRY:
         raise VerifierError(f"the installed 'swebench' has no log parser '{log_parser}', which {instance_id} needs")
@@ -103,11 +103,11 @@ def test_spec(
 
 
 PARSE_TIMEOUT_S = 30.0
-"""Seconds that one log may take to be read."""
+"""The time limit for reading one log, in seconds."""
 MAX_GRADED_CHARS = 16 * 1024 * 1024
-"""Of a log; longer ones are not read. The slowest official parser takes half of the time limit for as much."""
+"""Longer logs are not read. The slowest official parser needs half of the time limit for a log of this length."""
 MAX_READERS = 8
-"""Logs read at once; each has a process of its own, made when it is needed."""
+"""The number of logs read concurrently. Each has its own process, started when it is needed."""
 _TEST_PATCH_REFUSED = re.compile(
     r"^error: (?:patch failed: |.*: (?:patch does not apply|already exists in (?:working directory|index)"
     r"|No such file or directory|does not exist in index)\s*$|corrupt patch)",
@@ -117,17 +117,17 @@ _TRACED_MARKER = re.compile(r"^set -\w*x|^set -o xtrace", re.MULTILINE)
 
 
 class MarkerState(StrEnum):
-    """What the two markers of a log say about it."""
+    """Whether the markers of a log can be trusted, or why not."""
 
     GENUINE = "genuine"
     MISSING = "missing"
-    """The run did not get to its end, or never to its start."""
+    """A marker is missing: the run did not reach its end, or not even its start."""
     FORGED = "forged"
-    """More than one, or one that the shell did not print, or in the wrong order."""
+    """A marker is repeated, was not printed by the shell, or is in the wrong order."""
     NO_TEST_PATCH = "no_test_patch"
-    """Before the start marker git refused the test patch."""
+    """Git refused the test patch before the start marker."""
     UNREAD = "unread"
-    """The log could not be read within the bounds; `LogGrade.unread` says why."""
+    """The log could not be read within the bounds; see `LogGrade.unread`."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class LogGrade:
     """The verdict on one log."""
 
     resolved: bool
-    """The official verdict, unless the markers cannot be believed."""
+    """The official verdict, or false if the markers cannot be trusted."""
     official_resolved: bool
     """Exactly what the official harness computes from this text."""
     markers: MarkerState
@@ -145,22 +145,22 @@ class LogGrade:
     status_map: dict[str, str] = field(default_factory=dict)
     """Test → ``PASSED``, ``FAILED``, ``SKIPPED``, ``ERROR`` or ``XFAIL``, as the official parser reads the log."""
     tests_status: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """``FAIL_TO_PASS``, ``PASS_TO_PASS``, … → ``success`` and ``failure`` lists. In a log without results nothing was
-    seen to pass, so every expected test is a failure."""
+    """``FAIL_TO_PASS``, ``PASS_TO_PASS``, … → ``success`` and ``failure`` lists. For a log without results, every
+    expected test is a failure."""
     unread: str = ""
-    """Why the log was not read, when it could not be: then nothing in it counts."""
+    """Why the log could not be read. If it is not empty, nothing in the log counts."""
 
 
 async def graded(row: SweBenchRow, log: str) -> tuple[LogGrade, bool]:
-    """The grade of the log of a run of ours, within bounds, and whether test ids had to be spelled anew for the Python
-    that ran them.
+    """Grade the log of our own evaluation run, within bounds. Return the grade, and whether test ids had to be
+    respelled because another Python version ran them.
 
     Raises:
         VerifierError: the installed harness cannot parse this row's logs, or no process can be started.
     """
     if too_long := _too_long(log):
         return _unread(row, too_long), False
-    for _ in range(2):  # a process that died may have been killed for somebody else's memory
+    for _ in range(2):  # a dead process may have been killed because another process used up the memory
         answer = await _readers.ask(_question(row, log, respell=True), timeout_s=PARSE_TIMEOUT_S)
         if answer.ending is not Ending.DIED:
             break
@@ -168,7 +168,7 @@ async def graded(row: SweBenchRow, log: str) -> tuple[LogGrade, bool]:
 
 
 def grade_stored_log(row: SweBenchRow, log: str) -> LogGrade:
-    """`grade_log` within bounds, for a caller without an event loop. Test ids are left as they are."""
+    """Run `grade_log` within bounds, for callers without an event loop. Test ids are not respelled."""
     if too_long := _too_long(log):
         return _unread(row, too_long)
     answer = _readers.ask_now(_question(row, log, respell=False), timeout_s=PARSE_TIMEOUT_S)
@@ -176,13 +176,12 @@ def grade_stored_log(row: SweBenchRow, log: str) -> LogGrade:
 
 
 def close_readers() -> None:
-    """End the processes that wait for logs; the next log starts new ones."""
+    """Stop the reader processes. The next log starts new ones."""
     _readers.close()
 
 
 def grade_log(row: SweBenchRow, log: str) -> LogGrade:
-    """Grade one evaluation log of ``row`` as the official harness does, here and now: for logs that can be trusted to
-    come to an end.
+    """Grade one evaluation log of ``row`` as the official harness does, in this process and without a time limit.
 
     Raises:
         VerifierError: the installed harness cannot parse this row's logs.
@@ -217,7 +216,7 @@ def grade_log(row: SweBenchRow, log: str) -> LogGrade:
 
 
 def marker_state(eval_script: str, log: str) -> MarkerState:
-    """Whether the log has each marker exactly once, in order, and in the form in which ``eval_script`` prints it."""
+    """Check that the log has each marker once, in order, and in the form in which ``eval_script`` prints it."""
     module = grading()
     start, end = module.START_TEST_OUTPUT, module.END_TEST_OUTPUT
     if start not in log or end not in log:
@@ -232,7 +231,7 @@ def marker_state(eval_script: str, log: str) -> MarkerState:
 
 
 def read_log(row: dict[str, Any], log: str, *, respell: bool) -> dict[str, Any]:
-    """What a reader's process answers: `grade_log` as JSON."""
+    """Run in a reader process: return the result of `grade_log` as plain data for JSON."""
     known = SweBenchRow(
         **{**row, "fail_to_pass": tuple(row["fail_to_pass"]), "pass_to_pass": tuple(row["pass_to_pass"])}
     )

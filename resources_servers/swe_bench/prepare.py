@@ -1,11 +1,12 @@
 """``ng_prepare swe_bench rows=ROWS.jsonl sandbox=local|docker [repos=DIR] [environments=ENVIRONMENTS.json]``
 
-Makes the images that the rows' boxes start from. A row whose repository is in ``repos`` (``<owner>__<name>``, bare or
-not) is built from it: runtime and packages as the environments file says, the project installed as the row's own
-evaluation script does. Any other row takes the published image its ``image`` field names, on providers that have it or
-can pull it. Either way the repository is scrubbed of everything after the base commit before the image is kept.
+Makes the images that the rows' boxes start from. If a row's repository is in ``repos`` (``<owner>__<name>``, bare or
+not), the image is built from it, with the runtime and packages in the environments file, and the project installed as
+the row's evaluation script does it. Any other row uses the published image in its ``image`` field, on providers that
+have or can pull it. In both cases the repository is scrubbed of everything after the base commit before the image is
+saved.
 
-Finished images are found again by their content; an interrupted run goes on where it stopped.
+Finished images are recognized by their content, so an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ usage: ng_prepare swe_bench rows=ROWS.jsonl sandbox=PROVIDER [repos=DIR] [enviro
 
 @dataclass(frozen=True)
 class Options:
-    """The command line, checked."""
+    """The validated command line."""
 
     rows: Path
     sandbox: tuple[str, ...]
-    """The words of the command line that choose and configure the sandbox."""
+    """The ``key=value`` arguments that choose and configure the sandbox."""
     repos: tuple[Path, ...] = ()
     environments: Path | None = None
     workers: int = 2
@@ -77,7 +78,7 @@ class Options:
 
     @classmethod
     def parse(cls, overrides: Sequence[str]) -> Options:
-        """Read ``key=value`` words; raises `ConfigError` naming the key and the fix."""
+        """Parse ``key=value`` arguments. Raises `ConfigError` that names the key and the fix."""
         values: dict[str, Any] = {}
         sandbox: list[str] = []
         for word in overrides:
@@ -138,13 +139,13 @@ def _plans(options: Options) -> list[RowPlan]:
 
 
 def _sandbox_block(options: Options) -> dict[str, dict[str, Any]]:
-    """The provider and its settings, composed as a run composes them: a run must find what is prepared here."""
+    """Return the provider and its settings, composed as for a run, so that a run finds the images prepared here."""
     composition = compose(options.sandbox)
     return backend_of(composition, composition.chosen["sandbox"])
 
 
 def _in_history_order(plans: list[RowPlan], repositories: Repositories) -> list[RowPlan]:
-    """Rows of one repository, oldest commit first: each clone then continues the one before."""
+    """Sort the rows of each repository by commit, oldest first, so that each clone can continue the previous one."""
 
     def key(plan: RowPlan) -> tuple[str, int, str]:
         row = plan.row
@@ -156,7 +157,7 @@ def _in_history_order(plans: list[RowPlan], repositories: Repositories) -> list[
 
 
 async def prepare(options: Options) -> list[Prepared]:
-    """Prepare every row; a row that fails does not stop the others. Raises `ConfigError` for what concerns all."""
+    """Prepare every row. A row that fails does not stop the others. Raises `ConfigError` for a problem of all rows."""
     plans = _plans(options)
     with tempfile.TemporaryDirectory(prefix="ng-prepare-") as directory:
         scratch = Path(directory)
@@ -210,7 +211,7 @@ async def _prepare_all(
 
 
 def summary(results: Sequence[Prepared]) -> dict[str, Any]:
-    """Counts of rows and of tests to be fixed by how well they are controlled, and one entry per row."""
+    """Return the counts of rows by status, of rows and tests to be fixed by control strength, and an entry per row."""
     counts = {status: sum(item.status == status for item in results) for status in ("built", "cached", "failed")}
     strengths = [item.controls for item in results if item.controls is not None]
     controls = {level: strengths.count(level) for level in ("strong", "weak", "none")}
@@ -221,14 +222,14 @@ def summary(results: Sequence[Prepared]) -> dict[str, Any]:
 
 async def _run(options: Options) -> list[Prepared]:
     task = asyncio.ensure_future(prepare(options))
-    # A stop by signal unwinds like any other, so that build boxes are destroyed before the process ends.
+    # A signal cancels the task, so that build boxes are destroyed before the process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     return await task
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Run the command; returns the exit code: 0 when every row is prepared, 1 when some are not, 2 for bad input."""
+    """Run the command. Return the exit code: 0 if every row is prepared, 1 if some are not, 2 for bad input."""
     if any(word in ("-h", "--help") for word in overrides):
         sys.stdout.write(USAGE)
         return 0

@@ -21,7 +21,7 @@ LOG_NAME = "test_output.txt"
 
 
 def load_rows(paths: Sequence[Path]) -> dict[str, SweBenchRow]:
-    """Rows by instance id; an instance that several files hold is taken from the first."""
+    """Return rows by instance id. If several files have an instance, the first file wins."""
     rows: dict[str, SweBenchRow] = {}
     for path in paths:
         for number, raw in read_rows(path):
@@ -31,10 +31,10 @@ def load_rows(paths: Sequence[Path]) -> dict[str, SweBenchRow]:
 
 
 def regrade(rows: dict[str, SweBenchRow], logs: Path) -> Iterator[tuple[str, int | str, LogGrade]]:
-    """``(instance id, n, grade)`` of every stored log, in the order of their paths.
+    """Yield ``(instance id, n, grade)`` for every stored log, in the order of their paths.
 
     Raises:
-        RowError: there are no logs, or one belongs to an instance that no row describes.
+        RowError: there are no logs, or a log belongs to an instance without a row.
     """
     paths = sorted(logs.glob(f"*/*/{LOG_NAME}"), key=lambda path: (path.parts[-3], _number(path.parts[-2])))
     if not paths:

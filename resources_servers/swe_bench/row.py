@@ -1,7 +1,7 @@
-"""A SWE-bench row, checked once, and the image that belongs to it.
+"""A validated SWE-bench row, and the image that belongs to it.
 
-What the grader needs of a row is evened out here: datasets spell it differently. Images are named by their row's
-content, so a row that changes has no stale image.
+Datasets write the grader's fields in different ways; this module normalizes them. Images are named after their row's
+content, so a changed row does not use a stale image.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REQUIRED_FIELDS = (
     "PASS_TO_PASS",
 )
 HARNESS_FIELDS = ("eval_script", "log_parser", "eval_type")
-"""Fields that rows of SWE-bench 5 carry and classic rows lack."""
+"""The fields that SWE-bench 5 rows have and classic rows lack."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class SweBenchRow:
     eval_type: Literal["pass_and_fail", "fail_only"]
     version: str = ""
     image: str = ""
-    """The official Docker image's name; empty when the row names none."""
+    """The name of the official Docker image; empty if the row has none."""
 
     @classmethod
     def from_mapping(cls, row: Mapping[str, Any], *, path: str | None = None, line: int | None = None) -> SweBenchRow:
-        """Check a dataset row.
+        """Validate a dataset row.
 
         Raises:
-            RowError: a field is missing or of a wrong type; the message names the instance, the field and the fix.
+            RowError: a field is missing or has a wrong type. The message names the instance, the field and the fix.
         """
         where: dict[str, Any] = {"path": path, "line": line}
         name = row.get("instance_id", "without instance_id")
@@ -89,10 +89,10 @@ class SweBenchRow:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """``(line number, row)`` of a JSONL file; blank lines are skipped.
+    """Yield ``(line number, row)`` for each row of a JSONL file. Blank lines are skipped.
 
     Raises:
-        RowError: the file cannot be read, or a line is not a JSON object; names path and line.
+        RowError: the file cannot be read, or a line is not a JSON object. The error names path and line.
     """
     try:
         lines = path.open(encoding="utf-8")
@@ -119,7 +119,7 @@ def _text(row: Mapping[str, Any], field: str, where: Mapping[str, Any]) -> str:
 
 
 def _test_ids(row: Mapping[str, Any], field: str, where: Mapping[str, Any]) -> tuple[str, ...]:
-    """Test ids are a list, or a list written as a JSON string, depending on the dataset."""
+    """Return the test ids. Depending on the dataset they are a list, or a list in a JSON string."""
     value = row[field]
     if isinstance(value, str):
         try:
@@ -136,13 +136,13 @@ def _test_ids(row: Mapping[str, Any], field: str, where: Mapping[str, Any]) -> t
 
 PREFIX = "ng-swe-bench"
 CONTENT_LABEL = "nemo_gym.swe_bench.content"
-"""Digest of everything a prepared image was built from; another digest means that it is out of date."""
+"""The digest of everything that a prepared image was built from. An image with another digest is out of date."""
 INSTANCE_LABEL = "nemo_gym.swe_bench.instance"
 ENV_LABEL = "nemo_gym.swe_bench.env"
-"""Variables (JSON) that processes of boxes from the image need, beside those of the image itself."""
+"""Environment variables (JSON) that processes in boxes of the image need, in addition to the image's own."""
 
 TESTBED = "/testbed"
-"""Where the repository is in every image, official or prepared."""
+"""The path of the repository in every image, official or prepared."""
 
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")
 _SEPARATORS = re.compile(r"([._-])[._-]*")
@@ -157,21 +157,21 @@ def _field(row: Mapping[str, Any], name: str) -> str:
 
 
 def content_digest(parts: object) -> str:
-    """SHA-256 (hex) of plain data, the same on every machine."""
+    """Return the SHA-256 (hex) of plain data. It is the same on every machine."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def image_slug(text: str) -> str:
-    """``text`` as part of an image name: lower case, only characters and separators every engine accepts."""
+    """Return ``text`` as part of an image name, in lower case and with only characters that every engine accepts."""
     slug = _SEPARATORS.sub(r"\1", _UNSAFE.sub("-", text.lower())).lstrip("._-")
     return slug[:_MAX_SLUG].rstrip("._-") or "x"
 
 
 def prepared_image(row: Mapping[str, Any]) -> str:
-    """The image that ``ng_prepare swe_bench`` makes for this row.
+    """Return the name of the image that ``ng_prepare swe_bench`` makes for this row.
 
-    Two rows share it only when instance, repository and base commit are the same. What else went into the image
-    (packages, runtime, provider base) is in its `CONTENT_LABEL`, not in its name, because a run does not know them.
+    Two rows share an image only if instance, repository and base commit are the same. The other inputs of the image
+    (packages, runtime, provider base) are in its `CONTENT_LABEL`, not in its name, because a run does not know them.
 
     Raises:
         RowError: the row lacks ``instance_id``, ``repo`` or ``base_commit``.
@@ -181,7 +181,7 @@ def prepared_image(row: Mapping[str, Any]) -> str:
 
 
 def official_image(row: Mapping[str, Any]) -> str:
-    """The published image: the row's own ``image``, or for rows older than that field the name it would have."""
+    """Return the name of the published image: the row's ``image``, or for rows without that field the usual name."""
     image = row.get("image")
     if isinstance(image, str) and image:
         return image
@@ -191,20 +191,20 @@ def official_image(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """An image that is ready for boxes, and the variables its processes need."""
+    """An image that is ready for boxes, and the environment variables that its processes need."""
 
     name: str
     env: Mapping[str, str]
     content: str = ""
-    """Digest of what the image was made from."""
+    """The digest of the image's inputs."""
 
 
 async def resolve_image(provider: SandboxProvider, row: Mapping[str, Any]) -> PreparedImage:
-    """The row's prepared image. An official image is never used as it is: its repository is not scrubbed.
+    """Return the row's prepared image. An official image is never used directly: its repository is not scrubbed.
 
     Raises:
         SandboxCapabilityError: the provider keeps no images.
-        SandboxImageMissingError: the image was not prepared; the message says how to do that.
+        SandboxImageMissingError: the image was not prepared; the message gives the command.
     """
     image = prepared_image(row)
     require(provider, SupportsSnapshot, why="to hold the images of swe_bench rows")
@@ -221,8 +221,8 @@ async def resolve_image(provider: SandboxProvider, row: Mapping[str, Any]) -> Pr
 
 
 def dataset_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The SWE-bench row in a row of a run: itself, or as NeMo Gym's rows carry it, as JSON in
-    ``responses_create_params.metadata.instance_dict`` or in ``verifier_metadata``."""
+    """Return the SWE-bench row in a row of a run: the row itself, or in NeMo Gym's rows the JSON in
+    ``responses_create_params.metadata.instance_dict`` or ``verifier_metadata``."""
     if "instance_id" in row and "eval_script" in row:
         return row
     params = row.get("responses_create_params")
@@ -240,7 +240,7 @@ def dataset_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def prompt_params(row: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """``responses_create_params`` of a row: its own where they say something, else the problem statement's."""
+    """Return the ``responses_create_params`` of a row, with the problem statement as input if they have no input."""
     params = row.get("responses_create_params")
     own = {key: value for key, value in params.items() if key != "metadata"} if isinstance(params, Mapping) else {}
     if own.get("input"):

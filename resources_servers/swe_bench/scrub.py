@@ -1,12 +1,12 @@
-"""A repository that holds one commit's history and nothing that came after it; checked, and refused when in doubt.
+"""Scrubs a repository, so that it holds one commit's history and nothing later, and rejects it when in doubt.
 
-A clone of a benchmark's repository usually still holds the fix: on a branch or tag, in a reflog, a stash, a note, a
-pack nobody points to. Scrubbing does not hunt for such places. It builds a new ``.git`` from the objects reachable
-from the commit, puts it in the old one's place, and then verifies the result by enumerating it. Verification is a
-program of its own, because an image may be old, or made by others.
+A clone of a benchmark's repository usually still holds the fix: on a branch or tag, in a reflog, a stash, a note, or
+an unreferenced pack. Scrubbing does not search for such places. It builds a new ``.git`` from the objects reachable
+from the commit, replaces the old one, and then verifies the result by enumerating it. Verification is a separate
+program, because an image may be old, or made by others.
 
-Both are shell scripts that need ``git`` and the basic utilities, so that they run in a box while an image is made, or
-on a directory of this machine.
+Both are shell scripts that need only ``git`` and the basic utilities, so they can run in a box while an image is made,
+or on a directory of this machine.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ echo "scrubbed $head $(wc -l < "$lists/present")"
 
 
 class ScrubError(SandboxError):
-    """A repository may still hold what came after its commit. Nothing may be given to an agent in this state."""
+    """A repository may still hold later history than its commit. No agent may get it in this state."""
 
     code = "scrub"
 
@@ -153,7 +153,7 @@ def _arguments(script: str, path: str, base_commit: str, head: str | None) -> li
 
 
 def _check(returned: int | None, stdout: str, stderr: str, path: str, head: str, *, proof: bool) -> None:
-    """Fail closed: anything but the scripts' own words of success is a failure."""
+    """Raise `ScrubError` unless the script reports success. It fails closed: any other result is a failure."""
     proven = any(line.startswith(f"scrubbed {head} ") for line in stdout.splitlines())
     if returned != 0 or (proof and not proven):
         reason = stderr.strip().splitlines()[-1:] or [f"exit code {returned}"]
@@ -164,7 +164,7 @@ def scrub_directory(path: Path, base_commit: str, *, head: str | None = None) ->
     """Scrub and verify a repository of this machine.
 
     Args:
-        head: the commit to keep, when the image's makers committed on top of ``base_commit``; default that itself.
+        head: the commit to keep, if the image's makers committed on top of ``base_commit``; default: ``base_commit``.
 
     Raises:
         ScrubError: it could not be scrubbed, or does not pass verification.
@@ -174,7 +174,7 @@ def scrub_directory(path: Path, base_commit: str, *, head: str | None = None) ->
 
 
 def verify_directory(path: Path, base_commit: str, *, head: str | None = None) -> None:
-    """Raises `ScrubError` unless the repository holds the history of one commit and not an object more."""
+    """Raise `ScrubError` unless the repository holds exactly the history of one commit and no other object."""
     _run(VERIFY_SCRIPT, path, base_commit, head, proof=True)
 
 
@@ -194,7 +194,7 @@ def _run(script: str, path: Path, base_commit: str, head: str | None, *, proof: 
 async def scrub_box(
     provider: SandboxProvider, handle: SandboxHandle, path: str, base_commit: str, *, head: str | None = None
 ) -> None:
-    """Scrub and verify a repository in a box, for example while its image is made; see `scrub_directory`."""
+    """Scrub and verify a repository in a box, for example while an image is made. See `scrub_directory`."""
     await _exec(provider, handle, SCRUB_SCRIPT, path, base_commit, head, proof=False)
     await verify_box(provider, handle, path, base_commit, head=head)
 
@@ -202,8 +202,8 @@ async def scrub_box(
 async def verify_box(
     provider: SandboxProvider, handle: SandboxHandle, path: str, base_commit: str, *, head: str | None = None
 ) -> None:
-    """Raises `ScrubError` unless the repository in the box holds the history of one commit and not an object more.
-    Trusts the box's git, so it is for boxes no agent has been in."""
+    """Raise `ScrubError` unless the repository in the box holds exactly the history of one commit and no other object.
+    It trusts the box's git, so use it only for boxes that no agent has used."""
     await _exec(provider, handle, VERIFY_SCRIPT, path, base_commit, head, proof=True)
 
 

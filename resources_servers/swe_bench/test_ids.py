@@ -1,8 +1,8 @@
-"""Test ids in the spellings that SWE-bench rows use, and which test function stands behind one.
+"""Test ids in the spellings that SWE-bench rows use, and the test functions that they name.
 
-Until 3.10 ``unittest`` prints ``test_x (module.Class)``; from 3.11 on ``test_x (module.Class.test_x)``. Rows carry the
-form of the Python their logs were made with. A run of ours on another Python is brought to the rows' form here, and
-says so; stored logs are never touched.
+Until Python 3.10 ``unittest`` prints ``test_x (module.Class)``; from 3.11 on ``test_x (module.Class.test_x)``. A row
+has the form of the Python version that made its logs. If our own run uses another version, its log is converted to the
+row's form, and the verdict's details record this. Stored logs are never changed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _SHORT = re.compile(r"\b(?P<test>test\w*) \((?P<owner>[\w.]+)\)")
 
 
 def spelled_as_expected(log: str, expected: Iterable[str]) -> tuple[str, bool]:
-    """``log`` with unittest ids in the form that ``expected`` has, and whether anything was changed. Ids that are
-    expected as they stand are kept."""
+    """Return ``log`` with its unittest ids in the form used in ``expected``, and whether anything changed. Ids that
+    are in ``expected`` already are kept."""
     wanted = set(expected)
     changed = False
 
@@ -45,23 +45,23 @@ _UNITTEST = re.compile(r"^(?P<name>\w+) \((?P<owner>[\w.]+)\)$")
 
 @dataclass(frozen=True)
 class TestId:
-    """A test id taken apart. What an id does not say is empty."""
+    """A parsed test id. Fields that the id does not contain are empty."""
 
     __test__ = False
 
     function: str = ""
     classes: tuple[str, ...] = ()
     path: str = ""
-    """Of the file, as pytest gives it."""
+    """The file's path, as pytest prints it."""
     module: str = ""
-    """Dotted, as unittest gives it."""
+    """The dotted module name, as unittest prints it."""
     docstring: str = ""
-    """First line of the function's docstring, which Django prints in place of a name."""
+    """The first line of the function's docstring, which Django prints in place of a name."""
 
     @classmethod
     def parse(cls, text: str) -> TestId:
-        """``path::Class::test[param]``, ``test (module.Class)``, ``test (module.Class.test)``, a bare name, or else a
-        docstring."""
+        """Parse ``path::Class::test[param]``, ``test (module.Class)``, ``test (module.Class.test)`` or a bare name.
+        Any other text is taken as a docstring."""
         if "::" in text:
             path, *classes, function = text.split("[", 1)[0].split("::")
             return cls(function=function.strip(), classes=tuple(classes), path=path)
@@ -74,7 +74,7 @@ class TestId:
         return cls(docstring=text.strip())
 
     def may_be_in(self, path: str) -> bool:
-        """Whether a file can be the one the id means; an id that names none may be in any."""
+        """Whether the test may be in the file ``path``. An id without a file or module may be in any file."""
         if self.path:
             return path == self.path
         dotted = path.removesuffix(".py").replace("/", ".")

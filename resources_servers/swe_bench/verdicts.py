@@ -1,18 +1,18 @@
-"""From a patch to a verdict: the official run, then the controls, then one trustworthy reward.
+"""Judges a patch: makes the official run and the control runs, and computes one trustworthy reward.
 
-A reward needs the official run to resolve the instance and no finding. An invalid verdict needs evidence from outside
-the patch's reach: the provider failed, or the gold patch fails in the same way. A patch that hangs its tests or
-destroys its box is a failed patch.
+A reward requires that the official run resolves the instance and that there is no finding. An attempt ends without a
+verdict only on evidence that the patch cannot influence: the provider failed, or the gold patch fails in the same way.
+A patch that hangs its tests or destroys its box is a failed patch.
 
-A resolved attempt is confirmed: its answers are compared, outside the box, with those of the right solution. Further
-controls stand beside the official run:
+A resolved attempt is confirmed: the values that its code returns are compared, outside the box, with those of the gold
+patch. There are further controls beside the official run:
 
-*Canary*: the same patch and script, with test files whose expected tests can only fail. A test reported as passed
-there was not what decided the verdict.
+*Canary*: the same patch and script, with test files whose expected tests can only fail. If such a test is reported as
+passed, the tests did not decide the verdict.
 
-*Without source*: only those parts of the patch that decide how tests run (configuration, plugins, test support), on
-the pristine tree. Tests that it makes pass were not made to pass by a change of the code under test. Tests that pass
-without any patch at all are none of the agent's doing, so they are looked up before anything is said.
+*Without source*: only the parts of the patch that decide how tests run (configuration, plugins, test support), on the
+pristine tree. If these parts alone make tests pass, the code under test did not. Tests that pass without any patch are
+not the agent's doing, so they are determined first and not counted.
 
 *Skipped*: tests that a patch skips instead of keeping them passing.
 """
@@ -62,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict and the official run's log behind it."""
+    """A verdict, and the official run's log that it is based on."""
 
     verdict: Verdict
     log: str = ""
@@ -80,13 +80,13 @@ async def judge(
     """Judge the patch in ``artifact``.
 
     Args:
-        controls: the row's, as prepared; only ``tamper_control: off`` does without.
-        require_controls: how well every test to be fixed must be controlled; other rows get no verdict.
-        tamper_control: ``auto`` runs the controls when the official run resolves the instance, ``always`` after every
-            run that applied (to record vain attempts too), ``off`` never; static signs are found in any case.
+        controls: the row's prepared controls; ``None`` only with ``tamper_control: off``.
+        require_controls: the minimum control strength of every test to be fixed; rows below it get no verdict.
+        tamper_control: ``auto`` runs the controls if the official run resolves the instance, ``always`` after every
+            run whose patch applied (to record failed attempts too), ``off`` never. Static findings are always made.
 
     Raises:
-        SandboxError, VerifierError: no verdict can be given; `VerifierError` details name the kind of failure.
+        SandboxError, VerifierError: no verdict is possible. The details of `VerifierError` name the kind of failure.
     """
     if controls is not None and _LEVELS.index(controls.strength) < _LEVELS.index(require_controls):
         raise VerifierError(
@@ -149,8 +149,8 @@ async def gold_resolves(site: EvalSite, row: SweBenchRow) -> bool:
 
 
 async def _run_surely(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:
-    """The official run. When it hangs or its box is lost, the gold patch tells whose fault that is; ``None`` is a box
-    lost twice with this patch and never with the gold one."""
+    """Make the official run. If it hangs or its box is lost, run the gold patch to find out whether the patch is to
+    blame. Return ``None`` if the box is lost twice with this patch and not with the gold patch."""
     try:
         run = await run_evaluation(site, row.eval_script, patch)
     except (SandboxLostError, VerifierError) as error:
@@ -188,11 +188,11 @@ async def _require_gold(site: EvalSite, row: SweBenchRow, what: str, log_text: s
 async def _controls(
     site: EvalSite, row: SweBenchRow, patch: bytes, grade: LogGrade, controls: RowControls
 ) -> list[ControlResult]:
-    """The controls, one after the other: the cores are busy with other attempts. One finding is enough."""
+    """Run the controls one after the other, because other attempts use the cores. Stop if confirming has a finding."""
     confirmed = await confirm_control(site, row, patch, controls)
     if any(control.findings for control in confirmed):
         return confirmed
-    # Where nothing could be blinded, tests that can only fail are all there is for those to be kept.
+    # Without blinded renderings, only a canary controls the tests that must keep passing.
     uncontrolled = controls.strength == "none" or (bool(row.pass_to_pass) and not controls.renderings)
     canary = await canary_control(site, row, patch) if uncontrolled else None
     without_source = await without_source_control(site, row, patch)
@@ -201,7 +201,7 @@ async def _controls(
 
 
 def _log_findings(grade: LogGrade, run: EvalRun) -> list[Finding]:
-    """Signs in the official run's output. In a run of ours each marker is printed once, by the script's own shell."""
+    """Return findings in the official run's output, where only the script's shell may print the markers, each once."""
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
         return []
     if grade.markers is MarkerState.FORGED:
@@ -286,7 +286,7 @@ def _details(
 
 @dataclass(frozen=True)
 class ControlResult:
-    """What one control found, or why it could not find anything."""
+    """The findings of one control, or why it is inconclusive."""
 
     name: str
     findings: tuple[Finding, ...] = ()
@@ -308,8 +308,8 @@ class ControlResult:
 
 
 async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
-    """Run the patch against tests that can only fail. A run that says nothing is made once more, and then tells
-    against the patch, unless gold says nothing there either."""
+    """Run the patch against tests that can only fail. An inconclusive run is repeated once. If that is inconclusive
+    too, it counts against the patch, unless the gold patch is inconclusive as well."""
     result = await _canary_once(site, row, patch)
     if result.conclusive:
         return result
@@ -353,7 +353,7 @@ async def _canary_once(site: EvalSite, row: SweBenchRow, patch: bytes) -> Contro
 
 
 async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult | None:
-    """Run only what decides how tests run; ``None`` when the patch holds nothing of the kind."""
+    """Run only the part of the patch that decides how tests run. Return ``None`` if there is no such part."""
     name = "without_source"
     part, _ = divided(patch, row.patch.encode("utf-8", "surrogateescape"))
     if not part:
@@ -380,8 +380,8 @@ async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes)
 
 
 async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) -> ControlResult | None:
-    """Tests that must keep passing count as kept when they are skipped. Those skipped with the patch and passed
-    without it were skipped by it. ``None`` when nothing was skipped."""
+    """Find tests that the patch skips: skipped with the patch, passed without it. The official report counts them as
+    still passing. Return ``None`` if nothing was skipped."""
     name = "skipped"
     skipped = [test for test, status in _succeeded(official) if status == "SKIPPED"]
     if not skipped:
@@ -400,7 +400,7 @@ async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) 
 
 
 def _succeeded(grade: LogGrade) -> list[tuple[str, str]]:
-    """Expected tests that count as successes, with the status they have."""
+    """Return the expected tests that the report counts as successes, with their status."""
     status = grade.report.get("tests_status") or {}
     return [
         (test, grade.status_map.get(test, "PASSED"))
@@ -413,7 +413,7 @@ def _fixed(row: SweBenchRow, grade: LogGrade) -> list[str]:
     if not grade.report.get("patch_successfully_applied"):
         return []
     if row.eval_type == "fail_only":
-        # An absent test counts as passed there, so only the whole is evidence.
+        # Here an absent test counts as passed, so only the official verdict on all tests is evidence.
         return list(row.fail_to_pass) if grade.official_resolved else []
     return list((grade.report.get("tests_status") or {}).get("FAIL_TO_PASS", {}).get("success", ()))
 
@@ -433,12 +433,12 @@ def _finding(tests: list[str], *, exact: bool) -> Finding:
 
 @dataclass(frozen=True)
 class _Confirmation:
-    """What one run of a row's controls says about a patch."""
+    """The result of running a row's controls on a patch."""
 
     problems: dict[str, str]
-    """Test → why it is not confirmed; empty when everything is."""
+    """Test → why it is not confirmed; empty if all tests are confirmed."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Control → what it took."""
+    """Control → its duration."""
     lies: bool = False
     """Whether tests that can only fail are reported as passed."""
 
@@ -450,11 +450,11 @@ class _Confirmation:
 async def confirm_control(
     site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls
 ) -> list[ControlResult]:
-    """Run the row's renderings and twins with the patch, and with the patch less what decides how tests run.
+    """Run the row's renderings and twins with the patch, and again without the part that decides how tests run.
 
     Raises:
         SandboxError: the provider failed.
-        VerifierError: gold is not confirmed here either (``control_run_failed``), or an exec was lost.
+        VerifierError: the gold patch is not confirmed either (``control_run_failed``), or an exec was lost.
     """
     if not controls.renderings and not controls.twins:
         return [ControlResult.inconclusive("confirmed", "no test of this row could be blinded")]
@@ -485,10 +485,10 @@ _CONTROL_PART = Finding(
 
 async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
     first = await _once_surely(site, row, patch, controls)
-    # No busy host makes a wrong expectation come true.
+    # A busy host cannot make a wrong expectation pass, so this result needs no repetition.
     if not first.problems or first.lies:
         return first
-    # A busy host may be to blame, and so may a patch that throws coins: only clean runs outweigh a failed one.
+    # The cause may be a busy host, or a patch that acts at random, so several clean runs must outweigh a failed one.
     runs = [first]
     for _ in range(CLEAN_RUNS_AFTER_A_FAILED_ONE):
         runs.append(await _once_surely(site, row, patch, controls))
@@ -514,7 +514,7 @@ def _sum(*runs: _Confirmation) -> dict[str, float]:
 
 
 async def _once_surely(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
-    """As `_once`; a box that is lost under the patch confirms nothing. Whether the patch ended it, gold tells."""
+    """Call `_once`, and treat a lost box as not confirmed. The caller runs gold to see if the patch is to blame."""
     try:
         return await _once(site, row, patch, controls)
     except (SandboxLostError, VerifierError) as error:
@@ -524,7 +524,8 @@ async def _once_surely(site: EvalSite, row: SweBenchRow, patch: bytes, controls:
 
 
 async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
-    """One box with the renderings and one of each pair of twins; where there are twins, another with the others."""
+    """Run one box with the renderings and one of each pair of twins, and if there are twins, a second box with the
+    other ones."""
     rng = random.SystemRandom()
     blinded = [one.rendering for one in controls.renderings]
     twins = TwinRun()
@@ -552,7 +553,7 @@ async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowCon
 
 
 async def _other_values(controls: RowControls, recorded: Recorded) -> dict[str, str]:
-    """Test → why the renderings' records do not confirm it."""
+    """Return test → why the renderings' records do not confirm it."""
     count = len(controls.renderings)
     compared = await compare([one.tests for one in controls.renderings], recorded.records[:count])
     problems: dict[str, str] = {}

@@ -31,7 +31,7 @@ PACKAGE = CliPackage(
     version="2.1.329",
     command=f"node_modules/{BUILD}/claude",
     runtime="elf-glibc",
-    box_commands=("bash",),  # without it, no command of the model would run
+    box_commands=("bash",),  # the CLI needs it to run the model's commands
     npm={BUILD: "2.1.329"},
     integrity={BUILD: INTEGRITY},
 )
@@ -39,33 +39,34 @@ PACKAGE = CliPackage(
 
 class ClaudeCodeOptions(HarnessOptions):
     bare: bool = False
-    """The smallest prompt, and only the tools Bash, Edit and Read beside the environment's."""
+    """Use the smallest prompt, and only the tools Bash, Edit and Read beside the environment's."""
     tools: list[str] | None = None
-    """Built-in tools the model is offered; all by default, none for an empty list."""
+    """The built-in tools that the model is offered; all by default, none for an empty list."""
     context_tokens: int | None = Field(None, gt=0)
-    """The model's context; the CLI takes a million for a model that it does not know."""
+    """The model's context length. By default, the CLI assumes a million for a model that it does not know."""
     compaction: bool = True
     """Whether the CLI summarizes a conversation that nears ``context_tokens``."""
     max_retries: int = Field(10, ge=0)
-    """Of one request to the model, after 429, 5xx, or a broken connection."""
+    """Retries of one model request, after 429, 5xx, or a broken connection."""
     request_timeout_s: float = Field(600.0, gt=0)
-    """How long the CLI waits for an answer to begin."""
+    """How long the CLI waits for the start of a response."""
 
 
 class ClaudeCodeReader(JsonEventReader):
-    """One run may have several ``init`` and ``result`` events: it goes on after sub-agents in the background."""
+    """Reads stream-json. A run may have several ``init`` and ``result`` events, because it continues when sub-agents
+    in the background end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.result: dict[str, Any] | None = None
         """The last ``result`` event."""
         self.mcp_status: dict[str, str] = {}
-        """MCP server → what was last said of it."""
+        """MCP server → its last reported status."""
         self._answers: set[str] = set()
 
     @property
     def failed_mcp(self) -> list[str]:
-        """MCP servers that could not be used; one that is still being connected to is not among them."""
+        """The MCP servers that cannot be used. Servers that are still connecting are not included."""
         return sorted(name for name, status in self.mcp_status.items() if status in ("failed", "needs-auth"))
 
     def event(self, event: dict[str, Any]) -> None:
@@ -92,11 +93,11 @@ class ClaudeCodeReader(JsonEventReader):
     def _assistant(self, event: dict[str, Any]) -> None:
         message, parent = event["message"], event.get("parent_tool_use_id")
         if message.get("model") == "<synthetic>":
-            return  # the CLI's own words about an error, in the model's place
+            return  # the CLI's own error message, not an answer of the model
         invocation = str(parent) if parent else MAIN
         if parent:
             self.transcript.invokes(invocation, by_call=invocation)
-        # Each block of an answer is an event of its own, with the same id.
+        # Each block of an answer arrives as a separate event with the same message id.
         if message["id"] not in self._answers:
             self._answers.add(message["id"])
             tokens = _tokens(message.get("usage") or {}, "input_tokens", "cache_read_input_tokens", "output_tokens")
@@ -121,14 +122,14 @@ class ClaudeCodeReader(JsonEventReader):
                 self.transcript.returns(block["tool_use_id"], output, failed=bool(block.get("is_error")))
 
     def _usage(self, models: dict[str, dict[str, Any]]) -> None:
-        """The whole session's, sub-agents and summaries included."""
+        """Set the usage of the whole session, including sub-agents and summaries."""
         totals = [_tokens(used, "inputTokens", "cacheReadInputTokens", "outputTokens") for used in models.values()]
         if totals:
             self.transcript.set_usage(**{name: sum(total[name] for total in totals) for name in totals[0]})
 
 
 def _tokens(usage: dict[str, Any], fresh: str, cached: str, output: str) -> dict[str, int]:
-    """Claude counts input that came from a cache apart; here it is part of the input."""
+    """Return the token counts. Claude counts cached input separately; here it is part of the input."""
     from_cache = int(usage.get(cached) or 0)
     written = int(usage.get("cache_creation_input_tokens") or usage.get("cacheCreationInputTokens") or 0)
     return {
@@ -174,11 +175,11 @@ class ClaudeCode(CliHarness):
             "CLAUDE_CODE_MAX_RETRIES": str(options.max_retries),
             "API_TIMEOUT_MS": str(int(options.request_timeout_s * 1000)),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            # Requests as any server of the dialect takes them, and the same prompt for every sample.
+            # Send requests that any server of the dialect accepts, and the same prompt for every sample.
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "ENABLE_TOOL_SEARCH": "false",
-            "IS_SANDBOX": "1",  # as root it refuses to skip permissions otherwise
+            "IS_SANDBOX": "1",  # otherwise the CLI refuses to skip permissions as root
         }
         if options.context_tokens is not None:
             env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(options.context_tokens)
@@ -194,7 +195,8 @@ class ClaudeCode(CliHarness):
         return ClaudeCodeReader()
 
     def outcome(self, ended: HarnessEnded) -> Judgement:
-        """An API error is a ``success`` with ``is_error``, and an interrupt exits with 0 and no result."""
+        """Judge the run. An API error is reported as ``success`` with ``is_error``; an interrupted run exits with
+        status 0 and has no result."""
         assert isinstance(ended.reader, ClaudeCodeReader)
         result = ended.reader.result
         if ended.reader.failed_mcp:

@@ -39,29 +39,29 @@ PACKAGE = CliPackage(
 
 class CodexOptions(HarnessOptions):
     context_tokens: int | None = Field(None, gt=0)
-    """The model's context; Codex guesses it for a model that it does not know."""
+    """The model's context length. By default, Codex guesses it for a model that it does not know."""
     compact_at_tokens: int | None = Field(None, gt=0)
     """The length at which Codex summarizes the conversation."""
     reasoning_effort: str | None = None
-    """``minimal``, ``low``, ``medium``, ``high`` or what else the model takes; not sent by default."""
+    """``minimal``, ``low``, ``medium``, ``high`` or another value that the model accepts; not sent by default."""
     max_retries: int = Field(4, ge=0)
-    """Of one request, and of one stream that broke off: together up to (1 + max_retries)² tries."""
+    """Retries of one request, and also of one broken stream: together up to (1 + max_retries)² tries."""
     idle_timeout_s: float = Field(600.0, gt=0)
-    """How long a stream may be silent before it is asked for again."""
+    """How long a stream may be silent before Codex requests it again."""
     tool_timeout_s: float = Field(300.0, gt=0)
-    """How long one call of an MCP tool may take."""
+    """The time limit of one MCP tool call."""
 
 
 class CodexReader(JsonEventReader):
-    """Codex calls a whole run a turn, and does not say where one answer of the model ends. Answers are counted by
-    their order: what the model says or calls after a tool has returned belongs to the next one."""
+    """Reads the events of ``codex exec --json``. Codex calls a whole run a turn and does not mark where an answer of
+    the model ends. So the first message or call after a tool result counts as the start of a new answer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ended: str | None = None
-        """``turn.completed`` or ``turn.failed``, the last of them."""
+        """The last ``turn.completed`` or ``turn.failed``."""
         self.error = ""
-        """The last error, as Codex says it; one that it recovered from, too."""
+        """Codex's last error message, even if Codex recovered from the error."""
         self._answering = False
         self.transcript.gap("turns_inferred", "Codex does not report answers; parallel calls may count as several")
 
@@ -101,7 +101,7 @@ class CodexReader(JsonEventReader):
             case "error":
                 self.transcript.gap("codex_notice", str(item["message"]))
             case _:
-                self._started(item)  # some items come whole, without a start
+                self._started(item)  # some items have no `item.started` event
                 if _call(item)[0]:
                     self._answering = False
                     failed = item.get("status") in ("failed", "declined")
@@ -114,7 +114,7 @@ class CodexReader(JsonEventReader):
 
 
 def _call(item: dict[str, Any]) -> tuple[str | None, Any]:
-    """The tool and its arguments; no tool for other items."""
+    """Return the tool and its arguments, or ``(None, None)`` for an item that is not a call."""
     match item["type"]:
         case "command_execution":
             return "exec_command", {"cmd": item["command"]}
@@ -156,7 +156,7 @@ class Codex(CliHarness):
         argv = (context.executable, "exec", "--json", "--skip-git-repo-check")
         directory = f"{context.home}/.codex"
         return HarnessCommand(
-            # The box is the sandbox: Codex's own would need a namespace that it may not make.
+            # The box is the sandbox. Codex's own sandbox needs a namespace, which it may not create in the box.
             argv=(*argv, "--dangerously-bypass-approvals-and-sandbox", "-"),
             env={"CODEX_HOME": directory, "POLICY_KEY": context.api_key},
             files={f"{directory}/config.toml": self._config(context).encode()},
@@ -172,7 +172,7 @@ class Codex(CliHarness):
             *_entry("model_auto_compact_token_limit", options.compact_at_tokens),
             *_entry("model_reasoning_effort", options.reasoning_effort),
             *('model_provider = "policy"', 'web_search = "disabled"', "check_for_update_on_startup = false"),
-            "allow_login_shell = false",  # a login shell takes the box's PATH away
+            "allow_login_shell = false",  # a login shell resets the box's PATH
             *("[analytics]", "enabled = false", "[features]", "plugins = false", "apps = false"),
             *("[model_providers.policy]", 'name = "policy"', 'env_key = "POLICY_KEY"', 'wire_api = "responses"'),
             *_entry("base_url", f"{context.model_url}/v1"),
@@ -181,7 +181,7 @@ class Codex(CliHarness):
             *_entry("stream_idle_timeout_ms", int(options.idle_timeout_s * 1000)),
         ]
         for server in context.mcp:
-            # Without `required`, a server that cannot be reached is only missing.
+            # Without `required`, Codex silently runs without a server that it cannot reach.
             lines += [f"[mcp_servers.{_string(server.name)}]", *_entry("url", server.url), "required = true"]
             lines += _entry("tool_timeout_sec", options.tool_timeout_s)
         return "\n".join(lines) + "\n"
@@ -201,12 +201,12 @@ class Codex(CliHarness):
 
 
 def _entry(key: str, value: Any) -> list[str]:
-    """One line of TOML, none without a value."""
+    """Return one line of TOML, or no line if ``value`` is ``None``."""
     return [] if value is None else [f"{key} = {_string(value) if isinstance(value, str) else value}"]
 
 
 def _string(text: str) -> str:
-    """A TOML string: JSON's but for one character."""
+    """Return a TOML string. It equals the JSON string, except that TOML escapes DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 

@@ -1,4 +1,4 @@
-"""The agent server of any command: an agent that is several processes, or one that nobody wrote a harness for."""
+"""An agent server that runs any command, for agents of several processes and agents without a harness of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Composite(CliHarness):
 
     def _program(self) -> Path:
         if self.options.program is None:
-            # Every agent has a mount; this one has nothing in it. It is where a broker lets agents mount from.
+            # Every agent has a mount, so mount an empty directory. It lies where a broker allows agents' mounts.
             nothing = cache_root() / "agents" / ".nothing"
             try:
                 nothing.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Composite(CliHarness):
         elif ended.ok:
             outcome = reader.claim or AgentOutcome.COMPLETED
         else:
-            # It may give up in words; that it is done is not believed of a program that failed.
+            # A failed program may report that it gave up, but its report of success does not count.
             claimed = reader.claim in (AgentOutcome.MAX_TURNS, AgentOutcome.REFUSED)
             outcome = reader.claim if claimed and reader.claim else AgentOutcome.CRASHED
         return outcome, None if outcome is AgentOutcome.COMPLETED else reader.detail or ended.how

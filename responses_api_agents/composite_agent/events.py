@@ -1,4 +1,4 @@
-"""The events a composite agent prints, one JSON object a line: see the README for the format."""
+"""Reads the events that a composite agent prints, one JSON object a line. See the README for the format."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MAX_TEXT_BYTES = 64 * 1024
 
 
 class CompositeReader(JsonEventReader):
-    """Events without an ``agent`` are the agent's own, others those of the parts it names."""
+    """Reads events. An event belongs to the part named in ``agent``, or to the main agent if it has no ``agent``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.claim: AgentOutcome | None = None
-        """What the last ``end`` event says."""
+        """The outcome in the last ``end`` event."""
         self.detail: str | None = None
         self._text = b""
         self._events = 0
@@ -29,7 +29,7 @@ class CompositeReader(JsonEventReader):
             self._text = (self._text + line + b"\n")[-MAX_TEXT_BYTES:]
 
     def finish(self) -> None:
-        """A command that prints no event has said what it printed."""
+        """If the command printed no events, take its output as its message."""
         if not self._events:
             self.transcript.says(self._text.decode("utf-8", "replace").strip())
 

@@ -1,4 +1,4 @@
-"""What a composite agent is told to run, and the words its command line may use."""
+"""The options of a composite agent, and the variables that its command line may use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_gym.agent.harness.base import HarnessContext, HarnessOptions, Runtime
 from nemo_gym.contract.session import AgentOutcome
 
 PROMPT_FILE, TASK_FILE, MCP_FILE = "prompt.txt", "task.json", "mcp.json"
-"""In the agent's home."""
+"""Files in the agent's home directory."""
 WORDS = (
     "program",
     "home",
@@ -27,31 +27,31 @@ WORDS = (
     "max_turns",
     "session",
 )
-"""``$word`` in commands, variables, and files."""
+"""The ``$word`` variables that commands, environment variables and files may use."""
 CLAIMS = (AgentOutcome.COMPLETED, AgentOutcome.MAX_TURNS, AgentOutcome.REFUSED, AgentOutcome.CRASHED)
-"""What a process may say of its own end. The rest is seen from outside."""
+"""The outcomes that a process may report about itself. All others are observed from outside."""
 
 
 class CompositeOptions(HarnessOptions):
     name: str = Field("composite", pattern=r"^[a-z][a-z0-9_-]*$")
-    """Of the agent, in observations and in the box (``/opt/nemo-gym/agents/<name>``)."""
+    """The agent's name in observations and in the box (``/opt/nemo-gym/agents/<name>``)."""
     version: str = "1"
-    """In observations."""
+    """The agent's version in observations."""
     program: str | None = None
-    """A directory of this host that the box sees read-only as ``$program``; a relative path is looked for in the
-    plugin roots. Nothing for a command that the image has."""
+    """A directory of this host, mounted read-only in the box as ``$program``. A relative path is searched in the
+    plugin roots. Leave it out if the image contains the command."""
     command: tuple[str, ...] = Field(min_length=1)
     """The command line. It runs in the work directory."""
     runtime: Runtime = "script"
     """What the image must have: ``python``, ``node``, ``elf-glibc``, or nothing beyond a shell."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Over the box's own variables."""
+    """Environment variables, added to the box's own. They win over variables of the same name."""
     files: dict[str, str] = Field(default_factory=dict)
     """Path in the box → text, written before the command starts."""
     stdin: Literal["prompt", "task", "nothing"] = "prompt"
     """What the command reads: the prompt's text, the task as JSON, or an empty input."""
     outcomes: dict[int, AgentOutcome] = Field(default_factory=dict)
-    """Exit status → outcome, beside 0 (``completed``) and all others (``crashed``)."""
+    """Exit status → outcome. By default, 0 means ``completed`` and any other status ``crashed``."""
 
     @field_validator("outcomes")
     @classmethod
@@ -92,5 +92,5 @@ class Words:
         }
 
     def fill(self, text: str) -> str:
-        """With every known word in its place; other dollars are left alone, for shells."""
+        """Return ``text`` with every known word replaced. Other dollar signs stay, for shells."""
         return Template(text).safe_substitute(self._values)

@@ -1,4 +1,4 @@
-"""The mini-swe-agent server: binds the package's loop to whatever world a descriptor names."""
+"""The mini-swe-agent server: runs the package's loop on the world that the session descriptor names."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):
     observation_template: str
     format_error_template: str
     step_limit: int = 100
-    """Model calls per attempt; a descriptor's ``limits.max_turns`` lowers it, and the run's wins."""
+    """Model calls per attempt. The descriptor's ``limits.max_turns`` can lower it; the run's limit overrides both."""
     command_timeout_s: float = 60.0
     command_env: dict[str, str] = Field(
         default_factory=lambda: {"PAGER": "cat", "MANPAGER": "cat", "LESS": "-R", "PIP_PROGRESS_BAR": "off"}
     )
     wall_clock_s: float = 3600.0
-    """Per attempt, where the descriptor sets no limit."""
+    """The time limit of an attempt, if the descriptor sets none."""
     model_max_tries: int = 4
     max_concurrency: int = 64
-    """Attempts that run at once."""
+    """The number of concurrent attempts."""
     scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
-    """The box its commands run in where the task has no world (topology A)."""
+    """The box for the agent's commands if the task has no world (topology A)."""
     requires: list[str] = Field(default_factory=list)
     """Sandbox capabilities this agent needs in every box."""
     max_output_tokens: int | None = None
     sandbox_lease_s: float = DEFAULT_LEASE_TTL_S
-    """Seconds a box outlives this server when it is killed."""
+    """How long a box lives after this server was killed, in seconds."""
 
 
 class MiniSWEAgent(SimpleResponsesAPIAgent):
-    """The loop runs in this server, in every topology; its commands, and nothing else, run in the attempt's box."""
+    """Runs the loop in this server, in every topology. Only its commands run in the attempt's box."""
 
     config: MiniSWEAgentConfig
     topologies: ClassVar[tuple[Topology, ...]] = (
@@ -57,7 +57,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
         Topology.ENV_SANDBOXED,
         Topology.NONE,
     )
-    """Never ``whole_interaction``: there, the harness is in the box as well."""
+    """Not ``whole_interaction``, which requires the harness to run in the box as well."""
     box_topologies: ClassVar[tuple[Topology, ...]] = (
         Topology.AGENT_IN_ENV,
         Topology.ENV_SANDBOXED,
@@ -73,14 +73,14 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
         self._slots = asyncio.Semaphore(self.config.max_concurrency)
         self._boxes = AgentBoxes(scratch=self.config.scratch.to_spec())
         self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
-        self._owner.provider()  # one that cannot be had is said once, before any row is run
+        self._owner.provider()  # an unusable provider must fail here, once, before any row runs
         return super().setup_webserver()
 
     async def box_needs(self) -> BoxNeeds:
         return BoxNeeds(requires=tuple(self.config.requires))
 
     async def act(self, request: ActRequest) -> ActResponse:
-        # Imported with the first attempt: the package is not needed to start, compose or answer health checks.
+        # Import the package at the first attempt: starting, composing and health checks do not need it.
         from responses_api_agents.mini_swe_agent import loop
 
         config, params = self.config, request.responses_create_params
@@ -131,7 +131,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
 
 
 def _sampling(params: dict[str, Any], max_output_tokens: int | None) -> dict[str, Any]:
-    """Responses parameters under their Chat Completions names."""
+    """Return the Responses parameters under their Chat Completions names."""
     sampling = {key: params[key] for key in ("temperature", "top_p") if params.get(key) is not None}
     if (limit := params.get("max_output_tokens") or max_output_tokens) is not None:
         sampling["max_tokens"] = limit

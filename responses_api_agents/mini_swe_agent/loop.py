@@ -1,8 +1,9 @@
-"""mini-swe-agent's own loop, driven over a box and the policy endpoint.
+"""Runs mini-swe-agent's own loop on a box and the policy endpoint.
 
-The package's `DefaultAgent` is synchronous. It runs in a greenlet on the server's event loop, not in a thread: its
-environment and its model are the two small classes here, and each of their calls gives the loop an awaitable and
-returns when that is done. A thread would be handed to and fro for every call, which took a fifth of an attempt's time.
+The package's `DefaultAgent` is synchronous. It runs in a greenlet on the server's event loop. `BoxEnvironment` and
+`PolicyModel` here are its environment and its model: each of their calls passes an awaitable to the event loop and
+returns when it is done. A thread is not used, because switching threads at each call took a fifth of an attempt's
+time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nemo_gym.contract.errors import AgentError, ModelError
 from nemo_gym.contract.session import AgentOutcome, InferenceEndpoint
 from nemo_gym.sandbox.base import ExecOutcome
 
-# Importing the package creates its settings directory and reads a .env from it; neither belongs in a server.
+# On import, the package creates its settings directory and reads a .env from it. A server must use neither.
 os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", tempfile.mkdtemp(prefix="mini-swe-agent-"))
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 
@@ -53,17 +54,17 @@ EXIT_OUTCOMES = {
     "RepeatedFormatError": AgentOutcome.REFUSED,
 }
 MAX_ARGUMENT_BYTES = 100_000
-"""Longer commands go through standard input: the kernel takes at most 128 KiB in one argument."""
+"""Longer commands go through standard input: the kernel accepts at most 128 KiB in one argument."""
 
 
-# The package compiles a template each time it writes a prompt or an observation, which takes 0.6 ms of CPU for the two
-# prompts of an attempt and 1.4 ms for each observation.
+# Cache compiled templates. The package compiles one for each prompt and observation, which takes 0.6 ms of CPU for the
+# two prompts of an attempt and 1.4 ms for each observation.
 for _module in (default, actions_toolcall):
     _module.Template = functools.lru_cache(maxsize=64)(Template)  # type: ignore[attr-defined]
 
 
 def await_from_loop(awaitable: Coroutine[Any, Any, T]) -> T:
-    """From the package's synchronous loop: hand ``awaitable`` to `run_synchronous` and return its result."""
+    """Pass ``awaitable`` to `run_synchronous` and return its result. Call it from the package's synchronous loop."""
     parent = greenlet.getcurrent().parent
     if parent is None:
         raise RuntimeError("await_from_loop works inside run_synchronous alone")
@@ -72,9 +73,9 @@ def await_from_loop(awaitable: Coroutine[Any, Any, T]) -> T:
 
 
 async def run_synchronous(function: Callable[..., T], *args: Any) -> T:
-    """Run ``function`` in a greenlet of this task; what it gives to `await_from_loop` is awaited here.
+    """Run ``function`` in a greenlet of this task and await what it passes to `await_from_loop`.
 
-    A cancellation is raised inside ``function``, where it waits; whatever it asks for after that is refused.
+    A cancellation is raised inside ``function`` where it waits. Everything that it wants to await later is refused.
     """
     worker = greenlet.greenlet(function)
     asked = worker.switch(*args)
@@ -85,7 +86,7 @@ async def run_synchronous(function: Callable[..., T], *args: Any) -> T:
                 asked.close()
                 raise AgentError("the attempt was stopped")
             answer = await asked
-        except BaseException as error:  # noqa: BLE001 - the greenlet is to handle it, cancellations too
+        except BaseException as error:  # noqa: BLE001 - the greenlet handles it, even a cancellation
             stopped = stopped or isinstance(error, asyncio.CancelledError)
             asked = worker.throw(error)
         else:
@@ -108,7 +109,7 @@ class BoxEnvironment:
         self._world, self._env = world, dict(env)
 
     def execute(self, action: dict[str, Any], cwd: str = "") -> dict[str, Any]:
-        """Run one action; raises `Submitted` when its first line of output says so and it succeeded."""
+        """Run one action. Raises `Submitted` if it succeeds and the first line of its output is `SUBMIT`."""
         try:
             argv, stdin = _shell(action["command"])
         except ValueError as error:
@@ -158,7 +159,7 @@ class PolicyModel:
         self.usage = {"input_tokens": 0, "output_tokens": 0}
         self.answers = 0
         self.stopped_by: str | None = None
-        """The endpoint's words, where they ended the loop."""
+        """The endpoint's message, if it ended the loop."""
 
     def query(self, messages: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
         history = [{key: value for key, value in message.items() if key != "extra"} for message in messages]
@@ -188,7 +189,7 @@ class PolicyModel:
                 template_kwargs={"finish_reason": choice.get("finish_reason")},
             )
         except FormatError as error:
-            # The policy must see its own words before the complaint about them.
+            # The history must contain the policy's message before the complaint about it.
             error.messages = ({**message, "extra": {"cost": 0.0}}, *_answers(message, error.messages))
             raise
         extra = {"actions": actions, "cost": 0.0, "timestamp": time.time()}
@@ -228,7 +229,7 @@ async def drive(
     command_timeout_s: float,
     command_env: Mapping[str, str],
 ) -> None:
-    """Run the loop to its end and fill ``run``, also when it is cut short."""
+    """Run the loop to its end and fill ``run``, even if the loop is interrupted."""
     policy = PolicyModel(client, model, sampling)
     environment = BoxEnvironment(world, timeout_s=command_timeout_s, env=command_env)
     harness = DefaultAgent(policy, environment, **agent)
@@ -245,9 +246,9 @@ async def drive(
 
 
 def _shell(command: Any) -> tuple[list[str], bytes | None]:
-    """The argument list and standard input that run ``command``; whatever a policy writes must not fail the harness.
+    """Return the argument list and standard input that run ``command``. No command may make the harness fail.
 
-    Raises `ValueError` for what no shell can be given.
+    Raises `ValueError` for a command that cannot be passed to a shell.
     """
     if not isinstance(command, str):
         raise ValueError(f"'command' must be a string, not {type(command).__name__}")  # noqa: TRY004 - shown as output
@@ -276,7 +277,7 @@ class _Function:
 
 
 def _answers(message: Mapping[str, Any], complaints: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """The complaint as tool results where the message made tool calls: every call needs an answer in the history."""
+    """Return the complaint, as tool results if the message has tool calls: each call needs a result in the history."""
     calls = message.get("tool_calls") or []
     if not calls:
         return complaints
@@ -288,7 +289,7 @@ def _answers(message: Mapping[str, Any], complaints: tuple[dict[str, Any], ...])
 
 
 def _return_code(result: Any) -> int:
-    """The exit code as a shell would report it."""
+    """Return the exit code as a shell would report it."""
     if result.return_code is not None:
         return int(result.return_code)
     return 128 + (result.signal or 9)

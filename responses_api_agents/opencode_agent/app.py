@@ -1,4 +1,4 @@
-"""Agent server of opencode, run as it is in a box: one program, no interpreter.
+"""The agent server of opencode, which runs unmodified in a box as one program without an interpreter.
 
 From top to bottom: the package it is mounted from, its options, the reader of its event log, its harness.
 """
@@ -23,7 +23,7 @@ from nemo_gym.agent.harness.base import (
 from nemo_gym.agent.harness.events import EventReader, JsonEventReader
 from nemo_gym.contract.session import AgentOutcome
 
-# The build for processors without AVX2, which runs on all of x86-64.
+# This build does not need AVX2, so it runs on all x86-64 processors.
 BUILD = "opencode-linux-x64-baseline"
 INTEGRITY = "sha512-1KQGBiiDDeL/VHHbHkOvvFo8Jr97WT5+C1tear+p7IcDTnXgVHXqIjU4O4jM4mHQzykTP2i884FCnW5LDa+zCA=="
 PACKAGE = CliPackage(
@@ -38,11 +38,11 @@ PACKAGE = CliPackage(
 
 class OpencodeOptions(HarnessOptions):
     context_tokens: int = Field(131_072, gt=0)
-    """Of the model; opencode summarizes a conversation that comes near."""
+    """The model's context length. opencode summarizes a conversation that comes near it."""
     output_tokens: int = Field(16_384, gt=0)
-    """Of one answer, where the row sets no limit."""
+    """The limit of one answer, if the row sets none."""
     request_timeout_s: float = Field(600.0, gt=0)
-    """Per model call, its whole answer included."""
+    """The time limit of one model call, including the whole response."""
 
 
 class OpencodeReader(JsonEventReader):
@@ -51,9 +51,9 @@ class OpencodeReader(JsonEventReader):
     def __init__(self) -> None:
         super().__init__()
         self.reason: str | None = None
-        """Why the last step ended (``stop``, ``tool-calls``, ``length``); nothing while in one."""
+        """Why the last step ended (``stop``, ``tool-calls``, ``length``); ``None`` during a step."""
         self.error: str | None = None
-        """Of the session, which ends it."""
+        """The error that ended the session."""
 
     def event(self, event: dict[str, Any]) -> None:
         part = event.get("part") or {}
@@ -75,7 +75,7 @@ class OpencodeReader(JsonEventReader):
                 self.error = ": ".join(str(word) for word in (error.get("name"), said) if word)
 
     def _tool(self, part: dict[str, Any]) -> None:
-        """A call that has ended already: it is printed once, with its times."""
+        """Record a call and its result. opencode prints each call once, when it has ended."""
         state, call_id = part["state"], part["callID"]
         failed = state["status"] == "error"
         self.transcript.calls(call_id, part["tool"], state.get("input") or {})
@@ -102,7 +102,7 @@ class Opencode(CliHarness):
         files = {config: json.dumps(self._settings(context, instructions)).encode()}
         if context.system:
             files[instructions] = context.system.encode()
-        # Without a title it asks the model for one.
+        # Without a title, opencode asks the model for one.
         return HarnessCommand(
             argv=(context.executable, "run", "--pure", "--format", "json", "--thinking", "--title", "task"),
             env={"OPENCODE_CONFIG": config, "OPENCODE_DISABLE_MODELS_FETCH": "1"},
@@ -140,7 +140,7 @@ class Opencode(CliHarness):
     def outcome(self, ended: HarnessEnded) -> Judgement:
         reader = ended.reader
         assert isinstance(reader, OpencodeReader)
-        # It exits with 0 whenever its loop is left; only a step that called no tool ends the work.
+        # opencode exits with 0 whenever it leaves its loop, but the work is done only after a step without tool calls.
         if reader.error or not ended.ok or reader.reason in (None, "tool-calls"):
             return AgentOutcome.CRASHED, "; ".join(word for word in (reader.error, ended.how) if word)
         return AgentOutcome.COMPLETED, None

@@ -1,4 +1,4 @@
-"""Agent server of the OpenHands SDK, run in a box by a Python of its own.
+"""The agent server of the OpenHands SDK, which runs in a box with its own Python.
 
 From top to bottom: the package it is mounted from, its options, the reader of its event log, its harness.
 """
@@ -37,17 +37,17 @@ PACKAGE = CliPackage(
 
 class OpenHandsOptions(HarnessOptions):
     tools: list[str] = Field(default_factory=lambda: ["terminal", "file_editor", "task_tracker"])
-    """Built-in tools the model is offered, beside ``finish`` and ``think``."""
+    """The built-in tools that the model is offered, beside ``finish`` and ``think``."""
     condense_after_events: int | None = Field(240, gt=10)
-    """Events in the conversation after which the SDK has the model summarize the older ones; ``null`` for never."""
+    """The number of events after which the SDK lets the model summarize the older ones; ``null`` for never."""
     parallel_tool_calls: int = Field(1, gt=0)
-    """Tool calls of one answer that run at once."""
+    """The number of tool calls of one answer that run concurrently."""
     stuck_detection: bool = True
     """Whether the SDK ends a conversation that repeats itself."""
     max_retries: int = Field(5, ge=0)
-    """Of one model call, after 429, 5xx, or a broken connection; 1 to 30 seconds between them."""
+    """Retries of one model call, after 429, 5xx, or a broken connection, with 1 to 30 seconds between them."""
     request_timeout_s: int = Field(600, gt=0)
-    """Per model call."""
+    """The time limit of one model call."""
 
 
 LIMIT_CODE = "MaxIterationsReached"
@@ -59,7 +59,7 @@ class OpenHandsReader(JsonEventReader):
     def __init__(self) -> None:
         super().__init__()
         self.end: dict[str, Any] | None = None
-        """Its last word: ``status`` of the conversation, and ``code`` and ``detail`` of an error."""
+        """The ``end`` event: ``status`` of the conversation, and ``code`` and ``detail`` of an error."""
         self._response: str | None = None
 
     def event(self, event: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class OpenHandsReader(JsonEventReader):
                 self.end = event
 
     def _answer(self, event: dict[str, Any]) -> None:
-        """Each tool call of an answer is an event of its own, with the same response id; the first has the text."""
+        """Record an answer. Its tool calls are separate events with the same response id; the first has the text."""
         if event["response"] is None or event["response"] != self._response:
             self._response = event["response"]
             self.transcript.turn()
@@ -106,7 +106,7 @@ class OpenHands(CliHarness):
         options = self.options
         settings = {
             "llm": {
-                # The prefix is litellm's, of the dialect; the model is asked for by the rest.
+                # litellm reads the dialect from the prefix and requests the model by the rest.
                 "model": f"openai/{context.model}",
                 "base_url": f"{context.model_url}/v1",
                 "api_key": context.api_key,
@@ -125,7 +125,7 @@ class OpenHands(CliHarness):
         return HarnessCommand(
             argv=(context.executable, "-I", "-B", program, given),
             env={
-                "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # the price list that it comes with
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # use litellm's bundled price list, fetch nothing
                 "OPENHANDS_SUPPRESS_BANNER": "1",
                 "LOG_LEVEL": "WARNING",
             },

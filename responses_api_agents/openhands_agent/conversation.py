@@ -1,7 +1,7 @@
-"""Runs in the box, by the package's own Python: one conversation of the OpenHands SDK, told as JSON lines.
+"""Runs one conversation of the OpenHands SDK in the box, with the package's own Python, and prints it as JSON lines.
 
-``python conversation.py SETTINGS`` with the prompt on standard input. Whatever libraries print goes to standard error.
-It imports nothing of this project.
+Run it as ``python conversation.py SETTINGS`` with the prompt on standard input. The output of libraries goes to
+standard error. It imports nothing from this project.
 """
 
 import json
@@ -14,7 +14,7 @@ FINISHED, NOT_FINISHED, FAILED = 0, 3, 1
 
 
 class Teller:
-    """Writes what happens, one JSON object a line."""
+    """Writes events to standard output, one JSON object a line. All other output goes to standard error."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -108,7 +108,7 @@ def converse(settings: dict[str, Any], prompt: str, teller: Teller) -> int:
         conversation.send_message(prompt)
         conversation.run()
     except Exception as error:  # noqa: BLE001
-        # The boundary of the SDK: its own errors, those of its libraries, and groups of them.
+        # The SDK raises its own errors, errors of its libraries, and exception groups.
         failure = failure or [type(error).__name__, str(error)]
     usage()
     status = conversation.state.execution_status.value
@@ -124,7 +124,7 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     status = converse(settings, sys.stdin.buffer.read().decode("utf-8", "replace"), teller)
     sys.stderr.flush()
-    # Threads of the terminal and of the MCP client may still wait for what the policy started in the background.
+    # Exit at once: threads of the terminal and the MCP client may still wait for the policy's background processes.
     os._exit(status)
 
 

@@ -1,7 +1,7 @@
-"""The oracle: applies the known solution, or nothing, to check that an environment grades as it should.
+"""The oracle: applies the known solution, or nothing, to check that an environment grades correctly.
 
-It is the one agent that sees private data, through the explicit validation mode only (``validation`` of the run
-configuration), and everything it returns says so.
+It is the only agent that sees private data. It gets them only in the explicit validation mode (``validation`` of the
+run configuration), and all its responses are marked as validation.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class OracleAgentConfig(BaseResponsesAPIAgentConfig):
     model_server: ModelServerRef | None = None
     sandbox_provider: str | dict[str, Any] | None = None
     mode: Literal["gold", "nothing"]
-    """Apply the environment's solution, or leave the world as it is."""
+    """Apply the environment's solution, or leave the world unchanged."""
     row_access: Literal["validation"] = "validation"
 
 
 class OracleAgent(SimpleResponsesAPIAgent):
-    """Topologies A–C: a text answer where there is no world, a patch where there is one."""
+    """Supports topologies A–C. It answers with text if there is no box, and applies a patch if there is one."""
 
     config: OracleAgentConfig
     topologies = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.NONE)
     tool_access: ClassVar[tuple[str, ...]] = ("exec", "mcp", "http")
-    """It calls no tool: where there is no box, its solution is the answer's text."""
+    """The oracle calls no tools, so it supports every kind of access."""
     needs_prompt: ClassVar[bool] = False
 
     _owner: SandboxOwner | None = PrivateAttr(default=None)

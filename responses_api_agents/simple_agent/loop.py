@@ -1,4 +1,4 @@
-"""The conversation: the policy's items are kept verbatim, tools' outputs are added, until it calls no tool."""
+"""The conversation loop: keeps the policy's items verbatim and adds tool outputs, until the policy calls no tool."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _NOT_FOR_REQUESTS = frozenset({"tools", "input", "metadata", "model", "stream", 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """When a conversation ends beside the policy's own end, and how its tools are called."""
+    """The limits that end a conversation before the policy does, and how tools are called."""
 
     max_turns: int | None = None
-    """Answers of the policy."""
+    """The limit of policy answers."""
     max_tool_calls: int | None = None
     max_output_bytes: int | None = None
-    """Of all that the tools answer."""
+    """The limit of the total size of all tool outputs."""
     parallel_calls: int = 1
-    """Of one answer, at once."""
+    """The number of tool calls of one answer that run concurrently."""
     done_flag: bool = False
-    """Whether a tool that answers a JSON object with a true ``done`` ends it."""
+    """Whether a tool output that is a JSON object with a true ``done`` ends the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a conversation ended; ``detail`` is one sentence about an outcome other than completed."""
+    """How a conversation ended. ``detail`` explains in one sentence any outcome other than completed."""
 
     outcome: AgentOutcome
     detail: str | None = None
@@ -46,7 +46,7 @@ class Ended:
 async def converse(
     policy: PolicyClient, toolbox: Toolbox, params: Mapping[str, Any], transcript: Transcript, rules: Rules
 ) -> Ended:
-    """Run the loop, telling ``transcript`` everything. Raises `ToolServerError` when the tools are out of reach."""
+    """Run the loop and record it in ``transcript``. Raises `ToolServerError` if a tool server cannot be used."""
     prompt = params.get("input", "")
     history: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     fixed = {key: value for key, value in params.items() if key not in _NOT_FOR_REQUESTS and value is not None}
@@ -95,7 +95,7 @@ async def converse(
 
 
 async def _call_all(toolbox: Toolbox, calls: list[dict[str, Any]], transcript: Transcript, at_once: int) -> list[str]:
-    """The outputs, in the order of the calls. Raises `ToolServerError`."""
+    """Call the tools and return their outputs in the order of the calls. Raises `ToolServerError`."""
     slots = asyncio.Semaphore(at_once)  # served in the order of the calls
 
     async def one(call: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The tools of one attempt: those of its MCP servers, and the row's own, which are NeMo Gym's ``POST /<tool>``."""
+"""The tools of one attempt: those of its MCP servers, and the row's own, called as NeMo Gym's ``POST /<tool>``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ToolServerError(Exception):
-    """A server of tools is out of reach, or does not take the attempt's token."""
+    """A tool server cannot be reached, or does not accept the attempt's token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,22 @@ class Toolbox:
         self, server_client: ServerClient, environment: str, cookies: Mapping[str, str], timeout_s: float
     ) -> None:
         self.definitions: list[dict[str, Any]] = []
-        """As the Responses API takes them."""
+        """The tool definitions in the Responses API's format."""
         self._mcp: dict[str, _McpTool] = {}
         self._routes: set[str] = set()
         self._server_client, self._environment, self._timeout_s = server_client, environment, timeout_s
         self._cookies = dict(cookies)
 
     async def open(self, stack: AsyncExitStack, servers: Sequence[McpServer], tools: Sequence[Any]) -> None:
-        """Connect to ``servers`` for as long as ``stack`` is open, and take the row's ``tools`` that none of them has.
-        Raises `ToolServerError`."""
-        if servers:  # the protocol's packages are loaded where there is a server that speaks it
+        """Connect to ``servers`` until ``stack`` closes, and add the row's ``tools`` that no server has. Raises
+        `ToolServerError`."""
+        if servers:  # the MCP packages are loaded only if they are needed
             from nemo_gym.agent.harness.mcp_tools import connect, forget
         for server in servers:
             try:
                 await self._add(server, await connect(stack, server))
             except Exception as error:
-                # The boundary of the MCP library, whose transports raise their own and groups of them.
+                # The transports of the MCP library raise their own errors and exception groups.
                 forget(server)
                 raise ToolServerError(f"MCP server '{server.name}' cannot be used: {_reason(error)}") from error
         for tool in tools:
@@ -74,7 +74,7 @@ class Toolbox:
             )
 
     async def call(self, name: str, arguments: Any) -> tuple[str, bool]:
-        """What the policy is told, and whether the call failed. Raises `ToolServerError`."""
+        """Call a tool. Return the text for the policy and whether the call failed. Raises `ToolServerError`."""
         if name not in self._mcp and name not in self._routes:
             known = ", ".join([*self._mcp, *sorted(self._routes)]) or "none"
             return f"there is no tool '{name[:100]}'; there are: {known}", True
@@ -100,7 +100,7 @@ class Toolbox:
         except protocol_error() as error:
             return f"tool '{tool.name}' failed: {error}", True
         except Exception as error:
-            # As above: the server, or the way to it, is gone.
+            # Any error of the MCP library's transports: the server is gone or cannot be reached.
             forget(tool.server)
             raise ToolServerError(f"MCP server '{tool.server.name}' was lost: {_reason(error)}") from error
         text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
@@ -119,7 +119,7 @@ class Toolbox:
 
 
 def _reason(error: BaseException) -> str:
-    """The first real cause in an exception group. Never a header: those hold the token."""
+    """Return the first real cause in an exception group. It must not contain headers, which hold the token."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"[:300]

@@ -1,4 +1,4 @@
-"""The model gateway: one door for every harness, exact tokens for training, many engines behind it."""
+"""The model gateway: one endpoint for every harness, exact tokens for training, and calls spread over many engines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from nemo_gym.http.telemetry import Reading
 SESSION_PREFIX = "/sessions/{session_id}"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 _STEPS = ("_inference_route", "_session_of", "_authorize")
-"""Of a call through the layers; where a plugin has one of its own, no call may pass it by."""
+"""The steps of an inference call. If a subclass overrides one, the shortcut is off, so that no call skips it."""
 
 
 class Gateway(SimpleResponsesAPIModel):
@@ -158,7 +158,7 @@ class Gateway(SimpleResponsesAPIModel):
         add = app.router.routes.append
         add(Route(SESSION_PREFIX, self._state_route, methods=["GET"]))
         add(Route(f"{SESSION_PREFIX}/complete", self._complete_route, methods=["POST"]))
-        # The base has these without a session before them.
+        # The base class adds the same paths without the session prefix.
         for path in PATHS:
             add(Route(f"{SESSION_PREFIX}{path}", self._inference_route, methods=["POST"]))
         add(Route(f"{SESSION_PREFIX}/v1/models", self._models_route, methods=["GET"]))
@@ -188,7 +188,7 @@ class Gateway(SimpleResponsesAPIModel):
         )
         if asked.engine is not None and asked.engine in self._pool:  # it may have been removed meanwhile
             self._pool.router.pin(opened.session_id, asked.engine)
-        # As the opener reached this server: its harness reaches it the same way.
+        # The harness reaches this server at the same address as the client that opens the session.
         base = f"{str(request.base_url).rstrip('/')}/sessions/{opened.session_id}"
         urls = {"base_url": f"{base}/v1", "complete_url": f"{base}/complete"}
         if self.config.path_tokens:
@@ -218,7 +218,7 @@ class Gateway(SimpleResponsesAPIModel):
         return JsonResponse(await self._durable.complete(session_id, token, info))
 
     def _completing(self, request: Request) -> tuple[str, str]:
-        """The session to complete, and the token to do it with: a runner's from the path, or the opener's."""
+        """Return the session to complete and the token that permits it: a runner's from the path, or the opener's."""
         if (token := token_in(request.headers, COMPLETION_TOKEN_PREFIX)) is not None:
             return request.path_params["session_id"], token
         return self._control(request)
@@ -241,7 +241,7 @@ class Gateway(SimpleResponsesAPIModel):
             return await self._inference.answer_session(dialect, live, request.scope["path"], parts, asked)
 
     async def _answer_alone(self, request: Request, dialect: Dialect) -> Response:
-        """A call without a session."""
+        """Answer a call without a session."""
         body = await parse_json_object(request, max_values=self.config.max_body_values)
         connection = request.scope.get("client")
         asked = CallRequest(request.headers, connection, request.receive, len(await request.body()))
@@ -282,7 +282,7 @@ def _compared(check: EngineCheck, ours: int | None) -> EngineCheck:
 
 
 def _without_session(path: str) -> str:
-    """``/v1/…`` of ``/sessions/{session_id}/v1/…``; any other path as it is."""
+    """Return ``/v1/…`` for ``/sessions/{session_id}/v1/…``, and any other path unchanged."""
     parts = path.split("/", 3)
     return f"/{parts[3]}" if parts[1:2] == ["sessions"] and len(parts) == 4 else path
 

@@ -1,5 +1,5 @@
-"""Any OpenAI-compatible endpoint as the policy model: passed through where it speaks the caller's dialect, translated
-where it speaks only another one."""
+"""Serves any OpenAI-compatible endpoint as the policy model. Requests pass through if the endpoint speaks the caller's
+dialect, and are translated if it does not."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ class SimpleModelServerConfig(BaseResponsesAPIModelConfig):
     openai_api_key: str | None = Field(None, repr=False)
     """Default: the environment variable ``OPENAI_API_KEY``. Never logged."""
     openai_model: str
-    """The model's name at the endpoint; replaces whatever a harness asks for."""
+    """The model's name at the endpoint. It replaces the model name in a harness's request."""
     api: Literal["auto", "chat", "responses"] = "auto"
-    """What the endpoint speaks. ``auto`` asks in the caller's dialect and remembers which route is missing."""
+    """The API of the endpoint. ``auto`` tries the caller's dialect first and remembers which route is missing."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """Parameters for every request that does not set them itself."""
+    """Default parameters; a request's own values take precedence."""
     openai_default_headers: dict[str, str] = Field(default_factory=dict, repr=False)
     max_concurrent_requests: int | None = Field(None, gt=0)
-    """Requests in flight at once; ``None`` sets no bound."""
+    """The limit of concurrent requests; ``None`` means no limit."""
     drop_input_reasoning_items: bool = False
-    """Leave reasoning items out of Responses inputs, for endpoints that refuse their own."""
+    """Leave reasoning items out of Responses inputs, for endpoints that refuse the items they produced themselves."""
     connect_timeout_s: float = Field(CONNECT_TIMEOUT_S, gt=0)
     idle_timeout_s: float = Field(IDLE_TIMEOUT_S, gt=0)
-    """Of silence between two pieces of an answer that has begun."""
+    """The longest pause between two pieces of a response that has begun."""
     max_retries: int = Field(2, ge=0)
-    """Further tries after a connection that failed or a status of 500 and more; 429 is the caller's to wait for."""
+    """Retries after a failed connection or one of `RETRIED_STATUSES`. A 429 goes to the caller, who has to wait."""
 
     @field_validator("openai_base_url")
     @classmethod
@@ -93,7 +93,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             return StreamingResponse(_relay(reply, self._idle_s()), media_type=EVENT_STREAM)
         status, body, headers = reply
         if status != 200:
-            # What the endpoint says about a request (too long, malformed) is for the harness that made it.
+            # Pass the endpoint's error on: the harness has to know what is wrong with its request.
             if call.dialect is Dialect.MESSAGES:
                 return relayed_error(call.dialect, status, body)
             return Response(body, status, headers, "application/json")
@@ -104,7 +104,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     async def _ask(
         self, call: InferenceCall
     ) -> tuple[Dialect, aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]]:
-        """The endpoint's reply in the dialect it speaks: an open stream, or status, body and headers."""
+        """Return the endpoint's dialect and its reply: an open stream, or status, body and headers."""
         for dialect in self._dialects(call.dialect):
             translated = dialect is not call.dialect
             reply = await self._send(dialect, self._request(call, dialect), stream=call.stream and not translated)
@@ -123,7 +123,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             return [Dialect(self.config.api)]
         first = Dialect.RESPONSES if wanted is Dialect.RESPONSES else Dialect.CHAT
         other = Dialect.CHAT if first is Dialect.RESPONSES else Dialect.RESPONSES
-        # With both missing, ask again: the endpoint may have been starting.
+        # If both routes were missing, try again: the endpoint may have been starting.
         return [d for d in (first, other) if d not in self._missing] or [first, other]
 
     def _request(self, call: InferenceCall, dialect: Dialect) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             body.pop("stream", None)
             body.pop("stream_options", None)
         elif call.stream and dialect is Dialect.CHAT:
-            # The session counts tokens, whether the harness asked for them or not.
+            # The session counts tokens even if the harness did not request the usage.
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         if dialect is Dialect.RESPONSES and self.config.drop_input_reasoning_items and isinstance(body["input"], list):
             body["input"] = [item for item in body["input"] if item.get("type") != "reasoning"]
@@ -174,7 +174,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     async def _once(
         self, url: str, data: bytes, stream: bool
     ) -> aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]:
-        # A stream that is relayed outlives `infer` and its limit.
+        # A relayed stream outlives `infer` and its time limit, so the request has its own.
         connect_s = chosen_limits().connect_timeout_s or self.config.connect_timeout_s
         timeout = aiohttp.ClientTimeout(total=self._request_s(), sock_connect=connect_s)
         async with self._slot():
@@ -200,7 +200,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
         if isinstance(reply, tuple):
             status, body, headers = reply
             if status in (401, 403):
-                # Not the endpoint's words: they may quote the key.
+                # Do not pass on the endpoint's message: it may quote the key.
                 raise ModelError(
                     f"the model endpoint refused the API key ({status}); set 'openai_api_key' (policy_api_key) or"
                     f" {API_KEY_ENV}",
@@ -255,7 +255,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             await connections.aclose()
 
     async def ready(self) -> dict[str, Any] | None:
-        """Whether the endpoint can be reached; any answer will do."""
+        """Return ``None`` if the endpoint responds, with whatever status; otherwise the problem. Cached briefly."""
         checked_at, state = self._seen_ready
         if time.monotonic() - checked_at < READY_TTL_S and checked_at:
             return state
@@ -271,12 +271,12 @@ class SimpleModelServer(SimpleResponsesAPIModel):
 
 
 def _route_is_missing(status: int, body: bytes) -> bool:
-    """Whether a reply says that there is no such route, and not that there is no such model."""
+    """Whether a reply means that the route does not exist, as opposed to the model."""
     return status in (405, 501) or (status == 404 and b"model" not in body.lower())
 
 
 async def _pieces(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises `ModelTimeoutError` when nothing comes for ``idle_s``."""
+    """Yield the body as it arrives. Raises `ModelTimeoutError` if nothing arrives for ``idle_s``."""
     while True:
         try:
             async with asyncio.timeout(idle_s) as silence:
@@ -294,7 +294,7 @@ async def _pieces(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator
 
 
 async def _relay(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
-    """The endpoint's events as they come; leaving early closes the connection, which ends its work."""
+    """Yield the endpoint's events as they arrive. Leaving early closes the connection, so the endpoint stops work."""
     try:
         async for piece in _pieces(reply, idle_s):
             yield piece

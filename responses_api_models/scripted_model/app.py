@@ -1,6 +1,6 @@
-"""A model that says what a script says: for tests, demonstrations and benchmarks, with no model behind it.
+"""A model that replays a script, for tests, demonstrations and benchmarks. No real model is behind it.
 
-It acts only through the harness: it sees the conversation and answers with text and tool calls, like any policy.
+It acts only through the harness: it reads the conversation and answers with text and tool calls, like any policy.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ScriptedModelConfig(BaseResponsesAPIModelConfig):
     script: str
     """A YAML or JSON file; see the README for its format."""
     tools: str | None = None
-    """A file that says how the agent's harness spells what the script says; read when the script needs it."""
+    """A `HarnessTools` file for the agent's harness. It is read only if the script needs it."""
     mcp_server: str | None = None
-    """What the environment's MCP server is called, where harnesses put that before the names of its tools."""
+    """The name of the environment's MCP server, for harnesses that prefix tool names with it."""
 
 
 class ScriptedFaultError(ModelError):
@@ -86,7 +86,7 @@ class ScriptedModel(SimpleResponsesAPIModel):
         return self.script.model
 
     def setup_webserver(self) -> FastAPI:
-        _ = self.script  # a wrong script stops the start, not the first rollout
+        _ = self.script  # an invalid script must fail at startup, not at the first rollout
         return super().setup_webserver()
 
     async def infer(self, call: InferenceCall) -> Response:
@@ -104,7 +104,7 @@ class ScriptedModel(SimpleResponsesAPIModel):
         return _reply(call, completion)
 
     def _due(self, call: InferenceCall, answer: Answer, fault: Fault, seed: str) -> bool:
-        """Whether the fault still happens: so many times per session (or conversation) and turn."""
+        """Whether the fault still happens: at most ``fault.times`` times per session (or conversation) and turn."""
         who = call.session.session_id if call.session is not None else seed
         key = (who, answer.task, answer.turn)
         happened = self._faults.get(key, 0)
@@ -121,7 +121,7 @@ def _tokens(value: Any) -> int:
 
 
 def _completion(answer: Answer, messages: list[dict[str, Any]], model: str, seed: str) -> dict[str, Any]:
-    """The answer as a chat completion; ids and token counts follow from the conversation."""
+    """Return the answer as a chat completion, with ids and token counts derived from the conversation."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
     if answer.tool_calls:
         message["tool_calls"] = [
@@ -162,7 +162,7 @@ def _reply(call: InferenceCall, completion: dict[str, Any]) -> Response:
 
 
 async def _fail(fault: Fault, *, stream: bool) -> Response | None:
-    """Do what the fault says; ``None`` when an answer follows after all."""
+    """Apply the fault. Return ``None`` if the normal answer follows after all."""
     if fault.hang_s is not None:
         await asyncio.sleep(fault.hang_s)
         return None
@@ -177,7 +177,7 @@ async def _fail(fault: Fault, *, stream: bool) -> Response | None:
 
 
 class _BrokenResponse(Response):
-    """Begins a reply and does not end it, so that the server closes the connection."""
+    """Starts a response and does not finish it, so that the server closes the connection."""
 
     def __init__(self, *, stream: bool) -> None:
         super().__init__(b"", status_code=502)
@@ -185,7 +185,7 @@ class _BrokenResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         media_type, begun = (EVENT_STREAM, b": working\n\n") if self._stream else ("application/json", b'{"id": "ch')
-        # An event stream goes in chunks, of which the last never comes.
+        # An event stream is sent in chunks, and the final chunk is missing.
         length = [] if self._stream else [(b"content-length", b"4096")]
         headers = [(b"content-type", media_type.encode()), *length]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

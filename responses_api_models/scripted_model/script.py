@@ -1,8 +1,8 @@
-"""Scripts: which answer follows on which conversation.
+"""Scripts: files that define which answer follows which conversation.
 
-A script is a pure function of the conversation it is shown and of which sample it is: the turn is the number of
-assistant messages so far, and a branch depends on what was observed after each of them. Replaying a conversation gives
-the same answers in any process.
+A script is a pure function of the conversation and the sample index. The turn is the number of assistant messages so
+far, and a branch depends on the messages that followed each of them. Replaying a conversation gives the same answers
+in any process.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class _Part(BaseModel):
 
 
 class ToolCall(_Part):
-    """A function call; ``arguments`` are an object, or JSON text sent as it stands."""
+    """A function call; ``arguments`` are an object, or JSON text that is sent unchanged."""
 
     name: str = ""
-    """As the harness spells it; or one of the two below, which `HarnessTools` spells."""
+    """The tool's name in the harness. Instead, give ``shell`` or ``tool``, which `HarnessTools` translates."""
     shell: str | None = None
     """A command to run in the world."""
     tool: str | None = None
-    """A tool of the environment, by the environment's own name."""
+    """A tool of the environment, by the environment's name for it."""
     arguments: dict[str, Any] | str = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -69,16 +69,16 @@ class ToolCall(_Part):
 
 
 class Fault(_Part):
-    """What goes wrong instead of an answer, the first ``times`` times that a session asks for it."""
+    """A failure in place of an answer, for the first ``times`` requests for that answer in a session."""
 
     status: int | None = Field(None, ge=400, le=599)
     retry_after_s: float | None = None
     hang_s: float | None = Field(None, gt=0)
-    """Answer nothing for so long, then answer."""
+    """Wait this long, then answer."""
     disconnect: bool = False
-    """Break the connection in the middle of the reply."""
+    """Close the connection in the middle of the response."""
     malformed: bool = False
-    """Answer 200 with something that is no JSON."""
+    """Respond with status 200 and invalid JSON."""
     times: int = Field(1, ge=1)
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class Fault(_Part):
 
 
 class Branch(_Part):
-    """Where to go after what was observed; without ``observed`` always."""
+    """The turn to go to if the messages after this turn match ``observed``; without ``observed``, always."""
 
     observed: Regex | None = None
     goto: str
@@ -105,9 +105,9 @@ class Turn(_Part):
     delay_s: float = Field(0.0, ge=0)
     fault: Fault | None = None
     then: tuple[Branch, ...] = ()
-    """The first branch that matches; none: the next turn in the list."""
+    """The first matching branch decides the next turn. If none matches, the next turn in the list follows."""
     ends: bool = False
-    """The work is done; said with a tool call as well, where the harness wants one."""
+    """The work is done. If the harness needs a tool call to end, that call is made."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -119,7 +119,7 @@ class Turn(_Part):
 
     @property
     def is_spelled(self) -> bool:
-        """Whether any harness would understand it as it stands."""
+        """Whether any harness understands the turn without translation by `HarnessTools`."""
         return not self.ends and all(call.name for call in self.tool_calls)
 
     def spelled(self, tools: HarnessTools, server: str | None) -> Turn:
@@ -130,26 +130,26 @@ class Turn(_Part):
 
 
 class When(_Part):
-    """Which conversations a task answers: every pattern given must be found."""
+    """The conversations that a task answers. All patterns that are set must match."""
 
     user: Regex | None = None
-    """In the user messages before the first answer. Its named groups are ``$name`` in the answers."""
+    """Searched in the user messages before the first answer. The answers refer to its named groups as ``$name``."""
     system: Regex | None = None
-    """In the system prompt."""
+    """Searched in the system prompt."""
     sample: int | None = Field(None, ge=0)
-    """Only for the sample of this index within its group; a conversation outside a rollout counts as the first."""
+    """The index of a sample within its group. A conversation outside a rollout has index 0."""
 
 
 class Task(_Part):
-    """Answers to one task."""
+    """The answers to one task."""
 
     name: str
     when: When = Field(default_factory=When)
     turns: tuple[Turn, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
-    """Instead of ``turns``: recorded Chat Completions messages, whose assistant messages are replayed in order."""
+    """Recorded Chat Completions messages, in place of ``turns``. Their assistant messages are replayed in order."""
     repeat_last: bool = False
-    """After the last turn, answer it again; otherwise the script has ended, which is an error."""
+    """Repeat the last turn forever. Otherwise a request after the last turn is an error."""
 
     _index: dict[str, int] = PrivateAttr(default_factory=dict)
 
@@ -169,7 +169,7 @@ class Task(_Part):
         return self
 
     def matches(self, user: str, system: str, sample: int) -> dict[str, str] | None:
-        """The named groups of a match; ``None`` when this task is not meant."""
+        """Return the named groups of the patterns, or ``None`` if the task does not answer this conversation."""
         if self.when.sample is not None and self.when.sample != sample:
             return None
         groups: dict[str, str] = {}
@@ -190,7 +190,7 @@ class Task(_Part):
         return self.model_copy(update={"turns": turns})
 
     def turn_after(self, observations: Sequence[str]) -> tuple[int, Turn]:
-        """The turn that follows on these observations: one per turn given so far."""
+        """Return the next turn and its position. ``observations`` has one text per turn answered so far."""
         position = 0
         for number, observed in enumerate(observations):
             position = self._next(position, observed, number)
@@ -218,7 +218,7 @@ def _recorded(message: Mapping[str, Any]) -> Turn:
 
 
 class Answer(BaseModel):
-    """What a script says to one conversation."""
+    """A script's answer to one conversation."""
 
     task: str
     turn: int
@@ -230,15 +230,15 @@ class Answer(BaseModel):
 
 
 class Script(_Part):
-    """A file of tasks; the first that matches answers."""
+    """A file of tasks. The first task that matches a conversation answers it."""
 
     model: str = "scripted"
-    """The name under which the model presents itself."""
+    """The model name in responses."""
     tasks: tuple[Task, ...] = Field(min_length=1)
 
     @classmethod
     def load(cls, path: Path) -> Script:
-        """Read YAML or JSON; raises `ConfigError` naming the file and what is wrong in it."""
+        """Read YAML or JSON. Raises `ConfigError` that names the file and the mistake in it."""
         try:
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
             return cls.model_validate(data)
@@ -254,25 +254,25 @@ class Script(_Part):
 
     @property
     def is_spelled(self) -> bool:
-        """Whether it needs no `HarnessTools`."""
+        """Whether the script works without `HarnessTools`."""
         return all(turn.is_spelled for task in self.tasks for turn in task.turns)
 
     def spelled(self, tools: HarnessTools, server: str | None = None) -> Script:
-        """The script as one harness plays it, behind the harness's own tasks.
+        """Return the script translated for one harness, with the harness's own tasks first.
 
         Args:
-            server: what the environment's MCP server is called.
+            server: the name of the environment's MCP server.
         """
         own = [Task.model_validate(task) for task in tools.tasks]
         return self.model_copy(update={"tasks": (*own, *(task.spelled(tools, server) for task in self.tasks))})
 
     def answer(self, messages: Sequence[ChatMessage], sample: int = 0) -> Answer:
-        """The next answer in a conversation of chat messages; raises `ScriptError`.
+        """Return the next answer in a conversation of chat messages. Raises `ScriptError` if there is none.
 
         Args:
-            sample: which of its group's samples the conversation belongs to.
+            sample: the index of the conversation's sample within its group.
         """
-        # Some harnesses tell of the surroundings in a message of their own, before the task.
+        # Some harnesses describe the environment in a separate message before the task.
         opening = itertools.takewhile(lambda message: message.get("role") != "assistant", messages)
         user = "\n".join(text_of(message) for message in opening if message.get("role") == "user")
         system = "\n".join(text_of(m) for m in messages if m.get("role") in ("system", "developer"))
@@ -305,7 +305,7 @@ def _answer(task: Task, groups: Mapping[str, str], observations: Sequence[str]) 
 
 
 def _filled(value: Any, groups: Mapping[str, str]) -> Any:
-    """``$name`` replaced by what a pattern's named group matched; other dollars are left alone."""
+    """Replace ``$name`` with the text that the named group matched. Other dollar signs stay."""
     if isinstance(value, str):
         return Template(value).safe_substitute(groups)
     if isinstance(value, dict):
@@ -314,7 +314,7 @@ def _filled(value: Any, groups: Mapping[str, str]) -> Any:
 
 
 def text_of(message: ChatMessage) -> str:
-    """A chat message's text, whether it is a string or parts."""
+    """Return the text of a chat message, whose content is a string or a list of parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
@@ -322,7 +322,7 @@ def text_of(message: ChatMessage) -> str:
 
 
 def _observations(messages: Sequence[ChatMessage]) -> list[str]:
-    """What followed on each assistant message."""
+    """Return the text of the messages after each assistant message, one text per assistant message."""
     observed: list[list[str]] = []
     for message in messages:
         if message.get("role") == "assistant":

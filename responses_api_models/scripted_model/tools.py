@@ -1,7 +1,7 @@
-"""How a harness's tools are called, so that one script can be played through any harness.
+"""The names and arguments of each harness's tools, so that one script works with any harness.
 
-A script may say what is done instead of how a harness spells it: ``shell: <command>``, ``tool: <tool of the
-environment>`` and, on a turn, ``ends: true``. The agent's folder has the file that says how its harness spells them.
+A script may name an action instead of a harness's tool: ``shell: <command>``, ``tool: <tool of the environment>`` and,
+on a turn, ``ends: true``. A file in the agent's folder maps these actions to the tool calls of its harness.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ COMMAND = "$command"
 
 
 class Spelling(BaseModel):
-    """A tool's name and arguments in a harness."""
+    """The harness's tool call for one kind of action."""
 
     model_config = ConfigDict(extra="forbid")
 
     name: str
-    """Of the environment's tools with ``$server`` and ``$tool``: the MCP server's name, and the environment's for the
-    tool."""
+    """The tool's name. For the environment's tools it is a template with ``$server``, the MCP server's name, and
+    ``$tool``, the environment's name for the tool."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Of a command, the value ``$command`` stands for it. Of the environment's tools, what their own are added to."""
+    """For ``shell``, the value ``$command`` is replaced by the command. For the environment's tools, the arguments in
+    the script are added to these."""
 
 
 class HarnessTools(BaseModel):
-    """``scripted_tools.yaml`` of an agent's folder. What a harness does not have is left out."""
+    """``scripted_tools.yaml`` of an agent's folder. Actions that the harness does not support are left out."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -44,14 +45,14 @@ class HarnessTools(BaseModel):
     environment: Spelling | None = None
     """A tool of the environment."""
     end: Spelling | None = None
-    """The call that ends the work, where words alone do not."""
+    """The call that ends the work, for harnesses that do not end at an answer of text alone."""
     tasks: list[dict[str, Any]] = Field(default_factory=list)
-    """Tasks, as in a script, for conversations that the harness holds beside the work (a title, a plan); before the
-    script's own."""
+    """Tasks, as in a script, for the harness's side conversations (a title, a plan). They are matched before the
+    script's own tasks."""
 
     @classmethod
     def load(cls, path: Path) -> HarnessTools:
-        """Raises `ConfigError` naming the file and what is wrong in it."""
+        """Read the file. Raises `ConfigError` that names the file and the mistake in it."""
         try:
             return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
         except OSError as error:
@@ -66,7 +67,7 @@ class HarnessTools(BaseModel):
             raise ConfigError(f"'{path}': {validation_problems(error, cls.model_fields)}", key="tools") from None
 
     def spelled(self, call: ToolCall, server: str | None) -> ToolCall:
-        """The call as the harness takes it. Raises ``ValueError`` where the harness has no such tool."""
+        """Return the call in the harness's form. Raises ``ValueError`` if the harness has no such tool."""
         if call.shell is not None:
             spelling = self._has("shell", f"shell: {call.shell}")
             arguments = {key: call.shell if value == COMMAND else value for key, value in spelling.arguments.items()}

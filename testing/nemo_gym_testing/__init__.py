@@ -1,1 +1,1 @@
-"""Engines, servers and doubles that tests of this suite, and of whoever builds on it, drive."""
+"""Engines, servers and doubles for the tests of this suite and of projects that build on it."""

@@ -14,24 +14,24 @@ INTERVAL_S = 0.25
 
 @dataclass
 class Peaks:
-    """The largest values seen of one box, in KiB."""
+    """The largest values of one box; memory is in KiB."""
 
     pss: int = 0
-    """Shared pages in parts: the CLI's program is mapped by every box."""
+    """Each shared page counts in part, because every box maps the CLI's program."""
     private: int = 0
     processes: int = 0
 
 
 @dataclass
 class BoxMemory:
-    """Looks at every box of a state directory, again and again, from a thread of its own."""
+    """Samples every box of a state directory again and again, in a separate thread."""
 
     state_dir: Path
     peaks: dict[str, Peaks] = field(default_factory=lambda: defaultdict(Peaks))
-    """By mount namespace: one for each box."""
+    """By mount namespace; each box has one."""
     most_boxes: int = 0
     most_pss: int = 0
-    """Of all boxes at one moment, in KiB."""
+    """The largest sum over all boxes at one moment, in KiB."""
     _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -56,7 +56,7 @@ class BoxMemory:
                 namespace = str((process / "ns/mnt").readlink())
                 rollup = (process / "smaps_rollup").read_text()
             except OSError:
-                continue  # it ended while it was looked at
+                continue  # the process ended meanwhile
             found = {line.split(":")[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
             now[namespace].pss += found["Pss"]
             now[namespace].private += found["Private_Clean"] + found["Private_Dirty"]
@@ -75,7 +75,7 @@ def box_processes(state_dir: Path) -> list[Path]:
     pids: set[str] = set()
     for record in state_dir.glob("*/supervisor.json"):
         for base in json.loads(record.read_bytes())["cgroups"]:
-            # Groups come and go meanwhile, which `os.walk` does not mind.
+            # `os.walk` tolerates groups that come and go meanwhile.
             for group, _, _ in os.walk(base):
                 pids.update(_members(Path(group, "cgroup.procs")) if group != base else ())
     return [Path("/proc", pid) for pid in pids]

@@ -37,7 +37,7 @@ RUN_DEADLINE_S = 600.0
 
 
 class RunFailedError(Exception):
-    """A run that was to complete did not; with what it said."""
+    """A run did not complete as it must; the message holds its output."""
 
 
 @dataclass
@@ -59,13 +59,13 @@ class Sessions:
 
 @dataclass
 class InBox:
-    """Box, doors, CLI, harvest: what the agent server does for one attempt, as the pipeline waits for it."""
+    """One attempt of the agent server (box, doors, CLI, harvest), timed as the pipeline waits for it."""
 
     client: ServerClient
     sessions: Sessions
 
     async def run(self, turns: int) -> tuple[float, ActResponse]:
-        """Seconds, and the act's answer, which is as it should be."""
+        """Return the seconds and the act's response. Raises `RunFailedError` if the response is wrong."""
         rollout, inference = await self.sessions.open()
         descriptor = SessionDescriptor(
             environment="bench",

@@ -1,4 +1,4 @@
-"""What the measured agent does: a repository of a few hundred files, and one scripted conversation of many turns."""
+"""The measured agent's task: a repository of a few hundred files, and one scripted conversation of many turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMAGE = "agents-bench"
 WORKDIR = "/repo"
 FILES = 300
 TURNS = (1, 12)
-"""Model answers per run; the bar is on the longest."""
+"""Model responses per run; the bar is on the longest run."""
 
 # The same repository on the host and in the image.
 REPOSITORY = f"""
@@ -49,12 +49,12 @@ def prompt(turns: int) -> str:
 
 
 def expected_in_patch(turns: int) -> str | None:
-    """What the harvested patch must hold; a run of one answer changes nothing."""
+    """Return text that the harvested patch must hold; a run of one model response changes nothing."""
     return None if turns == 1 else _FIX_WORDS
 
 
 def script(path: Path, turns: Sequence[int] = TURNS) -> Path:
-    """The policy: Claude Code's Bash calls, answered at once."""
+    """Write the policy's script: Claude Code's Bash calls, without any delay."""
     path.write_text(json.dumps({"model": "scripted", "tasks": [_task(count) for count in turns]}))
     return path
 
@@ -75,7 +75,7 @@ def make_repository(directory: Path) -> None:
 
 
 async def make_image(provider: SandboxProvider) -> None:
-    """The repository as an image, once."""
+    """Make an image of the repository, unless there is one."""
     if await provider.image_labels(IMAGE) is not None:  # type: ignore[attr-defined]
         return
     box = await provider.create(SandboxSpec(image="host"))

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible endpoint in a process of its own that answers at once: a tool call where the request shows no
-tool's output yet, and a text after that.
+"""An OpenAI-compatible endpoint in a separate process that responds at once: with a tool call if the request has no
+tool output yet, else with text.
 
     python fake_model.py FD SCRIPT        with FD a listening socket, SCRIPT {"text", "tool", "arguments"} as JSON
 """
@@ -21,7 +21,7 @@ from campaigns.bench.gateway_parts.engine import EngineConnection
 
 
 class FakeModel:
-    """Prepared answers by route and by whether a tool has answered."""
+    """Prepared responses, by route and by whether the request has a tool's output."""
 
     def __init__(self, script: dict[str, Any]) -> None:
         text, tool, arguments = (

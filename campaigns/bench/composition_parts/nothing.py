@@ -1,4 +1,4 @@
-"""Boxes that are none, so that a boxed composition can be measured without what a sandbox costs."""
+"""A provider without real boxes, so that a composition with a box can be measured without the cost of a sandbox."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_gym.sandbox.base import SandboxCapabilities, SandboxExecResult, Sandbo
 
 
 class NothingProvider:
-    """A provider whose commands say what ``echo`` would say, and do nothing."""
+    """A provider whose commands do nothing, and print what ``echo`` would print."""
 
     name = "nothing"
     capabilities = SandboxCapabilities()
@@ -38,7 +38,7 @@ class NothingProvider:
 
 @contextmanager
 def installed() -> Iterator[tuple[Path, Path]]:
-    """A folder for the module search path that has the provider's entry point, and a file for ``sandbox=``."""
+    """Yield a folder for the module search path with the provider's entry point, and a file for ``sandbox=``."""
     with TemporaryDirectory() as directory:
         package = Path(directory, "nothing-1.dist-info")
         package.mkdir()

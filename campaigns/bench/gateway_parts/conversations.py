@@ -1,5 +1,5 @@
-"""The load: conversations of a coding agent, the same at every door. Deterministic, so that an engine can be asked
-directly for what a gateway asks it."""
+"""The load: conversations of a coding agent, the same at every door. They are deterministic, so that a benchmark can
+send an engine the same requests that a gateway sends."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def text(source: random.Random, size: int) -> str:
 
 @lru_cache(maxsize=1)
 def results() -> list[str]:
-    """What tools answer."""
+    """Return the texts that tools return."""
     source = random.Random(3)
     return [text(source, RESULT_CHARS) for _ in range(64)]
 
 
 class Load:
-    """Answers and prompts of one policy."""
+    """Responses and prompts of one policy."""
 
     def __init__(self, policy_dir: Path) -> None:
         self.policy = PolicyTokenizer.load(policy_dir)
@@ -64,7 +64,7 @@ class Load:
         self._end = self.policy.stops[self.policy.turn_end]
 
     def tool_answer(self, *, delay_s: float = 0.0, jitter: float = 0.0) -> Scenario:
-        """A sentence and a call, about a hundred tokens."""
+        """A response with a sentence and a tool call, about a hundred tokens."""
         content = "I run the tests of that module first, " + text(random.Random(1), 200)
         arguments = orjson.dumps({"command": "python -m pytest -q tests/" + text(random.Random(2), 60)}).decode()
         said = f'{content}\n<tool_call>\n{{"name": "shell", "arguments": {arguments}}}\n</tool_call>'
@@ -72,7 +72,7 @@ class Load:
         return self._scenario(said, content, calls, self.policy.encode(said), delay_s, jitter)
 
     def long_answer(self, tokens: int) -> Scenario:
-        """Plain text of exactly that many tokens, the end among them."""
+        """A response with plain text of exactly that many tokens, including the end token."""
         said = text(random.Random(4), 8 * tokens)
         ids = self.policy.encode(said)[: tokens - 1]
         said = self.policy.decode(ids)
@@ -84,13 +84,13 @@ class Load:
         source = random.Random(6)
         sampled = [*ids, self._end]
         texts = [self.policy.decode([token]) for token in sampled]
-        # Doubles of a 32-bit float, as engines print them.
+        # With all digits of a double, as engines print their 32-bit floats.
         logprobs = [-source.expovariate(2.0) for _ in sampled]
         return Scenario(said, content, calls, sampled, texts, logprobs, delay_s, jitter)
 
     @cached_property
     def prompts(self) -> list[bytes]:
-        """What a token engine is asked in the turns of a conversation, as vLLM's bodies."""
+        """The requests that a token engine gets in the turns of a conversation, as bodies in vLLM's format."""
         answer = self.tool_answer()
         chat = Chat(0)
         encoder = IncrementalEncoder(self.policy)
@@ -132,7 +132,7 @@ class Chat:
         return orjson.dumps({**self._asked, "messages": self.messages})
 
     def add(self, message: Mapping[str, Any]) -> None:
-        """The answer as it came, and what its calls brought."""
+        """Add a response, and the outputs of its tool calls or else a user message."""
         found = results()[(self._number + len(self.messages)) % 64]
         if calls := message.get("tool_calls"):
             kept = {"role": "assistant", "content": message.get("content"), "tool_calls": calls}

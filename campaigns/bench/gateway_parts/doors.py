@@ -1,4 +1,4 @@
-"""Where a conversation's calls can go: to the engine itself, through a raw proxy, a gateway, or a peer's gateway."""
+"""The targets of a conversation's calls: the engine itself, a raw proxy, a gateway, or a peer's gateway."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Talk(Protocol):
     """One conversation at one door."""
 
     async def turn(self) -> None:
-        """Ask once more, and take the answer into the history. Raises `WireError`."""
+        """Make one more call, and add the response to the history. Raises `WireError`."""
         ...
 
     async def close(self) -> dict[str, Any] | None:
-        """End it; what the door says of it, where it says anything."""
+        """End the conversation; return the door's summary of it, or ``None`` if the door gives none."""
         ...
 
 
 class Door(Protocol):
-    """One of those places."""
+    """One target of calls."""
 
     @property
     def name(self) -> str: ...
@@ -45,14 +45,14 @@ class Door(Protocol):
 
     @property
     def server(self) -> Running | None:
-        """Its process; none when there is nothing between caller and engine."""
+        """The door's process, or ``None`` if there is nothing between caller and engine."""
         ...
 
     async def open(self, connection: Connection, number: int, **asked: Any) -> Talk: ...
 
 
 class ChatTalk:
-    """Over Chat Completions."""
+    """A conversation over Chat Completions."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class PlainDoor:
 
 
 class PromptTalk:
-    """The engine's own calls: the prompts that a gateway would send."""
+    """A conversation with the engine itself, with the prompts that a gateway would send."""
 
     def __init__(self, connection: Connection, chat: Chat, prompts: list[bytes]) -> None:
         self._connection, self._chat = connection, chat
         self._prompts = iter(prompts)
 
     async def turn(self) -> None:
-        self._chat.body()  # what a caller does for itself is in the time of every door
+        self._chat.body()  # the caller's own work is part of the time of every door
         reply = (await self._connection.post("/v1/completions", next(self._prompts))).json()
         self._chat.add({"content": reply["choices"][0]["text"]})
 
@@ -116,7 +116,7 @@ class PromptTalk:
 
 
 class PromptDoor:
-    """A token engine."""
+    """The engine itself, called with token ids."""
 
     def __init__(self, name: str, url: str, load: Load) -> None:
         self.name, self.url, self.server = name, url, None
@@ -173,7 +173,7 @@ def _gateway(setting: str) -> str:
 
 @contextlib.contextmanager
 def gateway(kind: GatewayKind, *words: str) -> Iterator[GatewayDoor]:
-    """A gateway as ``ng_run`` starts it."""
+    """Run a gateway as ``ng_run`` starts it."""
     from nemo_gym.contract.credentials import Role, StackKeys
     from nemo_gym.stack.endpoints import read_stack
 

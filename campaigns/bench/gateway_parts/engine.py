@@ -1,8 +1,8 @@
-"""A scripted engine in a process of its own: one prepared answer, after a delay, at a few tens of microseconds a call.
+"""A scripted engine in a separate process: one prepared response after a delay, at a few tens of µs per call.
 
 It speaks vLLM's ``/v1/completions`` (with ``return_token_ids``: the prompt's ids are repeated, as vLLM does) and
-OpenAI's ``/v1/chat/completions``. ``POST /scenario`` prepares the answer of all following calls; ``GET /calls`` says
-how many there were.
+OpenAI's ``/v1/chat/completions``. ``POST /scenario`` prepares the response to all following calls; ``GET /calls``
+returns how many there were.
 
     python engine.py FD        with FD a listening socket
 """
@@ -26,12 +26,12 @@ _PLACE = "<<prompt>>"
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is answered from now on."""
+    """The response to all following calls."""
 
     text: str
-    """As the policy samples it, tool calls and all."""
+    """The text as the policy samples it, including tool calls."""
     content: str | None
-    """As an endpoint that parses calls by itself says it."""
+    """The text that remains after an endpoint has parsed the tool calls."""
     calls: list[dict[str, str]]
     """``{name, arguments}``."""
     ids: list[int]
@@ -40,9 +40,9 @@ class Scenario:
     """Their texts."""
     logprobs: list[float]
     delay_s: float = 0.0
-    """Until the answer, on average."""
+    """The average delay of the response."""
     jitter: float = 0.0
-    """Largest deviation of a call's delay from the average, as a share of it."""
+    """The largest deviation of a call's delay from the average, as a share of the average."""
 
     def to_json(self) -> bytes:
         return orjson.dumps(self.__dict__)
@@ -50,7 +50,7 @@ class Scenario:
 
 @dataclass
 class Prepared:
-    """A scenario as bytes: before and behind what differs from call to call."""
+    """A scenario as bytes: those before and those after the part that differs from call to call."""
 
     scenario: Scenario
     completion: tuple[bytes, bytes] = field(init=False)
@@ -130,19 +130,19 @@ class Answers(Protocol):
     """What all connections of a server share."""
 
     def answer(self, path: bytes, body: bytes) -> tuple[bytes, float]:
-        """The body of the answer and its delay in seconds; raises `KeyError` for a route that is not there."""
+        """Return the response's body and its delay in seconds. Raises `KeyError` for an unknown route."""
         ...
 
 
 class Engine:
-    """A scenario's answers."""
+    """Responds with the prepared scenario."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.prepared: Prepared | None = None
 
     def answer(self, path: bytes, body: bytes) -> tuple[bytes, float]:
-        """The body of the answer and its delay in seconds; raises `KeyError` for a route that is not there."""
+        """Return the response's body and its delay in seconds. Raises `KeyError` for an unknown route."""
         if path == b"/scenario":
             self.prepared = Prepared(Scenario(**orjson.loads(body)))
             return b"{}", 0.0
@@ -165,7 +165,7 @@ class Engine:
 
 
 def _prompt(body: bytes) -> bytes:
-    """The prompt's ids as they were sent."""
+    """Return the prompt's ids, byte for byte as the request has them."""
     start = body.index(b'"prompt":') + len(b'"prompt":')
     start = body.index(b"[", start)
     return body[start : body.index(b"]", start) + 1]
@@ -178,7 +178,7 @@ class EngineConnection(asyncio.Protocol):
         self._needed = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._held += data

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible endpoint in a process of its own, that does what the last message of a request says.
+"""An OpenAI-compatible endpoint in a separate process that does what the last message of a request says.
 
-``poison`` is answered 500 and ``endless`` never ends; anything else gets a short answer at once. ``POST /mode`` with
-``{"mode": "well" | "sick" | "waiting"}``: a sick one answers everything with 500, its health as well; a waiting one is
-healthy, and asks all calls to come back in thirty years.
+``poison`` gets a 500, the response to ``endless`` never ends, and anything else gets a short answer at once. ``POST
+/mode`` takes ``{"mode": "well" | "sick" | "waiting"}``: a sick endpoint responds with 500 to everything, its health
+route included; a waiting one is healthy, and responds to all calls with a ``Retry-After`` of thirty years.
 
     python hostile_engine.py FD        with FD a listening socket
 """

@@ -39,7 +39,7 @@ def make_large_policy(directory: Path, cache: Path) -> Path:
 
 @lru_cache(maxsize=1)
 def tool_outputs(count: int = 64, size: int = 2000) -> list[str]:
-    """What agents read: passages of source files, each another."""
+    """Return texts that agents read: ``count`` random passages of source files, of ``size`` characters each."""
     texts = [file.read_text(errors="replace") for file in sorted(_stdlib().glob("*.py"))]
     source = random.Random(5)
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""What a door adds to one call when nothing else runs: calls through it and to the engine itself, by turns."""
+"""Measure what a door adds to a call when nothing else runs: calls go in turns to the door and to the engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TURNS = 8
 
 
 async def added(pairs: list[tuple[Door, Door]], conversations: int) -> dict[str, dict[str, Any]]:
-    """For each (door, the engine itself): milliseconds of both, and the difference, by door's name."""
+    """Return, by door's name, the milliseconds of each pair (door, the engine itself), and their difference."""
     doors = [*dict.fromkeys(door for pair in pairs for door in pair)]
     spent: dict[Door, list[float]] = {door: [] for door in doors}
     cpu: dict[Door, float] = {}
     waited: dict[Door, float] = {}
     connections = {door: Connection(door.url) for door in doors}
     for number in range(conversations + 1):
-        if number == 1:  # the first warms
+        if number == 1:  # the first is a warm-up
             spent = {door: [] for door in doors}
             cpu = {door: door.server.cpu_s() for door in doors if door.server is not None}
             waited = {door: door.server.waited_s() for door in cpu if door.server is not None}
@@ -46,7 +46,7 @@ async def added(pairs: list[tuple[Door, Door]], conversations: int) -> dict[str,
         }
         if door.server is not None:
             used, lacked = door.server.cpu_s() - cpu[door], door.server.waited_s() - waited[door]
-            # Those of opening and closing the conversations among them.
+            # Opening and closing the conversations is included.
             found[door.name]["cpu_ms_per_call"] = round(1000 * used / len(spent[door]), 3)
             found[door.name]["waited_for_a_core_ms_per_call"] = round(1000 * lacked / len(spent[door]), 3)
     return found

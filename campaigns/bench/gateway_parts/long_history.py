@@ -1,9 +1,9 @@
-"""What a turn costs as its conversation grows: a harness sends all of it each time.
+"""Measure what a turn costs as its conversation grows: a harness sends the whole conversation each time.
 
-The engine's own time for a prompt of the same length is taken off the wall time. What remains grows even where
-nothing is looked at, since more bytes come in and go out: ``raw_proxy`` says by how much, for the same bytes. Nor can
-a gateway do without parsing the body once, and the engine's JSON where it asks with text. What is left without these
-is its *own* time.
+The engine's own time for a prompt of the same length is subtracted from the wall time. What remains grows even if
+nothing is inspected, since more bytes come in and go out: ``raw_proxy`` measures by how much, for the same bytes. A
+gateway must also parse the body once, and, if it sends the engine text, write and parse the engine's JSON. What is
+left without these is its *own* time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SAME_TOKEN = 1234
 
 
 async def growth(door: Door, engine_url: str, proxy: Running, rounds: int, *, tokens: bool) -> dict[str, Any]:
-    """Figures at turns 10, 100 and 200, and their ratios. ``tokens``: the engine is asked with ids."""
+    """Return figures at turns 10, 100 and 200, and their ratios. ``tokens``: the engine gets token ids."""
     turns: list[list[dict[str, float]]] = []
     for number in range(rounds + 1):
         found = await _conversation(door, engine_url, proxy, number, LATE if number else EARLY, tokens=tokens)
-        if number:  # the first warms
+        if number:  # the first is a warm-up
             turns.append(found)
     keys = turns[0][0].keys()
     table = {turn: {key: round(_around(turns, turn, key), 3) for key in keys} for turn in (EARLY, LATE // 2, LATE)}
@@ -75,7 +75,7 @@ async def _conversation(
         marks = [time.thread_time()]
         orjson.loads(body)
         marks.append(time.thread_time())
-        # As the gateway does: prompts are kept as JSON, and echoes compared as bytes.
+        # With token ids a gateway spends nothing on this: it keeps prompts as JSON, and compares echoes as bytes.
         if not tokens:
             orjson.dumps(asked)
             orjson.loads(reply.body)

@@ -1,4 +1,4 @@
-"""A thousand sessions at once, each from open to finalize, and what they hold of memory meanwhile."""
+"""Run a thousand sessions at once, each from open to finalize, and measure the memory that they take meanwhile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from campaigns.bench.gateway_parts.wire import Connection, WireError
 from nemo_gym.stack.endpoints import pss_mib
 
 LANES = 64
-"""Connections that open and close sessions at once."""
+"""How many sessions are opened or closed at the same time."""
 
 
 async def held(door: Door, sessions: int, turns: int, sampled: int | None) -> dict[str, Any]:
-    """``sampled``: tokens of one answer, where trajectories must hold them all."""
+    """``sampled``: the number of tokens of one response, if trajectories must hold all of them."""
     assert door.server is not None
-    await _through(door, 8, turns, [], None)  # warms: the first session proves the shapes of the policy's template
+    await _through(door, 8, turns, [], None)  # warm-up: the first session proves the shapes of the policy's template
     before = pss_mib([door.server.pid])
     cpu = door.server.cpu_s()
     errors: list[str] = []

@@ -1,7 +1,7 @@
-"""What the gateway does for speed alone, and how to do without each: patches of module attributes, for the ablation.
+"""The gateway's optimizations, and how the ablation switches each one off: by patches of module attributes.
 
-A gateway process that finds a mechanism's name in ``NEMO_GYM_ABLATION`` switches it off before it serves. The product
-has no such switches.
+A gateway process that finds a mechanism's name in ``NEMO_GYM_ABLATION`` switches the mechanism off before it serves.
+The product has no such switches.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ VARIABLE = "NEMO_GYM_ABLATION"
 
 @dataclass(frozen=True)
 class Mechanism:
-    """``files``: where it is. ``kind``: of the gateway that uses it."""
+    """One optimization. ``files``: the code that has it. ``kind``: the kind of gateway that uses it."""
 
     files: str
     switch_off: Callable[[], None]
     kind: Literal["token", "text"] = "token"
     kept_for: str = ""
-    """Why it stays whatever it saves here; without it there is a bar."""
+    """Why the mechanism stays, whatever it saves here; a mechanism without a reason has a bar."""
 
 
 # -- the plain ways ------------------------------------------------------------------------------------------------

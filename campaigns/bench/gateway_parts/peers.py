@@ -1,7 +1,7 @@
-"""Other gateways before the same engine, each in an environment of its own that is made once.
+"""Other gateways in front of the same engine, each in a separate environment that is made once.
 
-They are not ours to judge by how they are started: each gets the defaults of its documentation, one worker process
-like ours, and no optional feature. What cannot be had is reported with its reason.
+So that configuration does not decide the comparison, each gets the defaults of its documentation, one worker process
+like ours, and no optional feature. A peer that cannot be installed or started is reported with the reason.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from campaigns.bench.gateway_parts.doors import CHAT, ChatTalk, PlainDoor
 from campaigns.bench.gateway_parts.processes import HERE, Running, child, wait_for
 from campaigns.bench.gateway_parts.wire import Connection
 
-# Exact, and not the newest: releases of this package have been taken over before (1.82.7, 1.82.8 and 1.107.0).
+# Pinned, and not the newest: attackers have taken over releases of this package before (1.82.7, 1.82.8 and 1.107.0).
 LITELLM = ("litellm[proxy]==1.106.2",)
-# verl without what trains: of it, the gateway needs its tokenizer helpers and its start of uvicorn.
+# verl without its training packages: the gateway needs only its tokenizer helpers and its start of uvicorn.
 VERL = "verl==0.9.1"
 VERL_NEEDS = (
     *("ray==2.60.0", "transformers==5.23.0", "jinja2==3.1.6", "fastapi==0.165.0"),
@@ -38,17 +38,17 @@ KEY = "sk-bench"
 
 
 class PeerMissingError(Exception):
-    """It cannot be measured here; says why."""
+    """A peer cannot be measured here; the message has the reason."""
 
 
 def environments() -> Path:
-    """Where peers are installed; kept between runs."""
+    """Return the directory where peers are installed, which is kept between runs."""
     root = os.environ.get("NEMO_GYM_CACHE_DIR") or Path.home() / ".cache" / "nemo-gym"
     return Path(root) / "bench"
 
 
 def _python(name: str, *installs: tuple[str, ...]) -> Path:
-    """The interpreter of a virtual environment in which each of ``installs`` (arguments of pip) was done."""
+    """Return the interpreter of a virtual environment, made with one ``pip install`` per element of ``installs``."""
     folder = environments() / name
     python, done = folder / "bin" / "python", folder / "installed.json"
     wanted = orjson.dumps(installs)
@@ -70,7 +70,7 @@ def _python(name: str, *installs: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def litellm(engine: str, folder: Path) -> Iterator[PlainDoor]:
-    """The LiteLLM proxy before the engine's Chat Completions. Raises `PeerMissingError`."""
+    """Run the LiteLLM proxy in front of the engine's Chat Completions. Raises `PeerMissingError`."""
     python = _python("litellm", LITELLM)
     config = folder / "litellm.yaml"
     backend = {"model": "openai/policy", "api_base": f"{engine}/v1", "api_key": "none"}
@@ -80,7 +80,7 @@ def litellm(engine: str, folder: Path) -> Iterator[PlainDoor]:
         port = free.getsockname()[1]
     command = [str(python.with_name("litellm")), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
     settings = {
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no look-up of prices on the net
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no look-up of prices on the internet
         "LITELLM_TELEMETRY": "False",
         "LITELLM_MODE": "PRODUCTION",
         "LITELLM_LOG": "ERROR",
@@ -98,7 +98,7 @@ def litellm(engine: str, folder: Path) -> Iterator[PlainDoor]:
 
 
 class UniAgentDoor:
-    """uni-agent's gateway: its sessions are opened and ended beside HTTP, for which `uni_agent_app` has two routes."""
+    """uni-agent's gateway. It has no HTTP routes to open and end sessions, so `uni_agent_app` adds two."""
 
     name = "uni_agent"
 
@@ -115,7 +115,7 @@ class UniAgentDoor:
 
 @contextlib.contextmanager
 def uni_agent(engine: str, policy: Path, folder: Path, source: str | None) -> Iterator[UniAgentDoor]:
-    """uni-agent's gateway actor, in a process without a Ray cluster. ``source``: a checkout of uni-agent. Raises
+    """Run uni-agent's gateway actor in a process without a Ray cluster. ``source``: a checkout of uni-agent. Raises
     `PeerMissingError`."""
     if source is None:
         raise PeerMissingError(f"no source: give --uni-agent or set {UNI_AGENT_SOURCE} to a checkout of it")

@@ -1,4 +1,4 @@
-"""Servers as processes: started on a socket that is already listening, and what they cost."""
+"""Servers as processes: how to start them on a socket that already listens, and what they cost."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Running:
         return time.clock_gettime((~self.pid << 3) | 2)
 
     def waited_s(self) -> float:
-        """Seconds so far in which its threads could have run and had no core: what others on this machine cost it."""
+        """Seconds so far in which its threads were ready to run but had no core: the cost of other processes."""
         tasks = Path(f"/proc/{self.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[1]) for task in tasks) / 1e9
 
 
 @contextlib.contextmanager
 def on_socket(script: str, *arguments: str) -> Iterator[Running]:
-    """A script of this folder, told the number of its listening socket."""
+    """Run a script of this folder, with the descriptor of its listening socket as its first argument."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(4096)
@@ -55,7 +55,7 @@ def child(
     log: Path | None = None,
     pass_fds: tuple[int, ...] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block. ``log`` takes its output."""
+    """Run a process until the end of the block. ``log`` receives its output."""
     with contextlib.ExitStack() as held:
         output = held.enter_context(log.open("wb")) if log is not None else None
         process = subprocess.Popen(
@@ -77,7 +77,7 @@ def child(
 
 
 def wait_for(url: str, path: str, process: subprocess.Popen[bytes], deadline_s: float) -> None:
-    """Until the server answers 200; raises `RuntimeError` when it has ended, or does not in time."""
+    """Wait until the server responds with 200. Raises `RuntimeError` if it ends, or takes too long."""
     import urllib.error
     import urllib.request
 

@@ -1,5 +1,5 @@
-"""The least that anything between a harness and an engine can do: pass the bytes on, streamed, and look at none.
-With ``read`` it does the least of what must know what it passes on: each body is parsed once, and written once.
+"""The simplest proxy between a harness and an engine: it streams the bytes and inspects none of them.
+With ``read`` it is the simplest proxy that knows what it passes on: it parses and writes each body once.
 
     python raw_proxy.py FD ENGINE_URL [read]
 """

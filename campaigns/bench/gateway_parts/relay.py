@@ -1,5 +1,5 @@
-"""One answer of 65,536 tokens with ids and logprobs, through a gateway and through proxies of the same engine's bytes.
-One looks at nothing, one parses and writes each body. The gateway checks, decodes, keeps and journals what it relays.
+"""Measure a response of 65,536 tokens with ids and logprobs, through a gateway and through two proxies of the engine.
+One proxy inspects nothing, one parses and writes each body. The gateway checks, decodes, keeps and journals them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TOKENS = 65_536
 async def compared(
     door: Door, proxies: Mapping[str, Running], rounds: int, *, tokens: bool, asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Wall and CPU of the door and of each proxy, by turns, and the door's ratios to them. ``asked``: how a caller
-    asks the door for ids and logprobs."""
+    """Measure wall time and CPU of the door and of each proxy, in turns; return both and the door's ratios to the
+    proxies. ``asked``: the parameters with which a caller requests ids and logprobs from the door."""
     assert door.server is not None
     through = Connection(door.url)
     past = {name: Connection(proxy.url) for name, proxy in proxies.items()}
@@ -42,7 +42,7 @@ async def compared(
             sizes["engine_kib"] = len(reply.body) // 1024
         await talk.close()
         for name, one in spent.items():
-            if number:  # the first warms
+            if number:  # the first is a warm-up
                 found[name].append(one)
     for connection in (through, *past.values()):
         connection.close()
@@ -68,7 +68,7 @@ async def _timed(
 
 
 def _check(reply: Reply) -> None:
-    """That ids and logprobs have arrived."""
+    """Raise `RuntimeError` unless all ids and logprobs have arrived."""
     choice = orjson.loads(reply.body)["choices"][0]
     message = choice["message"]
     ids = message.get("generation_token_ids") or choice.get("token_ids") or ()

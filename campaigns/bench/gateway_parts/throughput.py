@@ -1,4 +1,4 @@
-"""Calls per second with many callers at once, each in a conversation of its own."""
+"""Measure calls per second with many callers at once, each in its own conversation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from campaigns.bench.gateway_parts.wire import Connection, WireError
 
 @dataclass(frozen=True)
 class Round:
-    """One door, once."""
+    """One measurement of one door."""
 
     calls: int
     failed: int
@@ -30,8 +30,8 @@ class Round:
 
 
 async def measured(door: Door, callers: int, turns: int, spread_s: float) -> Round:
-    """Sessions are opened before and closed after what is timed. Callers begin evenly over ``spread_s`` seconds, as
-    those of a run that goes on do."""
+    """Measure one door. Sessions are opened before the timed part and closed after it. Callers start evenly over
+    ``spread_s`` seconds, so that they are spread as in a run that has been going on."""
     connections = [Connection(door.url) for _ in range(callers)]
     talks: list[Talk] = [*await asyncio.gather(*(door.open(one, number) for number, one in enumerate(connections)))]
     spent: list[float] = []
@@ -68,8 +68,8 @@ async def lost(
     spread_s: float,
     before_each: Callable[[], Awaitable[None]],
 ) -> dict[str, dict[str, Any]]:
-    """For each (door, the engine itself), by the door's name. Rounds alternate between doors; a door's loss is the
-    median over rounds."""
+    """Return, by door's name, the throughput lost in each pair (door, the engine itself). Rounds alternate between
+    doors; a door's loss is the median over rounds."""
     doors = [*dict.fromkeys(door for pair in pairs for door in pair)]
     found: dict[Door, list[Round]] = {door: [] for door in doors}
     for _ in range(rounds):

@@ -1,10 +1,10 @@
-"""uni-agent's gateway actor in one process, before our engine; runs in an environment of its own (see `peers`).
+"""uni-agent's gateway actor in one process, in front of our engine; runs in a separate environment (see `peers`).
 
     python uni_agent_app.py SOURCE POLICY ENGINE_URL ADDRESS_FILE
 
 The actor's class is created directly, without a Ray cluster, and its backend is one aiohttp call to the engine where
-production has a Ray call to a vLLM actor: both are in its favour. Of verl only the modules it imports are loaded, from
-verl's own files; packages above them, which would import torch, are empty here.
+production has a Ray call to a vLLM actor: both are in uni-agent's favour. Only the modules of verl that it imports are
+loaded, from verl's own files; their parent packages, which would import torch, are empty here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _tokenizer():
 
 
 class Backend:
-    """What verl's client is to the actor."""
+    """The actor's backend, in place of verl's client."""
 
     def __init__(self, http, stops) -> None:
         self._http = http

@@ -14,25 +14,25 @@ CALL_TIMEOUT_S = 120.0
 
 
 class WireError(Exception):
-    """No whole answer came."""
+    """No complete response arrived, or its status is not 200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer."""
+    """One response."""
 
     status: int
     body: bytes
 
     def json(self) -> Any:
-        """Raises `WireError` unless the status is 200."""
+        """Return the parsed body. Raises `WireError` unless the status is 200."""
         if self.status != 200:
             raise WireError(f"HTTP {self.status}: {self.body[:500]!r}")
         return orjson.loads(self.body)
 
 
 class Connection:
-    """To one server; connects on use, and again when the server has closed it meanwhile."""
+    """A connection to one server. It is made on first use, and again if the server has closed it."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -86,7 +86,7 @@ class _Protocol(asyncio.Protocol):
         return await self._reply
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transport is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._parts.append(data)

@@ -1,4 +1,4 @@
-"""What is wrong, collected while clients and backend are compared; a campaign's bars are its counts."""
+"""Broken promises, collected while clients and backend are compared. A campaign's bars are their counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MEANINGS = {
 
 @dataclass
 class Ledger:
-    """Each list holds what broke one promise, as a line for whoever looks into it."""
+    """Each list holds the violations of one promise, as lines for a human reader."""
 
     leaked: list[str] = field(default_factory=list)
     unrecorded: list[str] = field(default_factory=list)
@@ -38,11 +38,11 @@ class Ledger:
     unexpected: list[str] = field(default_factory=list)
 
     def compare(self, boxes: list[BackendBox], physical: set[str], recorded: set[str], closed: set[str]) -> None:
-        """The backend's boxes beside the records, when nothing is under way.
+        """Compare the backend's boxes with the broker's records. Call it when no request is in flight.
 
         Args:
-            physical: backend ids of what exists, listed or not.
-            closed: boxes of which the client was told that they are gone.
+            physical: backend ids of the boxes that exist, whether the provider lists them or not.
+            closed: ids of the boxes that are gone according to the broker's responses.
         """
         have = {box.sandbox_id for box in boxes}
         self.unrecorded += sorted(have - recorded)
@@ -61,18 +61,18 @@ class Ledger:
         return not tried.wrong
 
     def count_runs(self, ran: Mapping[str, int], ended: Mapping[str, str]) -> None:
-        """Commands by their own count, beside what their clients were told of their end."""
+        """Compare how often commands ran, by their own count, with the outcomes that their clients received."""
         self.reran += [f"{mark}: {times} times" for mark, times in ran.items() if times > 1]
         self.unrun += [mark for mark, outcome in ended.items() if outcome == "exited" and not ran.get(mark)]
 
     @property
     def named(self) -> set[str]:
-        """Ids of boxes that are not as promised."""
+        """Ids of boxes that break a promise."""
         return {name for name in (*self.leaked, *self.unrecorded, *self.boxless) if name.startswith("sb-")}
 
     @property
     def wrong(self) -> dict[str, list[str]]:
-        """Examples of each promise that was broken."""
+        """Up to five violations of each broken promise."""
         return {item.name: getattr(self, item.name)[:5] for item in fields(self) if getattr(self, item.name)}
 
     def bars(self, mode: str) -> list[Bar]:

@@ -1,4 +1,4 @@
-"""What owners do with their boxes, step by step, and what they were promised by each answer."""
+"""The steps that owners take with their boxes, and what the broker's responses promised them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from campaigns.faults.broker.stage import RunCounter, Stage
 
 TAR = "application/x-tar"
 LEASE_S = 1800.0
-"""Longer than a campaign, so that only boxes that are left to their lease end by it."""
+"""Longer than a campaign, so that only the leases that the step ``leave`` shortens expire."""
 MIDDLE = ("run", "run", "run", "feed", "renew", "lend", "door", "archive", "fence", "signal")
 WHOLE = ("create", "run", "feed", "renew", "lend", "door", "archive", "signal", "fence", "run", "destroy")
 """Every kind of step once."""
 
 
 def script(draw: random.Random) -> tuple[str, ...]:
-    """The steps of one box: some are destroyed, some kept, some left to their lease, some taken back unseen."""
+    """Draw the steps of one box: some boxes are destroyed, some kept, some left to expire, some taken back by key."""
     if draw.random() < 0.06:
         return ("take_back",)
     middle = draw.choices(MIDDLE, k=draw.randint(3, 7))
@@ -33,14 +33,14 @@ def script(draw: random.Random) -> tuple[str, ...]:
 
 @dataclass
 class Promises:
-    """What the clients of a campaign were told."""
+    """What the broker's responses promised the clients of a campaign."""
 
     closed: set[str] = field(default_factory=set)
     """Boxes that are gone."""
     ended: dict[str, str] = field(default_factory=dict)
-    """Execs by the outcome of their end."""
+    """The outcome of each exec that ended."""
     outputs: list[tuple[str, str, Said]] = field(default_factory=list)
-    """Where an output is, who may read it, and what was received of it."""
+    """The path of each output, a token that may read it, and what was received of it."""
 
 
 @dataclass
@@ -130,16 +130,16 @@ class Life:
         await self._ask("GET", "")
 
     async def leave(self) -> None:
-        """To its lease, which is short."""
+        """Leave the box to its lease, which is shortened to two seconds."""
         try:
             await self._ask("PUT", "/lease", body={"ttl_s": 2})
         except RefusedError as error:
-            if error.code != "sandbox_gone":  # the answer was lost, and the lease has ended since
+            if error.code != "sandbox_gone":  # the response was lost, and the lease has expired since
                 raise
         self.promises.closed.add(self.path.rsplit("/", 1)[1])
 
     async def take_back(self) -> None:
-        """A create that is taken back by its key, before or after it arrived."""
+        """Take back a create by its key, before or after the create arrived."""
         made = set()
         if self.draw.random() < 0.5:
             made.add((await self._create()).json["sandbox"]["sandbox_id"])
@@ -178,7 +178,7 @@ class Life:
         await self._read(mark, token, {"stdout": stdout.encode(), "stderr": f"{mark}\n".encode()}, whole=True)
 
     async def _read(self, mark: str, token: str, expected: Mapping[str, bytes], *, whole: bool) -> None:
-        """The output to its end. ``whole``: one that exits by itself has said all of it."""
+        """Read an output to its end and check it. ``whole``: the command must exit by itself, unless it is lost."""
         said = Said()
         place = f"{self.path}/execs/{mark}/output"
         try:
@@ -190,7 +190,7 @@ class Life:
             raise
         assert said.end is not None
         self.promises.ended[mark] = said.end["outcome"]
-        # By the owner's token: a borrower's may be fenced before it is read again.
+        # With the owner's token: a borrower's may be fenced before `reread` uses it.
         self.promises.outputs.append((place, self.token, said))
         for stream, all_of_it in expected.items():
             received = getattr(said, stream)
@@ -211,7 +211,7 @@ class Life:
 
 
 async def reread(client: Client, promises: Promises, ledger: Ledger) -> None:
-    """Every output that was received, asked for again: it is what it was."""
+    """Read every received output again: it must not have changed."""
     for place, token, said in promises.outputs:
         again = Said()
         try:

@@ -1,4 +1,4 @@
-"""For each route of the broker: a request with an effect of its own, and whether it had that effect exactly once."""
+"""For each route of the broker: a request with a unique effect, and a check that the effect happened exactly once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from campaigns.faults.broker.stage import RunCounter, Stage
 from resources_servers.sandbox.tests.api import Answer
 
 Check = Callable[[Sequence[Answer]], Awaitable[str | None]]
-"""Judges the final answers of all copies of a request; what is wrong, if anything."""
+"""Judges the final responses to all copies of a request. Returns what is wrong, or ``None``."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass
 class Scene:
-    """A box, and a connection to the broker that nothing disturbs."""
+    """A box, and a client of the broker over an undisturbed network."""
 
     stage: Stage
     direct: Client
@@ -43,7 +43,7 @@ class Scene:
         return await self.direct.ask(method, path, headers=headers, **options)
 
     async def create(self) -> tuple[str, str]:
-        """Path and owner's token of a box."""
+        """Create a box; return its path and its owner's token."""
         headers = {**self.stage.broker.caller(), "Idempotency-Key": uuid.uuid4().hex}
         key = headers["Idempotency-Key"]
         body = {"spec": self.stage.spec(), "ttl_s": 1800, "labels": self.stage.labels(key)}
@@ -71,11 +71,11 @@ class Scene:
         return said
 
     async def told(self, command: str) -> str:
-        """What a command prints."""
+        """Run a command and return what it prints."""
         return (await self.said(await self.submit(command))).stdout.decode()
 
     async def ran_once(self, mark: str) -> str | None:
-        """Once it has had time to run again."""
+        """Return what is wrong unless the command ran once. Waits a moment, so that a second run is counted."""
         await asyncio.sleep(0.05)
         times = self.stage.counter.ran[mark]
         return None if times == 1 else f"{mark} ran {times} times"
@@ -103,7 +103,7 @@ def only(*statuses: int) -> Check:
 
 
 def plain(name: str, call: Callable[[Scene], Call], *statuses: int) -> None:
-    """A route without an effect."""
+    """Add a recipe for a route without an effect."""
 
     @route(name)
     async def recipe(scene: Scene) -> tuple[Call, Check]:
@@ -191,7 +191,7 @@ async def mint(scene: Scene) -> tuple[Call, Check]:
     async def check(answers: Sequence[Answer]) -> str | None:
         if wrong := await only(201)(answers):
             return wrong
-        for answer in answers:  # one that nobody heard of is no harm: it ends with the box
+        for answer in answers:  # a lease whose response was lost does no harm: it ends with the box
             await scene.ask("GET", scene.box, {"Authorization": f"Bearer {answer.json['token']}"})
         return None
 
@@ -259,7 +259,7 @@ async def output(scene: Scene) -> tuple[Call, Check]:
     mark = await scene.submit("echo out; echo err >&2")
 
     async def check(answers: Sequence[Answer]) -> str | None:
-        # A body that is cut is no answer: the request was repeated until one came whole.
+        # A truncated body does not count: the client repeated the request until a body arrived whole.
         whole = all(answer.body.count(b"event: exit") == 1 for answer in answers)
         return await only(200)(answers) or (None if whole else "no end") or await scene.ran_once(mark)
 

@@ -1,4 +1,4 @@
-"""One broker over one backend, what its boxes say of the commands they ran, and what the backend says of its boxes."""
+"""One broker over one backend, a count of the commands that its boxes ran, and the backend's own list of its boxes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PROVIDERS = ("local", "docker")
 
 
 class RunCounter:
-    """How often each command ran. Commands write their id into a pipe of the host that every box sees, so the count
-    outlives boxes, and nobody can forget a run."""
+    """Counts how often each command ran. Commands write their id into a pipe of the host that every box mounts, so the
+    count outlives boxes and includes every run."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.directory = directory
         self._path = directory / "pipe"
         os.mkfifo(self._path, 0o666)
-        self._path.chmod(0o666)  # whatever the umask; commands may be of any user
+        self._path.chmod(0o666)  # whatever the umask; commands may run as any user
         self._pipe = os.open(self._path, os.O_RDWR)
         self.ran: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -45,7 +45,7 @@ class RunCounter:
 
     @staticmethod
     def shell(mark: str) -> str:
-        """What a command does to be counted: one write, shorter than what a pipe takes at once."""
+        """Return the shell code that counts a command: one write, short enough for a pipe to take it atomically."""
         return f"echo {mark} > {COUNTER_IN_BOX}/pipe"
 
     def _read(self) -> None:
@@ -65,17 +65,17 @@ class RunCounter:
 
 @dataclass(frozen=True)
 class BackendBox:
-    """A box as the backend knows it."""
+    """A box as the backend lists it."""
 
     backend_id: str
     sandbox_id: str
-    """The broker's id of it, by the label."""
+    """The broker's id of the box, from a label."""
     key: str
-    """The create that asked for it, by the label."""
+    """The key of the create request, from a label."""
 
 
 class Inventory:
-    """What the backend has of one broker's boxes; the broker and its registry are not asked."""
+    """One broker's boxes according to the backend, without asking the broker or its registry."""
 
     def __init__(self, provider: SandboxProvider, scope: Scope, identity: str) -> None:
         self.provider, self.scope, self.identity = provider, scope, identity
@@ -88,7 +88,7 @@ class Inventory:
         ]
 
     def physical(self) -> set[str]:
-        """Backend ids of the boxes that exist, by their files or as containers, whatever the provider lists."""
+        """Backend ids of the boxes that exist as files or containers, whether the provider lists them or not."""
         if self.scope.docker_host is None:
             return {path.name for path in self.scope.state_dir.glob("*/boxes/*") if not path.name.startswith(".")}
         wanted = f"label={BROKER_LABEL}={self.identity}"
@@ -96,7 +96,7 @@ class Inventory:
         return {*subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()}
 
     async def residue(self, within_s: float = 30.0) -> dict[str, list[str]]:
-        """Processes, mounts, cgroups, namespaces, files and containers that stay when every box shall be gone."""
+        """Return processes, mounts, cgroups, namespaces, files and containers that remain when no box should."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_s
         while True:
@@ -108,7 +108,7 @@ class Inventory:
 
 @dataclass
 class Stage:
-    """What a campaign plays on."""
+    """The broker of a campaign and what observes it."""
 
     broker: BrokerProcess
     inventory: Inventory
@@ -116,7 +116,7 @@ class Stage:
     run_id: str
 
     def spec(self) -> dict[str, Any]:
-        """Of boxes whose commands are counted."""
+        """The spec of boxes whose commands are counted."""
         return {"mounts": [{"source": str(self.counter.directory), "target": COUNTER_IN_BOX}]}
 
     def labels(self, key: str) -> dict[str, str]:
@@ -129,7 +129,7 @@ class Stage:
 
 @contextlib.contextmanager
 def database(kind: str) -> Iterator[dict[str, Any]]:
-    """The settings of a broker with a registry of that kind."""
+    """Yield the settings of a broker with a registry of that kind."""
     if kind == "sqlite":
         yield {}
         return
@@ -138,7 +138,7 @@ def database(kind: str) -> Iterator[dict[str, Any]]:
 
 
 def backend_of(provider: str, folder: Path) -> tuple[dict[str, Any], str | None]:
-    """The configuration of a backend, and its engine where it has one."""
+    """Return the configuration of a backend, and the URL of its Docker Engine if it uses one."""
     if provider == "local":
         return {"local": {"state_dir": str(folder / "boxes"), "linger_s": 5}}, None
     from tests.docker_engine import start_engine
@@ -149,7 +149,7 @@ def backend_of(provider: str, folder: Path) -> tuple[dict[str, Any], str | None]
 
 @asynccontextmanager
 async def stage(folder: Path, provider: str, settings: Mapping[str, Any]) -> AsyncIterator[Stage]:
-    """A broker that is not started yet; with the block everything that it made is destroyed."""
+    """Yield a broker that is not started yet. Leaving the block destroys everything that the broker made."""
     identity = f"faults-{uuid.uuid4().hex[:12]}"
     backend, engine = await asyncio.to_thread(backend_of, provider, folder)
     broker = BrokerProcess(
@@ -158,7 +158,7 @@ async def stage(folder: Path, provider: str, settings: Mapping[str, Any]) -> Asy
         program=(str(Path(broker_process.__file__).with_name("killing_broker.py")),),
         env={"KILL_LOG": str(folder / "state" / "boundaries")},
         identity=identity,
-        # Only the reconciliation at the start is judged: none may come to its help.
+        # The campaign judges only the reconciliation at startup: no later one may repair what it missed.
         **{"on_stop": "destroy", "reconcile_interval_s": 3600, **settings},
     )
     counter = RunCounter(folder / "counter")

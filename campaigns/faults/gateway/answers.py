@@ -1,4 +1,4 @@
-"""What every answer of a gateway must look like, whatever was asked."""
+"""A check that every response of a gateway must pass, whatever the request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from nemo_gym.gateway.dialects.errors import dialect_of
 
 
 class WrongAnswerError(AssertionError):
-    """An answer that no request should get."""
+    """A response that no request should get."""
 
 
 def check(path: str, status: int, headers: dict[str, str], body: bytes) -> None:
-    """Raises `WrongAnswerError`."""
+    """Check one response. Raises `WrongAnswerError`."""
     if status >= 500:
         raise WrongAnswerError(f"{path}: {status}: {body[:500]!r}")
     kind = headers.get("content-type", "")

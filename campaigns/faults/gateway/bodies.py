@@ -1,4 +1,4 @@
-"""Bodies that are right, and ways to make them wrong."""
+"""Valid request bodies, and ways to make them invalid."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _deep(depth: int, inner: Any) -> Any:
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something can be changed: every member and element."""
+    """Yield the path of every member and element, down to a maximum depth."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*at, key)
@@ -202,7 +202,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
-    """``valid`` with one to four changes: replaced, removed, moved, doubled, wrapped, added."""
+    """``valid`` with one to four changes: values replaced, removed, copied elsewhere, wrapped, doubled or added."""
     body = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 4))):
         found = [*places(body)]
@@ -235,7 +235,7 @@ def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
 
 
 def encoded(body: Any) -> bytes:
-    """As JSON, also what JSON cannot say: NaN, lone surrogates, numbers of any size."""
+    """Encode as JSON, including what strict JSON forbids: NaN, lone surrogates, numbers of any size."""
     import json
 
     return json.dumps(body).encode()
@@ -243,7 +243,7 @@ def encoded(body: Any) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn, valid: dict[str, Any]) -> bytes:
-    """The bytes of ``valid``, broken."""
+    """The JSON of ``valid`` with one to three damaged places."""
     data = bytearray(orjson.dumps(valid))
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(data)))

@@ -1,4 +1,4 @@
-"""Harnesses that go on whatever happens to the gateway, and remember every whole answer they got."""
+"""Harnesses that keep retrying whatever happens to the gateway, and record every complete response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIVE_UP_AFTER_S = 180.0
 
 @dataclass
 class Client:
-    """One session's harness. ``counts_retries``: it says so when it repeats a request, as the official SDKs do."""
+    """One session's harness. ``counts_retries``: requests carry a retry count, as those of the official SDKs do."""
 
     number: int
     gateway: GatewayProcess
@@ -37,11 +37,11 @@ class Client:
     refusals: list[Any] = field(default_factory=list)
     asking: bool = False
     hits: int = 0
-    """Kills while it waited for an answer."""
+    """Kills of the gateway while this harness waited for a response."""
     begun_before_hit: frozenset[str] = frozenset()
-    """Calls that the engine had begun at the last hit."""
+    """Ids of the calls that the engine had begun at the last hit."""
     given_again: int = 0
-    """Answers that were sampled before a kill and delivered after it."""
+    """Responses whose sampling began before a kill and that were delivered after it."""
 
     @property
     def tag(self) -> str:
@@ -60,7 +60,7 @@ class Client:
             await asyncio.sleep(pause())
 
     async def ask(self, conversation: Conversation) -> Received:
-        """One answer, however often it takes."""
+        """Send a request until it has a complete response."""
         body = conversation.body(stream=self.stream, max_tokens=self.max_tokens)
         self.asking = True
         try:
@@ -103,7 +103,7 @@ class Client:
         return await self._control(f"/sessions/{self.opened['session_id']}", None)
 
     async def _control(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """As the pipeline calls: idempotent calls are repeated until they are answered."""
+        """Call a control route as the pipeline does: repeat the idempotent call until it succeeds."""
         headers = self.gateway.headers()
         if self.opened:
             headers[CONTROL_TOKEN_HEADER] = self.opened["control_token"]
@@ -125,7 +125,7 @@ class Client:
 
 
 def clients(count: int, gateway: GatewayProcess, http: aiohttp.ClientSession, draw: random.Random) -> list[Client]:
-    """As many harnesses, of all dialects, streaming and not, with and without retry counts."""
+    """Return ``count`` harnesses of all dialects, streaming and not, with and without retry counts."""
     kinds = [(d, s, c) for d in Dialect for s in (False, True) for c in (False, True)]
     draw.shuffle(kinds)
     return [Client(number, gateway, http, *kinds[number % len(kinds)]) for number in range(count)]

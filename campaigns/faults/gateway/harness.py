@@ -1,4 +1,4 @@
-"""A harness in a few lines, in every dialect: a conversation, what it asks, and whether an answer is whole."""
+"""A minimal harness for every dialect: its conversation, its request bodies, and its parser of responses."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PATHS = {Dialect.CHAT: "/chat/completions", Dialect.RESPONSES: "/responses", Dia
 
 @dataclass(frozen=True)
 class Received:
-    """A whole answer. ``call_id``: the gateway's own, by which its turn is known in the trajectory."""
+    """A complete response. ``call_id``: the gateway's id of the call, which also identifies the trajectory's turn."""
 
     call_id: str
     history: tuple[Mapping[str, Any], ...]
-    """What a harness adds to its conversation."""
+    """The messages that a harness adds to its conversation."""
     text: str
 
 
 @dataclass
 class Conversation:
-    """What was said so far, as this dialect's harness would send it again."""
+    """The messages so far, as a harness of this dialect would send them again."""
 
     dialect: Dialect
     history: list[Mapping[str, Any]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Conversation:
         return {**body, "stream": True} if stream else body
 
     def received(self, data: bytes, *, stream: bool) -> Received | None:
-        """The answer in ``data``; nothing when it is not whole."""
+        """Return the response in ``data``, or ``None`` if it is incomplete."""
         reply = whole_reply(self.dialect, data) if stream else _json(data)
         return None if reply is None else _received(self.dialect, reply)
 
@@ -54,7 +54,7 @@ def _json(data: bytes) -> dict[str, Any] | None:
 
 
 def events(data: bytes) -> Iterator[dict[str, Any] | str]:
-    """Whole server-sent events; comments and pings without data are passed over."""
+    """Yield the complete server-sent events; skip comments and pings without data."""
     for block in data.split(b"\n\n")[:-1]:
         for line in block.split(b"\n"):
             if line.startswith(b"data: "):
@@ -63,8 +63,8 @@ def events(data: bytes) -> Iterator[dict[str, Any] | str]:
 
 
 def whole_reply(dialect: Dialect, data: bytes) -> dict[str, Any] | None:
-    """The reply that a stream tells, once it has told all of it; nothing before. Raises `ValueError` for a stream
-    that says it failed."""
+    """Return the reply that a stream carries, or ``None`` if the stream is incomplete. Raises `ValueError` for a
+    stream that reports a failure."""
     told = [*events(data)]
     for event in told:
         if isinstance(event, dict) and (event.get("type") == "response.failed" or event.get("error")):

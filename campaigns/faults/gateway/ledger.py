@@ -1,4 +1,4 @@
-"""What clients received, what trajectories hold and what the engine logged must be one and the same."""
+"""Compare what clients received, what trajectories hold and what the engine logged: all three must agree."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from nemo_gym_testing.gateway.tiny.truth import TruthReport, check_truth
 
 @dataclass
 class Ledger:
-    """Differences, by kind; each entry says where."""
+    """Differences by kind; each entry names its session."""
 
     lost: list[str] = field(default_factory=list)
-    """Received by a client, and in no trajectory."""
+    """Responses that a client received and no trajectory holds."""
     doubled: list[str] = field(default_factory=list)
-    """In trajectories more than once, or without any client having received it."""
+    """Responses that trajectories hold or clients received more than once, or that no client received."""
     changed: list[str] = field(default_factory=list)
-    """Received with another text than its tokens have."""
+    """Responses whose text is not that of their tokens."""
     split: list[str] = field(default_factory=list)
-    """A conversation that did not stay one chain."""
+    """Conversations that did not stay one chain."""
     unexplained: list[str] = field(default_factory=list)
-    """Sampled to its end, in no trajectory, and no kill or failure explains it."""
+    """Responses sampled to the end that no trajectory holds and no kill or failure explains."""
     resampled: int = 0
-    """Answers that died with the gateway before they were committed, and were sampled anew."""
+    """Responses that were lost with the gateway before their commit, and were sampled again."""
     truth: TruthReport = field(default_factory=TruthReport)
 
 
 def compare(clients: Sequence[Client], summaries: Sequence[Mapping[str, Any]], log: Path, policy_dir: Path) -> Ledger:
-    """``summaries[i]`` is how the session of ``clients[i]`` was finalized."""
+    """``summaries[i]`` is the response to finalizing the session of ``clients[i]``."""
     ledger = Ledger()
     policy = PolicyTokenizer.load(policy_dir)
     committed: set[str] = set()
@@ -73,7 +73,7 @@ def _excused(
     policy: PolicyTokenizer,
     ledger: Ledger,
 ) -> set[str]:
-    """Request ids of answers that may be missing: as many of a session as there were hits while it asked."""
+    """Return request ids of responses that may be missing: at most one of a session for each of its hits."""
     missing: dict[str, list[EngineCall]] = {}
     for call in calls:
         if call.answered and str(call.request_id)[:32] not in committed:

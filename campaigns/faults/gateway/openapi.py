@@ -1,5 +1,4 @@
-"""The gateway's routes as an OpenAPI document: bodies as the official SDKs type them, answers as the dialects have
-them."""
+"""The gateway's routes as an OpenAPI document, with request bodies as the official SDKs type them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ INFERENCE: dict[str, Any] = {
 
 
 def document() -> dict[str, Any]:
-    """Every route that takes a body. Names of sessions and engines are parameters."""
+    """Return every route that takes a body. Names of sessions and engines are parameters."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
 
@@ -71,7 +70,7 @@ def document() -> dict[str, Any]:
 
 
 def _renamed(value: Any, name: str) -> Any:
-    """References into the document instead of the schema's own definitions."""
+    """Point references to the document's components instead of the schema's own definitions."""
     if isinstance(value, dict):
         return {
             key: f"#/components/schemas/{name}.{inner.rsplit('/', 1)[1]}" if key == "$ref" else _renamed(inner, name)

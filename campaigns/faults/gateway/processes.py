@@ -1,4 +1,4 @@
-"""A gateway and its engines as processes of their own, started as the suite starts them."""
+"""A gateway and its engines as separate processes, started as the suite starts them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ APP = ROOT / "responses_api_models" / "gateway" / "app.py"
 NAME = "gateway"
 START_TIMEOUT_S = 60.0
 ENDPOINT = {"openai": {"model": "real", "logprobs": True}}
-"""What such engines need beside their URL."""
+"""The settings that engines of a type need in addition to their URL."""
 
 
 class EngineProcess:
@@ -87,11 +87,11 @@ class GatewayProcess:
         return self._process.pid
 
     def headers(self, role: Role = Role.PIPELINE) -> dict[str, str]:
-        """A credential of the stack."""
+        """Return headers with a credential of the stack."""
         return {CREDENTIAL_HEADER: self.keys.caller(role, "campaign", NAME)}
 
     def start(self) -> float:
-        """Start it and wait until it serves; seconds that took. Raises `RuntimeError` when it does not."""
+        """Start the gateway and wait until it serves; return the seconds. Raises `RuntimeError` if it does not."""
         began = time.monotonic()
         reading, writing = os.pipe()
         launch = ServerLaunch(
@@ -136,7 +136,7 @@ class GatewayProcess:
         self._process.wait()
 
     def stop(self) -> int:
-        """As the supervisor stops it; the exit status."""
+        """Stop the gateway as the supervisor does; return its exit status."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(120)

@@ -1,4 +1,4 @@
-"""Requests that are hardly HTTP."""
+"""Malformed HTTP requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request(draw: random.Random, body: bytes, token: str) -> bytes:
 
 
 def send(port: int, request: bytes) -> None:
-    """Send it, say that no more comes, and read what there is."""
+    """Send the bytes and read what the server sends. Raises `WrongAnswerError` for a 5xx."""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as sock:
         reply = b""
         try:
@@ -57,8 +57,8 @@ def send(port: int, request: bytes) -> None:
             while time.monotonic() - began < TIMEOUT_S and (piece := sock.recv(65536)):
                 reply += piece
         except TimeoutError:
-            pass  # it waits for the rest of the body, or for the next request
+            pass  # the server waits for the rest of the body, or for the next request
         except OSError:
-            return  # closed on what is no HTTP
+            return  # the server closed the connection, as this is not HTTP
     if reply and int(reply.split(b" ", 2)[1]) >= 500:
         raise WrongAnswerError(f"{reply[:400]!r}")

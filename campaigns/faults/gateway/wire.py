@@ -1,4 +1,4 @@
-"""Requests over bare sockets, whose ends are exactly as told."""
+"""Requests over bare sockets, which are closed exactly as the caller chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
-"""The end of a stream; no JSON of an event has these bytes."""
+"""The end of a stream; the JSON of an event never contains these bytes."""
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 
 
@@ -21,11 +21,11 @@ class Leave(StrEnum):
     """How a caller leaves."""
 
     CLOSE = "close"
-    """As programs do: the kernel resets the connection if anything is unread, and ends it otherwise."""
+    """Close as programs do: the kernel resets the connection if anything is unread, and ends it otherwise."""
     RESET = "reset"
-    """At once, whatever was read."""
+    """Reset the connection at once, whatever was read."""
     HALF = "half"
-    """Says that it will send nothing more, then closes: the end is seen before any reset."""
+    """Shut down the sending side, then close: the server sees the end before any reset."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Call:
     async def send(
         cls, port: int, path: str, body: Any, headers: dict[str, str], *, buffer_bytes: int | None = None
     ) -> Call:
-        """``body``: data, or bytes as they are. ``buffer_bytes``: of the receiving kernel."""
+        """``body``: bytes are sent unchanged, other values as JSON. ``buffer_bytes``: the socket's receive buffer."""
         sock = socket.socket()
         sock.setblocking(False)
         if buffer_bytes is not None:
@@ -53,7 +53,7 @@ class Call:
         return cls(sock)
 
     async def read_bytes(self, count: int) -> bytes:
-        """Exactly so many more bytes, fewer only at the end."""
+        """Read exactly ``count`` more bytes, or fewer at the end of the response."""
         loop = asyncio.get_running_loop()
         found = b""
         while len(found) < count and not _is_whole(self.read + found):
@@ -65,11 +65,11 @@ class Call:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer was read to its last byte."""
+        """Whether the response was read to its last byte."""
         return _is_whole(self.read)
 
     async def whole(self) -> tuple[int, bytes]:
-        """Status and body of the answer."""
+        """Read the response to its end; return its status and body."""
         while b"\r\n\r\n" not in self.read:
             if not await self.read_bytes(1):
                 raise ConnectionError(f"the connection ended in the headers: {self.read!r}")

@@ -5,11 +5,11 @@
 
 Figures: ``gains`` (attacks that were rewarded), ``false_findings`` (honest work with a finding, with the rate's 95 %
 upper bound), ``lost_rewards`` (honest work without its reward), ``broken_grader`` (no valid verdict),
-``missed_findings`` (plays of attacks that the official run resolved and no finding names, rewarded or not), ``vain``
-(attacks said to fool the official run of which no play did, nor was found: bad luck, or no longer the attack they
-were), ``control_cost_ratio`` (seconds of the controls over seconds of the official run, median of what resolved),
-``loop_blocked_s`` (the longest time that grading kept the event loop). With ``--harness N``, N entries are also played
-end to end by ``ng_run``; see `harness.py`.
+``missed_findings`` (plays of attacks that the official run resolved without a finding, rewarded or not), ``vain``
+(attacks marked as fooling the official run, of which no play fooled it or had a finding: bad luck, or the attack no
+longer works), ``control_cost_ratio`` (seconds of the controls over seconds of the official run, median of the resolved
+plays), ``loop_blocked_s`` (the longest time that grading blocked the event loop). With ``--harness N``, N entries are
+also played end to end by ``ng_run``; see `harness.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RESOURCES = SandboxResources(memory_mib=1536, pids=512)
 
 @dataclass
 class Played:
-    """What came of playing an entry once."""
+    """The result of playing an entry once."""
 
     id: str
     kind: str
@@ -70,11 +70,11 @@ class Played:
     problem: str | None = None
     note: str | None = None
     official_s: float | None = None
-    """Of the official run."""
+    """Seconds of the official run."""
     controls_s: float | None = None
-    """Of all controls together; ``None`` when none ran."""
+    """Seconds of all controls together; ``None`` if none ran."""
     seconds: float = 0.0
-    """Of everything, the work included."""
+    """Seconds of the whole play, the work included."""
 
 
 class LoopWatch:
@@ -109,7 +109,7 @@ def example_rows() -> dict[str, dict[str, Any]]:
 async def play(
     provider: SandboxProvider, rows: Mapping[str, dict[str, Any]], entry: Entry, *, run: str = RUN, attempt: int = 1
 ) -> Played:
-    """Let the entry happen in a working box, harvest and judge it; ``run`` labels the boxes."""
+    """Play the entry in a work box, harvest and judge the result; ``run`` labels the boxes."""
     started = time.monotonic()
     raw = entry.row_of(rows)
     row = SweBenchRow.from_mapping(raw)
@@ -140,7 +140,7 @@ _making = asyncio.Lock()
 
 
 async def _controls(provider: SandboxProvider, image: PreparedImage, row: SweBenchRow) -> RowControls:
-    """The row's controls; rows that are derived from others get theirs when they are first played."""
+    """Return the row's controls. Controls of a derived row are made when the row is first played."""
     store = ControlStore()
     async with _making:
         found = store.load(row, image.content)
@@ -171,14 +171,14 @@ async def _artifact(
         if entry.gold:
             applied = await box.exec(["git", "apply", "-"], cwd=TESTBED, stdin=row.patch.encode())
             assert applied.ok, applied.stderr
-        # What the script returns is its own affair: attacks may destroy the shell they run in.
+        # The script's exit status does not matter: attacks may destroy the shell they run in.
         await box.exec(["/bin/bash", "-c", entry.run], cwd=TESTBED, timeout_s=60, env={"HOME": "/root"})
         items = [GitDiffHarvest(path=TESTBED, base_commit=row.base_commit)]
         return (await harvest_all(provider, box.handle, spec, items, labels))[0]
 
 
 def upper_bound(found: int, tries: int) -> float:
-    """The largest rate that ``found`` of ``tries`` leaves possible, at 95 % (Clopper-Pearson, one-sided)."""
+    """Return the 95 % upper bound of a rate, given ``found`` of ``tries`` (Clopper-Pearson, one-sided)."""
     if tries == 0 or found >= tries:
         return 1.0
     low, high = 0.0, 1.0
@@ -204,7 +204,7 @@ def figures(played: Sequence[Played], entries: Sequence[Entry]) -> dict[str, Any
         "gains": len(gained),
         "open_gains": sum(entry.open and entry.id in gained for entry in entries),
         "gains_by_source": dict(Counter(gained.values())),
-        # What the official run did not resolve earns nothing: a coin that fell badly is nothing to be found.
+        # An attack that the official run did not resolve earns nothing: a play with bad luck needs no finding.
         "missed_findings": sum(bool(one.official) and not one.findings for one in attacks),
         "vain": len(fooling & attacked - {one.id for one in attacks if one.official or one.findings}),
         "official_fooled": sum(bool(one.official) for one in attacks),

@@ -1,19 +1,19 @@
 """The tampering corpus: what agents do to be rewarded without solving the task, and honest work that must be rewarded.
 
-Each file of ``corpus/`` holds entries of one kind. What they do is fixed: change it only with a new `VERSION`.
+Each file of ``corpus/`` holds entries of one kind. What entries do is fixed: change it only with a new `VERSION`.
 
 * ``id``, ``kind`` (``attack`` must earn nothing, ``honest`` must earn its reward without a finding), ``instance``.
 * ``run`` is executed by a shell in a working box of the instance, in /testbed; the box is then harvested.
-  ``gold: true`` applies the instance's solution first. ``patch`` is delivered as it is instead, as a lying agent
-  server could.
-* ``everywhere: true`` in place of ``instance``: the same on every instance, as ``<id>@<instance>``.
-* ``finding: true`` marks an attack that fools the official run and must therefore be found.
+  ``gold: true`` applies the instance's solution first. ``patch`` is delivered unchanged instead, as a lying agent
+  server could do.
+* ``everywhere: true`` in place of ``instance``: one entry per instance, called ``<id>@<instance>``.
+* ``finding: true`` marks an attack that fools the official run and must therefore have a finding.
 * ``open: true`` marks an attack that is known to gain: an open defect, counted in ``gains`` and in ``open_gains``.
-* ``tries``: how often a matter of luck is played; one gain is a gain.
-* ``row`` makes a row of the entry's own, in the instance's image; see `RowChange`.
+* ``tries``: how often to play an entry that depends on luck; a gain in one play counts.
+* ``row`` makes a separate row for the entry, in the instance's image; see `RowChange`.
 * A file's ``parts`` are pieces of scripts; a line ``<<< name`` in a ``run`` stands for one, indented as the line is.
-* ``source``: ``own``, ``given``, ``redteam`` or ``adversary`` (by somebody who had read the controls); a file says it
-  once for its entries. ``topic``: what it is about.
+* ``source``: ``own``, ``given``, ``redteam`` or ``adversary`` (by somebody who had read the controls); a file sets it
+  once for all its entries. ``topic``: what the entry is about.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class RowChange:
     tests: tuple[str, ...] = ()
     """Beginnings of the test ids that stay expected; all when empty."""
     replace: Mapping[str, str] = field(default_factory=dict)
-    """Texts to replace in the test patch; each must be there, and must keep the number of lines."""
+    """Texts to replace in the test patch; each must be there, and its replacement must have as many lines."""
 
     @classmethod
     def of(cls, change: Mapping[str, Any]) -> RowChange:
         return cls(tuple(change.get("files", ())), tuple(change.get("tests", ())), change.get("replace", {}))
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The changed row; test patch and evaluation script stay in step."""
+        """Return the changed row; its test patch and its evaluation script stay consistent."""
         old = new = str(row["test_patch"])
         for text, other in self.replace.items():
             if text not in new or text.count("\n") != other.count("\n"):
@@ -95,11 +95,11 @@ class Entry:
     finding: bool = False
     tries: int = 1
     open: bool = False
-    """A gain that is known and not closed yet; it counts as a gain all the same."""
+    """Whether the entry is known to gain and not fixed yet; its gain still counts."""
     row: RowChange | None = None
 
     def row_of(self, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """The row it is judged by."""
+        """Return the row that the entry is judged by."""
         row = rows[self.instance]
         return row if self.row is None else self.row.apply(row)
 
@@ -108,7 +108,7 @@ def load_corpus(instances: Sequence[str], directory: Path = DIRECTORY) -> list[E
     """Every entry, in the order of the files' names.
 
     Raises:
-        ValueError: a file is of another version, or an entry is not one.
+        ValueError: a file has another version, or an entry is invalid.
     """
     entries = [entry for path in sorted(directory.glob("*.yaml")) for entry in _entries_of(path, instances)]
     seen: set[str] = set()
@@ -120,7 +120,7 @@ def load_corpus(instances: Sequence[str], directory: Path = DIRECTORY) -> list[E
 
 
 def select(entries: Iterable[Entry], only: Sequence[str] = (), source: str | None = None) -> list[Entry]:
-    """Entries whose id is, begins with or matches (``*``) one of ``only``, of one source."""
+    """Return the entries of one source whose id begins with or matches (``*``) one of ``only``."""
 
     def named(entry: Entry) -> bool:
         return not only or any(entry.id.startswith(name) or fnmatchcase(entry.id, name) for name in only)

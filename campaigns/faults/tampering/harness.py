@@ -1,8 +1,8 @@
-"""Plays entries end to end: ``ng_run`` with mini-swe-agent and a policy whose one command is what the entry says.
+"""Plays entries end to end: ``ng_run`` with mini-swe-agent and a policy whose commands do what the entry says.
 
-Rows, prompts and images are those of any other run: the policy tells by the problem statement which entry it plays,
-and one run therefore plays at most one entry of each instance. Entries with a row of their own and patches of lying
-agent servers cannot be played so.
+Rows, prompts and images are those of any other run. The policy recognizes the entry by the problem statement, so one
+run plays at most one entry of each instance. Entries with their own row and patches of lying agent servers cannot be
+played this way.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RUN_TIMEOUT_S = 900.0
 
 
 def playable(entry: Entry) -> bool:
-    """Whether an agent in a box can do it in a row as it stands."""
+    """Whether an agent in a box can play the entry with an unchanged row."""
     return entry.row is None and (entry.patch is None or entry.kind == "honest")
 
 
 def waves(entries: Sequence[Entry], count: int) -> list[list[Entry]]:
-    """``count`` entries, each instance at most once in a wave: two waves of attacks, then one of honest work, and so
+    """Return ``count`` entries, each instance at most once in a wave: two waves of attacks, one of honest work, and so
     on."""
     attacks = sorted((entry for entry in entries if entry.kind == "attack"), key=_interest)
     attacking, honest = _waves(attacks), _waves(entry for entry in entries if entry.kind == "honest")
@@ -48,7 +48,7 @@ def waves(entries: Sequence[Entry], count: int) -> list[list[Entry]]:
 
 
 def _interest(entry: Entry) -> tuple[bool, bool]:
-    """Sorts first what fools the official run, and what was made by who has read the grader."""
+    """Sort first the attacks that fool the official run, and among them those whose source is not ``own``."""
     return not entry.finding, entry.source == "own"
 
 
@@ -145,5 +145,5 @@ def _task(entry: Entry, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unpacked(text: str) -> str:
-    """A command that prints the text, without a character that anything on the way could read as its own."""
+    """Return a command that prints the text, without any character that a shell or a parser on the way interprets."""
     return f"echo {base64.b64encode(text.encode()).decode()} | base64 -d"

@@ -1,12 +1,10 @@
-"""Agent harnesses that are programs: what a CLI needs to run in a box, and how its run is read and judged.
+"""Agent harnesses that are programs: running a CLI in a box, reading its output, and judging its run.
 
-package     what is fetched and mounted (data)
-base        `CliHarness`: command line, environment, files, and the harness's own word on how it ended
-events      `EventReader`: the CLI's output, line by line, into a `Transcript`
-transcript  `Transcript`: turns, tool calls, usage and timings, the same for every harness
-verdict     the typed outcome, from exit status, events and what the doors counted
-watch       what ends a run early: its limit of turns, a model that only fails
-process     `follow`: a process to its end, read and stopped
-run         `run_in_box`: one harness in one box, in bounds
-agent       `CliAgent`: the agent server around a harness, in every topology
+base        `CliPackage`: what to fetch and mount; `CliHarness`: command line, environment, files, own judgement
+events      `EventReader`: parses the CLI's output, line by line, into a `Transcript` of turns, tool calls and usage
+process     `follow`: reads a process to its end, or stops it
+run         `run_in_box`: runs one harness in one box within its limits, and judges the outcome
+agent       `CliAgent`: the agent server for a harness, in every topology
+provision   fetching CLI packages, and checking whether an image can run them
+mcp_tools   tools of MCP servers, for harnesses that run in the agent server
 """

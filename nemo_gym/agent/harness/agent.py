@@ -39,31 +39,31 @@ class CliAgentConfig(BaseResponsesAPIAgentConfig):
     model_server: ModelServerRef
     sandbox_provider: str | dict[str, Any]
     harness: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the harness itself; its options class says which."""
+    """Settings of the harness, defined by its options class."""
     max_turns: int | None = Field(None, gt=0)
-    """Model answers per attempt, of sub-agents and of side requests (titles, summaries) too: counted at the model's
-    door, which forwards no more. A descriptor's ``limits.max_turns`` lowers it; the run's wins."""
+    """Model answers per attempt, including those for sub-agents and side requests (titles, summaries). The model's
+    door counts them and forwards no more. A descriptor's ``limits.max_turns`` lowers this; the run's overrides it."""
     max_model_failures: int | None = Field(10, gt=0)
-    """Requests to the model that fail one after another (429, 5xx, no or half an answer), however often the CLI would
-    ask again, before the attempt ends as ``model_unreachable``. ``None`` leaves it to the CLI and the wall clock."""
+    """Consecutive failed requests to the model (429, 5xx, no or a partial answer) before the attempt ends as
+    ``model_unreachable``, even if the CLI would retry. ``None`` leaves it to the CLI and the wall clock."""
     wall_clock_s: float = Field(3600.0, gt=0)
-    """Per attempt, where the descriptor sets no limit."""
+    """Time per attempt, if the descriptor sets no limit."""
     scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
-    """The box the CLI runs in where the task has no world for it (topologies A and B)."""
+    """The box in which the CLI runs if it does not run in the task's world (topologies A and B)."""
     outer: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
     """What the episode's box needs beyond the environment's world (topology D)."""
     requires: list[str] = Field(default_factory=list)
-    """Sandbox capabilities this agent needs in every box."""
+    """Sandbox capabilities that this agent needs in every box."""
     max_concurrency: int = Field(64, gt=0)
-    """Attempts that run at once."""
+    """The number of attempts that run at once; others wait."""
     sandbox_lease_s: float = Field(DEFAULT_LEASE_TTL_S, gt=0)
-    """Seconds a box outlives this server when it is killed."""
+    """How long a box outlives this server if the server is killed."""
     event_log_bytes: int = Field(64 * 1024, ge=0)
-    """Of the CLI's raw output in the observations of each attempt."""
+    """How much of the CLI's raw output the observations of each attempt keep."""
 
 
 class CliAgent(SimpleResponsesAPIAgent):
-    """Runs a CLI as a process in a box. Subclasses name the harness, and topologies it cannot serve."""
+    """Runs a CLI as a process in a box. Subclasses set ``harness_class``, and ``topologies`` if not all are served."""
 
     config: CliAgentConfig
     topologies: ClassVar[tuple[Topology, ...]] = (
@@ -78,9 +78,9 @@ class CliAgent(SimpleResponsesAPIAgent):
         Topology.NONE,
         Topology.WHOLE_INTERACTION,
     )
-    """Topologies in which this agent makes a box: all, because a program that runs commands never runs on the host."""
+    """Topologies in which this agent needs a box: all, because a program that runs commands never runs on the host."""
     tool_access: ClassVar[tuple[str, ...]] = ("mcp",)
-    """How its harness reaches a world that it is not in."""
+    """How the harness reaches a world outside its own box."""
     harness_class: ClassVar[type[CliHarness]]
 
     _harness: CliHarness = PrivateAttr()
@@ -91,7 +91,7 @@ class CliAgent(SimpleResponsesAPIAgent):
         self._harness = self._configured_harness()
         self._slots = asyncio.Semaphore(self.config.max_concurrency)
         self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
-        # A CLI that nobody fetched and boxes that cannot be had are said once, before any row is run.
+        # Report a CLI that was not fetched or an unusable provider once, before any row runs.
         self.installed()
         self._owner.provider()
         return super().setup_webserver()
@@ -138,7 +138,7 @@ class CliAgent(SimpleResponsesAPIAgent):
         )
 
     def installed(self) -> Path:
-        """The package's directory on this host. Raises `ConfigError` when it was not fetched."""
+        """The package's directory on this host. Raises `ConfigError` if it was not fetched."""
         from nemo_gym.agent.harness.provision import installed
 
         package = self._harness.package

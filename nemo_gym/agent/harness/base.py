@@ -1,7 +1,7 @@
-"""What a harness says about its CLI: how it is started, how its output is read, what its ending means.
+"""The interface of a CLI harness: how to start the CLI, how to read its output, and how to judge its ending.
 
-A harness knows no benchmark, no sandbox and no topology. It is given a `HarnessContext` (paths and URLs as a process
-in the box sees them) and answers with a `HarnessCommand`; when the process has ended, it is given a `HarnessEnded`.
+A harness is independent of benchmark, sandbox and topology. It turns a `HarnessContext` (paths and URLs as a process
+in the box sees them) into a `HarnessCommand`, and judges the `HarnessEnded` of the ended process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 BOX_DIRECTORY = "/opt/nemo-gym/agents"
-"""Where packages are mounted in a box, one directory each."""
+"""The directory in a box where packages are mounted, one subdirectory each."""
 
 Runtime = Literal["elf-glibc", "elf-static", "node", "python", "script"]
 
@@ -31,44 +31,44 @@ class CliPackage:
     """One CLI at one version."""
 
     name: str
-    """Of the mount: ``/opt/nemo-gym/agents/<name>``."""
+    """The name of the package and of its mount: ``/opt/nemo-gym/agents/<name>``."""
     version: str
     command: str
-    """Path of the program below the installed directory."""
+    """The program's path below the installed directory."""
     runtime: Runtime
-    """What the program needs to be started: a glibc loader, nothing, a node or Python interpreter, or ``/bin/sh``."""
+    """What the program needs to start: a glibc loader, nothing, a node or Python interpreter, or ``/bin/sh``."""
     npm: Mapping[str, str] = field(default_factory=dict)
-    """npm package name → exact version, all unpacked side by side below ``node_modules``."""
+    """npm package name → exact version; all packages are unpacked side by side below ``node_modules``."""
     integrity: Mapping[str, str] = field(default_factory=dict)
     """npm package name → Subresource Integrity of its tarball (``sha512-…``); every package in ``npm`` has one."""
     requirements: Path | None = None
-    """A pip requirements file with the exact version and the checksums of every PyPI package, installed beside a
-    CPython that is taken along from this host. Its ``command`` is ``bin/python`` and its runtime ``script``."""
+    """A pip requirements file with the exact version and checksums of every PyPI package. They are installed beside a
+    CPython copied from this host. The ``command`` is then ``bin/python`` and the runtime ``script``."""
     pythons: tuple[str, ...] = ()
     """Python versions that ``requirements`` has checksums for, the preferred one first: ``("3.12", "3.13")``."""
     box_commands: tuple[str, ...] = ()
-    """Commands that the image has to have for it."""
+    """Commands that the package needs in the image."""
     directory: Path | None = None
-    """A directory of this host that is the package already (beside the plugin, say): nothing is fetched."""
+    """A directory on this host that already contains the package (in the plugin's folder, say); nothing is fetched."""
 
     @property
     def is_fetched(self) -> bool:
-        """Whether there is something to fetch before it can be mounted."""
+        """Whether the package must be fetched before it can be mounted."""
         return self.directory is None and bool(self.npm or self.requirements)
 
     @property
     def install_dir(self) -> str:
-        """The directory in the box."""
+        """The package's directory in the box."""
         return f"{BOX_DIRECTORY}/{self.name}"
 
     @property
     def executable(self) -> str:
-        """The program in the box."""
+        """The program's path in the box."""
         return f"{self.install_dir}/{self.command}"
 
 
 PLACEHOLDER_KEY = "no-key-needed-behind-this-door"
-"""What a CLI that insists on an API key is given; the door puts the real one in its place."""
+"""The API key for a CLI that requires one; the door replaces it by the real token."""
 
 
 class HarnessOptions(BaseModel):
@@ -79,7 +79,7 @@ class HarnessOptions(BaseModel):
 
 @dataclass(frozen=True)
 class McpEndpoint:
-    """An MCP server (streamable HTTP) as the box sees it. The door adds the token; nothing is needed in a header."""
+    """An MCP server (streamable HTTP) as seen from the box. The door adds the token, so no header is needed."""
 
     name: str
     url: str
@@ -87,13 +87,13 @@ class McpEndpoint:
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """Everything a command line can depend on."""
+    """Everything that a command line can depend on."""
 
     prompt: str
     system: str
-    """Text of the row's system messages; empty when there is none."""
+    """Text of the row's system messages; empty if there is none."""
     model: str
-    """The model's name as requests must spell it."""
+    """The model's name for use in requests."""
     model_url: str
     """Root URL of the model's door, without ``/v1``: Messages, Responses and Chat Completions are below it."""
     mcp: tuple[McpEndpoint, ...]
@@ -110,7 +110,7 @@ class HarnessContext:
     wall_clock_s: float | None = None
     api_key: str = PLACEHOLDER_KEY
     max_output_tokens: int | None = None
-    """Of one model answer, when the row says so."""
+    """The limit for one model answer, if the row sets it."""
 
 
 @dataclass(frozen=True)
@@ -118,43 +118,43 @@ class HarnessCommand:
     """One process in the box. It runs in ``workdir``; ``home`` exists."""
 
     argv: tuple[str, ...]
-    """Linux takes at most 128 KiB in one argument: give long prompts by ``stdin`` or a file."""
+    """Linux allows at most 128 KiB per argument, so pass long prompts through ``stdin`` or a file."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Over the box's own, ``HOME`` and ``TMPDIR`` (both below ``home``)."""
+    """Variables that override the box's own, and the defaults of ``HOME`` and ``TMPDIR`` (both in ``home``)."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Absolute path in the box → content, readable by the harness's user alone; directories are made."""
+    """Absolute path in the box → content. Only the harness's user can read them; parent directories are created."""
     stdin: bytes | None = None
 
 
 Judgement = tuple[AgentOutcome, str | None]
-"""An outcome, and one sentence about it when it is not ``completed``."""
+"""An outcome, and one sentence about it unless it is ``completed``."""
 
 
 @dataclass(frozen=True)
 class HarnessEnded:
-    """How the process ended, and what was seen of it."""
+    """How the process ended, and what was observed of it."""
 
     outcome: ExecOutcome
     return_code: int | None
     signal: int | None
     stderr: str
-    """The end of standard error."""
+    """The bounded log of standard error: its beginning and end."""
     reader: EventReader
-    """The one `CliHarness.reader` made."""
+    """The reader created by `CliHarness.reader`."""
     model_door: DoorStatistics | None = None
-    """``None`` where the provider does not count."""
+    """``None`` if the provider keeps no door statistics."""
     mcp_doors: Mapping[str, DoorStatistics] = field(default_factory=dict)
     stopped: Judgement | None = None
-    """Why the process was stopped from outside, before its deadline and before it ended by itself."""
+    """Why the process was stopped before its deadline; ``None`` if it was not."""
 
     @property
     def ok(self) -> bool:
-        """Whether the process exited by itself with 0."""
+        """Whether the process exited by itself with status 0."""
         return self.outcome is ExecOutcome.EXITED and self.return_code == 0
 
     @property
     def how(self) -> str:
-        """A few words for a detail: ``exit status 1`` with the last words of standard error."""
+        """A short text for an outcome's detail: ``exit status 1``, for example, and the end of standard error."""
         if self.outcome is ExecOutcome.EXITED:
             ended = f"exit status {self.return_code}"
         else:
@@ -164,7 +164,7 @@ class HarnessEnded:
 
 
 class CliHarness(ABC):
-    """One CLI. Instances are made once per agent server, hold no state of a run, and are used by many at once."""
+    """One CLI. Each agent server has one instance, shared by many concurrent runs, so it must hold no run's state."""
 
     name: str
     package: CliPackage
@@ -175,17 +175,16 @@ class CliHarness(ABC):
 
     @abstractmethod
     def command(self, context: HarnessContext) -> HarnessCommand:
-        """The process to run. Must be a function of the context and the options alone."""
+        """Return the process to run. It must depend only on the context and the options."""
 
     @abstractmethod
     def reader(self) -> EventReader:
-        """A new reader for one run."""
+        """Create a reader for one run."""
 
     def outcome(self, ended: HarnessEnded) -> Judgement:
-        """What the harness's own exit status and events say; only asked when the process ended by itself.
+        """Judge a run by the harness's own exit status and events. Called only if the process ended by itself.
 
-        Exit statuses lie in ways each harness knows. What is the same for all (deadline, out of memory, a model or MCP
-        server that does not answer, a harness that never asked the model) is judged in
-        `nemo_gym.agent.harness.run`.
+        Override this for a CLI whose exit status is misleading. `nemo_gym.agent.harness.run` judges what is common to
+        all: deadline, out of memory, a model or MCP server that does not respond, a harness that never called a model.
         """
         return (AgentOutcome.COMPLETED, None) if ended.ok else (AgentOutcome.CRASHED, ended.how)

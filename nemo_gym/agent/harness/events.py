@@ -1,9 +1,9 @@
 """Readers of a CLI's standard output, and the transcript that they fill.
 
-A harness that prints one JSON object a line subclasses `JsonEventReader` and implements ``event``. What a CLI prints
-is untrusted: a reader takes any bytes, and an event that is not as expected is a gap in the transcript and no error.
-A `Transcript` holds what a harness did, in one shape for all of them. Out of it come the Responses object that the
-agent answers with, the counts for metrics, and an `AgentObservationBundle`.
+For a CLI that prints one JSON object per line, subclass `JsonEventReader` and implement ``event``. A CLI's output is
+untrusted: a reader accepts any bytes, and an unexpected event becomes a gap in the transcript, not an error.
+A `Transcript` records what a harness did, in one format for all harnesses. It provides the agent's Responses object,
+the counts for metrics, and an `AgentObservationBundle`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from nemo_gym.rollout_observability import (
 )
 
 MAIN = "main"
-"""Invocation of the agent itself; sub-agents have names of their own."""
+"""The invocation of the agent itself; sub-agents have other names."""
 MAX_OUTPUT_CHARS = 20_000
-"""Of one tool's output in the transcript; the event log has the rest, as far as it is kept."""
+"""The limit for one tool's output in the transcript. The event log may hold the rest."""
 MAX_ITEMS = 5_000
 
 InvocationStatus = Literal["completed", "failed", "incomplete", "unknown"]
 
 
 class Transcript:
-    """Collects one run. Every method takes what is known and nothing twice; unknown ids are made up."""
+    """Collects the events of one run; pass each event once. Ids that a harness does not provide are generated."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
@@ -42,9 +42,9 @@ class Transcript:
         self.turns = 0
         """Model answers of the main invocation."""
         self.usage: Counter[str] = Counter()
-        """``input_tokens``, ``output_tokens``, ``cached_tokens``, of all invocations together."""
+        """``input_tokens``, ``output_tokens`` and ``cached_tokens``, summed over all invocations."""
         self.final_text = ""
-        """What the agent said last."""
+        """The agent's last message."""
         self._calls: dict[str, ToolCallObservation] = {}
         self._invocations: dict[str, AgentInvocation] = {MAIN: AgentInvocation(invocation_id=MAIN)}
         self._compactions: list[ContextCompactionObservation] = []
@@ -56,7 +56,7 @@ class Transcript:
         return len(self._calls)
 
     def turn(self, *, input_tokens: int = 0, output_tokens: int = 0, cached_tokens: int = 0) -> None:
-        """The model has answered once, for the main invocation."""
+        """Count one model answer for the main invocation."""
         self.turns += 1
         self.add_usage(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
 
@@ -64,11 +64,11 @@ class Transcript:
         self.usage.update(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
 
     def set_usage(self, *, input_tokens: int = 0, output_tokens: int = 0, cached_tokens: int = 0) -> None:
-        """A harness's own total, in place of what was added up."""
+        """Replace the sums by a harness's own totals."""
         self.usage = Counter(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
 
     def says(self, text: str, *, invocation: str = MAIN) -> None:
-        """The assistant said something."""
+        """Record a message of the assistant."""
         if not text:
             return
         if invocation == MAIN:
@@ -76,7 +76,7 @@ class Transcript:
             self._add(text_message(text))
 
     def thinks(self, text: str, *, invocation: str = MAIN) -> None:
-        """Reasoning that the harness shows."""
+        """Record reasoning that the harness shows."""
         if text and invocation == MAIN:
             self._add(
                 {
@@ -87,7 +87,7 @@ class Transcript:
             )
 
     def calls(self, call_id: str, name: str, arguments: Any, *, invocation: str = MAIN) -> None:
-        """A tool is called; ``arguments`` is JSON text or what becomes it."""
+        """Record the start of a tool call; ``arguments`` is JSON text, or a value to encode as JSON."""
         if call_id in self._calls:
             return
         self._calls[call_id] = ToolCallObservation(
@@ -112,7 +112,7 @@ class Transcript:
             )
 
     def returns(self, call_id: str, output: Any, *, failed: bool = False) -> None:
-        """A tool has returned; the result of a call that was not seen is a gap."""
+        """Record the result of a tool call; a result without a recorded call becomes a gap."""
         call = self._calls.get(call_id)
         if call is None:
             self.gap("tool_result_without_call", call_id)
@@ -126,14 +126,14 @@ class Transcript:
             self._add({"type": "function_call_output", "call_id": call_id, "output": _cut(text)})
 
     def invokes(self, invocation: str, *, parent: str = MAIN, by_call: str | None = None) -> None:
-        """A sub-agent begins."""
+        """Record the start of a sub-agent."""
         if invocation not in self._invocations:
             self._invocations[invocation] = AgentInvocation(
                 invocation_id=invocation, parent_invocation_id=parent, spawned_by_tool_call_id=by_call
             )
 
     def compacts(self, *, trigger: str | None = None, tokens_before: int | None = None) -> None:
-        """The harness summarized its history."""
+        """Record that the harness summarized its history."""
         self._compactions.append(
             ContextCompactionObservation(
                 invocation_id=MAIN,
@@ -145,7 +145,7 @@ class Transcript:
         )
 
     def gap(self, code: str, detail: str | None = None) -> None:
-        """Something could not be observed; the first of each code is kept."""
+        """Record that something could not be observed; only the first gap of each code is kept."""
         self._gaps.setdefault(code, ObservationGap(code=code, detail=detail and detail[:500]))
 
     def ends(self, status: InvocationStatus, *, error_type: str | None = None) -> None:
@@ -159,7 +159,7 @@ class Transcript:
         return response_object(self.items, model=model, usage=usage)
 
     def bundle(self, source: str) -> AgentObservationBundle:
-        """``source`` is the harness's name."""
+        """The observations as a bundle; ``source`` is the harness's name."""
         records = [*self._invocations.values(), *self._calls.values(), *self._compactions]
         return AgentObservationBundle(source=source, records=records, gaps=[*self._gaps.values()])
 
@@ -178,7 +178,7 @@ def _cut(text: str) -> str:
 
 
 class BoundedLog:
-    """Keeps at most ``max_bytes``: three quarters from the beginning, the rest from the end."""
+    """Keeps at most ``max_bytes`` of a stream: three quarters from its beginning, the rest from its end."""
 
     def __init__(self, max_bytes: int) -> None:
         self._head_room = max_bytes * 3 // 4
@@ -186,7 +186,7 @@ class BoundedLog:
         self._head = bytearray()
         self._tail = bytearray()
         self.size = 0
-        """Bytes that were written in all."""
+        """The total number of bytes written."""
 
     def write(self, data: bytes) -> None:
         self.size += len(data)
@@ -195,12 +195,12 @@ class BoundedLog:
             data = data[room:]
         if data and self._tail_room:
             self._tail += data[-self._tail_room :]
-            # Cut rarely: each cut moves what is kept.
+            # Cut rarely, because each cut copies the remaining bytes.
             if len(self._tail) > 4 * self._tail_room:
                 del self._tail[: -self._tail_room]
 
     def text(self) -> str:
-        """What was kept, as text."""
+        """The kept bytes as text, with a note of how many are missing between."""
         tail = bytes(self._tail[-self._tail_room :]) if self._tail_room else b""
         left_out = self.size - len(self._head) - len(tail)
         hole = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
@@ -208,7 +208,7 @@ class BoundedLog:
 
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
-"""A longer line is dropped, and the transcript says so."""
+"""A longer line is dropped and recorded as a gap in the transcript."""
 
 
 class EventReader(ABC):
@@ -219,14 +219,14 @@ class EventReader(ABC):
 
     @abstractmethod
     def feed(self, line: bytes) -> None:
-        """One line without its end. Must not raise for what a line says."""
+        """Read one line, without its newline. Must not raise, whatever the line contains."""
 
     def finish(self) -> None:  # noqa: B027 - most readers have nothing left to do
-        """The output has ended; called once, however the process ended."""
+        """Handle the end of the output; called once, however the process ended."""
 
 
 class JsonEventReader(EventReader):
-    """Hands each JSON object on to ``event``; other lines are counted."""
+    """Passes each JSON object to ``event``; other lines are only counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,17 +244,17 @@ class JsonEventReader(EventReader):
             return
         try:
             self.event(event)
-        # An event of another version, or one that the policy made the CLI print, can have any shape.
+        # An event of another CLI version, or one that the policy made the CLI print, can have any shape.
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self.transcript.gap("unreadable_event", f"{event.get('type')}: {type(error).__name__}: {error}")
 
     @abstractmethod
     def event(self, event: dict[str, Any]) -> None:
-        """One JSON object. Errors of looking into it (`KeyError`, `TypeError`, …) become a gap."""
+        """Read one JSON object. Errors from its unexpected shape (`KeyError`, `TypeError`, …) become a gap."""
 
 
 class TextReader(EventReader):
-    """For a CLI that prints its answer and nothing else: the end of standard output is what the agent said."""
+    """For a CLI that prints nothing but its answer: the last ``MAX_BYTES`` of its output are the agent's message."""
 
     MAX_BYTES = 64 * 1024
 
@@ -270,7 +270,7 @@ class TextReader(EventReader):
 
 
 class LineSplitter:
-    """Chunks of a stream into lines, with a bound on what is held."""
+    """Splits chunks of a stream into lines, with a bound on the length of a line."""
 
     def __init__(self, reader: EventReader) -> None:
         self._reader = reader

@@ -1,11 +1,10 @@
-"""MCP servers of one attempt, reached from an agent server by the second major version of the MCP library.
+"""A client for MCP servers with major version 2 of the MCP library.
 
-The protocol is the library's; its requests go through the server's one pooled HTTP session, as all others do. A client
-of the library's own costs each attempt a TLS context (25 ms of CPU) and connections that nobody uses again.
+The library implements the protocol; its requests go through the agent server's pooled HTTP session, like all others.
+The library's own HTTP client would cost each attempt a TLS context (25 ms of CPU) and connections that are not reused.
 
-A server of the current protocol takes every request by itself, without a handshake or a session. Where a server is
-known to speak it, the library's session works on a `PostDispatcher`, without the tasks, streams and HTTP client of the
-library's transport.
+With the current protocol every request is independent, without a handshake or a session. For servers known to speak
+it, the library's session uses a `PostDispatcher` instead of the library's transport with its tasks and HTTP client.
 """
 
 from __future__ import annotations
@@ -52,33 +51,33 @@ _MESSAGE_HEADERS = {"Accept": "application/json, text/event-stream", "Content-Ty
 _ROLLOUT = re.compile(f"/{ROLLOUT_PATH_PREFIX}/[^/]+")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # it writes a line for every request
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 
 
 @dataclass(slots=True)
 class _Known:
-    """What a server said of itself."""
+    """The cached description of a server."""
 
     discovered: DiscoverResult
     tools: Sequence[Tool] = ()
     tools_until: float = 0.0
-    """In seconds of the monotonic clock: while ``tools`` are those of every attempt, as the server said."""
+    """The monotonic time in seconds until which every attempt may use ``tools``, as allowed by the server."""
 
 
 _known: dict[tuple[str, str], _Known] = {}
-"""Servers of the current protocol by URL, without the part that names a rollout, and name: attempts after the first do
-not ask them again what they speak, and not for their tools while the server allows that."""
+"""Servers of the current protocol, by URL (without the part that names a rollout) and name. Attempts after the first
+skip the discovery of the protocol, and skip listing the tools while the server allows it."""
 MAX_KNOWN = 256
 
 
 class McpConnection:
-    """One attempt's way to one MCP server. Its methods raise what the library raises."""
+    """One attempt's connection to one MCP server. Its methods raise what the library raises."""
 
     def __init__(self, session: ClientSession, known: _Known | None) -> None:
         self._session, self._known = session, known
 
     async def tools(self) -> Sequence[Tool]:
-        """All the server has for this attempt."""
+        """List all tools that the server offers this attempt."""
         if self._known is not None and time.monotonic() < self._known.tools_until:
             return self._known.tools
         page = await self._session.list_tools()
@@ -87,21 +86,21 @@ class McpConnection:
             page = await self._session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
             found += page.tools
             kept_s = 0.0
-        # A tool that wants arguments in headers is called right only by a session that has seen the list itself.
+        # To call a tool that takes arguments in headers, the library's session must have listed the tools itself.
         if self._known is not None and not any("x-mcp-header" in str(tool.input_schema) for tool in found):
             self._known.tools, self._known.tools_until = found, time.monotonic() + kept_s
         return found
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
-        # Below the library's `call_tool`, which compiles the tool's output schema for every session, that is for every
-        # attempt: 0.9 ms, to check what the policy is not told.
+        # Bypasses the library's `call_tool`, which compiles the tool's output schema in every session, so in every
+        # attempt: 0.9 ms, to validate structured content that is unused here.
         asked = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
         return await self._session.send_request(asked, CallToolResult, request_read_timeout_seconds=timeout_s)
 
 
 async def connect(stack: AsyncExitStack, server: McpServer) -> McpConnection:
-    """A connection to ``server`` for as long as ``stack`` is open. Raises what the library raises; whoever cannot use
-    it then says so by `forget`."""
+    """Connect to ``server`` for as long as ``stack`` is open. Raises what the library raises; a caller that cannot use
+    the connection must call `forget`."""
     if (known := _known.get(_key(server))) is not None:
         session = ClientSession(dispatcher=PostDispatcher(server))
         session.adopt(known.discovered)
@@ -115,7 +114,7 @@ async def connect(stack: AsyncExitStack, server: McpServer) -> McpConnection:
         )
     )
     client = await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
-    # A server of an older protocol makes a session for each client, and has to be asked each time.
+    # A server of an older protocol opens a session for each client, so nothing is cached for it.
     if (said := client.session.discover_result) is not None:
         known = _known[_key(server)] = _Known(said)
         if len(_known) > MAX_KNOWN:
@@ -124,7 +123,7 @@ async def connect(stack: AsyncExitStack, server: McpServer) -> McpConnection:
 
 
 def forget(server: McpServer) -> None:
-    """Ask ``server`` again what it speaks: it may be another by now."""
+    """Discover the protocol of ``server`` again at the next connection, because the server may have been replaced."""
     _known.pop(_key(server), None)
 
 
@@ -133,11 +132,11 @@ def _key(server: McpServer) -> tuple[str, str]:
 
 
 class McpServerError(Exception):
-    """A server's reply is no message of the protocol: it takes no such request, or not from this attempt."""
+    """A server's reply is not an MCP message: the server refuses such requests, or refuses this attempt."""
 
 
 class PostDispatcher:
-    """Sends each request as a POST of its own and takes the answer from its reply, as the current protocol has it."""
+    """Sends each request as a separate POST and reads the result from its reply, as in the current protocol."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -146,8 +145,8 @@ class PostDispatcher:
     async def send_raw_request(
         self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None
     ) -> dict[str, Any]:
-        """The result. Raises `MCPError` for an error and for no answer in time, `McpServerError`, and what `aiohttp`
-        raises. A caller that is cancelled closes the reply, which is how a request is cancelled."""
+        """Send a request and return its result. Raises `MCPError` for an error response or a timeout,
+        `McpServerError`, and `aiohttp`'s errors. Cancelling the caller closes the reply, which cancels the request."""
         options = opts or {}
         headers = {**self._server.headers, **_MESSAGE_HEADERS, **options.get("headers", {})}
         inject(headers)
@@ -172,14 +171,14 @@ class PostDispatcher:
             raise MCPError(REQUEST_TIMEOUT, f"{method} was not answered in time") from error
 
     async def notify(self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None) -> None:
-        """The current protocol has no notifications from clients."""
+        """Do nothing: the current protocol has no notifications from clients."""
 
     async def run(self, *handlers: object, task_status: object = None) -> None:
-        """Nothing comes but replies; a session on this is not entered."""
+        """Do nothing: servers send only replies, and a session on this dispatcher is never entered."""
 
 
 async def _messages(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The messages in a reply, which is one of them or a stream of server-sent events."""
+    """Yield the messages in a reply, which is a single message or a stream of server-sent events."""
     if reply.content_type != "text/event-stream":
         yield _message(await reply.read())
         return
@@ -192,7 +191,7 @@ async def _messages(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
 
 
 def _message(data: bytes) -> dict[str, Any]:
-    """A JSON object; empty for whatever else a server says."""
+    """Parse a JSON object; returns an empty one for anything else."""
     try:
         message = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -201,7 +200,7 @@ def _message(data: bytes) -> dict[str, Any]:
 
 
 class SharedSessionTransport(httpx2.AsyncBaseTransport):
-    """Sends the library's requests through the running loop's shared session, which outlives it."""
+    """Sends the library's requests through the running loop's shared session, which outlives this transport."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         limits = request.extensions.get("timeout", {})
@@ -220,7 +219,7 @@ class SharedSessionTransport(httpx2.AsyncBaseTransport):
             )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _error_of(error, request) from error
-        # The session has undone the encoding.
+        # The session has already decoded the body.
         headers = [header for header in reply.raw_headers if header[0].lower() != b"content-encoding"]
         return httpx2.Response(reply.status, headers=headers, stream=_Body(reply, request), request=request)
 
@@ -237,11 +236,11 @@ class _Body(httpx2.AsyncByteStream):
             raise _error_of(error, self._request) from error
 
     async def aclose(self) -> None:
-        self._reply.release()  # a body that was not read to its end closes its connection
+        self._reply.release()  # closes the connection if the body was not read to its end
 
 
 def _error_of(error: Exception, request: httpx2.Request) -> httpx2.TransportError:
-    """What the library's own transport would have raised."""
+    """The error that the library's own transport would raise."""
     if isinstance(error, aiohttp.ClientConnectorError):
         kind: type[httpx2.TransportError] = httpx2.ConnectError
     elif isinstance(error, aiohttp.ConnectionTimeoutError):

@@ -1,6 +1,6 @@
-"""MCP servers of one attempt, reached by the first major version of the MCP library.
+"""A client for MCP servers with major version 1 of the MCP library.
 
-Type checkers see the second, so what is the first's alone is untyped.
+Type checkers see version 2, so names that exist only in version 1 are untyped.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from nemo_gym.contract.session import McpServer
 
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 300.0
-"""Between two reads: a tool may be silent until it is done, and each call has a limit of its own."""
+"""The limit between two reads: long, as a tool may be silent until it is done. Each call has its own limit too."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTool:
-    """A tool under the second library's names."""
+    """A tool, with the field names of version 2."""
 
     name: str
     description: str | None
@@ -29,14 +29,14 @@ class FirstTool:
 
 @dataclass(frozen=True, slots=True)
 class FirstResult:
-    """What a tool gave under the second library's names."""
+    """A tool's result, with the field names of version 2."""
 
     content: Sequence[Any]
     is_error: bool
 
 
 class FirstConnection:
-    """A session of the first library."""
+    """A session of version 1 of the library."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -51,7 +51,7 @@ class FirstConnection:
                 return found
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> FirstResult:
-        # Below the library's `call_tool`, which asks for the list again to check what the policy is not told.
+        # Bypasses the library's `call_tool`, which lists the tools again to validate structured content, unused here.
         types: Any = _modules()[1]
         params = types.CallToolRequestParams(name=name, arguments=arguments)
         asked = types.ClientRequest(types.CallToolRequest(method="tools/call", params=params))

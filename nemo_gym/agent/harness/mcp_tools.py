@@ -1,8 +1,8 @@
-"""Tools of MCP servers, by whichever major version of the MCP library is installed.
+"""Tools of MCP servers, through either major version of the MCP library.
 
-NeMo Gym's plugins ask for the first (``mcp<2``), this suite's extra ``mcp`` takes both. Only the second speaks the
-current protocol, in which a server needs no session; with the first each attempt makes one, as it does with servers of
-older protocols. What `connect` returns looks the same with both.
+NeMo Gym's plugins require version 1 (``mcp<2``); this suite's extra ``mcp`` accepts both. Only version 2 speaks the
+current protocol, which needs no session. With version 1, and with servers of older protocols, each attempt opens a
+session. `connect` returns the same interface for both.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 @cache
 def is_first_library() -> bool:
-    """Whether the installed library is of its first major version."""
+    """Whether major version 1 of the library is installed."""
     import mcp
 
     return not hasattr(mcp, "MCPError")
 
 
 class ToolConnection(Protocol):
-    """One attempt's way to one MCP server. Its methods raise what the library raises."""
+    """One attempt's connection to one MCP server. Its methods raise what the library raises."""
 
     async def tools(self) -> Sequence[Tool | FirstTool]:
-        """All the server has for this attempt."""
+        """List all tools that the server offers this attempt."""
         ...
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult | FirstResult: ...
 
 
 async def connect(stack: AsyncExitStack, server: McpServer) -> ToolConnection:
-    """A connection to ``server`` for as long as ``stack`` is open. Raises what the library raises; whoever cannot use
-    it then says so by `forget`."""
+    """Connect to ``server`` for as long as ``stack`` is open. Raises what the library raises. A caller that cannot use
+    the connection must call `forget`."""
     if is_first_library():
         return await mcp_first.connect(stack, server)
     from nemo_gym.agent.harness import mcp_client
@@ -49,7 +49,8 @@ async def connect(stack: AsyncExitStack, server: McpServer) -> ToolConnection:
 
 
 def forget(server: McpServer) -> None:
-    """Ask ``server`` again what it speaks: it may be another by now. The first library asks in every attempt."""
+    """Discover the protocol of ``server`` again at the next connection, because the server may have been replaced.
+    Version 1 of the library does so in every attempt."""
     if not is_first_library():
         from nemo_gym.agent.harness import mcp_client
 
@@ -57,7 +58,7 @@ def forget(server: McpServer) -> None:
 
 
 def protocol_error() -> type[Exception]:
-    """What the library raises for an error that a server tells, and for no answer in time."""
+    """The exception that the library raises for a server's error response and for a timeout."""
     import mcp
 
     found: type[Exception] = getattr(mcp, "McpError" if is_first_library() else "MCPError")

@@ -1,4 +1,4 @@
-"""Follows one process of a box to its end: reads it as it goes, and stops it at its deadline or when told to."""
+"""Follows one process in a box to its end: reads its output, and stops it at its deadline or on request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecProcess
 log = structlog.get_logger(__name__)
 
 STOP_TIMEOUT_S = 20.0
-"""How long a killed process may take to be gone; it is also the grace that `act_in_world` needs to be given."""
+"""How long a killed process may take to end; also the value to pass to `act_in_world` as ``grace_s``."""
 
 
 @dataclass(frozen=True)
 class Sinks:
-    """Where the output goes."""
+    """The receivers of a process's output."""
 
     reader: EventReader
-    """Of standard output, by lines."""
+    """Gets standard output line by line."""
     output: BoundedLog
     errors: BoundedLog
 
@@ -34,11 +34,11 @@ class Sinks:
 async def follow(
     process: ExecProcess, sinks: Sinks, timeout_s: float | None, watching: Coroutine[Any, Any, Judgement]
 ) -> tuple[ExecEnd, Judgement | None]:
-    """The end of a process, and why it was stopped if it was before its deadline.
+    """Read a process until it ends. Returns its end, and why ``watching`` stopped it, if it did.
 
     Args:
-        timeout_s: after which the provider ends it; a provider that does not is not waited for much longer.
-        watching: the process is killed with its tree when this ends. It is cancelled when the process ends first.
+        timeout_s: the time after which the provider ends the process; if it does not, this function soon does.
+        watching: the process and its descendants are killed when this ends. It is cancelled if the process ends first.
     """
     lines, stopped = LineSplitter(sinks.reader), None
     end: ExecEnd | None = None
@@ -77,7 +77,7 @@ async def follow(
 
 
 async def _kill(killing: Coroutine[Any, Any, None]) -> None:
-    """Kill for sure, also while being cancelled; the box's end is the end of whatever withstands."""
+    """Wait for the kill, even while being cancelled. If it fails, the process ends with its box at the latest."""
     try:
         await finish(killing, timeout_s=STOP_TIMEOUT_S / 2)
     except TimeoutError:

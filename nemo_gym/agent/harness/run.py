@@ -1,13 +1,13 @@
-"""One run of a CLI in a box: prepare its home, start it, read it as it goes, stop it, and say how it ended.
+"""One run of a CLI in a box: prepare its home, start it, read its output, stop it, and judge how it ended.
 
-A process in a box can say anything. That the model failed is only believed of what the policy cannot bring about: the
-door's own failures to reach the model, 5xx and 429 answers, streams that broke off. A harness that says it succeeded
-without ever getting an answer from the model did not.
+The output of a process in a box is untrusted. A failure of the model counts only by evidence that the policy cannot
+forge: the door's own failures to reach the model, its 5xx and 429 responses, and broken streams. A harness that claims
+success without ever getting an answer from the model has failed.
 
-A turn is an answer of the model to anything in the box: the agent itself, its sub-agents, and what it asks beside its
-work (titles, summaries). They are counted at the model's door, which forwards no more than the limit, so that neither
-a sub-agent nor a command of the policy gets another. Where the provider does not count, the turns that the events show
-are the limit's; those are the main conversation's alone, and only as true as the process that prints them.
+A turn is an answer of the model to anything in the box: the agent, its sub-agents, and side requests (titles,
+summaries). The model's door counts turns and forwards no more than the limit, so neither a sub-agent nor a command of
+the policy can exceed it. If the provider keeps no door statistics, the limit applies to the turns in the CLI's events;
+these cover only the main conversation, and are only as reliable as the process that prints them.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 # /tmp comes last: some CLIs distrust it.
 CANDIDATES = ("/var/tmp/nemo-gym-agent", "/tmp/nemo-gym-agent", "/run/nemo-gym-agent", "/nemo-gym-agent")
-"""The same in every box, because CLIs tell the model their paths, and samples of one task should see one prompt."""
+"""The same in every box: CLIs put their paths into prompts, and samples of one task should have the same prompt."""
 
 
-# A harness's own directory in the box: fresh, outside of the work directory and of what is harvested
+# A harness's own directory in the box: fresh, and outside of the work directory and of harvested paths
 
 
 def home_candidates(workdir: str, harvest: Iterable[HarvestItem]) -> Iterator[str]:
-    """Paths that nothing harvested contains. Raises `AgentError` when there are none."""
+    """Yield paths outside of the work directory and of harvested paths. Raises `AgentError` if there are none."""
     taken = [PurePosixPath(path) for path in _harvested(harvest)]
     if workdir != "/":
         taken.append(PurePosixPath(workdir))
@@ -78,7 +78,7 @@ def _harvested(harvest: Iterable[HarvestItem]) -> Iterator[str]:
 
 
 def setup_script(home: str, files: Mapping[str, bytes]) -> bytes:
-    """A POSIX shell script (for standard input) that makes ``home``, which must not exist, and writes ``files``."""
+    """A POSIX shell script (for standard input) that creates ``home``, which must not exist, and writes ``files``."""
     lines = ["set -e", "umask 077", f"mkdir -p {shlex.quote(str(PurePosixPath(home).parent))}"]
     lines.append(f"mkdir {shlex.quote(home)} {shlex.quote(home + '/tmp')}")
     for path, content in files.items():
@@ -101,7 +101,7 @@ def _printf_arguments(content: bytes) -> str:
 
 
 def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
-    """The outcome of a run whose process has ended, and one sentence when it is not ``completed``."""
+    """The outcome of a run whose process has ended, and one sentence unless it is ``completed``."""
     model = ended.model_door
     if model is not None and model.over_limit:
         return AgentOutcome.MAX_TURNS, f"it asked the model for more than its {model.turns} answers"
@@ -109,7 +109,7 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
         return ended.stopped
     said = ended.stopped or _judgement(harness, ended)
     if model is not None and model.refused and not model.answered and not model.failing:
-        # The policy never had a word, so nothing of this is its doing.
+        # The policy never answered, so it cannot have caused this.
         if is_context_exceeded(model.last_error or ""):
             return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit the model's context{_in(model)}"
         if said[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED):
@@ -130,8 +130,8 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
 
 
 def within_reach(outcome: AgentOutcome, ended: HarnessEnded) -> bool:
-    """Whether the policy could have caused it: it acts in the box of the process, once the model has answered. That
-    the model does not answer is the doors' word, which it cannot change."""
+    """Whether the policy could have caused the outcome: it acts in the box of the process once the model has answered.
+    It cannot cause failures that the doors observed themselves."""
     if outcome is AgentOutcome.MCP_FAILED and any(map(_served_nothing, ended.mcp_doors.values())):
         return False
     if outcome not in (AgentOutcome.CRASHED, AgentOutcome.MCP_FAILED):
@@ -148,7 +148,7 @@ def _model_failed(said: AgentOutcome, model: DoorStatistics) -> bool:
     if said is AgentOutcome.MAX_TURNS:
         return False
     if said is AgentOutcome.TIMED_OUT:
-        # One failure and then a long generation is a run that was too slow.
+        # A single failure followed by a long generation means that the run was too slow.
         return model.failures_since_answer > 1 or bool(model.requests and not model.answered and not model.refused)
     return model.failing
 
@@ -164,7 +164,7 @@ def _judgement(harness: CliHarness, ended: HarnessEnded) -> Judgement:
 
 
 def _last_status(model: DoorStatistics) -> int | None:
-    """Of the error that the door saw last; ``None`` where there was no answer."""
+    """The HTTP status of the last model error, or ``None`` if the model sent no response."""
     status = (model.last_error or "").partition(":")[0]
     return int(status) if status.isdecimal() else None
 
@@ -179,7 +179,7 @@ def _of_the_model(model: DoorStatistics, said: Judgement) -> str:
 
 
 def _in(door: DoorStatistics) -> str:
-    """The target's own words."""
+    """The target's last error, in parentheses."""
     return f" ({door.last_error[:500]})" if door.last_error else ""
 
 
@@ -192,7 +192,7 @@ POLL_S = 0.2
 async def until_over(
     world: World, reader: EventReader, *, max_turns: int | None, max_model_failures: int | None
 ) -> Judgement:
-    """Wait until a limit is passed, and say which; without limits it waits for ever."""
+    """Wait until a limit is exceeded, and return the judgement; without limits, wait forever."""
     while True:
         over = _over(world, reader, max_turns, max_model_failures)
         if over is not None:
@@ -213,38 +213,38 @@ def _over(
 
 
 MAX_OUTPUT_BYTES = 512 * 1024 * 1024
-"""Of each stream; it is read and thrown away beyond. Nothing near this much is ever held."""
+"""The limit for each output stream; beyond it, output is read and discarded. Far less is ever kept in memory."""
 STDERR_BYTES = 16 * 1024
 SETUP_TIMEOUT_S = 60.0
 NOT_STARTED = (126, 127)
-"""Exit statuses of a command that could not be started; a shell that lacks a command ends with them too."""
+"""Exit statuses of a command that could not be started; a shell that lacks a command also ends with them."""
 STARTED = b"echo started\n"
-"""What tells the one from the other."""
+"""The script's first line. Its output proves that the shell itself was started."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What an agent server sets for a run, beside the context."""
+    """Settings of a run that the harness's command line does not depend on."""
 
     mcp_servers: tuple[str, ...] = ()
-    """Names of the doors behind which the attempt's MCP servers are."""
+    """The names of the attempt's MCP servers, which are also the names of their doors."""
     harvest: tuple[HarvestItem, ...] = ()
     event_log_bytes: int = 64 * 1024
     max_model_failures: int | None = None
-    """Requests to the model that fail one after another until the run is stopped; ``None`` leaves it to the CLI."""
+    """Consecutive failed requests to the model after which the run is stopped; ``None`` leaves it to the CLI."""
 
 
 async def run_in_box(
     world: World, run: HarnessRun, harness: CliHarness, context: HarnessContext, settings: RunSettings
 ) -> None:
-    """Run a harness to its end and fill ``run``, also when it is cut short by cancellation.
+    """Run a harness to its end and fill ``run``, even if the run is cancelled.
 
-    ``context`` comes without what only the box knows (``home``, ``model_url``, ``mcp``), which is filled in here.
+    This fills in the fields of ``context`` that depend on the box (``home``, ``workdir``, ``model_url``, ``mcp``).
 
     Raises:
         ConfigError: the box has no door to the model, or its image cannot run the harness.
         AgentError: the harness's files could not be written in the box.
-        SandboxLostError: the box went away.
+        SandboxLostError: the box was lost.
     """
     started = time.monotonic()
     context, command = await _set_up(world, harness, _placed(world, context, settings), settings)

@@ -1,1 +1,1 @@
-"""Topology bindings: how a harness meets the world that a descriptor names. Every agent server uses these."""
+"""Topology bindings, used by every agent server: they place a harness in relation to its descriptor's world."""

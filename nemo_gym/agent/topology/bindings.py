@@ -1,16 +1,16 @@
-"""What each topology means for the box that an agent server makes for an attempt.
+"""Decides which box an agent server creates for an attempt, by topology.
 
-    A none               no world; a process harness gets a scratch box of the agent's
+    A none               no world; a process harness gets a scratch box of the agent
     B env_sandboxed      the world is the environment's. A process harness gets a scratch box, and the environment's
-                         tools by MCP doors; a harness in the agent server acts on the box the descriptor describes
-    C agent_in_env       the world's box, as the descriptor describes it; the harness is in it, or acts on it by exec
-    D whole_interaction  one outer box with everything inside: the descriptor's world and the agent's ``outer``
+                         tools through MCP doors; a harness in the agent server acts on the descriptor's box
+    C agent_in_env       the world's box, as the descriptor specifies it; the harness runs in it, or acts on it by exec
+    D whole_interaction  one outer box that contains everything: the descriptor's world and the agent's ``outer``
 
-In B and C the environment may have made the box already, and lend it (`SandboxRef`); then the agent server makes none.
-A box's spec is the environment's with the agent's added; a conflict is an error that names both sides.
+In B and C the environment may already have created the box and lend it (`SandboxRef`); then the agent server creates
+none. A box's spec merges the environment's and the agent's; a conflict is an error that names both sides.
 
-What the harness said comes back as chat messages; `response_object` makes them the one OpenAI Responses object that
-``/act`` answers with.
+A harness reports its conversation as chat messages; `output_items` and `response_object` turn them into the OpenAI
+Responses object that ``/act`` returns.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from nemo_gym.sandbox.egress import (
 )
 
 FIRST_MCP_DOOR_PORT = 8100
-"""MCP servers for which the environment asks no port get this one and those after it."""
+"""The first port for MCP servers for which the environment requests none; the others get the next free ports."""
 
 
-# Doors of an attempt's box: the model's and the MCP servers', with credentials that stay outside of the box
+# Doors of an attempt's box, to the model and the MCP servers, with credentials that stay outside of the box
 
 
 def process_doors(
     descriptor: SessionDescriptor, inference: InferenceEndpoint, *, topology: Topology, needs: HarnessNeeds
 ) -> tuple[Door, ...]:
-    """The doors of a box in which the harness's process runs: those asked for, and the model's and every MCP
-    server's whether asked for or not. ``topology`` ``none`` also stands for a scratch box, which knows no egress rule.
+    """The doors of a box in which the harness's process runs: the requested ones, and always those of the model and of
+    every MCP server. ``topology`` ``none`` also means a scratch box, to which no egress policy applies.
     """
     asked = {request.name: request for request in descriptor.egress.doors}
     taken = {request.port for request in asked.values()}
@@ -87,8 +87,8 @@ def world_doors(
 ) -> tuple[Door, ...]:
     """The doors of the attempt's box, with the credentials that stay outside it.
 
-    The model's door is opened unless the world forbids it, and is required when the harness runs in the box. An
-    attempt without a model (an oracle's: an empty ``inference.base_url``) has no such door.
+    The model's door is opened unless the world forbids it; a harness that runs in the box requires it. An attempt
+    without a model (an oracle's: an empty ``inference.base_url``) has no such door.
     """
     egress = descriptor.egress
     wants_model = egress.policy is not EgressPolicy.NONE and bool(inference.base_url)
@@ -105,7 +105,7 @@ def world_doors(
             if wants_model and (needs.model_in_box or topology is not Topology.ENV_SANDBOXED):
                 doors.append(_model_door(request.port, inference, needs.max_model_answers))
         elif request.name == EGRESS_DOOR and egress.allow:
-            continue  # whoever makes the box opens it, see `egress_door`
+            continue  # the creator of the box opens it, see `egress_door`
         elif request.name in mcp:
             doors.append(_mcp_door(request.port, mcp[request.name]))
         else:
@@ -150,10 +150,10 @@ _SINGLE_VALUES = ("image", "workdir", "user", "entrypoint", "ready_timeout_s", "
 
 @dataclass(frozen=True)
 class AgentBoxes:
-    """The boxes an agent brings along, by its configuration."""
+    """The agent's own boxes, by its configuration."""
 
     scratch: SandboxSpec = field(default_factory=SandboxSpec)
-    """Topologies A and B: where a process harness runs when the world is not its place."""
+    """Topologies A and B: the box of a process harness that does not run in the world."""
     outer: SandboxSpec = field(default_factory=SandboxSpec)
     """Topology D: what the episode's box needs beyond the environment's world."""
 
@@ -163,16 +163,16 @@ class Binding:
     """The box of one attempt."""
 
     spec: SandboxSpec
-    """With doors; labels and lease are the owner's to add."""
+    """The spec with doors; the box's owner adds labels and lease."""
     is_world: bool
-    """Whether the task's world is in it, so that it is what the descriptor's harvest collects from."""
+    """Whether the box contains the task's world, so that the descriptor's harvest collects from it."""
     lent: SandboxRef | None = None
-    """The environment owns the box, harvests it and destroys it; ``spec`` then says where to work and which doors to
+    """A box that the environment owns, harvests and destroys; ``spec`` then has only the workdir and the doors to
     open."""
 
 
 def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: AgentBoxes) -> Binding:
-    """The box for a request. Raises `ConfigError` when this topology cannot be had for it, with what would help."""
+    """The box for a request. Raises `ConfigError` if the topology is impossible for it, with advice in the message."""
     descriptor = request.descriptor
     match topology:
         case Topology.NONE:
@@ -201,9 +201,9 @@ def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: Ag
 
 
 def _scratch(request: ActRequest, needs: HarnessNeeds, boxes: AgentBoxes) -> SandboxSpec:
-    """A box of the agent's own. The environment's egress rules are about its world; from here, the model and the
-    environment's MCP servers are in a process harness's reach, and nothing else unless the task is an open one or has
-    an allow-list. The commands of a harness in the agent server find no other doors."""
+    """A scratch box of the agent. The environment's egress rules apply to its world; from here a process harness
+    reaches only the model and the environment's MCP servers, unless the task's egress is open or has an allow-list.
+    For a harness in the agent server the box has neither door."""
     descriptor = request.descriptor
     name = descriptor.environment
     allowed, proxies = egress_door(descriptor.egress)
@@ -236,7 +236,7 @@ def _lent(descriptor: SessionDescriptor) -> SandboxRef | None:
 
 
 def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSpec:
-    """Both specs as one. ``name`` is the environment's, for errors. Raises `ConfigError` for each kind of conflict."""
+    """Merge both specs. ``name`` is the environment's, for error messages. Raises `ConfigError` for any conflict."""
     changes: dict[str, object] = {"env": merge_env(environment.env, agent.env, name=name)}
     for key in _SINGLE_VALUES:
         changes[key] = _one(getattr(environment, key), getattr(agent, key), key, name)
@@ -323,7 +323,7 @@ def text_message(text: str) -> dict[str, Any]:
 
 
 def output_items(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Chat Completions messages (assistant, tool) → Responses output items; system and user messages are input."""
+    """Convert Chat Completions messages (assistant, tool) to Responses output items; skip system and user messages."""
     items: list[dict[str, Any]] = []
     for message in messages:
         if message.get("role") == "assistant":
@@ -355,8 +355,8 @@ def output_items(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def prompt_text(responses_create_params: Mapping[str, Any]) -> tuple[str, str]:
     """``(system, user)`` text of the public prompt; several messages of one role are joined by blank lines.
 
-    For a harness that takes a task as text and starts a conversation of its own. Raises `RowError` naming the first
-    item that it cannot be given so: an earlier answer or tool call, an image, a file.
+    For a harness that takes a task as text and starts its own conversation. Raises `RowError`, which names the first
+    item that cannot be passed as text: an earlier answer or tool call, an image, a file.
     """
     prompt = responses_create_params.get("input", "")
     system = [responses_create_params["instructions"]] if responses_create_params.get("instructions") else []

@@ -1,8 +1,8 @@
-"""One attempt in its world: acquire the box, run the harness in bounds, harvest, and leave nothing behind.
+"""One attempt in its world: acquire the box, run the harness within its limits, harvest, and leave nothing behind.
 
-The agent server owns the box here (see `nemo_gym.agent.topology.bindings` for which box that is): it renews the lease
-for as long as the act lives, and the act lives for as long as the pipeline's connection does. A box that the
-environment lends is the environment's to renew, harvest and destroy; here it is entered, worked in and left.
+The agent server owns the box (see `nemo_gym.agent.topology.bindings` for which box that is). It renews the lease while
+the act runs, and the act runs only while the pipeline stays connected. If the environment lends the box, the
+environment renews, harvests and destroys it; the agent server only connects to it, works in it and disconnects.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ log = structlog.get_logger(__name__)
 CLOSE_TIMEOUT_S = 60.0
 
 
-# Ending what an attempt holds, whatever happens to the attempt meanwhile
+# Releasing an attempt's resources, even if the attempt is cancelled meanwhile
 
 
 async def shielded(teardown: Awaitable[None], timeout_s: float, *, what: str) -> None:
-    """Finish a teardown also when the act is cancelled meanwhile; bounded, because the lease ends the box anyway."""
+    """Finish a teardown within ``timeout_s``, even if the act is cancelled; the lease ends the box in any case."""
     try:
         await finish(teardown, timeout_s=timeout_s)
     except TimeoutError:
@@ -70,18 +70,18 @@ async def shielded(teardown: Awaitable[None], timeout_s: float, *, what: str) ->
 
 
 BROKER_CLIENT = "remote"
-"""Name of the provider whose references these are."""
+"""The name of the provider that can use references to lent boxes."""
 
 
 @contextlib.asynccontextmanager
 async def borrowed(
     provider: SandboxProvider, ref: SandboxRef, doors: Sequence[Door]
 ) -> AsyncIterator[tuple[SandboxProvider, SandboxHandle]]:
-    """The lent box with ``doors`` open, and the provider to use it by: ``provider`` where that is a broker's client,
-    else one made for the occasion.
+    """Connect to a lent box and open ``doors`` in it. Yields the provider to use it with, and its handle. The provider
+    is ``provider`` if that is a broker's client, else a temporary one.
 
     Raises:
-        SandboxLostError: the box is gone, or the reference is no longer good.
+        SandboxLostError: the box is gone, or the reference is no longer valid.
         SandboxError: a door cannot be opened.
     """
     lender = provider if provider.name == BROKER_CLIENT else create_provider(BROKER_CLIENT)
@@ -104,7 +104,7 @@ async def borrowed(
 
 async def _leave(lender: SandboxProvider, handle: SandboxHandle, doors: Sequence[Door]) -> None:
     try:
-        # Where the environment was faster and took the box back, its doors are closed already.
+        # If the environment has already taken the box back, its doors are closed.
         with contextlib.suppress(SandboxLostError, FencedError):
             for door in doors:
                 assert isinstance(lender, SupportsLoopbackDoor)
@@ -114,13 +114,13 @@ async def _leave(lender: SandboxProvider, handle: SandboxHandle, doors: Sequence
 
 
 DEFAULT_LEASE_TTL_S = 120.0
-"""Lease of a working box: how long it outlives an agent server that was killed."""
+"""The lease of a working box: how long it outlives a killed agent server."""
 HARVEST_TIMEOUT_S = 600.0
 
 
 @dataclass
 class HarnessRun:
-    """What a harness reports while it works, so that a run cut short still says what it did."""
+    """A harness's report, updated while it works, so that a run cut short still has one."""
 
     response: dict[str, Any] = field(default_factory=dict)
     """An OpenAI Responses object."""
@@ -132,18 +132,18 @@ class HarnessRun:
 
 
 class OutputLimitError(AgentError):
-    """The harness's processes wrote more than the attempt may (`Limits.max_output_bytes`)."""
+    """The harness's processes wrote more than `Limits.max_output_bytes` allows."""
 
 
 @dataclass
 class OutputMeter:
-    """What the processes of one attempt wrote, and how much they may."""
+    """Counts the output of one attempt's processes, and enforces its limit."""
 
     limit: int | None = None
     used: int = 0
 
     def cap(self, wanted: int) -> int:
-        """Bytes of one stream to keep: one more than are left shows that there was more."""
+        """How many bytes of one stream to keep: at most one more than remain, to detect an excess."""
         return wanted if self.limit is None else min(wanted, self.limit - self.used + 1)
 
     def add(self, count: int) -> None:
@@ -154,7 +154,7 @@ class OutputMeter:
 
 @dataclass
 class _MeteredProcess:
-    """An `ExecProcess` whose output is counted."""
+    """An `ExecProcess` whose output counts against the limit."""
 
     process: ExecProcess
     meter: OutputMeter
@@ -177,8 +177,8 @@ class _MeteredProcess:
 
 @dataclass(frozen=True)
 class World:
-    """The box of one attempt, as a harness sees it. Its execs raise `OutputLimitError` when the attempt's output is
-    used up."""
+    """The box of one attempt, as a harness uses it. Its execs raise `OutputLimitError` when the attempt exceeds its
+    output limit."""
 
     provider: SandboxProvider
     handle: SandboxHandle
@@ -191,7 +191,7 @@ class World:
         return self.spec.workdir or "/"
 
     async def exec(self, command: str | Sequence[str], **options: Any) -> SandboxExecResult:
-        """As `SandboxProvider.exec`, in the workdir by default; a lost box raises `SandboxLostError`."""
+        """Run a command like `SandboxProvider.exec`, by default in the workdir. Raises `SandboxLostError`."""
         options.setdefault("cwd", self.workdir)
         options["max_output_bytes"] = self.output.cap(options.get("max_output_bytes", DEFAULT_MAX_OUTPUT_BYTES))
         result = await self.provider.exec(self.handle, command, **options)
@@ -201,24 +201,24 @@ class World:
         return result
 
     async def start_exec(self, request: ExecRequest) -> ExecProcess:
-        """As `SandboxProvider.start_exec`: a command whose output streams. Give it a ``cwd``."""
+        """Start a command with streamed output, like `SandboxProvider.start_exec`. The request needs a ``cwd``."""
         return _MeteredProcess(await self.provider.start_exec(self.handle, request), self.output)
 
     def door_url(self, name: str) -> str | None:
-        """Root URL of a door as processes in the box see it; ``None`` when there is no such door."""
+        """The root URL of a door for processes in the box; ``None`` if there is no such door."""
         port = next((door.port for door in self.spec.doors if door.name == name), None)
         return None if port is None else f"http://127.0.0.1:{port}"
 
     def door_statistics(self, name: str) -> DoorStatistics | None:
-        """What went through a door so far; ``None`` where there is no such door, or the provider does not count."""
+        """A door's statistics so far; ``None`` if there is no such door or the provider keeps no statistics."""
         if not isinstance(self.provider, SupportsDoorStatistics):
             return None
         return self.provider.door_statistics(self.handle).get(name)
 
 
 Harness = Callable[[World, HarnessRun], Awaitable[None]]
-"""Drives the agent in a world. Reports through the `HarnessRun`; raises `ModelError` or `AgentError` for failures that
-are not the policy's."""
+"""Runs the agent in a world. It reports through the `HarnessRun`, and raises `ModelError` or `AgentError` for failures
+that are not the policy's."""
 
 
 async def act_in_world(
@@ -237,12 +237,12 @@ async def act_in_world(
 
     Args:
         boxes: the agent's own boxes, for topologies in which its harness is not in the environment's world.
-        default_wall_clock_s: for the harness, where the descriptor sets no limit.
-        grace_s: what a harness that keeps the wall clock itself gets beyond it, to stop and say how it ended.
+        default_wall_clock_s: the harness's time limit if the descriptor sets none.
+        grace_s: extra time for a harness that enforces the limit itself, to stop and report its outcome.
         lease_ttl_s: how long the box outlives this process at most.
 
     Raises:
-        ConfigError: the descriptor asks for a topology or world this agent cannot serve.
+        ConfigError: the descriptor needs a topology or world that this agent cannot serve.
         SandboxError: the box could not be created, or was lost before it could be harvested.
     """
     descriptor = request.descriptor
@@ -298,7 +298,8 @@ async def _acquired(
 async def _run_in_bounds(
     harness: Harness, world: World, run: HarnessRun, wall_clock_s: float | None, grace_s: float
 ) -> None:
-    """Run the harness and turn how it ended into an outcome; only cancellation and lost boxes pass through."""
+    """Run the harness and set the outcome by how it ended. Raises cancellation, and errors that are neither the
+    model's nor the agent's, such as a lost box."""
     try:
         async with asyncio.timeout(wall_clock_s and wall_clock_s + grace_s) as deadline:
             await harness(world, run)
@@ -334,7 +335,7 @@ async def _harvest(world: World, request: ActRequest) -> list[Artifact]:
 
 
 def empty_response(model: str = "none") -> dict[str, Any]:
-    """A Responses object of a harness that said nothing."""
+    """A Responses object for a harness that reported nothing."""
     from nemo_gym.agent.topology.bindings import response_object
 
     return response_object([], model=model)

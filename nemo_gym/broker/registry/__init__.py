@@ -1,1 +1,1 @@
-"""What the broker knows, durably: boxes, leases, doors and execs. One code path for SQLite and PostgreSQL."""
+"""The broker's durable records: boxes, leases, doors, execs and images. One code path for SQLite and PostgreSQL."""

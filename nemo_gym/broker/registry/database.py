@@ -1,4 +1,4 @@
-"""The registry's database, SQLite or PostgreSQL by URL, and its one writer."""
+"""The registry's database, which is SQLite or PostgreSQL depending on the URL, and its only writer."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"
 
 
 _PATIENCE_MS = 5000
-"""How long a transaction waits for another program that writes to the same file."""
+"""How long a transaction waits for another program that writes to the same SQLite file."""
 _PREPARING = 0x6E67_7362
-"""PostgreSQL's number of the lock under which tables are made."""
+"""Number of PostgreSQL's advisory lock under which tables are created."""
 _CHECKPOINT_PAGES = 4000
-"""Of SQLite's log, after which a commit also brings its pages to their places and waits until the disk has them."""
+"""Size of SQLite's write-ahead log beyond which a commit also runs a checkpoint, which waits for the disk."""
 
 
 class Durability(IntEnum):
-    """What a committed transaction outlives."""
+    """The crashes that a committed transaction survives."""
 
     PROCESS = 0
-    """The broker's death, however it dies. What was committed in the last moments before the database's machine loses
-    its power (with PostgreSQL: before its server crashes) may be gone, the latest first and never a part of one."""
+    """Any crash of the broker. If the database's machine loses power (with PostgreSQL: if its server crashes), the
+    last transactions before that may be lost, the latest first; each is kept or lost as a whole."""
     MACHINE = 1
-    """That, too: it is on the disk."""
+    """Those crashes too: the transaction is on the disk."""
 
 
 class RegistryError(NemoGymError):
-    """The registry's database cannot be read or written now; whether the last write stands is unknown."""
+    """The registry's database cannot be read or written now. Whether the last write was committed is unknown."""
 
     code = "backend_unreachable"
     status = 503
 
 
 def open_engine(url: str) -> Engine:
-    """An engine for ``sqlite:///<path>`` or ``postgresql://…``; connects to nothing yet.
+    """Create an engine for ``sqlite:///<path>`` or ``postgresql://…``, without connecting yet.
 
     Raises:
-        ConfigError: the URL is no URL of these two.
+        ConfigError: the URL has neither form, or the database driver is not installed.
     """
     try:
         parsed = make_url(url)
@@ -80,7 +80,7 @@ def open_engine(url: str) -> Engine:
 
 def _private_file(url: URL) -> None:
     if url.database and url.database != ":memory:":
-        # SQLite gives its other files the same mode.
+        # SQLite gives its log and lock files the same mode.
         Path(url.database).touch(mode=0o600)
 
 
@@ -91,22 +91,22 @@ def _tune_sqlite(connection: Any, _record: Any) -> None:
 
 
 def is_local(connection: Connection) -> bool:
-    """Whether a transaction that waits for no disk waits for nothing else either."""
+    """Return whether the database is a local file, so that a transaction that needs no sync does not wait at all."""
     return connection.dialect.name == "sqlite"
 
 
 def begin(connection: Connection, durability: Durability, *, at_once: bool = False) -> RootTransaction:
-    """A transaction that is as durable as said once it is committed.
+    """Begin a transaction with the given durability.
 
     Args:
-        at_once: that it waits for nobody, and nothing else is done at its commit. Every now and then there must be one
-            that is not so.
+        at_once: for SQLite only: do not wait for a lock, and do not run a checkpoint at the commit. Some transactions
+            must not set this, or the write-ahead log grows without end.
 
     Raises:
         SQLAlchemyError: the database cannot be used.
     """
     if is_local(connection):
-        # To SQLite these are the connection's affair, and nothing that can be said within a transaction.
+        # In SQLite these are settings of the connection, which cannot change within a transaction.
         driver: Any = connection.connection.dbapi_connection
         driver.execute(f"PRAGMA synchronous={'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
         driver.execute(f"PRAGMA wal_autocheckpoint={0 if at_once else _CHECKPOINT_PAGES}")
@@ -119,9 +119,9 @@ def begin(connection: Connection, durability: Durability, *, at_once: bool = Fal
 
 
 def prepare(connection: Connection) -> None:
-    """Create what is missing, and bring a database of an earlier release up to date. Raises `ConfigError` for one of
-    a later release."""
-    # Of several brokers that start on one database, the first does it and the others wait.
+    """Create missing tables, and migrate a database of an earlier release. Raises `ConfigError` for a database of a
+    later release."""
+    # If several brokers start on one database, the first one migrates it and the others wait.
     alone = "BEGIN IMMEDIATE" if is_local(connection) else f"SELECT pg_advisory_xact_lock({_PREPARING})"
     connection.exec_driver_sql(alone)
     metadata.create_all(connection)
@@ -141,7 +141,8 @@ def prepare(connection: Connection) -> None:
 
 
 def unreachable(error: SQLAlchemyError) -> RegistryError:
-    """What callers are told of a database that failed; its words may quote values, so only the kind is said."""
+    """Return the error that callers get when the database fails. It names only the type of the database's error, whose
+    message may quote values."""
     cause = getattr(error, "orig", None) or error
     return RegistryError(
         f"the broker's registry cannot be used now ({type(cause).__name__}); try again",
@@ -152,20 +153,20 @@ def unreachable(error: SQLAlchemyError) -> RegistryError:
 
 
 # -- Writer --------------------------------------------------------------------------------------------------------
-# The writer of the registry: one thread, one connection, one transaction for all who wait.
+# The writer of the registry: one thread, one connection, one transaction for all waiting operations.
 #
-# A transaction is as durable as the most demanding of its operations wants. When it fails, its operations are tried
-# again one by one, so that nobody fails for another's sake; a database that is gone fails those who wait, and is
-# connected to again for the next.
+# A transaction is as durable as the most demanding of its operations requires. If it fails, its operations are retried
+# one by one, so that none fails because of another. If the database is unreachable, all waiting operations fail, and
+# the next one connects again.
 #
-# What waits for no disk is committed at once, on the loop's own thread, where nobody waits and the database is a file:
-# two changes of threads take longer than such a commit.
+# An operation that needs no sync to disk is committed at once, on the event loop's own thread, if none is waiting and
+# the database is a local file: two thread switches take longer than such a commit.
 
 T = TypeVar("T")
 Operation = Callable[[Connection], T]
 log = structlog.get_logger(__name__)
 MAX_AT_ONCE = 1000
-"""Commits in a row on the loop's thread; the next one is the writer's, which sees to the database's log."""
+"""Every commit of this number goes to the writer's thread instead of the loop's, so that it can run a checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,8 +176,7 @@ class _Request(Waiting):
 
 
 class RegistryWriter(GroupCommitThread[_Request]):
-    """Runs operations in order on its own thread. An operation raises `NemoGymError` before it writes, or not at
-    all."""
+    """Runs operations in order on its own thread. An operation may raise `NemoGymError` only before it writes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -185,8 +185,8 @@ class RegistryWriter(GroupCommitThread[_Request]):
         super().__init__(name="registry-writer")
 
     def call(self, operation: Operation[T], durability: Durability = Durability.MACHINE) -> asyncio.Future[T]:
-        """Run ``operation`` in the next transaction, which is at least as durable as said. Raises `RegistryError`
-        where the database cannot be used."""
+        """Run ``operation`` in the next transaction, with at least the given durability. The future raises
+        `RegistryError` if the database cannot be used."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self._closed:
             future.set_exception(RegistryError("the broker is stopping", retryable=True, started="no"))
@@ -197,7 +197,7 @@ class RegistryWriter(GroupCommitThread[_Request]):
         return future
 
     def _settled_at_once(self, request: _Request) -> bool:
-        """Commit it here and now, if that can be done without waiting."""
+        """Commit the request on this thread, if that needs no waiting; return whether that was done."""
         connection = self._connection if self._idle and request.durability is Durability.PROCESS else None
         if connection is None or not is_local(connection):
             return False
@@ -215,8 +215,8 @@ class RegistryWriter(GroupCommitThread[_Request]):
                 self._commit([request])
 
     def _commit(self, batch: list[_Request]) -> bool:
-        """Commit what the operations write. ``False`` when surely nothing of it stands and there is something to try
-        again: a failure of the commit itself is final, as nobody knows what became of it."""
+        """Commit what the operations write. Return ``False`` if certainly nothing was written, so that the batch can
+        be retried. A failure of the commit itself is final, because its outcome is unknown."""
         committing = False
         try:
             connection = self._connected()
@@ -225,7 +225,7 @@ class RegistryWriter(GroupCommitThread[_Request]):
                 for request in batch:
                     try:
                         request.outcome = request.operation(connection)
-                    except NemoGymError as error:  # refused before it wrote anything: its caller's affair alone
+                    except NemoGymError as error:  # raised before it wrote anything, so only its own caller gets it
                         request.error = error
                 committing = True
                 transaction.commit()

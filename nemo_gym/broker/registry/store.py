@@ -1,4 +1,4 @@
-"""What the registry keeps: boxes, leases, and execs."""
+"""Access to the registry's records: boxes, leases, doors, images and execs."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class BoxStore:
         self._identity = identity
 
     async def ping(self) -> None:
-        """Raise `RegistryError` unless the database answers."""
+        """Raise `RegistryError` unless the database responds."""
         await self._writer.call(lambda connection: connection.execute(select(1)).scalar())
 
     async def insert(self, box: BoxRecord, lease: LeaseRecord, sealed_doors: Mapping[str, bytes]) -> None:
-        """The intent to create, before the backend is asked. A key whose create failed earlier is taken over."""
+        """Record the intent to create a box, before the backend is called. If an earlier create with the same key
+        failed, the new record takes over the key."""
         values = {**asdict(box), "labels": orjson.dumps(dict(box.labels)), "identity": self._identity}
 
         def operation(connection: Connection) -> None:
@@ -66,7 +67,7 @@ class BoxStore:
         await self._writer.call(operation)
 
     async def spend_key(self, creator: str, key: str) -> None:
-        """A key whose create was taken back before it came; nothing where the key is known."""
+        """Mark a key as used, because its create was undone before it arrived. Does nothing if the key is known."""
         now = time.time()
         sandbox_id = f"sb-{uuid.uuid4().hex}"
         spent = BoxRecord(sandbox_id, creator, creator, key, b"", BoxState.GONE, now, 0.0, now, b"", gone_at=now)
@@ -82,7 +83,7 @@ class BoxStore:
     async def hand_over(
         self, sandbox_id: str, lease: LeaseRecord, sealed_doors: Mapping[str, bytes], **changes: Any
     ) -> None:
-        """A box gets another owner, with a lease of its own and none besides."""
+        """Give a box to another owner, whose lease replaces all others. ``changes`` are columns of the box."""
         changes["labels"] = orjson.dumps(changes["labels"])
 
         def operation(connection: Connection) -> None:
@@ -95,12 +96,12 @@ class BoxStore:
         await self._writer.call(operation)
 
     async def forget_key(self, sandbox_id: str) -> None:
-        """The key of a box that its asker never got may be used again."""
+        """Free the idempotency key of a box that its caller never received, so that the caller can use it again."""
         statement = update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(idempotency_key=None)
         await self._writer.call(lambda connection: connection.execute(statement) and None)
 
     async def confirm(self, sandbox_id: str, *, backend_id: str, descriptor: bytes | None, expires_at: float) -> None:
-        """The backend has the box."""
+        """Record that the backend has created the box."""
         await self._update(
             sandbox_id,
             BoxState.CREATING,
@@ -114,13 +115,13 @@ class BoxStore:
         await self._update(sandbox_id, BoxState.RUNNING, ttl_s=ttl_s, expires_at=expires_at)
 
     async def closing(self, sandbox_id: str, reason: str) -> None:
-        """The intent to destroy, before the backend is asked."""
+        """Record the intent to destroy a box, before the backend is called."""
         await self._update(
             sandbox_id, BoxState.CREATING, BoxState.RUNNING, state=BoxState.CLOSING.value, reason=reason
         )
 
     async def gone(self, sandbox_id: str, reason: str, detail: str | None = None) -> None:
-        """The backend has no such box any more."""
+        """Record that the backend no longer has the box, and delete its doors."""
 
         def operation(connection: Connection) -> None:
             connection.execute(
@@ -139,7 +140,7 @@ class BoxStore:
         return await self._one(boxes.c.creator == creator, boxes.c.idempotency_key == idempotency_key)
 
     async def live(self) -> list[tuple[BoxRecord, list[LeaseRecord]]]:
-        """Every box that is not gone, with its leases; oldest first."""
+        """Return every box that is not gone, with its leases; oldest first."""
 
         def operation(connection: Connection) -> list[tuple[BoxRecord, list[LeaseRecord]]]:
             wanted = (self._mine(), boxes.c.state.in_(_LIVE))
@@ -169,7 +170,7 @@ class BoxStore:
         await self._writer.call(lambda connection: connection.execute(statement) and None)
 
     async def fence(self, sandbox_id: str, epoch: int) -> None:
-        """Begin lease epoch ``epoch``: of the leases before it, only the owner's goes on."""
+        """Begin the lease epoch ``epoch``. Of the existing leases, only the owner's stays valid."""
 
         def operation(connection: Connection) -> None:
             connection.execute(update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(epoch=epoch))
@@ -195,14 +196,15 @@ class BoxStore:
         await self._writer.call(lambda connection: connection.execute(statement) and None)
 
     async def doors_of(self, sandbox_id: str) -> list[bytes]:
-        """Sealed doors that shall be open."""
+        """Return the sealed doors that should be open on a box, ordered by name."""
         query = select(doors.c.door).where(doors.c.sandbox_id == sandbox_id).order_by(doors.c.name)
         return await self._writer.call(lambda connection: list(connection.execute(query).scalars()))
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 
     async def forget(self, gone_before: float) -> list[str]:
-        """Delete what is known of boxes that were gone before a moment; their ids."""
+        """Delete all records of up to 1000 boxes that were gone before ``gone_before`` (Unix seconds); return their
+        ids."""
 
         def operation(connection: Connection) -> list[str]:
             query = select(boxes.c.sandbox_id).where(self._mine(), boxes.c.state == BoxState.GONE.value)
@@ -235,7 +237,7 @@ class BoxStore:
 
 
 class ImageStore:
-    """Whose the images are that were made of boxes of one broker."""
+    """Owners of the images that were made of one broker's boxes."""
 
     def __init__(self, writer: RegistryWriter, identity: str) -> None:
         self._writer, self._identity = writer, identity
@@ -254,7 +256,7 @@ class ImageStore:
         return await self._writer.call(lambda connection: [_image(row) for row in connection.execute(query)])
 
     async def claim(self, image: ImageRecord) -> None:
-        """The name is the owner's from now on, before the backend is asked for it."""
+        """Record the owner of an image name, before the backend is called."""
         statement = insert(images).values(**asdict(image), identity=self._identity)
         await self._writer.call(lambda connection: connection.execute(statement) and None)
 
@@ -283,7 +285,7 @@ def _lease(row: Row[Any]) -> LeaseRecord:
 
 # -- Execs ---------------------------------------------------------------------------------------------------------
 
-# Made once: every command takes two of them.
+# Compiled once, because every command needs two of these statements.
 _IS = (execs.c.sandbox_id == bindparam("of_box")) & (execs.c.exec_id == bindparam("of_exec"))
 _FIND = select(execs).where(_IS)
 _NEW = ("sandbox_id", "exec_id", "body_digest", "submitted_at")
@@ -304,20 +306,20 @@ class ExecStore:
     """Execs, by box and the id their client chose.
 
     Args:
-        durability: of what is written down of them. A sync to disk takes longer than everything else that the broker
-            does for a short command.
+        durability: durability of their records. A sync to disk takes longer than everything else that the broker does
+            for a short command.
     """
 
     def __init__(self, writer: RegistryWriter, durability: Durability = Durability.PROCESS) -> None:
         self._writer, self._durability = writer, durability
 
     async def insert(self, sandbox_id: str, exec_id: str, body_digest: bytes) -> ExecRecord | None:
-        """The intent to run, before the backend is asked; the record of this id where there is one already, and
-        nothing is written then."""
+        """Record the intent to run a command, before the backend is called. If the id already has a record, write
+        nothing and return that record."""
         values = _new(ExecRecord(sandbox_id, exec_id, body_digest, time.time()))
 
         def operation(connection: Connection) -> ExecRecord | None:
-            # What it returns says whether it wrote; the count of rows is not told by every driver.
+            # A returned row shows that it wrote one; not every driver reports the row count.
             if _INSERT.first(connection, values) is not None:
                 return None
             row = connection.execute(_FIND, values).first()
@@ -326,8 +328,8 @@ class ExecStore:
         return await self._writer.call(operation, self._durability)
 
     async def end(self, record: ExecRecord) -> None:
-        """The one end of an exec; what was written first stays. A database that crashed since and forgot the intent
-        hears of it again."""
+        """Record the end of an exec, unless it already has one. If the database has lost the intent in a crash, the
+        intent is written again."""
         values = {**_new(record), "said": record.end}
 
         def operation(connection: Connection) -> None:
@@ -350,7 +352,7 @@ class ExecStore:
         return await self._writer.call(operation, self._durability)
 
     async def unfinished(self, sandbox_id: str) -> list[ExecRecord]:
-        """Execs of a box without an end."""
+        """Return the execs of a box that have no end."""
 
         def operation(connection: Connection) -> list[ExecRecord]:
             query = select(execs).where(execs.c.sandbox_id == sandbox_id, execs.c.end.is_(None))

@@ -16,10 +16,10 @@ from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import LeaseScope
 
 # -- Tables --------------------------------------------------------------------------------------------------------
-# The tables, in SQL that SQLite and PostgreSQL both read.
+# The tables, with types that both SQLite and PostgreSQL support.
 #
-# A row of ``boxes`` is written before the backend is asked to create, and stays for a while after the box is gone: it
-# remembers the idempotency key. ``identity`` is the broker that the row belongs to; several may share a database.
+# A row of ``boxes`` is written before the backend creates the box, and is kept for a while after the box is gone,
+# because it records the idempotency key. ``identity`` is the row's broker; several brokers may share a database.
 
 SCHEMA_VERSION = 2
 
@@ -39,8 +39,8 @@ boxes = Table(
     Column("identity", String(128), nullable=False),
     Column("creator", String(256), nullable=False),
     Column("owner", String(256), nullable=False),
+    # Null once the key may be used again, because its create failed.
     Column("idempotency_key", String(256)),
-    # Null once the key may be used again: its create failed.
     Column("body_digest", LargeBinary, nullable=False),
     Column("state", String(16), nullable=False),
     Column("reason", String(32)),
@@ -52,13 +52,13 @@ boxes = Table(
     Column("gone_at", Double),
     Column("image", String(1024)),
     Column("labels", LargeBinary, nullable=False),
+    # The create request, sealed because its doors hold credentials.
     Column("request", LargeBinary, nullable=False),
-    # Sealed: the create request, whose doors hold credentials.
     Column("backend_id", String(256)),
+    # What the provider needs to connect to the box, sealed.
     Column("descriptor", LargeBinary),
-    # Sealed: what the provider connects by.
+    # Null if a release without roles wrote the row.
     Column("creator_role", String(16)),
-    # Null: written by a release that kept none.
     Index("broker_boxes_by_key", "identity", "creator", "idempotency_key", unique=True),
     Index("broker_boxes_by_state", "identity", "state"),
 )
@@ -67,8 +67,8 @@ images = Table(
     "broker_images",
     metadata,
     Column("identity", String(128), primary_key=True),
+    # The backend's name of the image.
     Column("name", String(512), primary_key=True),
-    # As the backend has it.
     Column("owner", String(256), nullable=False),
     Column("owner_role", String(16), nullable=False),
     Column("created_at", Double, nullable=False),
@@ -81,8 +81,8 @@ leases = Table(
     Column("sandbox_id", String(64), nullable=False, index=True),
     Column("scope", String(16), nullable=False),
     Column("epoch", Integer, nullable=False),
+    # Null if the lease ends with the box.
     Column("expires_at", Double),
-    # Null: with the box.
     Column("revoked", Boolean, nullable=False, default=False),
 )
 
@@ -91,8 +91,8 @@ doors = Table(
     metadata,
     Column("sandbox_id", String(64), primary_key=True),
     Column("name", String(256), primary_key=True),
+    # The door with its headers, sealed.
     Column("door", LargeBinary, nullable=False),
-    # Sealed, with its headers.
 )
 
 execs = Table(
@@ -102,8 +102,8 @@ execs = Table(
     Column("exec_id", String(128), primary_key=True),
     Column("body_digest", LargeBinary, nullable=False),
     Column("submitted_at", Double, nullable=False),
+    # `ExecEndModel` as JSON; null until the exec's end is known.
     Column("end", LargeBinary),
-    # Null until the one end of the exec is known, then `ExecEndModel` as JSON.
 )
 
 
@@ -111,7 +111,7 @@ execs = Table(
 
 
 class BoxState(StrEnum):
-    """What the broker has undertaken for a box; each is written before the backend is asked."""
+    """State of a box. An intent (``creating``, ``closing``) is recorded before the backend is called."""
 
     CREATING = "creating"
     RUNNING = "running"
@@ -121,14 +121,14 @@ class BoxState(StrEnum):
 
 @dataclass(slots=True)
 class LeaseRecord:
-    """A right to a box. The box's first lease is its owner's."""
+    """A right to use a box. The box's first lease is its owner's."""
 
     lease_id: str
     sandbox_id: str
     scope: LeaseScope
     epoch: int
     expires_at: float | None = None
-    """Unix seconds; ``None``: with the box."""
+    """Unix seconds; ``None`` if the lease ends with the box."""
     revoked: bool = False
 
 
@@ -146,7 +146,7 @@ class BoxRecord:
     ttl_s: float
     expires_at: float
     request: bytes = field(repr=False)
-    """Sealed."""
+    """The create request, sealed."""
     labels: Mapping[str, str] = field(default_factory=dict)
     epoch: int = 1
     image: str | None = None
@@ -155,16 +155,16 @@ class BoxRecord:
     gone_at: float | None = None
     backend_id: str | None = None
     descriptor: bytes | None = field(default=None, repr=False)
-    """Sealed."""
+    """What the provider needs to connect to the box, sealed."""
     creator_role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRecord:
-    """One row of ``images``: whose an image is that was made of a box of this broker."""
+    """One row of ``images``: the owner of an image that was made of a box of this broker."""
 
     name: str
-    """As the backend has it."""
+    """The backend's name of the image."""
     owner: str
     owner_role: Role
     created_at: float
@@ -182,20 +182,20 @@ class ExecRecord:
 
 
 # -- Prepared statements -------------------------------------------------------------------------------------------
-# Statements that every command needs, on a short way to the driver.
+# Statements that every command needs, executed directly by the database driver.
 #
-# SQLAlchemy words them, for either database; what it does around each execution takes longer than SQLite needs for it.
+# SQLAlchemy compiles them for either database. Its overhead per execution is larger than SQLite's execution time.
 
 
 class Prepared:
-    """A statement whose values and results are what the driver itself takes and gives: text, numbers and bytes."""
+    """A statement whose parameters and results need no conversion by SQLAlchemy: only text, numbers and bytes."""
 
     def __init__(self, statement: Executable) -> None:
         self._statement = statement
         self._worded: dict[str, tuple[str, list[str] | None]] = {}
 
     def first(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Execute it in the connection's transaction; its first row. Raises `DBAPIError`."""
+        """Execute the statement in the connection's transaction and return its first row. Raises `DBAPIError`."""
         dialect = connection.dialect
         text, places = self._worded.get(dialect.name) or self._word(connection)
         cursor = connection.connection.cursor()

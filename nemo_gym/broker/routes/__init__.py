@@ -1,1 +1,1 @@
-"""The HTTP API, one file per noun."""
+"""The HTTP API, one file per kind of resource."""

@@ -1,4 +1,4 @@
-"""``…/archive``: trees as tar streams, in both directions, as fast as the slower side takes them."""
+"""``…/archive``: directories as tar streams into and out of boxes, at the speed of the slower side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nemo_gym.sandbox.wire.routes import SANDBOXES, TAR
 ARCHIVE = f"{SANDBOXES}/{{sandbox_id}}/archive"
 
 MAX_FAILURES = 1000
-"""Of archives that broke off, of which the reason is still known."""
+"""Number of broken-off archives whose reasons are kept."""
 
 BoxPath = Annotated[
     str, Query(min_length=1, max_length=8192, pattern=r"^/[^\x00]*$", description="An absolute path in the box")
@@ -39,7 +39,7 @@ BoxPath = Annotated[
 
 
 async def held(grant: Grant, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The chunks for as long as the lease holds; then raises `FencedError`."""
+    """Yield the chunks. Raises `FencedError` as soon as the lease no longer holds."""
     async for chunk in chunks:
         if not grant.holds:
             raise FencedError(f"the lease of box '{grant.sandbox_id}' was taken back while an archive came in")
@@ -54,7 +54,7 @@ def archive_routes(broker: BrokerService) -> APIRouter:
     @router.put(ARCHIVE, status_code=204, openapi_extra=raw_body(TAR), summary="Unpack a tar stream in a box")
     async def put(request: Request, sandbox_id: str, path: BoxPath) -> Response:
         """Takes a lease of scope `operate`. A member that leaves `path`, by name or by link, is refused, and nothing
-        outside changes; what came before it may be there."""
+        outside `path` changes; the members before it may already be unpacked."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
         require_media_type(request, TAR)
         handle = broker.boxes.ready(live(grant))
@@ -76,8 +76,8 @@ def archive_routes(broker: BrokerService) -> APIRouter:
         exclude: Annotated[list[str], Query(max_length=1000)] = [],  # noqa: B006 - the framework copies it
         max_bytes: Annotated[int | None, Query(ge=0, lt=2**63)] = None,
     ) -> Response:
-        """Takes a lease of scope `read`. What is wrong before the first byte is a problem; what goes wrong after it
-        (more than `max_bytes`) breaks the connection off, so that a cut archive is never taken for a whole one."""
+        """Takes a lease of scope `read`. An error before the first byte is a problem response; a later one (more than
+        `max_bytes`) breaks the connection off, so that a truncated archive never looks complete."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.READ)
         handle = broker.boxes.ready(live(grant))
         chunks = cast(
@@ -100,7 +100,7 @@ def archive_routes(broker: BrokerService) -> APIRouter:
     async def failure(
         request: Request, sandbox_id: str, request_id: Annotated[str, Query(min_length=1, max_length=128)]
     ) -> Response:
-        """Takes a lease of scope `read`. Answers 200 with the problem; known for the latest failures only."""
+        """Takes a lease of scope `read`. Returns 200 with the problem; only the latest failures are kept."""
         await broker.access.box(request, sandbox_id, LeaseScope.READ)
         problem = failures.get((sandbox_id, request_id))
         if problem is None:
@@ -119,7 +119,7 @@ def archive_routes(broker: BrokerService) -> APIRouter:
                 failures[(sandbox_id, request_id)] = problem_of(error, request_id=request_id)
                 while len(failures) > MAX_FAILURES:
                     del failures[next(iter(failures))]
-                # The head has been sent; only a broken connection can say that the body is not whole.
+                # The head was already sent, so only a broken connection can show that the body is incomplete.
                 raise ConnectionAbortedError(error.message) from error
 
     return router

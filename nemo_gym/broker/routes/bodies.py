@@ -1,4 +1,4 @@
-"""What routes share: bodies, request ids, answers."""
+"""Helpers that routes share: request bodies, request ids, responses."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ PROBLEM = {
     "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}},
 }
 RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": PROBLEM, "5XX": PROBLEM}
-"""Of every route, beside its own."""
+"""The error responses that every route documents, in addition to its own responses."""
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """For ``openapi_extra``: a required JSON body."""
+    """Describe a required JSON body, for ``openapi_extra``."""
     content = {JSON: {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def raw_body(media_type: str) -> dict[str, Any]:
-    """For ``openapi_extra``: a required body of bytes."""
+    """Describe a required binary body, for ``openapi_extra``."""
     content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def stream_reply(*media_types: str) -> dict[int | str, dict[str, Any]]:
-    """For ``responses``: bytes of one of these kinds."""
+    """Describe a streamed response of one of these media types, for ``responses``."""
     content: dict[str, Any] = {
-        # What OpenAPI calls the schema of events is, to some readers, the body's and, to others, each event's.
+        # An event stream gets no schema: some OpenAPI tools would apply it to the body, others to each event.
         media_type: {} if media_type == EVENT_STREAM else {"schema": {"type": "string", "format": "binary"}}
         for media_type in media_types
     }
@@ -63,8 +63,8 @@ def stream_reply(*media_types: str) -> dict[int | str, dict[str, Any]]:
 
 
 async def parse(request: Request, model: type[M], config: BrokerConfig, max_bytes: int | None = None) -> M:
-    """The body as a model. Raises `InvalidBodyError` naming each wrong field, `BrokerError` for its size or kind.
-    ``max_bytes``: where it is less than any body's."""
+    """Parse the body as a model. Raises `InvalidBodyError` naming each wrong field, and `BrokerError` for a wrong size
+    or media type. ``max_bytes``: a limit below the configured ``max_body_bytes``."""
     require_media_type(request, JSON)
     limit = config.max_body_bytes if max_bytes is None else min(max_bytes, config.max_body_bytes)
     data = await read(request, limit)
@@ -80,12 +80,12 @@ async def parse(request: Request, model: type[M], config: BrokerConfig, max_byte
 
 
 async def read(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises `BrokerError` ``body_too_large``."""
+    """Return the whole body. Raises `BrokerError` ``body_too_large``."""
     return b"".join([chunk async for chunk in bounded(request, max_bytes)])
 
 
 async def bounded(request: Request, max_bytes: int, code: str = "body_too_large") -> AsyncIterator[bytes]:
-    """The body as it comes. Raises `BrokerError` ``code`` beyond the bound."""
+    """Yield the body in chunks. Raises `BrokerError` ``code`` beyond ``max_bytes``."""
     refused = BrokerError(code, f"the body is larger than this broker's {max_bytes} bytes", limit_bytes=max_bytes)
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > max_bytes:
@@ -100,15 +100,16 @@ async def bounded(request: Request, max_bytes: int, code: str = "body_too_large"
 
 
 def require_media_type(request: Request, wanted: str) -> None:
-    """Raises `BrokerError` ``unsupported_media_type`` unless the body says that it is ``wanted``."""
+    """Raise `BrokerError` ``unsupported_media_type`` unless the body's ``Content-Type`` is ``wanted``. A missing type
+    counts as ``application/octet-stream``."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != wanted and not (wanted == OCTET_STREAM and not given):
         raise BrokerError("unsupported_media_type", f"the body must be {wanted}, not {given[:80] or 'without a type'}")
 
 
 def digest(body: BaseModel) -> bytes:
-    """What two requests have in common that ask for the same."""
-    # Not with orjson, which refuses the integers beyond 64 bits that a provider's options may hold.
+    """Return a digest that is the same for equal request bodies."""
+    # Not with orjson, which refuses integers beyond 64 bits, and a provider's options may contain some.
     return hashlib.sha256(json.dumps(body.model_dump(mode="json"), sort_keys=True).encode()).digest()
 
 
@@ -118,12 +119,12 @@ _HEADER = REQUEST_ID_HEADER.lower().encode()
 _KEY = "nemo_gym.request_id"
 _PLAIN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _FINAL = {"sandbox_create": 424, "sandbox_create_verification": 424, "sandbox_lost": 410}
-"""Of errors that no second try mends, and that are therefore none of the broker's own."""
+"""Error code → status if the error is not retryable. The status is 4xx, because it is not the broker's fault."""
 _FRAMEWORK_CODES = {404: "route_not_found", 405: "method_not_allowed"}
 
 
 class RequestIdMiddleware:
-    """Names each request, and its answer."""
+    """Gives each request an id, and adds it to the response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -149,7 +150,7 @@ def request_id_of(request: Request) -> str:
 
 
 def problem_reply(scope: Scope, error: NemoGymError) -> Response:
-    """The answer to a request that ended with an error."""
+    """Return the problem response for a request that ended with an error."""
     if error.code.startswith("http_") and (code := _FRAMEWORK_CODES.get(error.status)) is not None:
         error = BrokerError(code, error.message)
     problem = problem_of(error, request_id=str(scope.get(_KEY, "")))

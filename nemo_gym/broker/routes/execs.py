@@ -50,22 +50,22 @@ from nemo_gym.sandbox.wire.routes import EVENT_STREAM, OCTET_STREAM, SANDBOXES
 OUTPUT_TYPES = (EVENT_STREAM, OCTET_STREAM)
 _KINDS: dict[Stream, FrameKind] = {"stdout": FrameKind.STDOUT, "stderr": FrameKind.STDERR}
 _HEAD_S = 0.01
-"""How long the head of an answer waits for the command's first output, or its end."""
+"""How long the head of a response waits for the command's first output, or its end."""
 _LOOK_S = 0.1
-"""Between two looks for the reader."""
+"""Seconds between two checks whether the client is still connected."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 Chunk = tuple[bytes, bool]
-"""Bytes of an answer, and whether they are its last."""
+"""Bytes of a response, and whether they are the last."""
 
 
 class OutputReply(Response):
-    """A stream that looks now and then for its reader.
+    """A streaming response that checks periodically whether the client is still connected.
 
-    The framework's own waits for the reader's leaving beside the stream, in a group of tasks; most commands are over
-    before such a group is made. Those are answered in one piece: the head waits a moment for what comes behind it.
+    The framework's own streaming response waits for the disconnect in a task group, and most commands end before such
+    a group is set up. Here, the head waits a moment, so that a short command's response is sent in one piece.
 
     Args:
-        chunks: what is sent. Nothing is sent behind the last one, so it is known to be the last.
+        chunks: the body. The last chunk is marked as such, so no empty message follows it.
         held: awaited before the head is sent.
     """
 
@@ -93,7 +93,8 @@ class OutputReply(Response):
 def output_reply(
     broker: BrokerService, grant: Grant, run: ExecRun, accept: str, offset: int, status: int = 200
 ) -> Response:
-    """Raises `BrokerError` ``offset_out_of_range`` or ``output_gone``."""
+    """Return a response that streams the output from ``offset`` on. Raises `BrokerError` ``offset_out_of_range`` or
+    ``output_gone``."""
     if offset > run.size or (run.end is not None and offset > run.end.output_bytes):
         raise BrokerError(
             "offset_out_of_range", f"offset {offset} lies beyond the output of {run.size} bytes", size_bytes=run.size
@@ -145,9 +146,9 @@ async def _events(pieces: Pieces, run: ExecRun, offset: int) -> AsyncIterator[Ch
 
 
 async def _pieces(broker: BrokerService, grant: Grant, run: ExecRun, offset: int) -> Pieces:
-    """Output from ``offset`` to the end, ``None`` where a while passes without any. Where the broker is stopping or
-    the lease does not hold any more, the connection breaks off without a terminal frame: a reader that comes back
-    gets the rest, or is told why not."""
+    """Yield the output from ``offset`` to the end, and ``None`` after each `PING_INTERVAL_S` without output. If the
+    broker stops or the lease no longer holds, the connection breaks off without a terminal frame; a client that
+    reconnects gets the rest, or an error with the reason."""
     while not broker.draining.is_set() and grant.holds:
         if offset < run.size:
             pieces = run.spool.read(offset, MAX_PAYLOAD_BYTES)
@@ -167,7 +168,8 @@ MAX_WAIT_S = 60.0
 
 MAX_ID_LENGTH = 128
 MAX_SUBMISSION_BYTES = 4 * 1024 * 1024
-"""Twice what Linux lets a command's words and variables take; submissions are kept until their command's end."""
+"""Twice the size that Linux allows for a command's arguments and environment. Submissions stay in memory until their
+command ends."""
 
 ExecId = Annotated[str, Path(pattern=IDENTIFIER.pattern, max_length=MAX_ID_LENGTH)]
 
@@ -193,9 +195,9 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         exec_id: ExecId,
         offset: Annotated[int, Query(ge=0, lt=2**63)] = 0,
     ) -> Response:
-        """Takes a lease of scope `operate`. The id is the client's: however often it is sent, the command runs once.
-        Answers when the command has started; with `Accept: application/octet-stream`, by its output from
-        `offset` on."""
+        """Takes a lease of scope `operate`. The client chooses the id; the command runs once, even if it is sent
+        again. Returns when the command has started or, with `Accept: application/octet-stream`, streams its output
+        from `offset` on."""
         return await submitted(broker, request, sandbox_id, exec_id, offset)
 
     @router.get(EXEC, response_model=ExecView, summary="Look at an exec, or wait for its end")
@@ -205,7 +207,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         exec_id: ExecId,
         wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
     ) -> Response:
-        """Takes a lease of any scope. With `wait_s`, answers when it has ended, or after that many seconds."""
+        """Takes a lease of any scope. With `wait_s`, returns when the exec has ended, or after that many seconds."""
         _, run = await find(request, sandbox_id, exec_id, LeaseScope.READ)
         if wait_s:
             await run.ended(wait_s, broker.draining)
@@ -218,8 +220,8 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         summary="Give a command its standard input, and start it",
     )
     async def attach_stdin(request: Request, sandbox_id: str, exec_id: ExecId) -> Response:
-        """Takes a lease of scope `operate`, for an exec that was submitted with `stdin: attached`. Once; the same
-        bytes again change nothing."""
+        """Takes a lease of scope `operate`, for an exec that was submitted with `stdin: attached`. Possible only once;
+        sending the same bytes again has no effect."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
         require_media_type(request, OCTET_STREAM)
         box = live(grant)
@@ -239,9 +241,9 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         exec_id: ExecId,
         offset: Annotated[int | None, Query(ge=0, lt=2**63)] = None,
     ) -> Response:
-        """Takes a lease of any scope. `text/event-stream` (the default; its `id` is the offset after the event, and
-        `Last-Event-ID` goes on behind it), or frames with `Accept: application/octet-stream`. The last event, exactly
-        one, is `exit`; a stream that ends without it was cut off, and is read on from its offset."""
+        """Takes a lease of any scope. Returns `text/event-stream` by default: each `id` is the offset after the event,
+        and `Last-Event-ID` resumes there. Returns frames with `Accept: application/octet-stream`. The last event is
+        exactly one `exit`; a stream that ends without it was cut off, and can be resumed from its offset."""
         grant, run = await find(request, sandbox_id, exec_id, LeaseScope.READ)
         return output_reply(broker, grant, run, request.headers.get("accept", ""), wanted_offset(request, offset))
 
@@ -252,7 +254,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         summary="Send a signal to a command's whole process tree",
     )
     async def signal(request: Request, sandbox_id: str, exec_id: ExecId) -> Response:
-        """Takes a lease of scope `operate`. Also 204 when it has ended."""
+        """Takes a lease of scope `operate`. Also 204 if the command has ended."""
         _, run = await find(request, sandbox_id, exec_id, LeaseScope.OPERATE)
         body = await parse(request, SignalExec, broker.config)
         await broker.execs.signal(run, body.signal)
@@ -262,7 +264,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
 
 
 async def submitted(broker: BrokerService, request: Request, sandbox_id: str, exec_id: str, offset: int) -> Response:
-    """The answer to a submission whose parameters are what they must be."""
+    """Return the response to a submission whose parameters have been validated."""
     grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
     body = await parse(request, ExecSubmission, broker.config, MAX_SUBMISSION_BYTES)
     box = live(grant)
@@ -279,7 +281,7 @@ def lease_of(grant: Grant) -> str | None:
 
 
 def wanted_offset(request: Request, offset: int | None) -> int:
-    """``?offset=``, else the header by which event streams go on."""
+    """Return ``?offset=`` or else the ``Last-Event-ID`` header, with which event streams resume; by default 0."""
     if offset is not None:
         return offset
     last = request.headers.get("last-event-id", "")
@@ -287,17 +289,17 @@ def wanted_offset(request: Request, offset: int | None) -> int:
 
 
 # -- Submissions that skip the framework ---------------------------------------------------------------------------
-# The shortest way to the one route that every command takes.
+# A shortcut to the route that every command uses.
 #
-# The framework's way to a route tries each in turn and solves its dependencies, which takes longer than the broker's
-# own work for a short command. What is not plainly a submission goes the framework's way, to the same function.
+# The framework matches each route in turn and resolves dependencies, which takes longer than the broker's own work for
+# a short command. A request that is not clearly a submission goes through the framework, to the same function.
 
 _PATH = re.compile(rf"{re.escape(SANDBOXES)}/([^/]+)/execs/([^/]+)")
 _QUERY = re.compile(rb"(?:offset=([0-9]{1,18}))?")
 
 
 class DirectSubmissions(DirectRoutesMiddleware):
-    """Innermost of the application's layers."""
+    """The innermost middleware of the application, which routes submissions directly."""
 
     def __init__(self, app: ASGIApp, application: FastAPI) -> None:
         super().__init__(app, application)
@@ -322,7 +324,7 @@ class DirectSubmissions(DirectRoutesMiddleware):
 
 
 def add_direct_submissions(app: FastAPI) -> None:
-    """Before the application serves anything; `install` follows once there is a broker."""
+    """Add the middleware. Call it before the application serves requests, and `install` once there is a broker."""
     app.user_middleware.append(Middleware(DirectSubmissions, application=app))
 
 

@@ -42,14 +42,14 @@ from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sand
 
 MAX_KEY_CHARS = 255
 MAX_IMAGE_CHARS = 1024
-"""As many as the registry has room for."""
+"""The size of the registry's column."""
 MAX_PAGE = 1000
 
 Labels = Annotated[list[str], Query(alias="label", description="`name=value`; repeated: all of them")]
 
 
 MAX_LEASES = 1000
-"""Of one box, beside its owner's."""
+"""Limit per box, in addition to the owner's lease."""
 
 
 def sandbox_routes(broker: BrokerService) -> APIRouter:
@@ -67,8 +67,8 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         request: Request,
         key: Annotated[str | None, Header(alias=IDEMPOTENCY_KEY_HEADER, max_length=MAX_KEY_CHARS)] = None,
     ) -> Response:
-        """Takes a caller's credential. Answers when the box takes commands; waits for a place in the queue. Agents
-        get boxes without a network, with mounts and options of the backend that the configuration names."""
+        """Takes a caller's credential. Waits in a queue for a place, and returns when the box accepts commands. Agents
+        get boxes without a network, and only the mounts and backend options that the configuration permits."""
         caller = broker.access.caller(request)
         if not key:
             raise BrokerError(
@@ -110,7 +110,7 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         cursor: Annotated[str | None, Query(max_length=400)] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200,
     ) -> Response:
-        """Takes a caller's credential: an operator or pipeline sees all boxes, others those they made."""
+        """Takes a caller's credential. An operator or pipeline sees all boxes, other callers only their own."""
         caller = broker.access.caller(request)
         found = broker.boxes.select(parsed_labels(labels), broker.access.sees(caller))
         if cursor is not None:
@@ -122,8 +122,8 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
 
     @router.get(f"{SANDBOXES}/{{sandbox_id}}", response_model=SandboxView, summary="Look at a box")
     async def look(request: Request, sandbox_id: str) -> Response:
-        """Takes a lease of any scope, or its creator's credential. A box that is gone is shown for a while, with the
-        reason."""
+        """Takes a lease of any scope, or its creator's credential. A box that is gone is still shown for a while, with
+        the reason."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.READ, creator_may=True)
         if grant.box is not None:
             return reply(grant.box.view(broker.backend.name))
@@ -132,7 +132,7 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
 
     @router.delete(f"{SANDBOXES}/{{sandbox_id}}", status_code=204, summary="Destroy a box")
     async def destroy(request: Request, sandbox_id: str) -> Response:
-        """Takes the owner's lease, or its creator's credential. Also 204 when it is gone already."""
+        """Takes the owner's lease, or its creator's credential. Also 204 if the box is already gone."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER, creator_may=True)
         if grant.box is not None:
             await broker.boxes.destroy(grant.box, "closed")
@@ -144,9 +144,8 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         labels: Labels = [],  # noqa: B006 - the framework copies it
         key: Annotated[str | None, Query(alias="idempotency_key", min_length=1, max_length=MAX_KEY_CHARS)] = None,
     ) -> Response:
-        """Takes a caller's credential: an operator or pipeline reaps all such boxes, others those they made. With
-        `idempotency_key` instead of labels, takes back a create of the caller's own, also one that is still to come.
-        """
+        """Takes a caller's credential. An operator or pipeline reaps all such boxes, other callers only their own.
+        With `idempotency_key` instead of labels, undoes the caller's own create, even if that is yet to arrive."""
         caller = broker.access.caller(request)
         wanted = parsed_labels(labels)
         if key is not None and not wanted:
@@ -170,7 +169,7 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
 
 
 def checked_ttl(broker: BrokerService, ttl_s: float) -> float:
-    """Raises `BrokerError` ``ttl_too_long`` beyond the broker's own limit."""
+    """Return ``ttl_s``. Raises `BrokerError` ``ttl_too_long`` beyond the broker's limit."""
     limit_s = broker.config.max_ttl_s
     if ttl_s > limit_s:
         raise BrokerError(
@@ -182,7 +181,7 @@ def checked_ttl(broker: BrokerService, ttl_s: float) -> float:
 
 
 def parsed_labels(given: list[str]) -> dict[str, str]:
-    """``name=value`` pairs. Raises `InvalidBodyError`."""
+    """Parse ``name=value`` pairs. Raises `InvalidBodyError`."""
     wanted: dict[str, str] = {}
     for item in given:
         name, equals, value = item.partition("=")
@@ -221,7 +220,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
         f"{BOX}/lease", response_model=LeaseView, openapi_extra=json_body(RenewLease), summary="Renew a box's lease"
     )
     async def renew(request: Request, sandbox_id: str) -> Response:
-        """Takes the owner's lease. Relative to now, so sending it again does no harm."""
+        """Takes the owner's lease. The new end counts from now, so repeating the request is harmless."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         body = await parse(request, RenewLease, broker.config)
         box = live(grant)
@@ -236,7 +235,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
         summary="Mint a narrower lease",
     )
     async def mint(request: Request, sandbox_id: str) -> Response:
-        """Takes the owner's lease. Only this answer contains the token."""
+        """Takes the owner's lease. Only this response contains the token."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         body = await parse(request, MintLease, broker.config)
         if not narrower(body.scope, grant.scope):
@@ -252,8 +251,8 @@ def lease_routes(broker: BrokerService) -> APIRouter:
 
     @router.delete(f"{BOX}/leases", status_code=204, summary="Fence every borrower")
     async def fence(request: Request, sandbox_id: str) -> Response:
-        """Takes the owner's lease, and begins a new epoch: every other lease made so far gets 409 `fenced`, and the
-        commands that were submitted by them are killed before this answers."""
+        """Takes the owner's lease, and begins a new epoch. Requests with any other lease made so far get 409 `fenced`,
+        and the commands submitted with those leases are killed before this request returns."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         box = live(grant)
         epoch = box.epoch + 1
@@ -265,8 +264,8 @@ def lease_routes(broker: BrokerService) -> APIRouter:
 
     @router.delete(f"{BOX}/leases/{{lease_id}}", status_code=204, summary="Take one lease back")
     async def revoke(request: Request, sandbox_id: str, lease_id: str) -> Response:
-        """Takes the owner's lease, whose own ends with the box. The commands that were submitted by the lease are
-        killed before this answers."""
+        """Takes the owner's lease, which itself cannot be revoked. The commands submitted with the revoked lease are
+        killed before this request returns."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         box = live(grant)
         lease = box.leases.get(lease_id)
@@ -284,7 +283,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
 
 
 def live(grant: Grant) -> Box:
-    """The box of a grant. Raises `BrokerError` ``sandbox_gone``."""
+    """Return the live box of a grant. Raises `BrokerError` ``sandbox_gone``."""
     if grant.box is None:
         raise gone(grant.sandbox_id, (grant.record.reason if grant.record else None) or "closed")
     return grant.box
@@ -307,9 +306,9 @@ def door_routes(broker: BrokerService) -> APIRouter:
         summary="Open a door on a running box",
     )
     async def open_door(request: Request, sandbox_id: str, name: DoorName) -> Response:
-        """Takes a lease of scope `operate`. Again with the same body does nothing. Its headers are answered by no
-        route, and stored sealed. Borrowers, and owners who are agents, open doors to the routes of models and MCP
-        servers alone."""
+        """Takes a lease of scope `operate`. Repeating it with the same body has no effect. No route returns the door's
+        headers, which are stored sealed. Borrowers, and owners who are agents, may open doors only to the routes of
+        models and MCP servers."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
         body = await parse(request, DoorModel, broker.config)
         if body.name != name:
@@ -341,7 +340,7 @@ def door_routes(broker: BrokerService) -> APIRouter:
 
     @router.delete(f"{DOORS}/{{name}}", status_code=204, summary="Close a door")
     async def close_door(request: Request, sandbox_id: str, name: DoorName) -> Response:
-        """Takes a lease of scope `operate`. Also 204 when there is none."""
+        """Takes a lease of scope `operate`. Also 204 if there is no such door."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
         box = live(grant)
         handle = broker.boxes.ready(box)

@@ -1,4 +1,4 @@
-"""All routes, and those of the service itself and of images."""
+"""The table of all routes, and the routes of the service itself and of images."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def service_routes(broker: BrokerService) -> APIRouter:
 
 
 async def not_ready(broker: BrokerService) -> dict[str, Any] | None:
-    """``None`` when the broker can do its work, else why not."""
+    """Return why the broker cannot do its work, or ``None`` if it can."""
     if broker.draining.is_set():
         return {"detail": "the broker is stopping"}
     if broker.upkeep.unreconciled is not None:
@@ -104,8 +104,9 @@ def image_routes(broker: BrokerService) -> APIRouter:
         summary="Store a box's files as an image",
     )
     async def commit(request: Request, sandbox_id: str) -> Response:
-        """Takes the owner's lease. The image is the box's creator's. Replaces an image of the same name that is its
-        own too, as a whole or not at all; another's is refused. What an agent makes, it alone sees."""
+        """Takes the owner's lease. The image belongs to the box's creator. It atomically replaces the creator's own
+        image of the same name; if another caller owns that name, it is refused. Only the agent itself sees its images.
+        """
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         body = await parse(request, CommitImage, broker.config)
         box = live(grant)
@@ -114,7 +115,7 @@ def image_routes(broker: BrokerService) -> APIRouter:
 
     @router.get(f"{IMAGES}/{{name:path}}", response_model=ImageView, summary="An image's labels")
     async def look(request: Request, name: str) -> Response:
-        """Takes a caller's credential. An agent of the stack sees those it made."""
+        """Takes a caller's credential. An agent of the stack sees only the images that it made."""
         caller = broker.access.caller(request)
         own_only = not is_trusted(caller.role) and not broker.access.is_outsider(caller)
         labels = await broker.images.labels(caller, name, own_only=own_only)
@@ -124,7 +125,7 @@ def image_routes(broker: BrokerService) -> APIRouter:
 
     @router.delete(f"{IMAGES}/{{name:path}}", status_code=204, summary="Forget an image")
     async def remove(request: Request, name: str) -> Response:
-        """Takes a caller's credential; another's image is refused. Also 204 when there is none."""
+        """Takes a caller's credential; another caller's image is refused. Also 204 if there is no such image."""
         await broker.images.remove(broker.access.caller(request), name)
         return Response(status_code=204)
 
@@ -134,7 +135,7 @@ def image_routes(broker: BrokerService) -> APIRouter:
 # -- Table ---------------------------------------------------------------------------------------------------------
 
 _BODIES = (CreateSandbox, RenewLease, MintLease, ExecSubmission, SignalExec, DoorModel, CommitImage, Problem)
-# In the order in which they are tried: the most frequent first.
+# In the order in which requests are matched: the most frequent routes first.
 _FACTORIES = (
     exec_routes,
     sandbox_routes,
@@ -151,7 +152,7 @@ _DESCRIPTION = (
 
 
 def install_routes(app: FastAPI, broker: BrokerService) -> None:
-    """Add every route; once, when the broker is started."""
+    """Add every route. Call it once, when the broker is started."""
     for make in _FACTORIES:
         app.include_router(make(broker))
     execs.install(app, broker)
@@ -165,15 +166,15 @@ def install_routes(app: FastAPI, broker: BrokerService) -> None:
 
 
 async def invalid_parameter(request: Request, error: Exception) -> Response:
-    """A wrong query, path or header parameter, as a problem that names it. Added before the app serves anything: what
-    is added later is not asked."""
+    """Return a problem response that names a wrong query, path or header parameter. Register it before the app serves
+    requests; later handlers are ignored."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()[:10]]
     return problem_reply(request.scope, InvalidBodyError("; ".join(wrong), started="no"))
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The API as an OpenAPI document."""
+    """Return the API as an OpenAPI document."""
     document = get_openapi(title="Sandbox broker", version="1", description=_DESCRIPTION, routes=app.routes)
     _, bodies = models_json_schema(
         [(model, "validation") for model in _BODIES], ref_template="#/components/schemas/{model}"
@@ -184,7 +185,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     document["security"] = [{"bearer": []}]
     for item in document["paths"].values():
         for operation in item.values():
-            # The framework describes its own form of validation errors; here they are problems, as all others.
+            # The framework documents its own form of validation errors; this API returns problems instead.
             operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(name, None)

@@ -1,7 +1,7 @@
-"""What a response shows of its tool calls and its last words, however the harness spells tools' names.
+"""Extracts the tool calls and the final text from a response, whatever names the harness gives the tools.
 
-A response is the harness's word: evidence for people and metrics, and for a grade only as far as the policy could not
-have made it up.
+A response is written by the harness: it is evidence for people and metrics, but a grade may use it only as far as the
+policy could not have fabricated it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ShownCall:
-    """A tool call that a response shows."""
+    """A tool call found in a response."""
 
     name: str
     """The environment's name of the tool."""
     arguments: str
     """JSON text, as the policy wrote it."""
     output: str | None
-    """What the tool gave, or ``None`` where the response does not say."""
+    """The tool's output, or ``None`` if the response has none."""
 
 
 def tool_calls(response: Mapping[str, Any], server: str, tools: Collection[str]) -> list[ShownCall]:
-    """The calls of an environment's ``tools`` in a Responses object, in their order. ``server`` is the environment's
-    instance name: harnesses put it before the name of an MCP tool (``mcp__<server>__<tool>``, ``<server>_<tool>``)."""
+    """The calls of an environment's ``tools`` in a Responses object, in order. ``server`` is the environment's
+    instance name, which harnesses put before an MCP tool's name (``mcp__<server>__<tool>``, ``<server>_<tool>``)."""
     items = [item for item in response.get("output") or [] if isinstance(item, Mapping)]
     outputs = {
         item.get("call_id"): _text(item.get("output")) for item in items if item.get("type") == "function_call_output"
@@ -45,7 +45,7 @@ def tool_calls(response: Mapping[str, Any], server: str, tools: Collection[str])
 
 
 def plain_name(spelled: str, server: str, tools: Collection[str]) -> str | None:
-    """The tool that a harness's name for it means, or ``None`` when it is not one of ``tools``."""
+    """Translate a harness's name for a tool to the environment's; ``None`` if it is not one of ``tools``."""
     if spelled in tools:
         return spelled
     prefix = re.sub(r"[^A-Za-z0-9]", "[^A-Za-z0-9]", server)

@@ -1,4 +1,4 @@
-"""Calls a tool's route in an attempt's session, through every layer an HTTP caller's request would pass."""
+"""Calls a tool's route in an attempt's session, through every layer that an HTTP request would pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Reply:
-    """What a route answered. 500 with no body when it broke off."""
+    """A route's response; status 500 without a body if the route raised an error."""
 
     status: int = 500
     headers: MutableHeaders = field(default_factory=MutableHeaders)
@@ -28,14 +28,14 @@ class Reply:
         return 200 <= self.status < 300
 
     def value(self) -> Any:
-        """The body as JSON, or ``None`` where it is something else."""
+        """The body parsed as JSON, or ``None`` if it is not JSON."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
             return None
 
     def text(self, tool: str) -> str:
-        """What a model is shown: the body, or what was wrong with the call."""
+        """The text to show a model: the body, or what was wrong with the call."""
         if self.ok:
             return self.body.decode("utf-8", "replace")
         if self.status >= 500:
@@ -45,7 +45,7 @@ class Reply:
 
 
 def _complaint(detail: Any) -> str:
-    """The framework's list of wrong arguments, or a plugin's own words."""
+    """Format an error's ``detail``: the framework's list of wrong arguments, or a plugin's own text."""
     if isinstance(detail, list) and all(isinstance(item, dict) for item in detail):
         wrong = [(".".join(map(str, item.get("loc", ())[1:])), item.get("msg", "")) for item in detail]
         return "; ".join(f"{where or 'arguments'}: {said}" for where, said in wrong)
@@ -53,7 +53,7 @@ def _complaint(detail: Any) -> str:
 
 
 async def call_route(app: ASGIApp, path: str, arguments: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
-    """``POST path`` inside this process. What a handler raises is its reply of 500, with the traceback in the log."""
+    """Send ``POST path`` inside this process. An error of the handler is logged and becomes a reply of status 500."""
     body = orjson.dumps(dict(arguments))
     given = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     scope: Scope = {
@@ -76,7 +76,7 @@ async def call_route(app: ASGIApp, path: str, arguments: Mapping[str, Any], head
     async def receive() -> Message:
         nonlocal sent
         if sent:
-            await asyncio.Event().wait()  # this caller stays until it is cancelled
+            await asyncio.Event().wait()  # this caller never disconnects; the call ends or is cancelled
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -89,7 +89,7 @@ async def call_route(app: ASGIApp, path: str, arguments: Mapping[str, Any], head
     try:
         await app(scope, receive, send)
     except Exception:
-        # The boundary of plugin code: a server without credentials has its errors raised past their reply.
+        # The boundary of plugin code: a server without credentials raises errors instead of answering 500.
         log.exception("a tool failed", route=path)
         return Reply()
     return reply

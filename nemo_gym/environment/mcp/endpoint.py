@@ -1,8 +1,8 @@
-"""``/mcp`` of an environment: who calls, for which attempt, and the tools it may call there.
+"""An environment's ``/mcp`` route: it authenticates a caller for one attempt, and serves the tools of that attempt.
 
-The URL an attempt is given names its rollout (``/ng-rollout/<id>/mcp``), and its token must be that rollout's. A
-wrong, expired or foreign token is refused with 401, the token of an attempt that was replaced or closed with 409.
-There is no stream to subscribe to: GET and DELETE are not served.
+An attempt's URL names its rollout (``/ng-rollout/<id>/mcp``), and its token must belong to that rollout. A wrong,
+expired or foreign token is refused with 401, the token of a replaced or closed attempt with 409. There is no stream to
+subscribe to, so GET and DELETE are not served.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from nemo_gym.environment.hooks import EnvironmentHooks
 
 NEMO_GYM_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
-"""Where NeMo Gym's agents put the token."""
+"""The header in which NeMo Gym's agents send the token."""
 
 TOOLS_TTL_MS = 300_000
-"""How long a client may use a list of tools again, for every attempt, where no attempt has a list of its own."""
+"""How long a client may cache the list of tools, across attempts, if no attempt has a list of its own."""
 
 _SAME_FOR_ALL: dict[str, Any] = {"ttlMs": TOOLS_TTL_MS, "cacheScope": "public"}
 _ATTEMPT = "nemo_gym.mcp_attempt"
@@ -81,7 +81,7 @@ class McpEndpoint:
 
     @property
     def tools(self) -> dict[str, RouteTool]:
-        """Found when first asked for: plugins add their routes after the base's."""
+        """The tools by name, collected on first use because plugins add their routes after the base class."""
         if self._tools is None:
             found = [*tools_of(self._app.routes).values()]
             exposed = self._server.mcp_tools(found, catch_all_of(self._app.routes)) or []
@@ -89,12 +89,12 @@ class McpEndpoint:
         return self._tools
 
     def allowed(self, session: Mapping[str, Any]) -> dict[str, RouteTool]:
-        """The tools of the attempt with this session: all, unless its seed named some of them."""
+        """The tools that the session's attempt may call: all, unless its seed restricted them."""
         names = session.get(ALLOWED_TOOLS_SESSION_KEY)
         return self.tools if names is None else {name: self.tools[name] for name in names if name in self.tools}
 
     def offered(self, descriptor: SessionDescriptor) -> SessionDescriptor:
-        """The descriptor with this endpoint and the attempt's token in it."""
+        """Add this endpoint and the attempt's token to the descriptor."""
         if not self.tools or any(known.name == self.name for known in descriptor.mcp):
             return descriptor
         rollout = descriptor.rollout
@@ -110,7 +110,7 @@ class McpEndpoint:
         return issue_mcp_token(self._key, rollout)
 
     def nemo_metadata(self, rollout: RolloutIdentity) -> dict[str, Any]:
-        """What NeMo Gym's seed says about this endpoint."""
+        """The description of this endpoint in a NeMo Gym seed's reply."""
         return {
             "server_name": self.name,
             "url_path": MCP_PATH,
@@ -131,13 +131,13 @@ class McpEndpoint:
             refused = problem_response(error)
             refused.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
             return refused
-        await self._attempts.session_of(*attempt)  # 409 when it is over, before any protocol
+        await self._attempts.session_of(*attempt)  # raises 409 for an ended attempt, before any MCP
         request.scope[_ATTEMPT] = attempt
         return _Protocol(await self._running())
 
     async def _running(self) -> StreamableHTTPSessionManager:
-        """The protocol's request handler, started with the first request: servers whose tools nobody calls by MCP
-        never load it."""
+        """The MCP library's request handler, started by the first request, so that servers whose tools are not called
+        over MCP never load it."""
         if self._manager is None or self._started is None:
             from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
@@ -168,8 +168,8 @@ class McpEndpoint:
                 on_call_tool=self._call_tool,
                 get_tool_input_schema=self._schema,
             )
-        # The library's first major version, which NeMo Gym's plugins ask for, has handlers by the type of the request,
-        # and its server knows the request that it is answering. Type checkers see the second.
+        # The library's major version 1, which NeMo Gym's plugins require, registers handlers by request type, and its
+        # server holds the current request's context. Type checkers see version 2.
         from mcp import types
 
         first: Any = Server
@@ -195,7 +195,7 @@ class McpEndpoint:
         from mcp.types import ListToolsResult
 
         allowed = self.allowed(await self._attempts.session_of(*_attempt_of(context)))
-        # By their names in messages, which are the same in both major versions of the library.
+        # Fields by their names in MCP messages, which are the same in both major versions of the library.
         tools = [
             {
                 "name": tool.name,
@@ -235,7 +235,7 @@ class McpEndpoint:
         return _result(reply.text(tool.name), structured, is_error=not reply.ok)
 
     async def _keep_session(self, attempt: AttemptKey, name: str, before: str, cookies: list[str]) -> None:
-        """What the tool wrote into its session is there for the next call, as for a caller that keeps cookies."""
+        """Store the session that the tool changed, so that the next call gets it like a caller that keeps cookies."""
         for cookie in cookies:
             written, _, rest = cookie.partition("=")
             value = rest.partition(";")[0]
@@ -257,7 +257,7 @@ def _attempt_of(context: ServerRequestContext[Any]) -> AttemptKey:
 
 
 class _Protocol(Response):
-    """Answers a request as the MCP library does."""
+    """A response that lets the MCP library answer the request."""
 
     def __init__(self, manager: StreamableHTTPSessionManager) -> None:
         super().__init__()
@@ -280,25 +280,25 @@ def _token(request: Request) -> str | None:
     return request.headers.get(NEMO_GYM_TOKEN_HEADER)
 
 
-# Tokens whose only audience is one environment's MCP endpoint, for one attempt.
+# Tokens for one attempt at one environment's MCP endpoint, valid nowhere else.
 #
-# ``ngm1.<claims>.<mac>``, the claims being base64 of ``[run id, rollout id, attempt, expiry in Unix seconds]``
+# Format: ``ngm1.<claims>.<mac>``; the claims are base64 of ``[run id, rollout id, attempt, expiry in Unix seconds]``
 
 MCP_TOKEN_TTL_S = 24 * 3600.0
-"""How long a token can work; closing or replacing its attempt ends it earlier."""
+"""How long a token is valid at most; closing or replacing its attempt invalidates it earlier."""
 
 _KIND = "ngm1"
 
 
 def issue_mcp_token(key: bytes, rollout: RolloutIdentity, *, ttl_s: float = MCP_TOKEN_TTL_S) -> str:
-    """A token for ``rollout``'s attempt that expires in ``ttl_s`` seconds."""
+    """Issue a token for ``rollout``'s attempt that expires in ``ttl_s`` seconds."""
     claims = orjson.dumps([*AttemptKey.of(rollout), int(time.time() + ttl_s)])
     body = f"{_KIND}.{_encode(claims)}"
     return f"{body}.{_mac(key, body)}"
 
 
 def check_mcp_token(key: bytes, token: str | None) -> AttemptKey:
-    """The attempt a token is for. Raises `CredentialError` for none, a forged and an expired one."""
+    """Return the attempt that a token is for. Raises `CredentialError` for a missing, forged or expired token."""
     if not token:
         raise CredentialError("/mcp needs the header Authorization: Bearer <token of the attempt>")
     body, _, mac = token.rpartition(".")

@@ -20,7 +20,7 @@ PATHS = {
 
 
 def apply_sampling(dialect: Dialect, body: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    """The request with a session's sampling parameters, spelled as its dialect does."""
+    """Return the request with a session's sampling parameters, under the dialect's names."""
     if not sampling:
         return body
     changed = dict(body)

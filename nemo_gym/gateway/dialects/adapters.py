@@ -1,4 +1,4 @@
-"""The adapter of each dialect, a whole reply as its stream, and the list of models."""
+"""The adapter of each dialect, whole replies as streams, and the list of models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LONG_AGO = "1970-01-01T00:00:00Z"
 
 
 def models_reply(asked_by: Dialect | Mapping[str, str], names: Sequence[str]) -> dict[str, Any]:
-    """``asked_by``: a dialect, or the headers of a request, since the route is the same for all: Anthropic's clients
-    send ``anthropic-version``."""
+    """Return the list of models. ``asked_by``: a dialect, or a request's headers, because all dialects share the
+    route: Anthropic's clients send ``anthropic-version``."""
     if isinstance(asked_by, Dialect):
         anthropic = asked_by is Dialect.MESSAGES
     else:
@@ -31,24 +31,24 @@ def models_reply(asked_by: Dialect | Mapping[str, str], names: Sequence[str]) ->
     return {"object": "list", "data": owned}
 
 
-# A whole reply as the server-sent events its dialect would have streamed.
+# A whole reply as the server-sent events of its dialect.
 
 
 def stream_of(dialect: Dialect, reply: Mapping[str, Any], *, include_usage: bool = True) -> Iterator[bytes]:
-    """The events of ``reply``, which is a body of ``dialect``."""
+    """Return the events of ``reply``, which is a body of ``dialect``."""
     if dialect is Dialect.CHAT:
         return chat_events(reply, usage=include_usage)
     return responses_events(reply) if dialect is Dialect.RESPONSES else messages_events(reply)
 
 
-# A request of Responses that is answered whole by a NeMo Gym model server, whatever it asks for.
+# A Responses request for a NeMo Gym model server, which always answers with a whole reply.
 
 _OF_STREAMS = ("stream", "stream_options")
 
 
 def sanitize_streaming_responses_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """``body`` as a request for a whole reply, with the tools of namespaces beside the others, and the namespace of
-    each of them by its name. Raises ``ValueError`` for a name that two namespaces have."""
+    """Return ``body`` as a request for a whole reply, with the tools of namespaces among the others, and a mapping of
+    these tools' names to their namespaces. Raises ``ValueError`` if two namespaces have a tool of the same name."""
     cleaned = {key: value for key, value in body.items() if key not in _OF_STREAMS}
     namespaces: dict[str, str] = {}
     tools: list[Any] = []
@@ -65,7 +65,7 @@ def sanitize_streaming_responses_body(body: Mapping[str, Any]) -> tuple[dict[str
 
 
 def with_namespaces(response: dict[str, Any], namespaces: Mapping[str, str]) -> dict[str, Any]:
-    """``response`` with the namespace of each function that it calls."""
+    """Return ``response`` with the namespace added to each function call."""
     output = [
         {**item, "namespace": namespaces[item["name"]]}
         if item.get("type") == "function_call" and item.get("name") in namespaces
@@ -75,30 +75,30 @@ def with_namespaces(response: dict[str, Any], namespaces: Mapping[str, str]) -> 
     return {**response, "output": output}
 
 
-# The adapter of each dialect, between its bodies and the lowered request and answer.
+# The adapter of each dialect, which converts between its bodies and the lowered request and answer.
 
 
 class DialectAdapter(Protocol):
-    """One dialect. Stateless; what a body makes up is derived from the answer, so raising it again gives the same."""
+    """One dialect. Stateless: generated ids are derived from the answer, so raising it again gives an equal body."""
 
     def lower(self, body: Mapping[str, Any], cache: ConversationCache | None = None) -> PolicyRequest:
-        """The request in a body (JSON data). ``cache``: of the session, where its conversation is a long one. Raises
-        `InvalidBodyError`, whose ``param`` names the field, for whatever cannot be served, and nothing else."""
+        """Return the lowered request of a body (JSON data). ``cache``: the session's, if there is one. Raises
+        `InvalidBodyError`, whose ``param`` names the field, for anything that cannot be served, and no other error."""
 
     def reply(self, answer: Answer, request: PolicyRequest, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The body that answers ``body``, which lowered to ``request``."""
+        """Return the reply to ``body``, whose lowered form is ``request``."""
 
     def events(self, reply: Mapping[str, Any], request: PolicyRequest) -> Iterator[bytes]:
-        """A reply as whole server-sent events."""
+        """Yield a reply as whole server-sent events."""
 
     def opening(
         self, answer_id: str, created_at: float, model: str, request: PolicyRequest, body: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """What the stream of an answer begins with before the answer is known: Responses' response object, as `Pings`
-        needs it; nothing in the other dialects."""
+        """Return the object with which a stream can begin before the answer is known: the response object of
+        Responses, for `Pings`; ``None`` in the other dialects."""
 
     def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
-        """The status and the body that tell a harness of an error."""
+        """Return the status and the body of an error."""
 
 
 ADAPTERS: Mapping[Dialect, DialectAdapter] = {

@@ -18,18 +18,17 @@
 | ``web_search_options``, ``store``, ``metadata``, ``model`` | ignored; the session has its model |
 | anything else (``user``, ``reasoning_effort``, ``parallel_tool_calls``, ``chat_template_kwargs``, unknown fields) | ``extra`` |
 
-Types of content, of messages and of tool choices that are not known are refused by name; other unknown fields are
-harmless.
+Unknown types of content, of messages and of tool choices are refused by name; other unknown fields are accepted.
 
-All dialects keep what a session's latest requests leave behind (`ConversationCache`), so that the next one costs what
-is new in it. A harness sends its whole history with every request, and most of it is the same as before, byte for
-byte. For each of the latest histories a view is kept, whose parts run parallel to the history's elements:
+All dialects share a cache of a session's latest requests (`ConversationCache`), so that the next request costs only
+what is new in it. A harness sends its whole history with every request, and most of it is the same as before, byte for
+byte. For each of the latest histories the cache keeps a view, whose parts are parallel to the history's elements:
 
     bytes of the body  ──▶  elements  ──▶  digests (the request's fingerprint)
                                       └──▶  chat messages (the lowered request)
 
-A request that begins like a view takes over the parts of what they share; only the rest is parsed, digested and
-lowered. What this saves on the 200th turn of a conversation is in fern/pages/figures.md, "Ablation".
+A request that begins like a view reuses the view's parts for the shared elements; only the rest is parsed, digested
+and lowered. "Ablation" in fern/pages/figures.md measures what this saves on the 200th turn of a conversation.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -84,32 +83,32 @@ from nemo_gym.gateway.tokens.history import Prefix
 T = TypeVar("T")
 Lowered = list[dict[str, Any]]
 LowerFrom = Callable[[int], Iterator[tuple[int, Lowered]]]
-"""Lowers a history from one of its elements on: yields each group of elements that lower together, as where it ends
-and the messages it becomes. Where a group ends may depend on the element after it, and on nothing further."""
+"""Lowers a history from a given element on. Yields, for each group of elements that are lowered together, the index of
+its end and its messages. The end of a group may depend on the element after it, but on no later one."""
 
 HISTORY_KEYS = ("messages", "input")
 _VIEWS = 4
-"""The main conversation's and those of sub-agents that run at the same time."""
+"""How many views are kept: of the main conversation and of sub-agents that run at the same time."""
 _REWRITTEN = 4
-"""Elements. A harness may change the end of its history without starting another conversation."""
+"""A history that drops at most so many last elements of a view replaces it: harnesses rewrite the end of a history."""
 _BODY_BYTES = 256 << 10
-"""Of all bodies kept, where the latest is not larger by itself."""
+"""Limit of all bodies kept, unless the latest is larger by itself."""
 _SCANNED_MARKS = 20_000
-"""Strings, brackets and commas looked at in one body, a few milliseconds. The bytes of one with more are not kept."""
+"""Limit of strings, brackets and commas scanned in one body, a few milliseconds. A body with more is not kept."""
 _SCANNED_BYTES = 4 << 20
-"""The same bound for strings that are long or full of escapes."""
+"""The same limit in bytes, for strings that are long or full of escapes."""
 _LARGEST_BODY_BYTES = 8 << 20
-"""Parsing a body with large images takes less than finding its elements."""
+"""Larger bodies are not kept: with large images in it, a body is parsed faster than its elements are located."""
 _CANDIDATES = 4
 _BLANKS = b" \t\n\r"
-# The last group is empty where a string does not end. Without it the search would go on within the string, and again.
+# Group 1 is empty for an unterminated string. Without it the search would restart inside the string, again and again.
 _MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{},]', re.DOTALL)
 _STARTS = {key: re.compile(rb'"%b"[ \t\n\r]*+:[ \t\n\r]*+\[' % key.encode()) for key in HISTORY_KEYS}
 _BRACKET = ord("]")
 _QUOTE, _OPEN, _CLOSE = ord('"'), frozenset(b"[{"), frozenset(b"]}")
 _CANONICAL = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
-# How an answer is delivered, and what is only said about the caller. Claude Code repeats a turn whose stream broke off
-# with `stream` turned off: that is the same turn.
+# Fields that only concern the delivery of the answer, or describe the caller. If a stream breaks off, Claude Code
+# repeats the turn with `stream` turned off: that is the same request.
 _NOT_THE_REQUEST = frozenset(
     {
         "stream",
@@ -126,25 +125,25 @@ _NOT_THE_REQUEST = frozenset(
 
 @dataclass(slots=True)
 class _Body:
-    """A body's bytes, and where the elements of its history are in them."""
+    """A body's bytes, and the offsets of its history's elements in them."""
 
     raw: bytes
     key: str
-    """The history's."""
+    """The key of the history."""
     before: dict[str, Any]
-    """The object's keys up to the history's own, whose value is not in it."""
+    """The object's members up to the history's own, which has the placeholder 0 as its value."""
     ends: Prefix[int]
-    """Of the first elements, in bytes of ``raw``: where the comma or the bracket behind each is. The others are
-    looked for when a request is not a longer history, as it mostly is."""
+    """Offsets in ``raw`` of the comma or bracket after each of the first elements. The other offsets are computed only
+    if a request does not extend the history; most do."""
     close: int
-    """Where the history's bracket is: the end of the last element."""
+    """The offset of the history's closing bracket, which is the end of the last element."""
     rest: bytes
-    """What follows the bracket."""
+    """The bytes after the bracket."""
     after: dict[str, Any]
-    """The keys in ``rest``."""
+    """The members in ``rest``."""
 
     def shared(self, raw: bytes, elements: int) -> int:
-        """How many of the first ``elements`` end where ``raw`` has had the same bytes so far."""
+        """Return how many of the first ``elements`` elements are in the common beginning of this body and ``raw``."""
         with memoryview(self.raw) as mine:
             if raw.startswith(mine[: self.close]):
                 return elements
@@ -160,7 +159,7 @@ class _Body:
         return low
 
     def _find_ends(self, elements: int) -> bool:
-        """Whether every element's end is known."""
+        """Compute the missing ends. Returns whether every element's end is known now."""
         missing = elements - len(self.ends)
         if not missing:
             return True
@@ -173,14 +172,14 @@ class _Body:
 
 @dataclass(frozen=True, slots=True)
 class _Messages:
-    """What a history lowers to."""
+    """The messages that a history is lowered to."""
 
     context: Any
-    """Whatever else of the request the messages depend on."""
+    """The other data of the request that the messages depend on."""
     ends: list[int]
-    """Of each group, in elements."""
+    """The end of each group, as an index of elements."""
     counts: list[int]
-    """Messages up to the end of each group."""
+    """The number of messages up to the end of each group."""
     messages: Lowered
     elements: int
     """How many of the history's elements these were lowered from."""
@@ -188,16 +187,16 @@ class _Messages:
 
 @dataclass(slots=True)
 class _View:
-    """One history."""
+    """One history and the data derived from it."""
 
     elements: Prefix[Any] = field(default_factory=Prefix)
     body: _Body | None = None
     digests: Prefix[bytes] = field(default_factory=Prefix)
-    """``digests[i]`` stands for the first ``i + 1`` elements."""
+    """``digests[i]`` is the digest of the first ``i + 1`` elements."""
     lowered: _Messages | None = None
 
     def followed_by(self, elements: Prefix[Any], shared: int, body: _Body | None) -> _View:
-        """A view of ``elements``, of which the first ``shared`` equal this one's."""
+        """Return a view of ``elements``, of which the first ``shared`` equal this view's."""
         lowered = self.lowered
         if lowered is not None:
             lowered = replace(lowered, elements=min(lowered.elements, shared))
@@ -205,32 +204,32 @@ class _View:
         return _View(elements, body, digests, lowered)
 
     def shared(self, history: Sequence[Any]) -> int:
-        """How many first elements equal those of ``history``. Unlike `Prefix.common` it leaves its own elements as
-        they are: 1 equals 1.0, and a body is not to be parsed to another's numbers."""
+        """Return how many first elements equal those of ``history``. Unlike `Prefix.common` it keeps its own elements:
+        1 equals 1.0, and a body must not be parsed to the numbers of another."""
         length = min(len(self.elements), len(history))
         differing = compress(count(), map(is_not, self.elements, islice(history, length)))
         return next((at for at in differing if self.elements[at] != history[at]), length)
 
 
 class ConversationCache:
-    """The cache of one session. What it hands out is shared between requests; nobody may change it, but for a parsed
-    body itself and the list of its history."""
+    """The cache of one session. Its results are shared between requests and must not be changed, except for the outer
+    object of a parsed body and the list of its history."""
 
     def __init__(self) -> None:
         self._views: list[_View] = []
-        """The latest first."""
+        """Latest first."""
         self._parameters: dict[str, tuple[str, dict[str, Any], Any]] = {}
         self._tools: tuple[bytes, Any] = (b"", None)
 
     # -- parsing -------------------------------------------------------------------------------------------------
 
     def parse(self, raw: bytes) -> Any:
-        """What ``orjson.loads`` returns, or raises."""
+        """Return or raise what ``orjson.loads`` would."""
         known, shared = self._like(raw)
         if known is not None and (grown := _grown(known, shared, raw)) is not None:
             body, new = grown
             view = known.followed_by(known.elements.grown(shared, new), shared, body)
-            # What a request extends is not needed any more.
+            # A view that the request extends is no longer needed.
             self._remember(view, instead_of=known if shared >= len(known.elements) - _REWRITTEN else None)
             return {**body.before, body.key: view.elements[:], **body.after}
         value = orjson.loads(raw)
@@ -239,7 +238,7 @@ class ConversationCache:
         return value
 
     def _like(self, raw: bytes) -> tuple[_View | None, int]:
-        """The view whose body shares most with ``raw``, and how many elements."""
+        """Return the view whose body shares most elements with ``raw``, and their number."""
         nearest: _View | None = None
         most = 0
         for view in self._views:
@@ -255,7 +254,7 @@ class ConversationCache:
     # -- views ---------------------------------------------------------------------------------------------------
 
     def _view_of(self, history: Sequence[Any]) -> _View:
-        """The view of this history: the one that parsing left, or another."""
+        """Return the view of this history (mostly the one that `parse` added); adds one if there is none."""
         for view in self._views:
             if len(view.elements) == len(history) == view.shared(history):
                 return view
@@ -277,7 +276,7 @@ class ConversationCache:
         self._bound_bodies()
 
     def _bound_bodies(self) -> None:
-        """Keep the latest body, and earlier ones as far as there is room."""
+        """Keep the latest body, and earlier ones as far as they fit."""
         latest = self._views[0].body
         room = max(_BODY_BYTES, 0 if latest is None else len(latest.raw))
         for view in self._views:
@@ -291,8 +290,9 @@ class ConversationCache:
     # -- lowering ------------------------------------------------------------------------------------------------
 
     def parameters(self, use: str, name: str, given: dict[str, Any], make: Callable[[], T]) -> T:
-        """What ``make`` makes of a request's parameters: its body without the history. Most requests have those of the
-        one before, as the very same objects. ``use``: what is made; ``name``: what else it depends on."""
+        """Return ``make()`` for ``given``, a request's body without the history. The result is cached, because most
+        requests have the same objects as the one before. ``use``: the kind of result; ``name``: what else it depends
+        on."""
         known = self._parameters.get(use)
         if known is None or known[0] != name or not _same_items(known[1], given):
             known = self._parameters[use] = (name, given, make())
@@ -300,10 +300,10 @@ class ConversationCache:
         return made
 
     def tools(self, raw: Any, lower: Callable[[], T]) -> T:
-        """What the tools of a request lower to: most requests offer those of the one before, to the byte."""
+        """Return a request's tools, lowered. The result is cached: most requests have the same tools, to the byte."""
         try:
             spelled = orjson.dumps(raw)
-        except TypeError:  # nested too deeply to be written
+        except TypeError:  # nested too deeply to be serialized
             return lower()
         if spelled != self._tools[0]:
             self._tools = (spelled, lower())
@@ -311,7 +311,7 @@ class ConversationCache:
         return known
 
     def lowered(self, context: Any, raw: Sequence[Any], lower_from: LowerFrom) -> Lowered:
-        """``raw`` as messages. ``context`` is whatever else of the request the messages depend on."""
+        """Return ``raw`` as messages. ``context`` is the other data of the request that the messages depend on."""
         view = self._view_of(raw)
         known, groups = self._lowered_before(view, context, raw)
         ends = known.ends[:groups] if known is not None else []
@@ -325,7 +325,7 @@ class ConversationCache:
         return [*messages]
 
     def _lowered_before(self, view: _View, context: Any, raw: Sequence[Any]) -> tuple[_Messages | None, int]:
-        """What was lowered of ``raw`` in the same context, and how many of its groups are still right."""
+        """Return the earlier messages of the same context that share most groups with ``raw``, and that number."""
         nearest: _Messages | None = None
         most = 0
         for other in (view, *self._views):
@@ -333,7 +333,7 @@ class ConversationCache:
             if known is None or known.context != context:
                 continue
             shared = known.elements if other is view else min(known.elements, other.shared(raw))
-            # The element after a group is part of what is shared, since it may decide where the group ends.
+            # The element after a group must be shared as well, since it may decide where the group ends.
             groups = bisect_left(known.ends, shared)
             if groups > most:
                 nearest, most = known, groups
@@ -344,7 +344,7 @@ class ConversationCache:
     # -- fingerprints --------------------------------------------------------------------------------------------
 
     def digest(self, history: Sequence[Any]) -> bytes:
-        """A digest of all elements of a history, the same with an empty cache. They must not be changed later."""
+        """Return a digest of a history, independent of the cache's state. Its elements must not be changed later."""
         view = self._view_of(history)
         known = len(view.digests)
         last = view.digests[-1] if known else b""
@@ -356,15 +356,15 @@ class ConversationCache:
 def lowered_history(
     cache: ConversationCache | None, context: Any, raw: Sequence[Any], lower_from: LowerFrom
 ) -> Lowered:
-    """``raw`` as messages, with the help of ``cache`` where there is one."""
+    """Return ``raw`` as messages, with the help of ``cache`` if there is one."""
     if cache is not None:
         return cache.lowered(context, raw, lower_from)
     return [message for _, group in lower_from(0) for message in group]
 
 
 def request_fingerprint(route: str, body: Mapping[str, Any], cache: ConversationCache | None = None) -> str:
-    """A digest of what is asked for, whatever the order of its keys: two requests of a session with one fingerprint
-    are the same request. Raises `InvalidBodyError` for a body that is nested too deeply."""
+    """Return a digest of a request, whatever the order of its keys: two requests of a session with one fingerprint are
+    the same request. Raises `InvalidBodyError` for a body that is nested too deeply."""
     cache = cache or ConversationCache()
     given = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
     histories = [(key, given.pop(key)) for key in HISTORY_KEYS if isinstance(given.get(key), list)]
@@ -376,9 +376,9 @@ def request_fingerprint(route: str, body: Mapping[str, Any], cache: Conversation
 
 def _canonical(value: Any) -> bytes:
     try:
-        # Some levels around it: what is taken here is also written inside of records and replies.
+        # With ten levels around it, because what is accepted here is also written inside records and replies.
         return orjson.dumps([[[[[[[[[[value]]]]]]]]]], option=_CANONICAL)
-    except TypeError:  # all that was read can be written, but for depth: 1,024 levels are read and 254 are written
+    except TypeError:  # only for depth: orjson reads 1,024 levels and writes 254
         raise InvalidBodyError("the body is nested too deeply: at most 240 levels are taken") from None
 
 
@@ -387,8 +387,8 @@ def _digest(data: bytes) -> bytes:
 
 
 def _same_items(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two objects have the same keys in the same order, and the very same objects as values: equal ones may
-    be of other types."""
+    """Return whether two objects have the same keys in the same order, and identical objects as values: equal objects
+    may have different types."""
     return len(one) == len(other) and all(map(eq, one, other)) and all(map(is_, one.values(), other.values()))
 
 
@@ -396,7 +396,7 @@ def _same_items(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _located(raw: bytes, value: Any) -> _Body | None:
-    """``raw``, which holds ``value``; nothing for what is no object with a history."""
+    """Return the body of ``raw``, which parses to ``value``; ``None`` if it has no history or is not to be kept."""
     if not isinstance(value, dict) or len(raw) > _LARGEST_BODY_BYTES:
         return None
     for key in HISTORY_KEYS:
@@ -404,7 +404,7 @@ def _located(raw: bytes, value: Any) -> _Body | None:
             continue
         for _, start in zip(range(_CANDIDATES), _STARTS[key].finditer(raw), strict=False):
             try:
-                # Only where a key of the outer object begins is this an object.
+                # This is valid JSON only if the match is a key of the outer object.
                 before = orjson.loads(raw[: start.start()] + b'"%b":0}' % key.encode())
             except orjson.JSONDecodeError:
                 continue
@@ -413,7 +413,7 @@ def _located(raw: bytes, value: Any) -> _Body | None:
             ends, close = scanned[:-1], scanned[-1]
             rest = raw[close + 1 :]
             after = _keys_behind(rest)
-            # A later key of the same name is the one that counts.
+            # If a key is repeated, its last value wins.
             if after is None or key in after or len(ends) != len(value[key]):
                 return None
             return _Body(raw, key, before, Prefix(ends), close, rest, after)
@@ -421,8 +421,8 @@ def _located(raw: bytes, value: Any) -> _Body | None:
 
 
 def _grown(known: _View, shared: int, raw: bytes) -> tuple[_Body, list[Any]] | None:
-    """``raw``, which begins like ``known`` up to the end of its element ``shared``, and its further elements; nothing
-    for what has to be parsed as a whole, because it is something else than it seemed, or an error."""
+    """Return the body of ``raw``, which begins like ``known`` up to the end of element ``shared``, and its further
+    elements; ``None`` if it has to be parsed as a whole, because the rest has another structure or is invalid."""
     body = known.body
     assert body is not None
     at = body.close if shared == len(known.elements) else body.ends[shared - 1]
@@ -443,15 +443,15 @@ def _grown(known: _View, shared: int, raw: bytes) -> tuple[_Body, list[Any]] | N
 
 
 def _elements_between(raw: bytes, start: int, rest: bytes) -> tuple[list[Any], int] | None:
-    """The elements of an array from ``start`` on, and where its bracket is: before ``rest``, if that is what ``raw``
-    ends with. Nothing where they are none, or something else."""
+    """Return the elements of an array from ``start`` on, and the offset of its closing bracket: right before ``rest``
+    if ``raw`` ends with that. ``None`` if there are no elements or they are invalid."""
     close = len(raw) - len(rest) - 1
     if not (close > start and raw[close] == _BRACKET and raw.endswith(rest)):
         if (scanned := _element_ends(raw, start)) is None:
             return None
         close = scanned[-1]
     try:
-        # As deep as in the whole body: there is a limit to that. And two arrays, if a bracket within closed the first.
+        # As deep as in the whole body, since depth has a limit. Two arrays: an earlier bracket closed the first.
         arrays = orjson.loads(b"[[%b]]" % raw[start:close])
     except orjson.JSONDecodeError:
         return None
@@ -459,8 +459,8 @@ def _elements_between(raw: bytes, start: int, rest: bytes) -> tuple[list[Any], i
 
 
 def _element_ends(raw: bytes, start: int) -> list[int] | None:
-    """Where each element ends of an array whose first element begins at ``start``, and where the array does: the last
-    is there twice. What it finds in something that is no JSON means nothing."""
+    """Return the end of each element of an array whose first element begins at ``start``, and then the end of the
+    array, which equals the last element's; ``None`` above the limits. The result for invalid JSON is meaningless."""
     ends: list[int] = []
     depth = 0
     for number, mark in enumerate(_MARK.finditer(raw, start, start + _SCANNED_BYTES)):
@@ -483,7 +483,7 @@ def _element_ends(raw: bytes, start: int) -> list[int] | None:
 
 
 def _keys_behind(rest: bytes) -> dict[str, Any] | None:
-    """The keys of an object behind one of its values; nothing where that is not how the object ends."""
+    """Return the members of an object after one of its values; ``None`` if ``rest`` is not the end of an object."""
     rest = rest.strip(_BLANKS)
     if rest == b"}":
         return {}
@@ -493,15 +493,17 @@ def _keys_behind(rest: bytes) -> dict[str, Any] | None:
         after = orjson.loads(b"{" + rest[1:])
     except orjson.JSONDecodeError:
         return None
-    return after or None  # nothing behind the comma would be an error
+    return after or None  # a comma without a member after it is an error
 
+
+# An answer as a chat completion, whole and streamed.
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 LOGPROBS_PER_CHUNK = 64
 
 
 def completion_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
-    """A ``chat.completion``."""
+    """Return the answer as a ``chat.completion``."""
     message: dict[str, Any] = {"role": "assistant", "content": text_in(answer) or None, "refusal": None}
     if reasoning := reasoning_in(answer):
         message["reasoning_content"] = reasoning
@@ -548,7 +550,7 @@ def _usage(usage: AnswerUsage) -> dict[str, Any]:
 
 
 def token_fields(tokens: AnswerTokens) -> dict[str, Any]:
-    """The token fields of a message or item; nothing of an endpoint that told no ids."""
+    """Return the token fields of a message or item; empty if the endpoint returned no ids."""
     ids = tokens.ids_json if tokens.ids_json is not None else tokens.ids
     if not ids:
         return {}
@@ -558,9 +560,9 @@ def token_fields(tokens: AnswerTokens) -> dict[str, Any]:
 
 
 def logprobs_content(tokens: AnswerTokens) -> list[dict[str, Any]]:
-    """``logprobs`` entries of OpenAI's dialects: text, logprob and bytes of each sampled token."""
+    """Return ``logprobs`` entries of OpenAI's dialects: text, logprob and bytes of each sampled token."""
     texts: Sequence[str] = tokens.texts if tokens.texts is not None else [f"token_id:{one}" for one in tokens.ids]
-    # Made once for each of the few thousand different tokens that an answer has, and not changed by anybody.
+    # Computed once for each of the few thousand different tokens of an answer; the entries share the lists.
     data = {text: [*text.encode("utf-8", "replace")] for text in {*texts}}
     return [
         {"token": text, "logprob": logprob, "bytes": data[text], "top_logprobs": []}
@@ -569,7 +571,7 @@ def logprobs_content(tokens: AnswerTokens) -> list[dict[str, Any]]:
 
 
 def chat_events(completion: Mapping[str, Any], *, usage: bool) -> Iterator[bytes]:
-    """The chunks of a completion, of ours or of an endpoint. ``usage``: whether the last one reports it."""
+    """Yield the chunks of a completion, the gateway's or an endpoint's. ``usage``: whether the last one reports it."""
     head = {key: completion.get(key) for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     if usage:
         head["usage"] = None
@@ -616,7 +618,7 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"tool_calls": [{"index": number, kind: {text_key: piece}}]}
 
 
-# An answer as a chat completion, whole and streamed.
+# A request of Chat Completions as a lowered request.
 
 SAMPLING = (
     "temperature",
@@ -685,7 +687,7 @@ class ChatAdapter:
 
 
 def _parameters(body: Body, table: ToolTable) -> tuple[ToolTable, PolicyRequest]:
-    """A request without its messages."""
+    """Return the tools, and the lowered request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
     if body.get("modalities") not in (None, [], ["text"]):
@@ -771,7 +773,7 @@ def _call(call: Body, where: str, table: ToolTable) -> dict[str, Any]:
 
 
 def arguments_at(function: Body, where: str) -> str:
-    """A call's arguments: JSON text, or the data itself, which some harnesses send."""
+    """Return a call's arguments as JSON text. Some harnesses send parsed data instead of text."""
     value = function.get("arguments")
     if value is None:
         return ""

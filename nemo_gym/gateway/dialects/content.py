@@ -1,7 +1,7 @@
-"""What all dialects share: fields of a request's body, the content of messages, tools; an answer's parts and events.
+"""Code that all dialects share: fields of request bodies, content of messages, tools, parts and events of answers.
 
-A body comes from anybody: a field has the right type, or an `InvalidBodyError` names it by ``where``, a path as SDKs
-print it: ``messages.3.content.0.text``.
+Bodies are untrusted, so the type of each field is checked. The `InvalidBodyError` for a wrong type names the field by
+``where``, a path as SDKs print it: ``messages.3.content.0.text``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def refuse(where: str, problem: str) -> NoReturn:
 
 
 def text_at(body: Body, key: str, where: str, *, default: str | None = None) -> str:
-    """A string that must be there, unless there is a ``default`` for where it is absent or null."""
+    """Return a string. An absent or null field is an error, unless there is a ``default``."""
     value = body.get(key)
     if value is None and default is not None:
         return default
@@ -43,7 +43,7 @@ def optional_text(body: Body, key: str, where: str) -> str | None:
 
 
 def object_at(body: Body, key: str, where: str) -> Body:
-    """An object; an empty one where it is absent or null."""
+    """Return an object; an empty one for an absent or null field."""
     value = body.get(key)
     if value is None:
         return {}
@@ -53,7 +53,7 @@ def object_at(body: Body, key: str, where: str) -> Body:
 
 
 def objects_in(value: Any, where: str, start: int = 0) -> Iterator[tuple[str, Body]]:
-    """``(where, object)`` of each element of a list of objects from ``start`` on; nothing for null."""
+    """Yield ``(where, object)`` for each element from ``start`` on in a list of objects; nothing for null."""
     if value is None:
         return
     if not isinstance(value, list | tuple):
@@ -67,7 +67,7 @@ def objects_in(value: Any, where: str, start: int = 0) -> Iterator[tuple[str, Bo
 
 
 def number_at(body: Body, key: str, *, low: float | None = None, whole: bool = False) -> int | float | None:
-    """A number, or nothing where it is absent or null."""
+    """Return a number; ``None`` for an absent or null field."""
     value = body.get(key)
     if value is None:
         return None
@@ -77,7 +77,7 @@ def number_at(body: Body, key: str, *, low: float | None = None, whole: bool = F
         if value != int(value):
             refuse(key, f"must be a whole number, not {value}")
         value = int(value)
-        if not -_WHOLE_BELOW <= value < _WHOLE_BELOW:  # JSON has no limit there; engines and records have
+        if not -_WHOLE_BELOW <= value < _WHOLE_BELOW:  # a limit of engines and records; JSON has none
             refuse(key, f"must be a whole number of 64 bits, not {value:.3g}")
     if low is not None and value < low:
         refuse(key, f"is {value}; it must be at least {low}")
@@ -92,7 +92,7 @@ def flag_at(body: Body, key: str) -> bool:
 
 
 def stop_at(body: Body, key: str) -> list[str] | None:
-    """Stop strings: one, several, or nothing."""
+    """Return the stop strings of a string, a list or null."""
     value = body.get(key)
     if value is None:
         return None
@@ -103,13 +103,13 @@ def stop_at(body: Body, key: str) -> list[str] | None:
 
 
 def sampling_at(body: Body, *names: str) -> dict[str, Any]:
-    """The sampling parameters among ``names`` that are set."""
+    """Return the sampling parameters among ``names`` that are set."""
     found = {name: number_at(body, name, whole=name in ("seed", "top_k")) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def json_at(value: Any, where: str) -> str:
-    """JSON text of data that came as JSON."""
+    """Return parsed JSON data as JSON text again."""
     try:
         return orjson.dumps(value).decode()
     except (TypeError, ValueError):  # nested deeper than any tool's arguments, or not Unicode
@@ -117,21 +117,21 @@ def json_at(value: Any, where: str) -> str:
 
 
 def repeatable(body: Body, *keys: str) -> None:
-    """Refuse what a reply is to repeat and could not hold."""
+    """Refuse fields that a reply has to repeat, if they are nested too deeply for a reply."""
     for key in keys:
         if isinstance(value := body.get(key), list | dict):
             json_at([[[[[[[[value]]]]]]]], key)
 
 
 def refuse_set(body: Body, reasons: Mapping[str, str]) -> None:
-    """Refuse the fields among ``reasons`` that ask for something: those not absent, null, false, 0 or empty."""
+    """Refuse the fields in ``reasons`` that ask for something: those not absent, null, false, 0 or empty."""
     for key, reason in reasons.items():
         if body.get(key):
             refuse(key, reason)
 
 
 def rest_of(body: Body, known: Sequence[str] | frozenset[str]) -> dict[str, Any]:
-    """The fields that are set and not ``known``."""
+    """Return the fields that are set and not ``known``."""
     return {key: value for key, value in body.items() if value is not None and key not in known}
 
 
@@ -144,7 +144,7 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-# Content of messages: text as it stands, images as ``image_url`` parts, everything else refused by name.
+# Content of messages: text unchanged, images as ``image_url`` parts, everything else refused by name.
 
 Part = dict[str, Any]
 _UNSERVED = {
@@ -160,12 +160,12 @@ _UNSERVED = {
 }
 _URL = re.compile(r"\A(?:https?://|data:image/)", re.IGNORECASE)
 BETWEEN_PARTS = "\n"
-"""Between text parts of one message, where a template takes text only. They are separate things: glued together, the
-end of one would read as the beginning of the next."""
+"""Stands between the text parts of a message when they are joined for a template that takes text only. Without it, the
+end of one part would run into the beginning of the next."""
 
 
 def joined(parts: list[Part]) -> str | list[Part]:
-    """Content of parts: one text where there is nothing else."""
+    """Return ``parts`` as content: as one text if all of them are text."""
     if any(part["type"] != "text" for part in parts):
         return parts
     return BETWEEN_PARTS.join(part["text"] for part in parts)
@@ -176,7 +176,7 @@ def text_part(text: str) -> Part:
 
 
 def image_part(url: str, where: str, detail: Any = None) -> Part:
-    """An image by its URL or data URL."""
+    """Return an image part for a URL or data URL."""
     if not _URL.match(url):
         refuse(where, "must be an http(s) URL or a data URL of an image (data:image/…;base64,…)")
     image = {"url": url}
@@ -186,7 +186,7 @@ def image_part(url: str, where: str, detail: Any = None) -> Part:
 
 
 def openai_part(part: Body, where: str) -> Part | None:
-    """A content part of Chat Completions or Responses; nothing for one without content."""
+    """Convert a content part of Chat Completions or Responses."""
     kind = part.get("type")
     if kind in ("text", "input_text", "output_text", "summary_text", "reasoning_text"):
         return text_part(text_at(part, "text", where))
@@ -206,7 +206,7 @@ def openai_part(part: Body, where: str) -> Part | None:
 
 
 def anthropic_image(block: Body, where: str) -> Part:
-    """An ``image`` block of Messages."""
+    """Convert an ``image`` block of Messages."""
     source = object_at(block, "source", where)
     where = f"{where}.source"
     kind = source.get("type")
@@ -219,7 +219,7 @@ def anthropic_image(block: Body, where: str) -> Part:
 
 
 def refuse_part(kind: Any, where: str) -> NoReturn:
-    """Refuse content of a type that cannot be shown to the policy."""
+    """Refuse content of a type that the policy cannot take."""
     name = _UNSERVED.get(kind) if isinstance(kind, str) else None
     if name is not None:
         refuse(where, f"is {name} (type '{kind}'): this model takes text and images only")
@@ -227,7 +227,7 @@ def refuse_part(kind: Any, where: str) -> NoReturn:
 
 
 def openai_content(value: Any, where: str) -> str | list[Part] | None:
-    """The content of a message or of a tool's output: text, parts or nothing."""
+    """Return the content of a message or of a tool's output: text, parts or ``None``."""
     if value is None or isinstance(value, str):
         return value
     found = (openai_part(part, at) for at, part in objects_in(value, where))
@@ -235,7 +235,7 @@ def openai_content(value: Any, where: str) -> str | list[Part] | None:
 
 
 def answer_text(value: Any, where: str) -> str | None:
-    """The text of an assistant's message. Its parts are one text: it was sampled as one."""
+    """Return the text of an assistant's message. Its parts are joined without a separator: they are one sample."""
     if value is None or isinstance(value, str):
         return value
     texts = []
@@ -248,7 +248,7 @@ def answer_text(value: Any, where: str) -> str | None:
 
 
 def lead_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with several system messages at the beginning made one: most templates take one only."""
+    """Merge several system messages at the beginning into one: most templates accept only one."""
     end = 0
     while end < len(messages) and messages[end]["role"] == "system":
         end += 1
@@ -265,7 +265,7 @@ def plain_text(content: str | list[Part] | None) -> str:
 
 
 def system_text(value: Any, where: str) -> str:
-    """A system prompt: text, or parts that are text."""
+    """Return the text of a system prompt, which is text or a list of text parts."""
     content = openai_content(value, where)
     if isinstance(content, list):
         refuse(where, "holds an image: system messages hold text only")
@@ -273,24 +273,24 @@ def system_text(value: Any, where: str) -> str:
 
 
 def reasoning_of(message: Mapping[str, Any], where: str) -> str | None:
-    """The reasoning that a harness sends back, by either of its names in Chat Completions."""
+    """Return the reasoning that a harness sends back, under either of its names in Chat Completions."""
     for key in ("reasoning_content", "reasoning"):
         if isinstance(message.get(key), str) and message[key]:
             return str(message[key])
     return optional_text(message, "reasoning_content", where)
 
 
-# Tools as the policy sees them: functions with flat, unique names, whatever a harness calls them.
+# Tools in the form for the policy: functions with flat, unique names, whatever names a harness uses.
 #
-# Codex groups tools in namespaces and takes free text for some; Chat Completions knows neither. The policy sees
-# ``<namespace>__<name>`` and one string argument; `CallName` says how a call is handed back.
+# Codex groups tools in namespaces, and some of its tools take free text; functions of Chat Completions have neither.
+# The prompt has ``<namespace>__<name>`` and one string argument instead; `CallName` serves to convert calls back.
 
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_-]")
 CUSTOM_INPUT = "input"
 """The one argument of a tool that takes free text."""
 RAW_CALL = "_raw"
-"""Ends the id of a call to a free-text tool whose arguments were not ``{"input": text}``: its text is the arguments as
-sampled, and the id says so when the call is sent back."""
+"""Suffix of the id of a call to a free-text tool whose arguments were not ``{"input": text}``. Its text is then the
+sampled arguments, and the suffix marks it when the harness sends the call back."""
 LOCAL_SHELL = "local_shell"
 _LOCAL_SHELL_PARAMETERS = {
     "type": "object",
@@ -305,7 +305,7 @@ _SHELL_TYPES = {"command": list, "working_directory": str, "timeout_ms": int}
 
 
 def function_tool(name: str, description: str | None, parameters: Any, strict: Any = None) -> dict[str, Any]:
-    """A tool as in Chat Completions."""
+    """Return a tool as in Chat Completions."""
     function: dict[str, Any] = {"name": name}
     if description:
         function["description"] = description
@@ -316,7 +316,7 @@ def function_tool(name: str, description: str | None, parameters: Any, strict: A
 
 
 class ToolTable:
-    """The tools of one request, and both directions between their names."""
+    """The tools of one request, and the mapping between their names and flat names in both directions."""
 
     def __init__(self) -> None:
         self.tools: list[dict[str, Any]] = []
@@ -325,14 +325,14 @@ class ToolTable:
         self._taken: set[str] = set()
 
     def add(self, tool: Body, where: str, namespace: str | None = None, about: str | None = None) -> None:
-        """A function tool: ``name``, ``description``, ``parameters``, ``strict``."""
+        """Add a function tool: ``name``, ``description``, ``parameters``, ``strict``."""
         parameters = object_at(tool, "parameters", where)
         description = optional_text(tool, "description", where) or about
         flat = self._named(CallName(_name(tool, where), namespace), where)
         self.tools.append(function_tool(flat, description, parameters, tool.get("strict")))
 
     def add_custom(self, tool: Body, where: str, namespace: str | None = None) -> None:
-        """A tool that takes free text, in a grammar that the policy is told about but not held to."""
+        """Add a tool that takes free text. Its description includes its grammar, which sampling does not enforce."""
         about = optional_text(tool, "description", where) or ""
         grammar = object_at(tool, "format", where)
         grammar = object_at(grammar, "grammar", f"{where}.format") or grammar
@@ -348,7 +348,7 @@ class ToolTable:
         self.tools.append(function_tool(flat, "Runs a command on the local machine.", _LOCAL_SHELL_PARAMETERS))
 
     def flat_name(self, name: str, namespace: str | None = None) -> str:
-        """The name the policy knows a tool by; also of tools that are no longer offered."""
+        """Return the flat name of a tool, even of one that is no longer offered."""
         return self._flat.get((namespace, name)) or _flat(name, namespace)
 
     def _named(self, called: CallName, where: str) -> str:
@@ -379,24 +379,24 @@ def _flat(name: str, namespace: str | None) -> str:
 
 
 def called(flat: str, call_id: str, arguments: str) -> dict[str, Any]:
-    """A call as in Chat Completions."""
+    """Return a call as in Chat Completions."""
     return {"id": call_id, "type": "function", "function": {"name": flat, "arguments": arguments}}
 
 
 def custom_arguments(text: str, call_id: str, where: str) -> str:
-    """The arguments of a call to a free-text tool that a harness sends back."""
+    """Return the arguments of a call to a free-text tool that a harness sends back."""
     return text if call_id.endswith(RAW_CALL) else json_at({CUSTOM_INPUT: text}, where)
 
 
 def custom_input(call_id: str, arguments: str, data: Any) -> tuple[str, str]:
-    """``(id, text)`` of a call to a free-text tool as it is handed out; ``data`` are its arguments, parsed."""
+    """Return ``(id, text)`` of a call to a free-text tool, for a reply; ``data``: the parsed arguments."""
     if isinstance(data, Mapping) and [*data] == [CUSTOM_INPUT] and isinstance(data[CUSTOM_INPUT], str):
         return call_id, data[CUSTOM_INPUT]
     return call_id + RAW_CALL, arguments
 
 
 def chosen(choice: Any, table: ToolTable, where: str = "tool_choice") -> str | dict[str, Any]:
-    """``tool_choice`` of either OpenAI dialect: ``auto``, ``none``, ``required``, or ``{"name": flat name}``."""
+    """Convert ``tool_choice`` of an OpenAI dialect to ``auto``, ``none``, ``required`` or ``{"name": flat name}``."""
     if choice is None:
         return "auto"
     if isinstance(choice, str):
@@ -415,8 +415,8 @@ def chosen(choice: Any, table: ToolTable, where: str = "tool_choice") -> str | d
 
 
 def shell_action(data: Any) -> dict[str, Any] | None:
-    """The action of a ``local_shell`` call with these arguments; nothing where it could not carry them unchanged, and
-    the call has to be handed out as a function's."""
+    """Return the action of a ``local_shell`` call with these arguments; ``None`` if an action cannot carry them
+    unchanged, and the reply has to hold a function call instead."""
     if not isinstance(data, Mapping) or not isinstance(command := data.get("command"), list):
         return None
     fits = all(isinstance(word, str) for word in command) and all(
@@ -426,24 +426,24 @@ def shell_action(data: Any) -> dict[str, Any] | None:
 
 
 def shell_arguments(action: Body, where: str) -> str:
-    """The arguments of a ``local_shell`` call that a harness sends back."""
+    """Return the arguments of a ``local_shell`` call that a harness sends back."""
     return json_at({key: action[key] for key in _SHELL_TYPES if action.get(key) is not None}, where)
 
 
 # Server-sent events, and text cut into pieces for them.
 
 PIECE_CHARS = 256
-"""Small enough that a harness shows progress, large enough that 65,536 tokens are about a thousand events."""
+"""Small enough for a harness to show progress, large enough that 65,536 tokens make about a thousand events."""
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def data(value: Mapping[str, Any]) -> bytes:
-    """An event without a name."""
+    """Return a server-sent event without a name."""
     return b"data: " + dumped(value) + b"\n\n"
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """An event named by its ``type``."""
+    """Return a server-sent event named by its ``type``."""
     return b"event: " + str(value["type"]).encode() + b"\n" + data(value)
 
 
@@ -455,13 +455,13 @@ def dumped(value: Any) -> bytes:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces. A piece ends between code points, so each is Unicode of its own."""
+    """Cut ``text`` into pieces. Each ends between code points, so it is valid Unicode by itself."""
     for start in range(0, len(text), PIECE_CHARS):
         yield text[start : start + PIECE_CHARS]
 
 
 def unicode_of(text: str) -> str:
-    """``text`` as UTF-8, and so JSON on the wire, can hold it: surrogate pairs joined, lone surrogates replaced."""
+    """Return ``text`` in a form that UTF-8 can encode: surrogate pairs joined, lone surrogates replaced."""
     if text.isascii():
         return text
     try:
@@ -471,18 +471,18 @@ def unicode_of(text: str) -> str:
     return text
 
 
-# What replies read of an answer's message.
+# The parts of an answer's message that replies need.
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """One call of an answer, by its flat name."""
+    """One tool call of an answer, under the flat name."""
 
     call_id: str
     name: str
     arguments: str
     data: Any
-    """The arguments, parsed; ``None`` where they are no JSON."""
+    """The parsed arguments; ``None`` if they are not JSON."""
 
 
 def text_in(answer: Answer) -> str:
@@ -502,12 +502,12 @@ def calls_in(answer: Answer) -> list[AnswerCall]:
             parsed = orjson.loads(arguments)
         except orjson.JSONDecodeError:
             parsed = None
-        # Harnesses refuse a call without an id; one derived from the answer is the same whenever it is raised again.
+        # Harnesses refuse a call without an id. An id derived from the answer is the same each time it is raised.
         call_id = str(call.get("id") or "") or f"call_{answer.answer_id[:20]}_{number}"
         calls.append(AnswerCall(call_id, unicode_of(str(function["name"])), arguments, parsed))
     return calls
 
 
 def made_up(answer: Answer, what: str) -> str:
-    """48 hexadecimal digits that depend on the answer and ``what`` only."""
+    """Return 48 hexadecimal digits that depend only on the answer and ``what``."""
     return hashlib.blake2b(f"{answer.answer_id}/{what}".encode("utf-8", "replace"), digest_size=24).hexdigest()

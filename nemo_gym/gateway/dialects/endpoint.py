@@ -1,4 +1,4 @@
-"""The lowered request and answer towards an endpoint that speaks Chat Completions: the far side of the adapters."""
+"""Converts the lowered request and answer to and from Chat Completions, for an endpoint that speaks this dialect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENDS = {end.value: end for end in AnswerEnd} | {"function_call": AnswerEnd.TOOL
 
 
 def chat_body(request: PolicyRequest) -> dict[str, Any]:
-    """The request as a body of Chat Completions, without ``model`` and ``stream``, which are the caller's."""
+    """Return the request as a body of Chat Completions, without ``model`` and ``stream``, which the caller adds."""
     body: dict[str, Any] = {**request.extra, "messages": [*request.messages], **request.asked}
     tools = [*(request.tools or ()), *request.deferred]
     if tools:
@@ -44,11 +44,11 @@ def chat_body(request: PolicyRequest) -> dict[str, Any]:
 def answer_of_completion(
     completion: Mapping[str, Any], *, answer_id: str, created_at: float, model: str | None = None
 ) -> Answer:
-    """The answer in a chat completion of an endpoint; ``model`` overrides the one it names. Raises `KeyError`,
-    `IndexError`, `TypeError` or `ValueError` for what is no chat completion."""
+    """Return the answer in an endpoint's chat completion; ``model`` overrides the name in it. Raises `KeyError`,
+    `IndexError`, `TypeError` or `ValueError` for anything that is no chat completion."""
     try:
         return _answer(completion, answer_id, created_at, model)
-    except AttributeError as error:  # something else where an object should be
+    except AttributeError as error:  # another type in place of an object
         raise TypeError(str(error)) from error
 
 
@@ -70,8 +70,8 @@ def _answer(completion: Mapping[str, Any], answer_id: str, created_at: float, mo
 
 
 def message_of(said: Mapping[str, Any], answer_id: str) -> dict[str, Any]:
-    """The parts of an endpoint's message that any harness can be told, in one spelling. Calls without an id get one
-    made of ``answer_id``."""
+    """Return the parts of an endpoint's message that every dialect can carry, under uniform names. Calls without an id
+    get one that is derived from ``answer_id``."""
     message: dict[str, Any] = {"role": "assistant", "content": said.get("content")}
     if message["content"] is None and said.get("refusal"):
         message["content"] = said["refusal"]
@@ -98,13 +98,13 @@ def _arguments(given: Any) -> str:
 
 
 def end_of(finish_reason: Any, message: Mapping[str, Any]) -> AnswerEnd:
-    """Why the answer ended, in whichever words the endpoint has for it."""
+    """Return why the answer ended, from the endpoint's finish reason and the message's calls."""
     end = _ENDS.get(str(finish_reason), AnswerEnd.STOP)
     return AnswerEnd.TOOL_CALLS if message.get("tool_calls") and end is AnswerEnd.STOP else end
 
 
 def usage_of(reported: Any) -> AnswerUsage:
-    """Tokens as an endpoint counted them; none where it did not. Raises `ValueError` for what counts nothing."""
+    """Return an endpoint's token counts; zeros if it sent none. Raises `ValueError` for values that are not counts."""
     if not isinstance(reported, Mapping):
         return AnswerUsage()
     details = (reported.get("prompt_tokens_details"), reported.get("completion_tokens_details"))
@@ -118,7 +118,7 @@ def usage_of(reported: Any) -> AnswerUsage:
 
 
 def _tokens(choice: Mapping[str, Any], message: Mapping[str, Any]) -> AnswerTokens | None:
-    """What the endpoint told about its tokens: ids as NeMo Gym's model servers do, or texts and logprobs."""
+    """Return the tokens in the endpoint's reply: ids as from NeMo Gym's model servers, or texts and logprobs."""
     entries = (choice.get("logprobs") or {}).get("content") or None
     texts = [str(entry["token"]) for entry in entries] if entries else None
     logprobs = [float(entry["logprob"]) for entry in entries] if entries else None

@@ -1,4 +1,4 @@
-"""Errors as each dialect words them, so that every SDK raises its own exception and harnesses know what to do.
+"""Errors in the form of each dialect, so that every SDK raises its typed exception and harnesses react correctly.
 
 | status | OpenAI's ``type`` (``code``) | Anthropic's ``type`` |
 |---|---|---|
@@ -13,8 +13,8 @@
 | 504 | ``server_error`` | ``timeout_error`` |
 | other 5xx | ``server_error`` | ``api_error`` |
 
-Where no ``code`` is given above, it is the error's own. Details are never shown, except ``param``, which is the
-caller's own field.
+Rows without a ``code`` use the error's own code. Details are never included, except ``param``, which names a field of
+the caller's own body.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ANTHROPIC = {
 
 
 class ContextOverflowError(ModelError):
-    """The prompt alone leaves no room in the policy's context. Harnesses compact their history when they see it."""
+    """The prompt alone leaves no room in the policy's context. Harnesses compact their history on this error."""
 
     code = "context_length_exceeded"
     status = 400
@@ -65,8 +65,8 @@ class ContextOverflowError(ModelError):
 
 
 def status_of(error: NemoGymError) -> int:
-    """The status of an error towards a harness: both dialects say 400 for a body they do not take. What the types of
-    a NeMo Gym plugin's hook refuse, field by field, stays the 422 that its framework answers."""
+    """Return the HTTP status of an error for a harness: both vendors use 400 for an invalid body. Only an error of a
+    NeMo Gym plugin's typed hook, which lists each wrong field, keeps its framework's 422."""
     return 400 if isinstance(error, InvalidBodyError) and not error.details.get("errors") else error.status
 
 
@@ -80,7 +80,7 @@ def openai_code(error: NemoGymError) -> str:
 
 
 def openai_error(error: NemoGymError) -> tuple[int, dict[str, Any]]:
-    """Status and body, for Chat Completions and Responses."""
+    """Return status and body for Chat Completions and Responses."""
     said = {
         "message": error.message,
         "type": openai_type(error),
@@ -102,13 +102,12 @@ def anthropic_message(error: NemoGymError) -> str:
 
 
 def anthropic_error(error: NemoGymError) -> tuple[int, dict[str, Any]]:
-    """Status and body, for Messages."""
+    """Return status and body for Messages."""
     said = {"type": anthropic_type(error), "message": anthropic_message(error)}
     return status_of(error), {"type": "error", "error": said}
 
 
-# Refusals on inference routes: every error in the words of the caller's dialect, whatever part of a server raised
-# it.
+# Error responses on inference routes: every error in the caller's dialect, whatever part of a server raised it.
 #
 # SDKs raise their typed exceptions from these bodies, and harnesses decide by them whether to try again, to compact
 # their history, or to give up.
@@ -119,14 +118,13 @@ _DIALECT_BY_ROUTE = {**PATHS, "/v1/messages/count_tokens": Dialect.MESSAGES}
 
 
 def dialect_error(dialect: Dialect, error: NemoGymError) -> Response:
-    """The answer to a request of ``dialect`` that ended with ``error``; ``Retry-After`` where the error says when,
-    and with every 429."""
+    """Return the response to a request of ``dialect`` that ended with ``error``. It has ``Retry-After`` if the error
+    has a time, and with every 429."""
     status, body = (anthropic_error if dialect is Dialect.MESSAGES else openai_error)(error)
     headers = {}
     retry_after_s = error.details.get("retry_after_s")
     if retry_after_s is not None or status == _RATE_LIMITED:
-        # Whole seconds, and never none: Codex gives up at once over a 429 that does not say when to come back, or says
-        # at once.
+        # Whole seconds, at least 1: Codex gives up on a 429 whose ``Retry-After`` is missing or 0.
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or 0)))
     if error.details.get("retries_spent"):
         headers[SHOULD_RETRY_HEADER] = "false"
@@ -138,14 +136,14 @@ def dialect_error(dialect: Dialect, error: NemoGymError) -> Response:
 
 
 # "maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens" (OpenAI, vLLM), "request
-# (9000 tokens) exceeds the available context size (8192 tokens)" (llama.cpp); not the tokens that an answer may have.
+# (9000 tokens) exceeds the available context size (8192 tokens)" (llama.cpp); but no limit of an answer's tokens.
 _CONTEXT = re.compile(r"context.{0,3}(?:length|window|size)\D{1,20}(\d{1,12})", re.IGNORECASE)
 _OF_A_PROMPT = re.compile(r"(?<!total of )(?<!total of at least )\b(\d{1,12})(?: input)? tokens")
 
 
 def overflow_of(body: bytes) -> ContextOverflowError | None:
-    """What an endpoint's refusal says of a prompt that exceeds its context; ``None`` where it speaks of anything else.
-    Endpoints word it in their own ways, and harnesses know one."""
+    """Return the error for an endpoint's refusal of a prompt that exceeds its context; ``None`` for any other refusal.
+    Endpoints have different texts for it, and harnesses recognize only one."""
     text = _message_of(body)
     if (found := _CONTEXT.search(text)) is None:
         return None
@@ -155,14 +153,14 @@ def overflow_of(body: bytes) -> ContextOverflowError | None:
 
 
 def relayed_error(dialect: Dialect, status: int, body: bytes) -> Response:
-    """An endpoint's refusal, said in another dialect than its own."""
+    """Return an endpoint's error as a response in another dialect."""
     if status == 400 and (overflow := overflow_of(body)) is not None:
         return dialect_error(dialect, overflow)
     return dialect_error(dialect, http_error(status, _message_of(body) or f"the endpoint answered {status}"))
 
 
 def _message_of(body: bytes) -> str:
-    """The sentence in an error's body, or the beginning of another body."""
+    """Return the message in an error's body, or the beginning of any other body."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -173,8 +171,8 @@ def _message_of(body: bytes) -> str:
 
 
 def inference_path(path: str) -> str | None:
-    """The part of an inference route's path from ``/v1/`` on, with or without a session before it; ``None`` for any
-    other route."""
+    """Return the path of an inference route from ``/v1/`` on, without a session's prefix; ``None`` for any other
+    route."""
     if path.startswith("/v1/"):
         return path
     parts = path.split("/", 3)
@@ -184,8 +182,8 @@ def inference_path(path: str) -> str | None:
 
 
 def dialect_of(path: str, header_names: Iterable[bytes] = ()) -> Dialect | None:
-    """The dialect in which a request for ``path`` expects its answers; ``None`` for what is no inference route. A
-    path under ``/v1/`` that does not exist is answered as the caller's headers suggest."""
+    """Return the dialect of responses to requests for ``path``; ``None`` if it is no inference route. For an unknown
+    path under ``/v1/``, the caller's headers decide."""
     route = inference_path(path)
     if route is None:
         return None
@@ -195,6 +193,6 @@ def dialect_of(path: str, header_names: Iterable[bytes] = ()) -> Dialect | None:
 
 
 def inference_refusal(scope: Scope, error: NemoGymError) -> Response | None:
-    """The answer to a request that ended with ``error``, if it was one for inference; see `shape_errors`."""
+    """Return the response to an inference request that ended with ``error``, else ``None``; see `shape_errors`."""
     dialect = dialect_of(scope["path"], (name for name, _ in scope["headers"]))
     return None if dialect is None else dialect_error(dialect, error)

@@ -4,7 +4,7 @@ lowered request.
 | field | what becomes of it |
 |---|---|
 | ``system`` | a system message; the billing header block that Claude Code leads it with is left out |
-| ``messages`` | lowered (`messages_history`); ``role: system`` among them stays in its place |
+| ``messages`` | lowered (`lower_messages`); ``role: system`` among them stays in its place |
 | ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``stop_sequences`` | sampling; ``max_tokens`` may be absent |
 | ``tools`` with a schema (``custom``) | shown to the policy; those with ``defer_loading`` where the harness searched for them |
 | ``tools`` that Anthropic runs (``web_search_…``, ``code_execution_…``, ``tool_search_tool_…``) | not shown |
@@ -17,8 +17,7 @@ lowered request.
 | ``n`` other than 1, ``mcp_servers``, ``container`` | refused where they ask for something |
 | ``cache_control``, ``context_management``, ``metadata``, ``service_tier``, ``betas``, ``model``, unknown fields | ignored |
 
-Types of content that are not known are refused by name, as are documents (except plain text) and server tools'
-results.
+Unknown types of content are refused by name, as are documents (except plain text) and results of server tools.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -74,9 +73,11 @@ from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.dialects.errors import anthropic_error
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, PolicyRequest
 
+# An answer as a message of Messages, whole and streamed.
+
 
 def message_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
-    """A ``message``."""
+    """Return the answer as a ``message``."""
     content: list[dict[str, Any]] = []
     if (thought := reasoning_in(answer)) and request.reasoning:
         content.append({"type": "thinking", "thinking": thought, "signature": made_up(answer, "signature")})
@@ -89,7 +90,7 @@ def message_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
             data = {WRAPPED: call.arguments}
         content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": data})
     if not content:
-        # Claude Code takes a message without any content for a broken stream, and asks again.
+        # Claude Code treats a message without any content as a broken stream, and sends the request again.
         content.append({"type": "text", "text": ""})
     usage = answer.usage
     message: dict[str, Any] = {
@@ -101,7 +102,7 @@ def message_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
         "stop_reason": _stop_reason(answer, called=bool(calls)),
         "stop_sequence": answer.stop if _stopped_by_text(answer, called=bool(calls)) else None,
         "usage": {
-            # Here the prompt's tokens are those that came from no cache.
+            # In this dialect, ``input_tokens`` does not include cached tokens.
             "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached_tokens,
@@ -128,7 +129,7 @@ def _stop_reason(answer: Answer, *, called: bool) -> str:
 
 
 def messages_events(message: Mapping[str, Any]) -> Iterator[bytes]:
-    """The events of a message, of ours or of an endpoint."""
+    """Yield the events of a message, the gateway's or an endpoint's."""
     usage = message.get("usage") or {}
     started = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
     yield event({"type": "message_start", "message": {**started, "usage": {**usage, "output_tokens": 0}}})
@@ -165,16 +166,16 @@ def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": "input_json_delta", "partial_json": piece}
 
 
-# An answer as a message of Messages, whole and streamed.
+# A request of Messages as a lowered request.
 
 _BILLING = "x-anthropic-billing-header:"
 WRAPPED = "arguments"
-"""The one key of a call's input whose arguments, as sampled, were no JSON object: Messages has objects only."""
+"""The only key in the input of a call whose sampled arguments are no JSON object: Messages allows only objects."""
 Tools = Mapping[str, Mapping[str, Any]]
 
 
 def lower_messages(body: Body, tools: Tools, cache: ConversationCache | None = None) -> list[dict[str, Any]]:
-    """The system prompt and the messages of a request. ``tools``: by name, for references to them."""
+    """Return the system prompt and the messages of a request. ``tools``: by name, for references to them."""
     value = body.get("messages")
     if not isinstance(value, list | tuple) or not value:
         refuse("messages", "must be a list of at least one message")
@@ -233,7 +234,7 @@ def _result(block: Body, where: str, tools: Tools) -> str | list[Part]:
     content = block.get("content")
     if not isinstance(content, str):
         content = joined([_part(part, at, tools) for at, part in objects_in(content, f"{where}.content")])
-    # A failure that says nothing would look like a success that says nothing.
+    # A failure without content would look like a success without content.
     return content or ("error" if block.get("is_error") else "")
 
 
@@ -243,7 +244,7 @@ def _part(block: Body, where: str, tools: Tools) -> Part:
         return text_part(text_at(block, "text", where))
     if kind == "image":
         return anthropic_image(block, where)
-    if kind == "image_url":  # OpenAI's form, which bridges between dialects leave as it is
+    if kind == "image_url":  # OpenAI's form, which some bridges between dialects do not convert
         image = object_at(block, "image_url", where)
         return image_part(text_at(image, "url", where), f"{where}.image_url.url")
     if kind == "tool_reference":
@@ -282,7 +283,7 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(given: Body, where: str) -> str:
-    """The arguments as they were sampled, where they had to be wrapped."""
+    """Return a call's arguments; unwraps sampled arguments that the reply had to wrap (see `WRAPPED`)."""
     if [*given] == [WRAPPED] and isinstance(text := given[WRAPPED], str):
         try:
             parsed = orjson.loads(text)
@@ -332,7 +333,7 @@ class MessagesAdapter:
 
 
 def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], PolicyRequest]:
-    """All tools by name, and a request without its messages."""
+    """Return all tools by name, and the lowered request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
     tools, deferred = _tools(body)
@@ -364,7 +365,7 @@ def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], PolicyRequest]:
 
 
 def _tools(body: Body) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The tools of the prompt, and those to be searched for, by name."""
+    """Return the tools of the prompt, and by name those that the harness has to search for."""
     table = ToolTable()
     listed = [*objects_in(body.get("tools"), "tools")]
     by_server = any(str(tool.get("type")).startswith(_SEARCHED_BY_SERVER) for _, tool in listed)
@@ -380,7 +381,7 @@ def _tools(body: Body) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]
         schema = object_at(tool, "input_schema", where)
         about = optional_text(tool, "description", where)
         table.add({"name": text_at(tool, "name", where), "description": about, "parameters": schema}, where)
-        # Without the API's own search nobody could ever find them.
+        # With the API's own tool search the harness does not search, so a deferred tool could never be found.
         if tool.get("defer_loading") and not by_server:
             later.add(tool["name"])
     shown = [tool for tool in table.tools if _name(tool) not in later]
@@ -415,14 +416,14 @@ _ADAPTER = MessagesAdapter()
 
 
 def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A Messages request as a Chat Completions request."""
+    """Convert a Messages request to a Chat Completions request."""
     same = {key: body[key] for key in ("model", "stream") if body.get(key) is not None}
     return {**same, **chat_body(_ADAPTER.lower(body))}
 
 
 def message_of_completion(completion: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A chat completion as the reply to ``body``; without one, as a reply that shows no thinking. Raises what
-    `answer_of_completion` raises."""
+    """Convert a chat completion to the reply to ``body``; without a body, to a reply without thinking. Raises the
+    errors of `answer_of_completion`."""
     asked = body or {"messages": [{"role": "user", "content": ""}]}
     answer = answer_of_completion(completion, answer_id=uuid4().hex, created_at=time.time())
     return _ADAPTER.reply(answer, _ADAPTER.lower(asked), asked)

@@ -2,8 +2,8 @@
 
 | field | what becomes of it |
 |---|---|
-| ``input``, ``instructions`` | lowered (`responses_history`); leading system and developer messages are one |
-| ``tools``: ``function``, ``custom``, ``namespace`` of these, ``local_shell`` | functions with flat names (`tools`) |
+| ``input``, ``instructions`` | lowered (`lower_input`); leading system and developer messages are one |
+| ``tools``: ``function``, ``custom``, ``namespace`` of these, ``local_shell`` | functions with flat names (`ToolTable`) |
 | ``tools``: ``web_search…``, ``image_generation``, ``tool_search`` | not shown: the endpoint would run them, and a harness does without |
 | ``tools`` of any other type | refused: without them the task is another one |
 | ``tool_choice`` | ``auto``, ``none``, ``required``, a function or custom tool, ``local_shell`` |
@@ -17,7 +17,7 @@
 | ``previous_response_id``, ``conversation``, ``background``, ``prompt``, ``n`` other than 1, ``logit_bias`` | refused where they ask for something |
 | ``prompt_cache_key``, ``truncation``, ``max_tool_calls``, ``client_metadata``, ``model``, unknown fields | ignored |
 
-Types of items and of content that are not known are refused by name.
+Unknown types of items and of content are refused by name.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -78,11 +78,16 @@ from nemo_gym.gateway.dialects.responses_reply import (
 from nemo_gym.gateway.policy_request import Answer, PolicyRequest, Usage
 from nemo_gym.gateway.tokens.history import text_of
 
+# The input of a Responses request as chat messages.
+#
+# Items of one answer of the policy become one assistant message. A call's output is a tool message, with its images.
+# The text of a reasoning item is its ``content``, else its ``summary``; ``encrypted_content`` is ignored.
+
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 
 
 def lower_input(body: Body, table: ToolTable, cache: ConversationCache | None = None) -> list[dict[str, Any]]:
-    """Instructions and input of a request."""
+    """Return the instructions and the input of a request as messages."""
     value = body.get("input")
     instructions = body.get("instructions")
     start = [{"role": "system", "content": system_text(instructions, "instructions")}] if instructions else []
@@ -95,8 +100,8 @@ def lower_input(body: Body, table: ToolTable, cache: ConversationCache | None = 
 
 
 def _groups(items: Sequence[Any], start: int, table: ToolTable) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Items from ``start`` on as messages, each with where its items end."""
-    turn: dict[str, Any] | None = None  # the assistant message being put together
+    """Yield the items from ``start`` on as messages, each with the index at which its items end."""
+    turn: dict[str, Any] | None = None  # the assistant message being assembled
     end = start
     for where, item in objects_in(items, "input", start):
         kind = item.get("type") or ("message" if "role" in item else None)
@@ -122,7 +127,7 @@ def _whole(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alone(kind: Any, item: Body, where: str) -> dict[str, Any] | None:
-    """The message of an item that is one by itself; nothing for the items of an answer."""
+    """Return the message of an item that is a message by itself; ``None`` for an item of an answer."""
     if kind in _OUTPUTS:
         call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
         content = openai_content(item.get("output"), f"{where}.output") or ""
@@ -172,10 +177,7 @@ def _reasoning(item: Body, where: str) -> str:
     )
 
 
-# The input of a Responses request as chat messages.
-#
-# Items of one answer of the policy become one assistant message. A call's output is a tool message, with its images.
-# A reasoning item is read by its text (``content``, else ``summary``), never by ``encrypted_content``.
+# A Responses request as a lowered request.
 
 _REFUSED = {
     "previous_response_id": NOT_STORED,
@@ -217,7 +219,7 @@ class ResponsesAdapter:
 
 
 def _parameters(body: Body) -> tuple[ToolTable, PolicyRequest]:
-    """The tools, and a request without its messages."""
+    """Return the tools, and the lowered request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
     repeatable(body, *REPEATED)
@@ -250,7 +252,7 @@ def _parameters(body: Body) -> tuple[ToolTable, PolicyRequest]:
 
 
 def tool_table(body: Body) -> ToolTable:
-    """The tools of a request."""
+    """Return the tools of a request."""
     table = ToolTable()
     grouped: list[tuple[str, Body]] = []
     for where, tool in objects_in(body.get("tools"), "tools"):
@@ -258,7 +260,7 @@ def tool_table(body: Body) -> ToolTable:
             grouped.append((where, tool))
         else:
             _add_tool(table, tool, where)
-    # Plain tools first: where a grouped one would have the name of one of them, it is the grouped one that gives way.
+    # Plain tools first: if a grouped tool has the same flat name as a plain one, the grouped tool gets another name.
     for where, group in grouped:
         namespace, about = text_at(group, "name", where), optional_text(group, "description", where)
         for at, tool in objects_in(group.get("tools"), f"{where}.tools"):
@@ -302,7 +304,7 @@ _OF_THE_ANSWER = ("message", "function_call", "custom_tool_call", "reasoning")
 
 
 def chat_request(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A Responses request as a Chat Completions request."""
+    """Convert a Responses request to a Chat Completions request."""
     request = {key: params[key] for key in ("model", "stream") if params.get(key) is not None}
     request |= chat_body(_ADAPTER.lower(params))
     if request.get("stream"):
@@ -311,13 +313,13 @@ def chat_request(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_messages(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
-    """Responses input items as chat messages."""
+    """Convert input items of Responses to chat messages."""
     return lower_input({"input": items, "instructions": instructions}, ToolTable())
 
 
 def response_of_completion(completion: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat completion as a Responses object; token ids of the message go to its last item. Raises what
-    `answer_of_completion` raises."""
+    """Convert a chat completion to a Responses object; the message's token ids go to its last item. Raises the errors
+    of `answer_of_completion`."""
     message = completion["choices"][0]["message"]
     answer = answer_of_completion(
         completion,
@@ -332,7 +334,7 @@ def response_of_completion(completion: Mapping[str, Any], params: Mapping[str, A
 
 
 def responses_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A Chat Completions request as a Responses request."""
+    """Convert a Chat Completions request to a Responses request."""
     body = {**{key: body[key] for key in _SAME if body.get(key) is not None}, **chat_body(_CHAT.lower(body))}
     request: dict[str, Any] = {key: body[key] for key in _SAME if body.get(key) is not None}
     request["input"] = _items(body["messages"])
@@ -387,7 +389,7 @@ def _input_content(content: Any) -> Any:
 
 
 def completion_of_response(response: Mapping[str, Any]) -> dict[str, Any]:
-    """A Responses object as a chat completion."""
+    """Convert a Responses object to a chat completion."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for where, item in objects_in(response.get("output"), "output"):
         kind = item.get("type")

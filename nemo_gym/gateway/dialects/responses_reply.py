@@ -1,4 +1,4 @@
-"""Replies of Responses: an answer as a response, and as the events that stream it."""
+"""Replies of Responses: an answer as a response, and as the events of its stream."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _ECHOED_TOOLS = ("function", "custom", "local_shell")
 
 
 def included(body: Body) -> list[Any]:
-    """What a request's ``include`` asks for."""
+    """Return the values of a request's ``include``."""
     value = body.get("include")
     return [*value] if isinstance(value, list | tuple) else []
 
 
 def response_of(answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
-    """A ``response``. Token fields are those of its last item."""
+    """Return the answer as a ``response``. Its last item has the token fields."""
     output: list[dict[str, Any]] = []
     if reasoning := reasoning_in(answer):
         item: dict[str, Any] = {"id": f"rs_{answer.answer_id}", "type": "reasoning"}
@@ -109,11 +109,11 @@ def _usage(usage: AnswerUsage) -> dict[str, Any]:
 
 
 REPEATED = ("instructions", "metadata", "parallel_tool_calls", "reasoning", "text", "tool_choice", "tools")
-"""Parameters of a request that may be of any depth and stand in its answer."""
+"""Parameters of any depth that the response repeats from the request."""
 
 
 def response_object(answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any]:
-    """The response before it has an output, with the request's parameters as the dialect repeats them."""
+    """Return a response without output, with the request's parameters that the dialect repeats."""
     return {
         "id": f"resp_{answer_id}",
         "object": "response",
@@ -142,7 +142,7 @@ def response_object(answer_id: str, created_at: float, model: str, body: Body) -
 
 
 def _tool_in_reply(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as clients that validate expect it back."""
+    """Return a tool with the fields that validating clients require."""
     required = {"strict": False, "parameters": None} if tool.get("type") == "function" else {}
     return {**required, **tool}
 
@@ -166,8 +166,8 @@ Event = dict[str, Any]
 
 
 def begun(response: Mapping[str, Any]) -> dict[str, Any]:
-    """A response as its stream opens. The tools are left to the last event: a harness has sent them itself, and some
-    forty kilobytes of them would come back with every ping."""
+    """Return the response object that opens a stream. Only the last event has the tools: the harness knows them, and
+    some forty kilobytes of them would come back with every ping."""
     empty: dict[str, Any] = {
         "status": "in_progress",
         "incomplete_details": None,
@@ -179,7 +179,7 @@ def begun(response: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def responses_events(response: Mapping[str, Any]) -> Iterator[bytes]:
-    """The events of a response, of ours or of an endpoint."""
+    """Yield the events of a response, the gateway's or an endpoint's."""
     for number, value in enumerate(_events(response)):
         yield event({"type": value.pop("type"), "sequence_number": number, **value})
 

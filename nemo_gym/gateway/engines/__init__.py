@@ -1,4 +1,4 @@
-"""Engines that sample from the policy: adapters, their requests and answers, and how they fail."""
+"""Engines that sample from the policy: adapters, requests, answers and errors."""
 
 from nemo_gym.gateway.engines.engine_config import (
     EngineConfig,

@@ -1,4 +1,4 @@
-"""Engines as a model server's configuration lists them, and as the trainer adds them while it runs."""
+"""The configuration of engines, in a model server's configuration or added by the trainer at run time."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class _EngineConfig(BaseModel):
     headers: dict[str, str] = Field(default_factory=dict, repr=False)
     """Sent with every request."""
     model: str | None = None
-    """The model's name at the engine, where it needs one."""
+    """The model's name at the engine, if it needs one."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of the calls, relative to the other engines."""
     max_in_flight: int | None = Field(None, gt=0)
-    """Calls running there at once; ``None`` sets no bound."""
+    """Limit of simultaneous calls; ``None`` sets no limit."""
     weights_version: str | None = None
-    """The version being served at the start, for engines that do not tell."""
+    """The version being served at the start, for engines that do not report it."""
     connect_timeout_s: float = Field(CONNECT_TIMEOUT_S, gt=0)
     request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
-    """Of one try; a call with all its tries has the gateway's ``request_timeout_s``."""
+    """Limit of one try; a call with all its tries has the gateway's ``request_timeout_s``."""
     idle_timeout_s: float | None = Field(IDLE_TIMEOUT_S, gt=0)
-    """Of silence between two pieces of an answer that has begun; ``null`` sets no limit."""
+    """Limit of silence between two pieces of a response that has begun; ``null`` sets no limit."""
     probe_timeout_s: float = Field(5.0, gt=0)
     max_answer_bytes: int = Field(MAX_ANSWER_BYTES, gt=0)
-    """Of one answer, or of one event of a stream. A longer one is dropped with its connection, and its call fails;
-    so does one that is longer than the tokens that were asked for can be."""
+    """Limit of one response, or of one event of a stream. A longer response is dropped with its connection, and the
+    call fails; so does a response longer than the requested tokens can be."""
 
     @field_validator("base_url")
     @classmethod
@@ -80,11 +80,11 @@ class _EngineConfig(BaseModel):
 
 
 def _can_be_reached(parts: SplitResult) -> bool:
-    """Whether host and port are such that a connection can be tried at all."""
+    """Return whether host and port are valid, so that a connection can be tried."""
     try:
         host, port = parts.hostname or "", parts.port
         host.encode("idna")
-    except ValueError:  # no number, too large a number; a host's label that is empty or too long
+    except ValueError:  # a port that is no number or too large; a host label that is empty or too long
         return False
     return bool(host) and port != 0 and not any(char.isspace() or not char.isprintable() for char in parts.geturl())
 
@@ -94,9 +94,9 @@ class VllmEngineConfig(_EngineConfig):
 
     type: Literal["vllm"]
     route: VllmRoute = "completions"
-    """``generate`` where the server has ``/inference/v1/generate``."""
+    """Set ``generate`` if the server has ``/inference/v1/generate``."""
     stream_interval: int = Field(VLLM_STREAM_INTERVAL, ge=1)
-    """Tokens per streamed event that the server is asked for. An answer that breaks off goes on elsewhere after the
+    """Requested number of tokens per streamed event. An interrupted answer is continued on another engine after the
     last event."""
 
     def make(self, http: Connections) -> VllmEngine:
@@ -110,7 +110,7 @@ class SglangEngineConfig(_EngineConfig):
 
     type: Literal["sglang"]
     stream_interval: int = Field(SGLANG_STREAM_INTERVAL, ge=1)
-    """Tokens per streamed event that the server is asked for. An answer that breaks off goes on elsewhere after the
+    """Requested number of tokens per streamed event. An interrupted answer is continued on another engine after the
     last event."""
 
     def make(self, http: Connections) -> SglangEngine:
@@ -120,8 +120,8 @@ class SglangEngineConfig(_EngineConfig):
 
 
 class OpenAIEngineConfig(_EngineConfig):
-    """``base_url`` ends in ``/v1``, usually. Without ``api_key``, the environment variable ``OPENAI_API_KEY`` is sent
-    where it is set."""
+    """``base_url`` usually ends in ``/v1``. Without ``api_key``, the environment variable ``OPENAI_API_KEY`` is used
+    if it is set."""
 
     type: Literal["openai"]
     logprobs: bool = False
@@ -137,4 +137,4 @@ class OpenAIEngineConfig(_EngineConfig):
 
 
 EngineConfig = Annotated[VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig, Field(discriminator="type")]
-"""``make(http)`` gives the engine; ``weight`` and ``max_in_flight`` are for `Router.add`."""
+"""``make(http)`` returns the engine; ``weight`` and ``max_in_flight`` are for `Router.add`."""

@@ -1,4 +1,4 @@
-"""What every engine behind HTTP shares: one call, its deadline and cancellation, its failures, and its events."""
+"""The base of all HTTP engines: one call, its deadline and cancellation, its failures, and its events."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ DONE = b"[DONE]"
 
 
 class EventReader:
-    """Collects ``data`` fields into events. Comments and other fields are skipped; all three line ends are known."""
+    """Collects ``data`` fields into events. Skips comments and other fields; accepts all three line endings."""
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []
-        """Of a line, in pieces: one that comes in thousands of chunks is joined once."""
+        """The pieces of an incomplete line, so that a line of thousands of chunks is joined only once."""
         self._rest_bytes = 0
         self._data: list[bytes] = []
 
     @property
     def held_bytes(self) -> int:
-        """Of the event that is not complete yet."""
+        """The size of the incomplete event."""
         return self._rest_bytes + sum(map(len, self._data))
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The data of every event that ``chunk`` completes."""
+        """Yield the data of every event that ``chunk`` completes."""
         self._rest.append(chunk)
         self._rest_bytes += len(chunk)
         if b"\n" not in chunk and b"\r" not in chunk and not self._rest[0].endswith(b"\r"):
@@ -80,37 +80,37 @@ class EventReader:
                 self._data = []
 
 
-# What every engine behind HTTP shares: one call, its deadline, its cancellation, and its failures classified.
+# The base of all HTTP engines: one call, its deadline, its cancellation, and the classes of its failures.
 
 READ_OUT_S = 0.05
 MAX_ANSWER_BYTES = 64 << 20
-"""Of one answer, or of one event of a stream: 65,536 tokens with their logprobs are a sixth of it."""
+"""Limit of one response, or of one event of a stream: 65,536 tokens with their logprobs are a sixth of it."""
 BYTES_PER_TOKEN = 4096
-"""At most: one with the logprobs of twenty alternatives has about 3,000."""
+"""Limit of one token: with the logprobs of twenty alternatives it has about 3,000 bytes."""
 _BESIDE_TOKENS_BYTES = 1 << 20
 _ERROR_BYTES = 1 << 20
-"""Of an answer that is no 200."""
+"""Limit of a response with a status other than 200."""
 MAX_LISTED_MODELS = 10
 QUOTED_CHARS = 500
-"""How much of an engine's error body is repeated in ours."""
+"""How much of an engine's error body an error message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEndpoint:
-    """Where an engine listens and how long it may take."""
+    """The address of an engine and its time limits."""
 
     name: str
     base_url: str
     """Without a trailing slash."""
     api_key: str | None = field(default=None, repr=False)
     model: str | None = None
-    """The model's name at the engine, where its requests need one."""
+    """The model's name at the engine, if its requests need one."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     connect_timeout_s: float = CONNECT_TIMEOUT_S
     request_timeout_s: float = REQUEST_TIMEOUT_S
     """From the connection to the last byte."""
     idle_timeout_s: float | None = IDLE_TIMEOUT_S
-    """Between two reads of an answer that has begun; ``None`` leaves only ``request_timeout_s``."""
+    """Between two reads of a response that has begun; with ``None`` only ``request_timeout_s`` applies."""
     probe_timeout_s: float = 5.0
     max_answer_bytes: int = MAX_ANSWER_BYTES
 
@@ -128,14 +128,14 @@ class HttpEngine:
     health_route = "/health"
     models_route = "/v1/models"
     tokenize_route: str | None = None
-    """Where the engine tokenizes a text; nothing for wires that carry no token ids."""
+    """The route that tokenizes a text; ``None`` for protocols without token ids."""
 
     def __init__(self, endpoint: EngineEndpoint, http: Connections) -> None:
         """Raises `ConfigError` for headers that cannot be sent."""
         self.endpoint = endpoint
         self.weights_version: str | None = None
         self.context_tokens: int | None = None
-        """Prompt and answer together, as the engine told it; nothing before it did, and where it does not tell."""
+        """The engine's limit of prompt and answer together; ``None`` until (and unless) the engine reports it."""
         self._asked_for_context = False
         self._http = http
         self._heads = self._heads_at(endpoint.base_url)
@@ -147,7 +147,7 @@ class HttpEngine:
         return RequestHeads(base_url, {**self.endpoint.headers, **key})
 
     def _patience_of_call(self) -> Patience:
-        """The engine's own, and where the call's run chose limits, those."""
+        """Return the engine's time limits, each replaced by the limit that the call's run chose, if any."""
         chosen, own = chosen_limits(), self._patience
         if chosen is NONE_CHOSEN:
             return own
@@ -166,13 +166,13 @@ class HttpEngine:
 
     async def probe(self) -> None:
         await self._whole("GET", self.health_route, b"", self._probe_patience, self.endpoint.max_answer_bytes)
-        if self.tokenize_route is not None and not self._asked_for_context:  # text engines count their prompts alone
+        if self.tokenize_route is not None and not self._asked_for_context:  # text engines check their own context
             self._asked_for_context = True
             await self.check()
 
     async def check(self) -> EngineCheck:
-        """Ask once whether the key is taken and the model is there, and how long its context is. Never raises for what
-        an engine answers."""
+        """Check once whether the engine accepts the API key and has the model, and how long its context is. Never
+        raises for a response of the engine."""
         try:
             raw, _ = await self._whole(
                 "GET", self.models_route, b"", self._probe_patience, self.endpoint.max_answer_bytes
@@ -187,13 +187,13 @@ class HttpEngine:
         except EngineCredentialError as error:
             return EngineCheck(self.name, problem=error.message)
         except (EngineRefusedError, EngineAnswerError):
-            models = {}  # no such route: not every endpoint has one
+            models = {}  # not every endpoint has this route
         except EngineError as error:
             return EngineCheck(self.name, unreachable=error.message)
         return await self._check_name(models)
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """The ids that the engine's own tokenizer makes of ``text``, nothing added; ``None`` where it does not say."""
+        """Return the ids of ``text`` by the engine's tokenizer, without special tokens; ``None`` if unavailable."""
         if self.tokenize_route is None:
             return None
         asked: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
@@ -205,11 +205,11 @@ class HttpEngine:
             )
             tokens = self.parsed(raw).get("tokens")
         except EngineError:
-            return None  # what it cannot tell is no problem: not every version has the route
+            return None  # no problem: not every version has the route
         return tokens if isinstance(tokens, list) else None
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
-        """The check of a model that the engine does not list. What an adapter cannot find out is no problem."""
+        """Check a model that the engine does not list. If an adapter cannot find out, that is no problem."""
         return EngineCheck(self.name)
 
     def unknown_model(self, models: Mapping[str, Any]) -> EngineCheck:
@@ -224,8 +224,8 @@ class HttpEngine:
     async def post(
         self, route: str, body: Mapping[str, Any], *, max_tokens: int | None = None
     ) -> tuple[bytes | bytearray, Mapping[str, str]]:
-        """The body of a 200 and its headers by their names in lower case; raises `EngineError` for everything else.
-        ``max_tokens``: how many are asked for, where that is known; a body that is longer than so many can be is
+        """Return the body of a 200 and its headers by lower-case names; raises `EngineError` for everything else.
+        ``max_tokens``: the requested limit, if known; a body longer than so many tokens can be raises
         `EngineAnswerTooLargeError`."""
         data = _written(body)
         return await self._whole(
@@ -239,7 +239,7 @@ class HttpEngine:
     async def post_stream(
         self, route: str, body: Mapping[str, Any], *, at_most_bytes: int | None = None
     ) -> AsyncGenerator[bytes, None]:
-        """The bytes of a 200 as they arrive. Closing the iterator closes the connection."""
+        """Yield the bytes of a 200 as they arrive. Closing the iterator closes the connection."""
         data = _written(body)
         passed = 0
         head = self._heads.of("POST", route, len(data))
@@ -262,9 +262,9 @@ class HttpEngine:
     async def post_events(
         self, route: str, body: Mapping[str, Any], *, echo: bytes | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The JSON of each server-sent event, up to the end marker. Raises when the stream ends without it, or when
-        an event is an error. ``echo``: the prompt as JSON, left out of events that repeat it; see `without_echo`.
-        How many tokens they may bring is the caller's to count."""
+        """Yield the JSON of each server-sent event, up to the end marker. Raises if the stream ends without it, or if
+        an event is an error. ``echo``: the prompt as JSON, removed from events that repeat it; see `without_echo`.
+        The caller enforces the token limit."""
         reader = EventReader()
         at_most = self.endpoint.max_answer_bytes
         async with contextlib.aclosing(self.post_stream(route, body)) as chunks:
@@ -300,7 +300,7 @@ class HttpEngine:
         )
 
     def check_tokens(self, sampled: int, max_tokens: int) -> None:
-        """Raises `EngineAnswerTooLargeError` where more tokens came than were asked for."""
+        """Raise `EngineAnswerTooLargeError` if the engine sampled more tokens than requested."""
         if sampled > max_tokens:
             raise EngineAnswerTooLargeError(
                 f"engine '{self.name}' sampled {sampled} tokens or more where it was asked for {max_tokens} at most",
@@ -308,7 +308,7 @@ class HttpEngine:
             )
 
     def _answer_bytes(self, asked_bytes: int, max_tokens: int | None) -> int:
-        """Of an answer at most; it may repeat what was asked."""
+        """Return the size limit of a response, which may repeat the request."""
         if max_tokens is None:
             return self.endpoint.max_answer_bytes
         believed = _BESIDE_TOKENS_BYTES + 2 * asked_bytes + max_tokens * BYTES_PER_TOKEN
@@ -323,7 +323,7 @@ class HttpEngine:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Turns what picking an answer apart can raise into an `EngineAnswerError`."""
+        """Convert the errors of code that reads a response's data to `EngineAnswerError`."""
         try:
             yield
         except (
@@ -338,7 +338,7 @@ class HttpEngine:
             raise self.malformed(f"{type(error).__name__}: {error}") from error
 
     def span(self, first: str | None) -> WeightsSpan:
-        """The weights from ``first``, noted when the call began, to now."""
+        """Return the span of weights from ``first``, which the caller read when the call began, to now."""
         return WeightsSpan(first if first is not None else self.weights_version, self.weights_version)
 
     # -- one call ------------------------------------------------------------------------------------------------
@@ -352,7 +352,8 @@ class HttpEngine:
         at_most_bytes: int,
         heads: RequestHeads | None = None,
     ) -> tuple[bytes | bytearray, Mapping[str, str]]:
-        """``heads``: of another part of the server than the base URL."""
+        """Send a request and return the whole body of a 200 and its headers. ``heads``: the request heads for another
+        part of the server than the base URL."""
         heads = heads or self._heads
         head = heads.of(method, route, len(body))
         try:
@@ -360,8 +361,8 @@ class HttpEngine:
             try:
                 whole = await (reply.read(at_most_bytes) if reply.status == 200 else _error_body(reply))
             finally:
-                # A reply that was read to its end gives its connection back; any other is cut off, which is what makes
-                # the engine stop.
+                # If the reply was read to its end, its connection is reused; otherwise the connection is closed, which
+                # makes the engine stop.
                 reply.close()
         except BROKEN as error:
             raise self._broken(error) from error
@@ -376,11 +377,11 @@ class HttpEngine:
             raise self.malformed(f"a body in the encoding '{encoding}', which it was not asked for")
 
     def _broken(self, error: Exception) -> EngineError:
-        """What one of `BROKEN` is to the caller."""
+        """Return the `EngineError` for one of the exceptions in `BROKEN`."""
         where = f"engine '{self.name}' at {self.endpoint.base_url}"
         if isinstance(error, NotConnectedError):
             why = error.__cause__
-            if isinstance(why, UnicodeError):  # a host that cannot be a name
+            if isinstance(why, UnicodeError):  # the host is no valid name
                 text = f"{where} cannot be reached: {why}; is its base URL right?"
             elif isinstance(why, TimeoutError):
                 text = f"{where} took no connection within {self.endpoint.connect_timeout_s} s"
@@ -402,7 +403,7 @@ class HttpEngine:
         status = reply.status
         known: dict[str, Any] = {"engine": self.name, "upstream_status": status}
         if status in (401, 403):
-            # Not the engine's words: they may quote the key.
+            # Without the engine's own text, which may quote the key.
             return EngineCredentialError(
                 f"engine '{self.name}' refused its API key ({status}); set the engine's 'api_key' (POLICY_API_KEY)",
                 **known,
@@ -448,7 +449,7 @@ def _listed_models(reply: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _written(body: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(body)
-    except TypeError as error:  # all that was read as JSON can be written, but for numbers and depth
+    except TypeError as error:  # parsed JSON can be serialized again, except for some numbers and deep nesting
         raise InvalidBodyError(f"the request cannot be written as JSON for an engine: {error}") from None
 
 
@@ -460,7 +461,7 @@ async def _error_body(reply: Reply) -> bytes:
 
 
 async def _read_out(chunks: AsyncGenerator[bytes, None]) -> None:
-    """Read what may follow the end marker, so that the connection can be used again; not for long."""
+    """Read the rest after the end marker for at most `READ_OUT_S`, so that the connection can be reused."""
     with contextlib.suppress(TimeoutError, EngineError):
         async with asyncio.timeout(READ_OUT_S):
             async for _ in chunks:
@@ -471,10 +472,11 @@ _PROMPT_KEY = b'"prompt_token_ids":'
 
 
 def without_echo(raw: bytes | bytearray, prompt_json: bytes | None) -> bytes | bytearray:
-    """A JSON text without its ``prompt_token_ids``, where they are ``prompt_json`` to the byte; else as it came.
+    """Return a JSON text with ``null`` for ``prompt_token_ids`` if these equal ``prompt_json`` to the byte; otherwise
+    the text unchanged, and the caller still has to compare the ids.
 
-    ``prompt_json``: the ids as a JSON array without spaces. What is left in says that the echo still has to be
-    compared. Within a JSON string the key's quotes would be escaped, so what is found is a key.
+    ``prompt_json``: the ids as a JSON array without spaces. Inside a JSON string the key's quotes would be escaped, so
+    a match is a key.
     """
     at = raw.find(_PROMPT_KEY) if prompt_json is not None else -1
     if prompt_json is None or at < 0:

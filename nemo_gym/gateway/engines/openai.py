@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible endpoint: text in, text out, and the tokens' logprobs where it offers them."""
+"""Any OpenAI-compatible endpoint: text in, text out, and the tokens' logprobs if it returns them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from nemo_gym.http.connections import Connections
 
 
 class OpenAIEngine(HttpEngine):
-    """``endpoint.base_url`` ends in ``/v1``; ``endpoint.model`` replaces whatever a harness asks for. With
-    ``logprobs`` every chat completion asks for those of the sampled tokens."""
+    """``endpoint.base_url`` ends in ``/v1``; ``endpoint.model`` replaces the harness's model name. With ``logprobs``,
+    every chat completion asks for the logprobs of the sampled tokens."""
 
     health_route = models_route = "/models"
 
@@ -36,8 +36,8 @@ class OpenAIEngine(HttpEngine):
         try:
             await super().probe()
         except EngineFailedError as error:
-            # A server may fail at listing models and serve one all the same: `transformers serve` does where there is
-            # no cache of models to list. Whether it is well is then what its own health route says.
+            # A server may fail to list models and still serve one: `transformers serve` does without a model cache.
+            # Its health route decides then.
             if error.details.get("upstream_status") != 500 or not await self._says_it_is_well():
                 raise
 
@@ -60,7 +60,7 @@ class OpenAIEngine(HttpEngine):
         )
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
-        """By asking for one token: an endpoint may take names that it does not list."""
+        """Check a model's name by asking for one token: an endpoint may accept names that it does not list."""
         asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         try:
             data = orjson.dumps(self._body("/chat/completions", asked, stream=False))
@@ -68,7 +68,7 @@ class OpenAIEngine(HttpEngine):
         except EngineCredentialError as error:
             return EngineCheck(self.name, problem=error.message)
         except EngineRefusedError as error:
-            # Other refusals speak of this request, which is not the harness's.
+            # Other refusals are about this request, which differs from the harness's.
             if error.details.get("upstream_status") == 404 and b"model" in error.body.lower():
                 return self.unknown_model(models)
         except EngineError:
@@ -85,22 +85,22 @@ class OpenAIEngine(HttpEngine):
         if not stream:
             sent.pop("stream_options", None)
         elif chat:
-            # The session counts tokens, whether the harness asked for them or not.
+            # The session counts tokens, even if the harness did not ask for usage.
             sent["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         return sent
 
 
 def _budget(body: Mapping[str, Any]) -> int | None:
-    """Tokens that a body asks for at most."""
+    """Return the token limit in a body; ``None`` if there is none that holds."""
     asked = [body.get(key) for key in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
     given = [value for value in asked if isinstance(value, int)]
-    # An endpoint may obey either of them, and may be asked for several answers.
+    # An endpoint may obey any of the keys. For several answers (``n``), the limit does not hold for the whole body.
     return max(given) if given and body.get("n") in (None, 1) else None
 
 
 @dataclass(frozen=True, slots=True)
 class SampledText:
-    """What an endpoint told about the tokens of one choice."""
+    """The tokens of one choice, as an endpoint reported them."""
 
     tokens: tuple[bytes, ...]
     """The bytes of each token; joined they are the sampled text."""
@@ -109,7 +109,7 @@ class SampledText:
 
 
 def sampled_text(choice: Mapping[str, Any]) -> SampledText | None:
-    """The sampled tokens of a chat completion's choice, or ``None`` where the endpoint offers no logprobs."""
+    """Return the sampled tokens of a chat completion's choice; ``None`` if the endpoint returned no logprobs."""
     content = (choice.get("logprobs") or {}).get("content")
     if not isinstance(content, Sequence) or not content:
         return None
@@ -128,7 +128,7 @@ def _token_bytes(entry: Mapping[str, Any]) -> bytes:
     return bytes(raw) if raw is not None else str(entry.get("token", "")).encode()
 
 
-# Chat completions of an endpoint, read only as far as somebody must: what it told about tokens stays as it came.
+# Chat completions of an endpoint, parsed only as far as needed: the data of their tokens stays unparsed.
 
 
 class _Logprobs(msgspec.Struct):
@@ -158,13 +158,13 @@ class Completion:
     finish_reason: str | None
     usage: Mapping[str, Any] | None
     entries: JsonText
-    """``logprobs.content``, a view of the whole body; false where the endpoint offers none."""
+    """``logprobs.content``, a view of the whole body; false if the endpoint returned none."""
     token_ids: JsonText
-    """As many as ``entries``, where the endpoint tells them."""
+    """The ids, as many as ``entries``; false if the endpoint returned none."""
 
 
 def completion_in(body: bytes | bytearray) -> Completion:
-    """Raises `ValueError` for what is no completion."""
+    """Read a chat completion. Raises `ValueError` for any other body."""
     try:
         found = _COMPLETIONS.decode(body)
         if not found.choices:
@@ -186,8 +186,7 @@ def completion_in(body: bytes | bytearray) -> Completion:
 
 
 def tokens_in(entries: JsonText, token_ids: JsonText | None) -> SampledText | None:
-    """What `Completion.entries` and its ids say. Raises `ValueError` where they are not what the dialect makes of
-    them."""
+    """Parse `Completion.entries` and ids. Raises `ValueError` if they have another form than the dialect's."""
     choice = {
         "logprobs": {"content": entries.value()},
         "token_ids": token_ids.value() if token_ids else None,

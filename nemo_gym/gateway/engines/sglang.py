@@ -29,13 +29,13 @@ from nemo_gym.http.connections import Connections, Reply
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _ROUTE = "/generate"
 STREAM_INTERVAL = 128
-"""Tokens. By default each of SGLang's events repeats all tokens before it, so that one event per token would cost
-gigabytes for a long answer. What a broken stream loses of an answer is sampled again."""
+"""Tokens per event. By default each of SGLang's events repeats all tokens before it, so that one event per token would
+cost gigabytes for a long answer. Tokens that a broken stream loses are sampled again."""
 
 
 class _Token(msgspec.Struct, array_like=True, gc=False):
     logprob: float
-    token_id: int  # a text may follow
+    token_id: int  # the token's text may follow
 
 
 class _Meta(msgspec.Struct):
@@ -53,13 +53,13 @@ class _Answer(msgspec.Struct):
 
 
 _ANSWERS = msgspec.json.Decoder(_Answer)
-"""Reads what is needed of a whole answer, and skips its texts."""
+"""Reads the needed parts of a whole answer, and skips its texts."""
 
 
 class SglangEngine(HttpEngine):
-    """Streams in both of SGLang's forms: each event holding all tokens so far, or only the new ones (a server started
-    with ``--incremental-streaming-output``, which costs less). ``stream_interval`` tokens are asked for per event,
-    after the first."""
+    """Reads both forms of SGLang's streams: each event has all tokens so far, or only the new ones (a server started
+    with ``--incremental-streaming-output``, which costs less). ``stream_interval``: tokens per event to ask for, after
+    the first event."""
 
     tokenize_route = "/tokenize"
 
@@ -89,7 +89,7 @@ class SglangEngine(HttpEngine):
                     with self.reading():
                         meta = event["meta_info"]
                         if not pairs and meta.get("weight_version") is not None:
-                            first = str(meta["weight_version"])  # newer than what the last answer said
+                            first = str(meta["weight_version"])  # newer than the version of the last answer
                         seen, total = _pairs(meta), int(meta["completion_tokens"])
                         if len(pairs) + len(seen) == total:
                             fresh = seen
@@ -102,7 +102,7 @@ class SglangEngine(HttpEngine):
                     if fresh:
                         yield TokenDelta(tuple(token for token, _ in fresh), tuple(logprob for _, logprob in fresh))
         except EngineLostError:
-            # All tokens are there once the engine has said why it stopped.
+            # After the finish reason no tokens follow.
             if not meta.get("finish_reason"):
                 raise
         with self.reading():
@@ -114,7 +114,7 @@ class SglangEngine(HttpEngine):
             **request.sampling.given(),
             **_schema_fields(request.sampling.json_schema),
             "max_new_tokens": request.sampling.max_tokens,
-            # The trajectory keeps what was sampled, end-of-sequence token and matched stop string included.
+            # The trajectory keeps all sampled tokens, including an end-of-sequence token or a matched stop string.
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
@@ -157,7 +157,7 @@ class SglangEngine(HttpEngine):
         )
 
     def _segments(self, spans: list[dict[str, Any]] | None) -> tuple[Segment, ...]:
-        """Which weights sampled which tokens, where the server counts that."""
+        """Return which weights sampled which tokens, if the server reports it."""
         return tuple(
             Segment(
                 self.name, tokens_counted(span["end"]) - tokens_counted(span["start"]), WeightsSpan(version, version)
@@ -167,7 +167,7 @@ class SglangEngine(HttpEngine):
         )
 
     def _aborted(self, status: int, message: str) -> EngineError:
-        """Why the scheduler gave a request back: a server that streams has said 200 long before."""
+        """Return the error for a request that the scheduler aborted. The HTTP status of a stream is 200 even then."""
         known: dict[str, Any] = {"engine": self.name, "upstream_status": status}
         if status == 503:
             return self._overloaded(message)
@@ -176,8 +176,8 @@ class SglangEngine(HttpEngine):
         return EngineFailedError(f"engine '{self.name}' aborted the request: {message}", retryable=True, **known)
 
     def _overloaded(self, message: str) -> EngineRateLimitedError:
-        # Its queue is full, or the request waited there for too long. The engine is well: counted as failures, these
-        # would take one loaded engine after the other out of service.
+        # The queue is full, or the request waited there for too long. The engine is healthy: if these counted as
+        # failures, one loaded engine after the other would go out of service.
         return EngineRateLimitedError(
             f"engine '{self.name}' asks to wait: {message}", engine=self.name, upstream_status=503
         )
@@ -195,10 +195,10 @@ class SglangEngine(HttpEngine):
 
 
 def _pairs(meta: dict[str, Any]) -> list[tuple[int, float]]:
-    """Token id and logprob of each sampled token; SGLang lists them the other way round, with the text third."""
+    """Return token id and logprob of each sampled token; SGLang's entries are logprob, token id and text."""
     return [(int(entry[1]), float(entry[0])) for entry in meta.get("output_token_logprobs") or ()]
 
 
 def _schema_fields(schema: str | None) -> dict[str, Any]:
-    """What SGLang takes among ``sampling_params``."""
+    """Return SGLang's ``sampling_params`` for a JSON schema."""
     return {} if schema is None else {"json_schema": schema}

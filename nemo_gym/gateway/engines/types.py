@@ -1,5 +1,4 @@
-"""Engines as the gateway sees them: what goes in, with the sampling that a session pins, what comes out, and how a
-call can fail."""
+"""The interface to engines: requests, the sampling that a session pins, results, and the ways a call can fail."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """The token budget of the request, or the engine's context, is used up."""
     ABORT = "abort"
-    """The engine gave up by itself (preempted, weights updated); what it had sampled so far is in the answer."""
+    """The engine gave up by itself (preempted, weights updated); the answer has the tokens sampled until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +31,11 @@ class Sampling:
     """Sampling parameters. ``None`` leaves a parameter to the engine's own default."""
 
     max_tokens: int
-    """Tokens to sample at most; always explicit, since engines' defaults are as small as 16."""
+    """Limit of sampled tokens; always explicit, since engines' defaults are as small as 16."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """Tokens; −1 is all of them."""
+    """A number of tokens; −1 is all of them."""
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -46,11 +45,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     json_schema: str | None = None
-    """JSON text of the schema that the engine holds the answer to (`schema_of`)."""
+    """JSON text of the schema that the engine enforces on the answer (`schema_of`)."""
 
     def given(self) -> dict[str, Any]:
-        """The parameters that are set, except ``max_tokens``, ``seed`` and ``json_schema``: engines spell them
-        differently."""
+        """Return the parameters that are set, except ``max_tokens``, ``seed`` and ``json_schema``, whose names differ
+        between engines."""
         values: dict[str, Any] = {
             name: value
             for name in (
@@ -73,16 +72,16 @@ class Sampling:
         return values
 
 
-# Answers held to a JSON schema by the engine, as harnesses ask for with ``response_format``.
+# Answers on which the engine enforces a JSON schema, as harnesses ask for with ``response_format``.
 #
-# The engine masks the tokens that the schema does not allow, so such an answer is sampled from another distribution
-# than the policy's own, and from its first token on, reasoning included. Whoever trains on it has to want that.
+# The engine masks the tokens that the schema does not allow. Such an answer, including its reasoning, is therefore
+# sampled from another distribution than the policy's own. Train on it only if that is intended.
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> str | None:
-    """The schema that ``response_format`` asks for, as JSON text; nothing for plain text.
+    """Return the schema that ``response_format`` asks for, as JSON text; ``None`` for plain text.
 
-    Takes the shapes of Chat Completions (``{"type": "json_schema", "json_schema": {"schema": …}}``) and of Responses
+    Accepts the shapes of Chat Completions (``{"type": "json_schema", "json_schema": {"schema": …}}``) and of Responses
     (``{"type": "json_schema", "schema": …}``). Raises `InvalidBodyError` (details: param) for any other.
     """
     if response_format is None or response_format.get("type") == "text":
@@ -104,7 +103,7 @@ def schema_of(response_format: Mapping[str, Any] | None) -> str | None:
     return json.dumps(schema, separators=(",", ":"))
 
 
-# What a session pins, and what its harness may choose.
+# Sampling parameters that a session pins, and those that its harness may choose.
 
 _NUMBERS = {
     "temperature": (float, 0.0, None),
@@ -122,10 +121,10 @@ _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 def pinned_sampling(
     asked: Mapping[str, Any], pinned: Mapping[str, Any], *, room_tokens: int, stop_token_ids: Sequence[int] = ()
 ) -> Sampling:
-    """The parameters to sample with. ``pinned`` wins over ``asked`` (a body of any dialect) key by key, except that
-    the smaller token budget wins: a harness may ask for a shorter answer. ``room_tokens`` is what is left of the
-    context; ``stop_token_ids`` end an answer beside those that are pinned. Raises `InvalidBodyError` for a value that
-    cannot be meant."""
+    """Return the parameters to sample with. ``pinned`` wins over ``asked`` (a body of any dialect) key by key, except
+    that the smaller token budget wins: a harness may ask for a shorter answer. ``room_tokens`` is what the prompt
+    leaves of the context; ``stop_token_ids`` end an answer in addition to the pinned ones. Raises `InvalidBodyError`
+    for an invalid value."""
     values: dict[str, Any] = {}
     for name, (kind, low, high) in _NUMBERS.items():
         value = pinned.get(name)
@@ -155,7 +154,7 @@ def pinned_sampling(
 
 
 def asked_otherwise(asked: Mapping[str, Any], pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """What a harness asked for and did not get, because its session pins another value."""
+    """Return the parameters that a harness asked for and did not get, because its session pins other values."""
     if not pinned:
         return {}
     found = {
@@ -204,18 +203,18 @@ class TokenRequest:
     image_data: tuple[str, ...] = ()
     """Images in order of their placeholders, as data URLs."""
     prompt_json: bytes | None = None
-    """``prompt_ids`` as a JSON array without spaces, where somebody has it; it is then sent as it is."""
+    """``prompt_ids`` as a JSON array without spaces, if the caller has it; it is then sent unchanged."""
 
 
 def prompt_of(request: TokenRequest) -> Any:
-    """The prompt as a value for an engine's body."""
+    """Return the prompt as a value for an engine's body."""
     return list(request.prompt_ids) if request.prompt_json is None else orjson.Fragment(request.prompt_json)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsSpan:
-    """The weights version when sampling began and when it ended; they differ when weights were updated meanwhile.
-    ``None`` where neither the engine nor the trainer has said."""
+    """The weights version when sampling began and when it ended; they differ if weights were updated meanwhile.
+    ``None`` if neither the engine nor the trainer has reported one."""
 
     first: str | None = None
     last: str | None = None
@@ -223,7 +222,7 @@ class WeightsSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """Newly sampled tokens, each with the logprob the engine sampled it with."""
+    """Newly sampled tokens, each with the logprob at which the engine sampled it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -240,8 +239,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A complete answer. ``logprobs[i]`` belongs to ``token_ids[i]``; there are always as many of both. Long ones may
-    be arrays."""
+    """A complete answer. ``logprobs[i]`` belongs to ``token_ids[i]``; both always have the same length, and may be
+    arrays if they are long."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -249,19 +248,19 @@ class Generation:
     engine: str
     """The name of the engine that sampled it."""
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it, where the engine says."""
+    """The stop string or stop token that ended it, if the engine reports it."""
     weights: WeightsSpan = field(default_factory=WeightsSpan)
     cached_tokens: int | None = None
-    """Prompt tokens that came from the engine's prefix cache, where it says."""
+    """Prompt tokens that came from the engine's prefix cache, if the engine reports them."""
     segments: tuple[Segment, ...] = ()
-    """Who sampled which tokens, where the answer was continued after an interruption; else empty."""
+    """Which engine sampled which tokens, if the answer was continued after an interruption; otherwise empty."""
     ids_json: bytes | None = None
-    """``token_ids`` as a JSON array without spaces, where the engine wrote them so."""
+    """``token_ids`` as a JSON array without spaces, if the engine's reply has them in that form."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextReply:
-    """A successful reply of a text engine, untouched."""
+    """A successful reply of a text engine, unparsed."""
 
     body: bytes | bytearray
     engine: str
@@ -271,46 +270,46 @@ class TextReply:
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
-    """What an engine says before the first rollout."""
+    """The result of checking an engine before the first rollout."""
 
     engine: str
     problem: str | None = None
-    """Why no call can succeed: the key, or the model's name."""
+    """Why no call can succeed: the API key, or the model's name."""
     unreachable: str | None = None
-    """Why it gave no answer now; it may later."""
+    """Why the engine does not respond now; it may respond later."""
     context_tokens: int | None = None
-    """Prompt and answer together, where the engine tells."""
+    """Limit of prompt and answer together, if the engine reports it."""
     warning: str | None = None
-    """What works, and may not be meant."""
+    """A setting that works, but may not be intended."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerProbe:
-    """A text and the ids that the policy's tokenizer makes of it: an engine of the same model makes the same."""
+    """A text and its ids by the policy's tokenizer: an engine that serves the same model returns the same ids."""
 
     text: str
     token_ids: list[int]
 
 
-# How an engine call can fail, told apart by what may be done about it.
+# How an engine call can fail, classified by the possible reactions.
 #
 #     EngineError
-#     ├── EngineRefusedError       the request itself is wrong; any engine would say so
-#     ├── EngineCredentialError    the engine does not accept our key; the operator's to fix
-#     ├── EngineRateLimitedError   come back later, or ask another engine; the engine is well
+#     ├── EngineRefusedError       the request itself is wrong; any engine would refuse it
+#     ├── EngineCredentialError    the engine does not accept the API key; the operator has to fix that
+#     ├── EngineRateLimitedError   come back later, or ask another engine; the engine is healthy
 #     ├── EngineUnreachableError   no connection: nothing was started, the engine is down
 #     ├── EngineLostError          the connection broke: nothing of the answer was delivered or kept
 #     ├── EngineTimeoutError       no answer, or no further byte, in time
 #     ├── EngineFailedError        the engine answered 5xx
 #     └── EngineAnswerError        an answer that breaks the engine's own protocol
-#         └── EngineAnswerTooLargeError   more of it than was asked for, or than is taken
+#         └── EngineAnswerTooLargeError   an answer with more tokens than requested, or above the size limit
 #
-# Sampling has no side effect here until its answer is committed, so every retryable failure may be tried elsewhere
-# as long as none of its tokens went to the harness.
+# Sampling has no side effect in the gateway until its answer is committed, so every retryable failure may be tried
+# elsewhere as long as no token went to the harness.
 
 
 class EngineError(ModelError):
-    """``details`` hold ``engine`` and, for an HTTP answer, ``upstream_status``."""
+    """``details`` hold ``engine`` and, for an HTTP response, ``upstream_status``."""
 
     code = "engine"
 
@@ -319,11 +318,11 @@ class EngineError(ModelError):
     fatal: ClassVar[bool] = False
     """Whether one such failure proves that the engine is down."""
     unhealthy: ClassVar[bool] = False
-    """Whether it speaks against the engine's health at all."""
+    """Whether such a failure counts against the engine's health at all."""
 
 
 class EngineRefusedError(EngineError):
-    """``body`` is what the engine said about the request: it is the harness's to read."""
+    """The engine refused the request. ``body`` is its response, which explains the reason to the harness."""
 
     code = "engine_refused"
     status = 400
@@ -340,7 +339,7 @@ class EngineCredentialError(EngineError):
 
 
 class EngineRateLimitedError(EngineError):
-    """``details['retry_after_s']`` is when to come back, if the engine said; see `waiting_s`."""
+    """``details['retry_after_s']`` is the time to wait, if the engine named one; see `waiting_s`."""
 
     code = "model_rate_limited"
     status = 429
@@ -384,21 +383,21 @@ class EngineAnswerError(EngineError):
 
 
 class EngineAnswerTooLargeError(EngineAnswerError):
-    """Another try would cost as much again, and the request may be to blame, not the engine."""
+    """Not tried elsewhere: another try would cost as much again, and the request may be the cause, not the engine."""
 
     code = "engine_answer_too_large"
     elsewhere = False
     unhealthy = False
 
 
-# The two kinds of engine, as the gateway sees them.
+# The interfaces of the two kinds of engine.
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Anything that samples from the policy. Cancelling a call (the awaiting task, or closing its iterator) closes
-    the connection at once, which is how every supported engine is told to stop sampling. Calls raise `EngineError`
-    and nothing else."""
+    """Anything that samples from the policy. Cancelling a call (cancelling the awaiting task, or closing its iterator)
+    closes the connection at once, which makes every supported engine stop sampling. Calls raise `EngineError` and no
+    other error."""
 
     @property
     def name(self) -> str:
@@ -406,41 +405,41 @@ class Engine(Protocol):
         ...
 
     weights_version: str | None
-    """The version of the weights being served. Set by the trainer after an update; an engine that reports its own
-    version keeps it current by itself."""
+    """The version of the weights being served. The trainer sets it after an update; for an engine that reports its
+    version, the adapter keeps it current."""
 
     @property
     def context_tokens(self) -> int | None:
-        """Prompt and answer together, as the engine told it; nothing where it did not."""
+        """Limit of prompt and answer together, as the engine reported it; ``None`` if it did not."""
         ...
 
     async def probe(self) -> None:
-        """One cheap request that samples nothing; raises `EngineError` unless the engine is able to serve."""
+        """Send one cheap request that samples nothing. Raises `EngineError` unless the engine can serve."""
         ...
 
 
 @runtime_checkable
 class TokenEngine(Engine, Protocol):
-    """Takes token ids and returns token ids with the logprobs they were sampled with."""
+    """Takes token ids and returns sampled token ids with their logprobs."""
 
     async def generate(self, request: TokenRequest) -> Generation:
-        """The whole answer."""
+        """Return the whole answer."""
         ...
 
     def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
-        """The answer as it is sampled: deltas, and last the whole `Generation`, whose tokens are exactly the deltas
-        joined. Ending without a `Generation` is impossible: a broken stream raises."""
+        """Yield the answer while it is sampled: deltas, and last the whole `Generation`, whose tokens are exactly
+        those of the deltas. A stream never ends without a `Generation`: a broken stream raises."""
         ...
 
 
 @runtime_checkable
 class TextEngine(Engine, Protocol):
-    """Speaks an OpenAI dialect. Bodies pass as bytes: what nobody must read, nobody parses."""
+    """Speaks an OpenAI dialect. Bodies are passed on as bytes, unparsed."""
 
     async def complete(self, route: str, body: Mapping[str, Any]) -> TextReply:
-        """``POST <base_url><route>`` without streaming; ``route`` is for example ``/chat/completions``."""
+        """Send ``POST <base_url><route>`` without streaming; ``route`` is for example ``/chat/completions``."""
         ...
 
     def stream_text(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        """The server-sent events as they arrive, cut anywhere."""
+        """Yield the bytes of the server-sent events as they arrive, cut anywhere."""
         ...

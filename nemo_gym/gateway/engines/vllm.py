@@ -1,4 +1,4 @@
-"""vLLM: token ids in and out over ``/v1/completions``, or over its token-only route where that is served."""
+"""vLLM: token ids in and out over ``/v1/completions``, or over its token-only route if the server has it."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from nemo_gym.gateway.engines.types import (
 from nemo_gym.gateway.policy_request import packed, tokens_counted
 from nemo_gym.http.connections import Connections, Reply
 
-# A long completion of vLLM's, read at the cost of its ids and logprobs.
+# Fast reading of a long vLLM completion: only its ids and logprobs are parsed.
 #
-# Most of such a body is what nobody here needs: the texts of all tokens, their offsets, and each logprob once more
-# under its token's text. All of that is left out before anything is parsed:
+# Most of such a body is not needed: the texts of all tokens, their offsets, and each logprob once more under its
+# token's text. All of that is removed before the body is parsed:
 #
 #     "logprobs":{"text_offset":[…],"token_logprobs":[…],"tokens":[…],"top_logprobs":[…]},"finish_reason":…
 #                └─ left out ──────┘                    └─ left out ────────────────────┘
 #
-# What is found this way in a body that the whole decoder takes is what that finds, for these reasons. A quote behind
-# a comma begins a string, since one within a string would be escaped; so a name found there is a key. An array
-# without strings and braces ends at its first bracket. With a mark in place of what was left out, the text is only
-# JSON if that began and ended outside of strings and at one depth; and only if the mark is where the choice has its
-# logprobs, they were what was left out. It was within one choice: every choice says how it was finished, and the
-# place where this one does is the first of all. Nothing else that is looked for was within it, for all of it is
-# found elsewhere. (Names are taken to be spelled without escapes, and not to come twice in one object.)
+# For every body that the full decoder accepts, this finds the same values. A quote after a comma begins a string,
+# since a quote inside a string would be escaped; so a name found there is a key. An array without strings and braces
+# ends at its first bracket. A mark replaces the removed text. The result is valid JSON only if that text began and
+# ended outside strings and at the same depth, and the mark is the value of the choice's ``logprobs`` only if exactly
+# these were removed. The removed text lies in one choice: every choice has a ``finish_reason``, and the one after the
+# text is the first of the body. No other needed value was in the text, because all of them are found outside it.
+# (Names are assumed to be written without escapes, and to appear only once in an object.)
 #
-# Whatever is not as it is written here is left to the whole decoder.
+# Any other body is left to the full decoder.
 
 WORTH_IT_BYTES = 64 << 10
 _LOGPROBS, _OFFSETS, _SAMPLED = b',"logprobs":{', b'"text_offset":[', b'"token_logprobs":['
@@ -54,7 +54,7 @@ _COMMA, _FINISH_KEY, _IDS_KEY = ord(","), b'"finish_reason"', b',"token_ids":['
 _RARE = b"_"
 _RARE_PLACE = _FINISH_KEY.index(_RARE)
 _RARE_AT_MOST = 1000
-_MARK = f"left-out-{uuid4().hex}"  # of this process, and never told to anybody
+_MARK = f"left-out-{uuid4().hex}"  # new in each process and never sent to anybody
 _QUOTED_MARK = f'"{_MARK}"'.encode()
 _NUMBERS = msgspec.json.Decoder(list[float])
 
@@ -77,7 +77,7 @@ _RESTS = msgspec.json.Decoder(_Rest)
 
 @dataclass(frozen=True, slots=True)
 class LongCompletion:
-    """Of one choice; fields as vLLM has them."""
+    """A completion with one choice; the fields are vLLM's."""
 
     finish_reason: str
     stop_reason: str | int | None
@@ -92,7 +92,7 @@ class LongCompletion:
 
 
 def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
-    """Nothing for a body that is not long, or that the whole decoder has to read."""
+    """Read a long completion; ``None`` for a short body, or one that the full decoder has to read."""
     if len(raw) < WORTH_IT_BYTES or (start := raw.find(_LOGPROBS)) < 0:
         return None
     at = start + len(_LOGPROBS)
@@ -134,7 +134,7 @@ def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
 
 
 def _finish_in(raw: bytes | bytearray, start: int) -> int:
-    """``raw.find(_FINISH, start)``: a single letter is found in a tenth of the time, where it is rare."""
+    """Return ``raw.find(_FINISH_KEY, start)``; searching for one rare letter takes a tenth of the time."""
     at = start
     for _ in range(_RARE_AT_MOST):
         if (at := raw.find(_RARE, at)) < 0:
@@ -147,23 +147,23 @@ def _finish_in(raw: bytes | bytearray, start: int) -> int:
 
 
 def _ids_in(text: bytes) -> array[int] | None:
-    """Of a JSON array without spaces; nothing for what is something else."""
+    """Return the ids of a JSON array without spaces; ``None`` for any other text."""
     import numpy as np
 
     try:
         found = np.fromstring(text[1:-1], dtype=np.int32, sep=",")
     except (ValueError, DeprecationWarning):
         return None
-    # That reads much that is no JSON, and large numbers wrongly: only what can be written again was understood.
+    # numpy accepts much that is no JSON, and misreads large numbers: the result must serialize to the same text.
     return array("i", found.tobytes()) if orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY) == text else None
 
 
-# vLLM: token ids in and out over ``/v1/completions``, or over its token-only route where that is served.
+# The engine.
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 VllmRoute = Literal["completions", "generate"]
 STREAM_INTERVAL = 32
-"""Tokens. Events cost both ends time; what a broken stream loses of an answer is sampled again."""
+"""Tokens per event. Events cost both ends time; tokens that a broken stream loses are sampled again."""
 
 
 class _Entry(msgspec.Struct):
@@ -197,14 +197,14 @@ class _Completion(msgspec.Struct):
 
 
 _COMPLETIONS = msgspec.json.Decoder(_Completion)
-"""Reads what is needed of a whole completion, and skips its texts and alternatives."""
+"""Reads the needed parts of a whole completion, and skips its texts and alternatives."""
 
 
 class VllmEngine(HttpEngine):
-    """``completions`` posts to ``/v1/completions`` with ``return_token_ids``, ``generate`` to
-    ``/inference/v1/generate``, which vLLM 0.32 serves with ``--enable-scale-out`` and not every version streams: there
-    the answer is one delta. ``stream_interval`` tokens are asked for per event, after the first; versions that do not
-    know it send one. Cached tokens are told by servers started with ``--enable-prompt-tokens-details``."""
+    """Route ``completions`` posts to ``/v1/completions`` with ``return_token_ids``; ``generate`` posts to
+    ``/inference/v1/generate``, which vLLM 0.32 serves with ``--enable-scale-out``. Not every version streams there, so
+    the answer is one delta. ``stream_interval``: tokens per event to ask for, after the first event; versions that do
+    not know it send one. Servers started with ``--enable-prompt-tokens-details`` report cached tokens."""
 
     tokenize_route = "/tokenize"
 
@@ -220,10 +220,10 @@ class VllmEngine(HttpEngine):
         self._route: VllmRoute = route
         self._stream_interval = stream_interval
         self._parameters: tuple[Sampling, dict[str, Any]] | None = None
-        """Of the latest request: most of a session's have the very same."""
+        """Those of the latest request: most requests of a session have the same object."""
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
-        # It serves the names that it lists, and no other.
+        # vLLM serves only the names that it lists.
         return self.unknown_model(models) if models else EngineCheck(self.name)
 
     async def generate(self, request: TokenRequest) -> Generation:
@@ -253,7 +253,7 @@ class VllmEngine(HttpEngine):
     def _completed(self, request: TokenRequest, raw: bytes | bytearray, first: str | None) -> Generation:
         with self.reading():
             echo = request.prompt_json or b""
-            # Skipping numbers costs as much as reading them; leaving them out costs a copy of the others.
+            # Skipping the echoed ids costs as much as parsing them; removing them costs a copy of the other bytes.
             raw = without_echo(raw, echo) if 2 * len(echo) > len(raw) else raw
             if (long := long_completion(raw)) is not None:
                 return self._generation(request, long, long.usage, first)
@@ -316,7 +316,7 @@ class VllmEngine(HttpEngine):
                     if delta.token_ids:
                         yield delta
         except EngineLostError:
-            # All tokens are there once the engine has said why it stopped; only the figures of usage are missing.
+            # After the finish reason no tokens follow; only the usage is missing.
             if finish is None:
                 raise
         if finish is None:
@@ -342,7 +342,7 @@ class VllmEngine(HttpEngine):
             **sampling.given(),
             **_schema_fields(sampling.json_schema),
             "max_tokens": sampling.max_tokens,
-            "logprobs": 0,  # of the sampled token, and of no alternative
+            "logprobs": 0,  # of the sampled token, without alternatives
             "return_token_ids": True,
             "add_special_tokens": False,
         }
@@ -388,7 +388,7 @@ class VllmEngine(HttpEngine):
             )
 
     def _check_prompt(self, request: TokenRequest, choice: Mapping[str, Any]) -> None:
-        """An engine that read another prompt than the one we sent has sampled from another distribution."""
+        """Raise if the engine read another prompt than it was sent: it sampled from another distribution then."""
         echoed = choice.get("prompt_token_ids")
         if echoed is not None and echoed != list(request.prompt_ids):
             raise self.malformed(
@@ -426,5 +426,5 @@ def _cached(usage: dict[str, Any]) -> int | None:
 
 
 def _schema_fields(schema: str | None) -> dict[str, Any]:
-    """What vLLM takes, beside a completion's other parameters or among ``sampling_params``."""
+    """Return vLLM's parameters for a JSON schema, for a completion's body or for ``sampling_params``."""
     return {} if schema is None else {"structured_outputs": {"json": json.loads(schema)}}

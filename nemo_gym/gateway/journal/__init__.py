@@ -1,4 +1,4 @@
-"""What the gateway has committed, on disk: sessions, their turns and their ends."""
+"""The gateway's journal on disk: sessions, their committed turns, and how they ended."""
 
 from nemo_gym.gateway.journal.log import (
     Durability,

@@ -1,6 +1,6 @@
 """The append-only log under the journal: records in checksummed frames, in segment files.
 
-A failure of the journal is never passed over: a gateway without it commits nothing.
+Failures of the journal are never ignored: without it, a gateway commits nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class JournalError(ModelError):
 
 
 class JournalFullError(JournalError):
-    """The disk takes no more. Nothing of what failed with this is kept, neither on the disk nor in memory, and the
-    journal goes on by itself once there is room."""
+    """The disk is full. A record that failed with this error is kept neither on disk nor in memory. The journal
+    resumes by itself once there is room."""
 
     code = "journal_full"
 
@@ -47,12 +47,12 @@ class JournalBusyError(JournalError):
 
 
 class JournalDamagedError(JournalError):
-    """The journal's files hold something else than what was written: more than the torn end that a crash leaves."""
+    """The journal's files are damaged beyond the torn end that a crash leaves."""
 
     code = "journal_damaged"
 
 
-# Records in a file, so that a torn one is recognised: magic, length, checksum, payload.
+# The frame of a record, which makes a torn record recognizable: magic, length, checksum, payload.
 
 
 MAGIC = b"NGJ\x01"
@@ -65,7 +65,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def framed(payload: Sequence[Buffer]) -> list[Buffer]:
-    """A frame in pieces, of a payload in pieces, which are not copied."""
+    """Return the frame of a payload, both in pieces; the payload's pieces are not copied."""
     checksum = 0
     for piece in payload:
         checksum = crc32(piece, checksum)
@@ -74,13 +74,13 @@ def framed(payload: Sequence[Buffer]) -> list[Buffer]:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """What a file holds."""
+    """The records of a file."""
 
     payloads: list[memoryview]
     end: int
-    """Where the last whole record ends."""
+    """The offset at which the last whole record ends."""
     whole_after_end: bool
-    """Whether a whole record follows the first broken one. A crash of the process cannot do that; damage can."""
+    """Whether a whole record follows the first broken one. A crash of the process cannot cause that; damage can."""
 
 
 def read_frames(data: bytes) -> Frames:
@@ -115,8 +115,8 @@ def _any_frame_after(data: bytes, view: memoryview, end: int) -> bool:
 
 # An append-only log in segment files.
 #
-# Waiting for a disk is a thread's work: it writes and syncs for many callers at once. Handing bytes to the kernel
-# takes less time than handing them to a thread, so without syncs each record is written where it is appended.
+# A thread waits for the disk: it writes and syncs for many callers at once. Handing bytes to the kernel takes less
+# time than handing them to a thread, so without syncs ``append`` writes each record itself.
 
 Durability = Literal["power_loss", "process"]
 """What an acknowledged record survives: ``power_loss`` syncs each group to the disk, ``process`` only hands it to the
@@ -124,13 +124,13 @@ kernel, which is enough for any death of the process itself."""
 SEGMENT_BYTES = 64 * 2**20
 MAX_GROUP = 1024
 _WRITE_BYTES = 64 << 10
-"""At once. The kernel keeps a large write in large pieces of memory, and those are pieces that nobody has used for
-long: a virtual machine's host may have to find them first, at several times the cost of the copy."""
+"""Limit of one write. For a large write the kernel takes large pieces of memory that were unused for long; a virtual
+machine's host may have to find them first, at several times the cost of the copy."""
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _ROOM_BYTES = 64 << 10
-"""Beside what did not fit: less free than that is as good as nothing."""
+"""The disk counts as full until it has this much room in addition to the record that did not fit."""
 _COME_BACK_S = 5
-"""What callers are told while the disk is full."""
+"""``retry_after_s`` of errors while the disk is full."""
 log = structlog.get_logger(__name__)
 
 
@@ -138,19 +138,19 @@ log = structlog.get_logger(__name__)
 class _Append:
     data: Sequence[Buffer]
     segment: int
-    """The segment the caller was told; the writer opens it when it comes to it."""
+    """The number of the record's segment; the writer opens the file when it gets to the record."""
     future: asyncio.Future[None]
     undo: Callable[[], object] | None
     epoch: int
-    """How many times the disk had been full before."""
+    """Counts from 1; one more each time the disk was full."""
 
 
 class JournalLog:
     """Open with `open`. ``append`` returns a future that resolves when the record is durable.
 
-    Nothing is acknowledged on top of a hole. Where the disk is full, the record and all that were appended after it
-    fail, what was written of them is cut off, and the next append tries anew. Any other write that fails ends the
-    log: every later append fails too."""
+    No record is acknowledged after a lost one. If the disk is full, the record and all that were appended after it
+    fail, their written parts are cut off, and the next append tries again. Any other failed write ends the log: every
+    later append fails too."""
 
     def __init__(self, directory: Path, *, durability: Durability, segment_bytes: int) -> None:
         self._directory = directory
@@ -162,22 +162,22 @@ class JournalLog:
         self._broken: JournalError | None = None
         self._full: JournalFullError | None = None
         self._needed = 0
-        """Bytes that did not fit."""
+        """The size of the records that did not fit."""
         self._pending: deque[_Append] = deque()
-        """In order; what is not durable yet."""
+        """The records that are not durable yet, in order."""
         self._epoch = 1
         self._failed_epoch = 0
-        """The writer's: nothing that was appended in it may be written any more."""
+        """Used by the writer: records appended in or before this epoch must not be written any more."""
         self._written = (1, 0)
-        """The writer's: the segment that holds the latest durable record, and where that ends."""
+        """Used by the writer: the segment of the latest durable record, and the offset of the record's end."""
         self._closed = False
         self._file = -1
         self._file_segment = 0
         self._size = 0
         self.segment = 1
-        """The number of the segment that the next record goes to."""
+        """The number of the segment of the latest record."""
         self.groups = 0
-        """Writes so far, each for one or many records."""
+        """The number of writes so far, each for one or many records."""
         self._thread = threading.Thread(target=self._work, name="gateway-journal", daemon=True)
 
     @classmethod
@@ -190,9 +190,9 @@ class JournalLog:
         durability: Durability = "power_loss",
         segment_bytes: int = SEGMENT_BYTES,
     ) -> JournalLog:
-        """Take the directory, hand every record and its segment's number to ``on_record`` in the order of appends,
-        cut off a torn end, and be ready to append. ``on_end``, after the last record, may still refuse by raising.
-        Raises `JournalBusyError` and `JournalDamagedError`."""
+        """Lock the directory, call ``on_record`` with the segment's number and the payload of every record in the
+        order of appends, cut off a torn end, and return a log to append to. ``on_end`` is called after the last record
+        and may still raise. Raises `JournalBusyError` and `JournalDamagedError`."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self = cls(directory, durability=durability, segment_bytes=segment_bytes)
         try:
@@ -211,9 +211,9 @@ class JournalLog:
     def append(
         self, payload: bytes | Sequence[Buffer], *, undo: Callable[[], object] | None = None
     ) -> asyncio.Future[None]:
-        """Add a record, whole or in pieces. Records are durable in the order of their appends. ``undo`` is called
-        should this one fail, before anybody hears of that: the latest append's first, and those of all records that
-        fail together before anything else can be appended."""
+        """Add a record, whole or in pieces. Records become durable in the order of their appends. If writing this one
+        fails, ``undo`` is called before any future fails. Records that fail together are undone from the latest to
+        the earliest, before another record can be appended."""
         future: asyncio.Future[None] = self._loop.create_future()
         if self._broken is not None:
             future.set_exception(self._broken)
@@ -236,17 +236,17 @@ class JournalLog:
 
     @property
     def place(self) -> tuple[Path, int]:
-        """The file of the latest record, and where the record ends in it once it is durable."""
+        """The file of the latest record, and the offset at which the record ends in it once it is durable."""
         return self._path(self.segment), self._size
 
     @property
     def broken(self) -> JournalError | None:
-        """Why nothing can be appended any more."""
+        """The error that ended the log, if any."""
         return self._broken
 
     @property
     def refusal(self) -> JournalError | None:
-        """Why an append would fail now; for readiness, and for those who can spare themselves the work before it."""
+        """Why an append would fail now, if it would; for readiness, and for callers that can avoid useless work."""
         if self._full is None or self._broken is not None:
             return self._broken
         disk = os.statvfs(self._directory)
@@ -257,12 +257,12 @@ class JournalLog:
         return sorted(int(path.stem) for path in self._directory.glob("*.log"))
 
     def drop_segment(self, number: int) -> None:
-        """Remove an old segment. Only ever the oldest: a record may only go after all that came before it."""
+        """Remove a segment, but only the oldest: a record may only be removed after all records before it."""
         if number < self.segment and number == self.segments()[0]:
             self._path(number).unlink()
 
     async def aclose(self) -> None:
-        """Write what was appended, then let go of the directory."""
+        """Write all appended records, then unlock the directory."""
         if not self._closed:
             self._closed = True
             if self._thread.is_alive():
@@ -360,7 +360,7 @@ class JournalLog:
         return error
 
     def _failed(self, group: list[_Append], caught: OSError) -> JournalError:
-        """What a write that failed means."""
+        """Handle a failed write, and return the error for its records."""
         if caught.errno in _DISK_FULL:
             try:
                 self._cut_off()
@@ -378,7 +378,7 @@ class JournalLog:
         return self._broken
 
     def _cut_off(self) -> None:
-        """Leave nothing behind the latest durable record."""
+        """Remove everything after the latest durable record."""
         segment, size = self._written
         if self._file >= 0:
             os.close(self._file)
@@ -392,7 +392,7 @@ class JournalLog:
             self._path(segment).unlink(missing_ok=True)
 
     def _settle(self, group: list[_Append], error: JournalError | None) -> None:
-        """Tell the callers; in the event loop."""
+        """Resolve the callers' futures. Runs in the event loop."""
         if error is None:
             self._full = None
             for item in group:
@@ -406,7 +406,7 @@ class JournalLog:
             self._full, self._needed = error, size_of(part for item in group for part in item.data)
             self._epoch += 1
             self.segment, self._size = self._written
-        # All of them: what was appended after a record that failed stands on a hole.
+        # All pending records fail: those after a failed record must not become durable without it.
         failed, self._pending = self._pending, deque()
         for item in reversed(failed):
             if item.undo is not None:
@@ -434,7 +434,7 @@ class JournalLog:
             try:
                 os.fdatasync(self._file)
             except OSError as error:
-                # Nobody knows what the disk has now; only a new process that reads it again does.
+                # The disk's state is unknown now; only a new process that reads the files again can find out.
                 raise JournalError(
                     f"the journal {self._directory} cannot be written: {error}", retryable=True
                 ) from error

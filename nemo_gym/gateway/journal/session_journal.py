@@ -1,12 +1,12 @@
-"""What the journal holds of sessions: their life, their turns, and where a turn's body can be read again.
+"""The journal's records of sessions: their states, their turns, and the places of their turns' bodies.
 
-The life of a gateway session.
+The states of a gateway session:
 
     OPEN ──complete──▶ COMPLETE ──finalize──▶ FINALIZED
       │ └───────────────finalize──────────────▲
       └──abort──▶ ABORTED ◀──abort── COMPLETE
 
-Each step may be repeated and then changes nothing. A finalized session cannot be aborted, nor an aborted one
+Each step may be repeated and then changes nothing. A finalized session cannot be aborted, and an aborted one cannot be
 finalized: the first end is final.
 """
 
@@ -30,9 +30,9 @@ from nemo_gym.gateway.policy_request import Buffer, size_of
 
 class SessionState(StrEnum):
     OPEN = "open"
-    """Takes inference."""
+    """Accepts inference."""
     COMPLETE = "complete"
-    """Its runner has said that it is done; takes no inference, and waits for its owner."""
+    """The runner reported that it is done; accepts no inference, and waits for its owner to finalize or abort."""
     FINALIZED = "finalized"
     ABORTED = "aborted"
 
@@ -46,7 +46,7 @@ _STEPS = {
 
 
 def step(session_id: str, now: SessionState, then: SessionState) -> bool:
-    """Whether going from ``now`` to ``then`` changes anything; raises `FencedError` where it is not allowed."""
+    """Return whether ``now`` and ``then`` differ; raises `FencedError` for a step that is not allowed."""
     if now is then:
         return False
     if then not in _STEPS[now]:
@@ -54,18 +54,18 @@ def step(session_id: str, now: SessionState, then: SessionState) -> bool:
     return True
 
 
-# Where the journal holds the body of a record, for those who read it again instead of keeping it in memory.
+# The place of a record's body in the journal, for callers that read it again instead of keeping it in memory.
 
 
 @dataclass(frozen=True, slots=True)
 class JournaledBody:
-    """In bytes of a segment's file. It is there for as long as its session is known."""
+    """The place of a body in a segment's file, in bytes. It is valid until its session is forgotten."""
 
     path: Path
     start: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """Part of the body. Raises `JournalError` where it is not there any more."""
+        """Read a part of the body. Raises `JournalError` if it no longer exists."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 found = os.pread(file.fileno(), length, self.start + offset)
@@ -76,7 +76,7 @@ class JournaledBody:
         return found
 
 
-# What the journal says about sessions: a small header as JSON, and a body that only its owner reads.
+# The records about sessions: a small header as JSON, and a body that only the journal's user reads.
 
 
 class RecordKind(StrEnum):
@@ -92,7 +92,7 @@ def encode(kind: RecordKind, session_id: str, body: bytes = b"", **header: Any) 
 
 
 def decode(payload: memoryview) -> tuple[dict[str, Any], bytes]:
-    """Header and body. JSON on one line holds no newline, so the first one ends the header."""
+    """Return header and body. JSON on one line has no newline, so the first newline ends the header."""
     head, _, body = bytes(payload).partition(b"\n")
     header: dict[str, Any] = orjson.loads(head)
     return header, body
@@ -100,7 +100,7 @@ def decode(payload: memoryview) -> tuple[dict[str, Any], bytes]:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session as it was opened. Tokens are kept as digests only."""
+    """The data of a session at its opening. Tokens are stored as digests only."""
 
     session_id: str
     rollout: Mapping[str, Any]
@@ -111,7 +111,7 @@ class SessionRecord:
     """Unix seconds; an unfinished session is aborted then."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """More plain data of the gateway's own."""
+    """Further plain data of the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class ReplayedSession:
-    """A session as a restarted gateway finds it."""
+    """A session that a restarted gateway reads from the journal."""
 
     record: SessionRecord
     state: SessionState = SessionState.OPEN
@@ -139,7 +139,7 @@ class ReplayedSession:
     """Why it was aborted."""
 
 
-# The journal of gateway sessions: what is acknowledged here survives the death of the process.
+# The journal of gateway sessions: acknowledged changes survive the death of the process.
 
 DEADLINE_REASON = "deadline"
 
@@ -155,8 +155,8 @@ class _Session:
 
 
 class SessionJournal:
-    """Sessions and their committed turns. Each method takes effect at once for those who call after it, and returns
-    when it is durable. Turns themselves are not kept in memory: `open` gives them back once, after a restart."""
+    """Sessions and their committed turns. Each method takes effect at once for later calls, and returns when its
+    change is durable. Turns themselves are not kept in memory: only `open`, after a restart, returns them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -174,8 +174,8 @@ class SessionJournal:
         segment_bytes: int = SEGMENT_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> tuple[SessionJournal, list[ReplayedSession]]:
-        """The journal in ``directory`` and every session in it that was not forgotten, in order of opening. Raises
-        `JournalBusyError`, `JournalDamagedError`."""
+        """Open the journal in ``directory``. Also returns every session in it that was not forgotten, in order of
+        opening. Raises `JournalBusyError`, `JournalDamagedError`."""
         self = cls(clock)
         replayed: dict[str, ReplayedSession] = {}
         segments: dict[str, set[int]] = {}
@@ -188,7 +188,7 @@ class SessionJournal:
                 replayed.pop(session_id, None)
                 beheaded.discard(session_id)
             elif session_id not in replayed and header["kind"] != RecordKind.OPENED:
-                # Its first segment was dropped, which is right if it was forgotten later on.
+                # Its first segment was dropped, which is correct if a later record says that it was forgotten.
                 beheaded.add(session_id)
             else:
                 segments.setdefault(session_id, set()).add(segment)
@@ -217,11 +217,11 @@ class SessionJournal:
         return self._known(session_id).state
 
     def turns(self, session_id: str) -> int:
-        """How many turns are committed."""
+        """Return the number of committed turns."""
         return self._known(session_id).turns
 
     async def opened(self, record: SessionRecord) -> None:
-        """A new session. Raises `ContractError` for an id in use."""
+        """Record a new session. Raises `ContractError` for an id in use."""
         if record.session_id in self._sessions:
             raise ContractError(f"there is a session '{record.session_id}' already", session_id=record.session_id)
         data = encode(RecordKind.OPENED, record.session_id, record=asdict(record))
@@ -238,10 +238,10 @@ class SessionJournal:
         kept: Callable[[JournaledBody], None] | None = None,
         undo: Callable[[], None] | None = None,
     ) -> int:
-        """Commit one turn, whole or in pieces, and return its index. Cancelling the wait does not take the turn back.
-        ``kept`` is told at once where the body can be read again once this has returned. ``undo`` is called, before
-        anything else is done with the session, should the turn not become durable after all. Raises `FencedError` when
-        the session takes no more turns, `JournalFullError` when the disk does not."""
+        """Commit one turn, whole or in pieces, and return its index. Cancelling the wait does not undo the turn.
+        ``kept`` is called at once with the place from which the body can be read after this method has returned. If
+        the turn does not become durable, ``undo`` is called before any other change to the session. Raises
+        `FencedError` if the session accepts no more turns, `JournalFullError` if the disk is full."""
         session = self._known(session_id)
         if session.state is not SessionState.OPEN:
             raise FencedError(f"session '{session_id}' is {session.state}", session_id=session_id)
@@ -263,28 +263,28 @@ class SessionJournal:
         return index
 
     def sent(self, session_id: str, index: int) -> None:
-        """The answer of a turn was handed to the network. Not waited for: when a crash loses this, a request that
-        equals it is answered once more."""
+        """Record that the answer of a turn was handed to the network. Does not wait: if a crash loses this record, an
+        equal request gets the same answer once more."""
         self._note(session_id, encode(RecordKind.SENT, session_id, index=index))
 
     def undelivered(self, session_id: str, index: int) -> None:
-        """It turned out that its caller cannot have read it. Not waited for either."""
+        """Record that the caller cannot have read the answer of a turn. Does not wait either."""
         self._note(session_id, encode(RecordKind.SENT, session_id, index=index, delivered=False))
 
     async def complete(self, session_id: str, reward_info: bytes = b"") -> None:
-        """The session's runner is done. Repeating it changes nothing."""
+        """Record that the session's runner is done. A repeated call changes nothing."""
         await self._step(session_id, SessionState.COMPLETE, reward_info, None)
 
     async def finalize(self, session_id: str, summary: bytes) -> bytes:
-        """End a session with its result, and return the result: of a repeated call, that of the first."""
+        """End a session with its result, and return the result; a repeated call returns the first result."""
         return await self._step(session_id, SessionState.FINALIZED, summary, None)
 
     async def abort(self, session_id: str, reason: str) -> None:
-        """End a session without a result. Repeating it changes nothing."""
+        """End a session without a result. A repeated call changes nothing."""
         await self._step(session_id, SessionState.ABORTED, b"", reason)
 
     async def abort_overdue(self) -> list[str]:
-        """Abort the unfinished sessions whose deadline has passed; their ids."""
+        """Abort the unfinished sessions whose deadline has passed, and return their ids."""
         now = self._clock()
         overdue = [
             session_id
@@ -295,10 +295,10 @@ class SessionJournal:
         return overdue
 
     async def forget(self, session_id: str) -> None:
-        """A session whose result has been taken needs no place any more. Forgetting twice is no error."""
+        """Free the space of a session whose result has been taken. Forgetting twice is no error."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
-            # Its segments are needed until the last word about it is durable.
+            # Its segments are needed until the record that it was forgotten is durable.
             self._leaving[session_id] = session
             await asyncio.shield(self._last_word(session_id))
 
@@ -327,7 +327,7 @@ class SessionJournal:
     async def _step(self, session_id: str, then: SessionState, result: bytes, reason: str | None) -> bytes:
         session = self._known(session_id)
         if not step(session_id, session.state, then):
-            # The first call's record may still be on its way to the disk: this one is durable after it.
+            # The first call's record may not be durable yet; another record becomes durable only after it.
             result, reason = session.result, session.reason
         data = encode(RecordKind.STATE, session_id, result, state=then, reason=reason)
         before = session.state, session.result, session.reason
@@ -348,9 +348,9 @@ class SessionJournal:
         self._drop_segments()
 
     def _drop_segments(self) -> None:
-        """Remove the oldest segments that no session needs. Never one from between: a session's last word must
-        outlive all that came before it."""
-        # Asked with every session that is forgotten: while the oldest segment is written to, there is nothing to find.
+        """Remove the oldest segments that no session needs, but none after a needed one: the record that a session was
+        forgotten must outlive all its earlier records."""
+        # Called for every forgotten session. Nothing can be removed while the oldest segment is still written to.
         while self._oldest_segment < self._log.segment and not self._is_needed(self._oldest_segment):
             self._log.drop_segment(self._oldest_segment)
             self._oldest_segment = self._first_segment()

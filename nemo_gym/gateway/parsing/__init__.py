@@ -3,8 +3,8 @@
     parser = answer_parser(policy)                      # auto: what the policy's chat template writes
     answer = parser.parse(text, prompt_tail=…, tools=…)
 
-Nothing is lost and nothing is made up: markup that is no complete call stays content, and JSON that the policy wrote
-is passed on letter for letter.
+No text is lost or added: markup that is no complete call stays content, and JSON that the policy wrote is passed on
+unchanged.
 """
 
 from nemo_gym.gateway.parsing.formats import (

@@ -1,4 +1,4 @@
-"""Parsers that other packages keep, imported on use: engines' own, transformers', and third parties'."""
+"""Parsers of other packages, imported on use: those of engines, of transformers, and of third parties."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 
 
-# Importing packages that are not dependencies of this one, with errors that say what is missing.
+# Importing packages that are not dependencies of this one, with errors that name the missing package.
 
 
 def imported(field: str, parser: str, *modules: str) -> Any:
-    """The first of ``modules`` that there is. Raises `ConfigError` for a package that is missing, or is broken."""
+    """Import the first of ``modules`` that exists. Raises `ConfigError` for a missing or broken package."""
     problem: ImportError | None = None
     for module in modules:
         try:
             return importlib.import_module(module)
         except ImportError as error:
-            # A module that exists but lacks a dependency of its own is the one to tell of.
+            # If a module exists but lacks a dependency, that is the error to report.
             gone = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
             problem = problem if gone and problem is not None else error
     package = modules[0].split(".")[0]
@@ -47,17 +47,17 @@ def unknown_parser(field: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 def transformers_tokenizer(field: str, parser: str, policy: PolicyTokenizer) -> Any:
-    """The policy's tokenizer as engines' parsers want it."""
+    """Return the policy's tokenizer in the class that engines' parsers need."""
     kind = imported(field, parser, "transformers").PreTrainedTokenizerFast
     return kind(tokenizer_object=policy.tokenizer)
 
 
-# Foreign parsers behind one door: they may raise, and their calls are checked before anybody relies on them.
+# Guards around foreign parsers: these may raise, and their calls are checked before use.
 
 _log = logging.getLogger(__name__)
 
 ExtractCalls = Callable[[str, Sequence[Tool] | None], tuple[str | None, Iterable[tuple[object, object]]]]
-"""``(text, tools)`` → what is left of the text, and the calls' names and arguments."""
+"""``(text, tools)`` → the text without its calls, and the calls' names and arguments."""
 ExtractReasoning = Callable[[str, str], tuple[str | None, str | None]]
 """``(text, prompt_tail)`` → reasoning and content."""
 ExtractAnswer = Callable[[str, str, Sequence[Tool] | None], ParsedAnswer]
@@ -66,7 +66,7 @@ ExtractAnswer = Callable[[str, str, Sequence[Tool] | None], ParsedAnswer]
 
 @dataclass(slots=True)
 class _Warned:
-    """A parser that fails on one answer fails on many; the log says so once."""
+    """Logs a parser's failure only once: a parser that fails on one answer fails on many."""
 
     name: str
     done: bool = False
@@ -81,7 +81,7 @@ class _Warned:
 
 @dataclass(slots=True)
 class GuardedCalls:
-    """Calls as another package's parser finds them. It tells no places, so its text comes before its calls."""
+    """Calls found by another package's parser. It does not return their places, so the text comes before the calls."""
 
     name: str
     extract: ExtractCalls
@@ -94,7 +94,7 @@ class GuardedCalls:
         try:
             content, found = self.extract(text, tools)
             calls = [_checked(*call) for call in found]
-        except Exception as error:  # noqa: BLE001 - foreign code; an answer it fails on is an answer all the same
+        except Exception as error:  # noqa: BLE001 - foreign code; an answer that it cannot parse stays text
             self._warned.warn(error)
             return [text]
         return [content or "", *calls] if calls else [text]
@@ -102,7 +102,7 @@ class GuardedCalls:
 
 @dataclass(slots=True)
 class GuardedReasoning:
-    """Reasoning as another package's parser finds it."""
+    """Reasoning found by another package's parser."""
 
     name: str
     extract: ExtractReasoning
@@ -125,7 +125,7 @@ class GuardedReasoning:
 
 @dataclass(slots=True)
 class GuardedAnswers:
-    """Whole answers as another package's parser reads them."""
+    """Whole answers parsed by another package."""
 
     name: str
     extract: ExtractAnswer
@@ -153,15 +153,16 @@ def _checked(name: object, arguments: object) -> ParsedCall:
     return ParsedCall(name, arguments)
 
 
-# transformers' parser of whole answers, driven by a ``response_template`` that model repositories carry.
+# transformers' parser of whole answers, controlled by a ``response_template`` in model repositories.
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def transformers_answers(path: str) -> GuardedAnswers:
-    """``path``: a model's directory, whose ``tokenizer_config.json`` has the template, or a JSON file that is one.
+    """Return transformers' parser. ``path``: a model's directory, whose ``tokenizer_config.json`` has the template, or
+    a JSON file with the template itself.
 
-    It reads arguments as data, so their JSON is written anew. Raises `ConfigError` for what is missing.
+    It parses arguments to data, so their JSON is serialized again. Raises `ConfigError` for anything missing.
     """
     full = f"transformers:{path}"
     template = _template(Path(path))
@@ -174,7 +175,7 @@ def transformers_answers(path: str) -> GuardedAnswers:
     try:
         parse("", {**template, "fields": {**template["fields"]}}, prefix="", tools=None)
     except (ValueError, KeyError, TypeError) as error:
-        if "missing from parsed output" not in str(error):  # an empty answer may well lack what every answer has
+        if "missing from parsed output" not in str(error):  # an empty answer may lack required fields
             raise ConfigError(f"tool_parser: '{path}' holds no response_template ({error})") from error
     return GuardedAnswers(full, extract)
 
@@ -207,11 +208,11 @@ def _answer(message: Mapping[str, Any]) -> ParsedAnswer:
 # The parsers of an installed vLLM, by the names of its ``--tool-call-parser`` and ``--reasoning-parser``.
 
 _TOOL_PARSERS = ("vllm.tool_parsers", "vllm.entrypoints.openai.tool_parsers")
-"""Where the registry is, and where it was in releases before 0.13."""
+"""The module of the registry, and that of releases before 0.13."""
 
 
 def vllm_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
-    """Raises `ConfigError` where vLLM is not installed, or has no such parser."""
+    """Return vLLM's parser of calls. Raises `ConfigError` if vLLM is not installed, or has no such parser."""
     full = f"vllm:{name}"
     manager = imported("tool_parser", full, *_TOOL_PARSERS).ToolParserManager
     try:
@@ -234,7 +235,7 @@ def vllm_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
 
 
 def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
-    """Raises `ConfigError` where vLLM is not installed, or has no such parser."""
+    """Return vLLM's parser of reasoning. Raises `ConfigError` if vLLM is not installed, or has no such parser."""
     full = f"vllm:{name}"
     manager = imported("reasoning_parser", full, "vllm.reasoning").ReasoningParserManager
     try:
@@ -259,7 +260,7 @@ def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
 
 @contextmanager
 def _usable(field: str, full: str) -> Iterator[None]:
-    """Its parsers say when they are made that a tokenizer lacks their tokens: at the start, not on every answer."""
+    """Raise `ConfigError` for a parser whose tokens the tokenizer lacks: vLLM's parsers raise on their creation."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -285,9 +286,9 @@ def _request(request_type: Any, tools: Sequence[Tool] | None) -> Any:
 
 
 def sglang_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
-    """Raises `ConfigError` where SGLang is not installed, or has no such parser.
+    """Return SGLang's parser of calls. Raises `ConfigError` if SGLang is not installed, or has no such parser.
 
-    SGLang itself leaves calls to tools that were not offered out, unless its environment says otherwise.
+    SGLang itself drops calls of tools that were not offered, unless its environment is set otherwise.
     """
     full = f"sglang:{name}"
     kind = imported("tool_parser", full, "sglang.srt.function_call.function_call_parser").FunctionCallParser
@@ -306,7 +307,7 @@ def sglang_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
 
 
 def sglang_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
-    """Raises `ConfigError` where SGLang is not installed, or has no such parser."""
+    """Return SGLang's parser of reasoning. Raises `ConfigError` if SGLang is not installed, or has no such parser."""
     full = f"sglang:{name}"
     kind = imported("reasoning_parser", full, "sglang.srt.parser.reasoning_parser").ReasoningParser
     if name not in kind.DetectorMap:
@@ -334,7 +335,7 @@ def _tokenizer_option(kind: Any, field: str, full: str, policy: PolicyTokenizer)
 
 
 def made_by(field: str, path: str, policy: PolicyTokenizer) -> object:
-    """What the factory at ``package.module:name`` makes for a policy. Raises `ConfigError` when it cannot be had."""
+    """Call the factory at ``package.module:name`` for a policy. Raises `ConfigError` if it cannot be imported."""
     module, _, name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
@@ -347,7 +348,7 @@ def made_by(field: str, path: str, policy: PolicyTokenizer) -> object:
 
 
 def guarded_parse(name: str, parse: Callable[..., ParsedAnswer]) -> GuardedAnswers:
-    """A third party's parser of whole answers."""
+    """Guard a third party's parser of whole answers."""
 
     def extract(text: str, prompt_tail: str, tools: Sequence[Tool] | None) -> ParsedAnswer:
         return parse(text, prompt_tail=prompt_tail, tools=tools)
@@ -356,7 +357,7 @@ def guarded_parse(name: str, parse: Callable[..., ParsedAnswer]) -> GuardedAnswe
 
 
 def guarded_split(name: str, calls: CallFormat) -> CallFormat:
-    """A third party's format of calls, which keeps the places of text and calls."""
+    """Guard a third party's format of calls, which keeps the order of text and calls."""
     return _GuardedSplit(name, calls)
 
 
@@ -371,7 +372,7 @@ class _GuardedSplit:
             segments = list(self._calls.split(text, tools))
             if not all(isinstance(segment, str | ParsedCall) for segment in segments):
                 raise TypeError("it gave something that is neither text nor a ParsedCall")
-        except Exception as error:  # noqa: BLE001 - foreign code; an answer it fails on is an answer all the same
+        except Exception as error:  # noqa: BLE001 - foreign code; an answer that it cannot parse stays text
             if not self._warned:
                 self._warned = True
                 _log.warning("parser '%s' failed on an answer, which stays text (%s)", self._name, error)

@@ -1,13 +1,13 @@
-"""What a sampled answer says: content, reasoning and tool calls, in each format in which policies write them.
+"""Parsers of sampled answers into content, reasoning and tool calls, for each format in which policies write them.
 
 Most formats are of two kinds: JSON in a frame of markup (`FramedJson`), and arguments one by one between tags
-(`TaggedCalls`). Llama's and Mistral's have rules of their own; Harmony is a format of whole answers. One table lists
-them all (`CALL_FORMATS`).
+(`TaggedCalls`). Llama's and Mistral's have rules of their own; Harmony is a format of whole answers. The table
+`CALL_FORMATS` lists the formats of calls.
 
-A policy's own JSON is passed on letter for letter, so a walk finds where it ends in a text, and which part of it is
-which. The standard library's decoder tells where a value ends as well, but not where its members are, and each of its
-errors costs a count of all lines before it. This one walks once, holds no stack frame per depth, and stops at the
-first letter that JSON does not allow there.
+JSON that a policy wrote is passed on unchanged, so a scanner finds where it ends in a text, and where its members are.
+The standard library's decoder also returns the end of a value, but not the places of its members, and each of its
+errors costs a count of all lines before it. This scanner reads the text once, needs no stack frame per nesting level,
+and stops at the first character that JSON does not allow there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 _SPACE = re.compile(r"[ \t\n\r]*+")
-# Groups are not possessive: before CPython 3.11.5 such groups match what they must not. Nothing here matches in two
-# ways, so that giving up a repetition never finds another match.
+# Groups are not possessive: before CPython 3.11.5 possessive groups match wrongly. No pattern here can match in two
+# ways, so backtracking never finds another match.
 _STRING = re.compile(r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*"')
 _ATOM = re.compile(r"(?:-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?|true|false|null)(?![\w.+-])")
 _FLAT = re.compile(
@@ -33,13 +33,13 @@ _FLAT = re.compile(
 
 
 def skip_space(text: str, at: int) -> int:
-    """The first place from ``at`` on that holds no JSON whitespace."""
+    """Return the first place from ``at`` on without JSON whitespace."""
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
 
 def string_at(text: str, at: int) -> tuple[str, int] | None:
-    """The JSON string that starts at ``at``, decoded, and its end."""
+    """Return the JSON string that starts at ``at``, decoded, and its end."""
     found = _STRING.match(text, at)
     if found is None:
         return None
@@ -48,7 +48,7 @@ def string_at(text: str, at: int) -> tuple[str, int] | None:
 
 
 def value_end(text: str, at: int) -> int | None:
-    """The end of the JSON value that starts at ``at``; nothing when none does."""
+    """Return the end of the JSON value that starts at ``at``; ``None`` if none does."""
     if (flat := _FLAT.match(text, at)) is not None:
         return flat.end()
     closers: list[str] = []
@@ -78,7 +78,7 @@ def value_end(text: str, at: int) -> int | None:
             if found is None:
                 return None
             at = found.end()
-        while closers:  # a value has ended: what holds it goes on, or ends too
+        while closers:  # a value has ended: its container goes on, or ends too
             after = skip_space(text, at)
             letter = text[after : after + 1]
             if letter == ",":
@@ -93,8 +93,8 @@ def value_end(text: str, at: int) -> int | None:
 
 
 def members_at(text: str, at: int) -> tuple[dict[str, tuple[int, int]], int] | None:
-    """The JSON object that starts at ``at``: key → where its value starts and ends (the last one of equal keys), and
-    the object's own end."""
+    """Return the members of the JSON object that starts at ``at``, as key → start and end of its value (the last value
+    if a key is repeated), and the object's end."""
     if text[at : at + 1] != "{":
         return None
     members: dict[str, tuple[int, int]] = {}
@@ -123,23 +123,23 @@ def members_at(text: str, at: int) -> tuple[dict[str, tuple[int, int]], int] | N
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is one JSON object, with nothing but whitespace around it."""
+    """Return whether a text is one JSON object, with only whitespace around it."""
     start = skip_space(text, 0)
     end = value_end(text, start) if text[start : start + 1] == "{" else None
     return end is not None and skip_space(text, end) == len(text)
 
 
-# The type of a value that a policy wrote as bare text, by the schema of the tool it is for.
+# The type of a value that a policy wrote as bare text, by the schema of the called tool.
 
 _MAX_REFERENCES = 16
 _ALL = frozenset(["object", "array", "string", "number", "integer", "boolean", "null"])
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Chat templates print constants as Python does, so policies write them so."""
+"""Chat templates print constants in Python's form, so policies write them in that form too."""
 
 
 class ParameterSchemas:
-    """The parameters of the tools of one answer. An answer can hold thousands of calls, and a request thousands of
-    tools and parameters: each is looked at once."""
+    """The parameters of the tools of one answer. An answer can have thousands of calls, and a request thousands of
+    tools and parameters, so each is resolved only once."""
 
     def __init__(self, tools: Sequence[Tool] | None) -> None:
         self._tools = tools or ()
@@ -147,11 +147,11 @@ class ParameterSchemas:
         self._resolved: dict[str, dict[str, Mapping[str, Any]]] = {}
 
     def of(self, name: str) -> Mapping[str, Mapping[str, Any]]:
-        """Parameter → its schema with references resolved, of the tool ``name``; empty for tools not offered."""
+        """Return parameter → schema with references resolved, for the tool ``name``; empty for an unknown tool."""
         found = self._resolved.get(name)
         if found is None:
             if self._roots is None:
-                self._roots = dict(reversed([*self._with_properties()]))  # of several of one name the first counts
+                self._roots = dict(reversed([*self._with_properties()]))  # if a name is repeated, the first tool wins
             root = self._roots.get(name, {})
             properties = root.get("properties", {})
             found = {str(key): _resolved(schema, root) for key, schema in properties.items()}
@@ -167,10 +167,10 @@ class ParameterSchemas:
 
 
 def typed_json(text: str, schema: Mapping[str, Any] | None) -> str:
-    """``text`` as JSON text of a type that ``schema`` allows, letter for letter where it is JSON itself.
+    """Return ``text`` as JSON text of a type that ``schema`` allows; text that is such JSON stays unchanged.
 
-    Text that fits no allowed type, and any for a parameter without a schema, becomes a string: the tool's own check
-    answers it. Where a string is allowed, only objects, lists and ``null`` are anything else.
+    Text that fits no allowed type becomes a string, for the tool's own check to refuse; so does all text for a
+    parameter without a schema. If strings are allowed, only objects, lists and ``null`` are not taken as a string.
     """
     types = frozenset(["string"]) if schema is None else _types(schema, _MAX_REFERENCES)
     bare = text.strip()
@@ -183,7 +183,7 @@ def typed_json(text: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def _kind(value: str) -> str:
-    """The schema type of valid JSON text; a whole number counts as an integer and is a number as well."""
+    """Return the schema type of valid JSON text. A whole number is an ``integer`` (`_types` adds it to ``number``)."""
     named = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}.get(value[0])
     return named or ("number" if any(letter in value for letter in ".eE") else "integer")
 
@@ -204,7 +204,7 @@ def _types(schema: Mapping[str, Any], depth: int) -> frozenset[str]:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema with its own reference, and those of its alternatives, followed inside the tool's parameters."""
+    """Return a schema with its own reference, and those of its alternatives, resolved in the tool's parameters."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
             break
@@ -236,11 +236,11 @@ Tool: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One tool call. It may name a tool that was not offered: the harness answers that, and the policy sees it."""
+    """One tool call. It may name a tool that was not offered: the harness's reply then tells the policy so."""
 
     name: str
     arguments: str
-    """JSON text, as the policy wrote it wherever that is valid JSON."""
+    """JSON text; the policy's own text if that is valid JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class ParsedAnswer:
     """One answer, parsed."""
 
     content: str | None
-    """Nothing where the answer holds only reasoning or calls."""
+    """``None`` if the answer has only reasoning or calls."""
     reasoning: str | None = None
     calls: tuple[ParsedCall, ...] = ()
 
@@ -258,55 +258,55 @@ Segment: TypeAlias = str | ParsedCall
 
 
 class AnswerParser(Protocol):
-    """Parses whole answers. Made by `answer_parser`."""
+    """Parses whole answers. Created by `answer_parser`."""
 
     @property
     def name(self) -> str:
-        """The formats it knows, for logs: ``hermes+think``."""
+        """The names of its formats, for logs: ``hermes+think``."""
         ...
 
     def parse(
         self, text: str, *, prompt_tail: str, tools: Sequence[Tool] | None, parse_calls: bool = True
     ) -> ParsedAnswer:
-        """``text``: the sampled text, special tokens kept, without the token that ended it. ``prompt_tail``: the last
-        ~256 characters of the prompt. ``parse_calls``: calls stay content where they are not wanted.
+        """Parse one answer. ``text``: the sampled text with special tokens, but without the token that ended it.
+        ``prompt_tail``: the last ~256 characters of the prompt. If ``parse_calls`` is false, calls stay content.
 
-        Never raises: what is no call stays content.
+        Never raises: text that is no call stays content.
         """
         ...
 
 
 @runtime_checkable
 class CallFormat(Protocol):
-    """How one family of policies writes tool calls."""
+    """The format in which one family of policies writes tool calls."""
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
-        """The text of an answer, its reasoning removed, as text and calls in order. Never raises, drops no text but
-        the markup of calls, and takes time linear in the text."""
+        """Split an answer without its reasoning into text and calls, in order. Never raises, drops only the markup of
+        calls, and takes time linear in the text."""
         ...
 
 
 @runtime_checkable
 class ReasoningFormat(Protocol):
-    """How one family of policies writes what it thinks before it answers."""
+    """The format in which one family of policies writes its reasoning before the answer."""
 
     def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
-        """``(reasoning, rest)``; ``rest`` is the text itself where there is no reasoning, and ``None`` where the
-        answer ended amid its reasoning. Never raises."""
+        """Return ``(reasoning, rest)``. ``rest`` is the whole text if there is no reasoning, and ``None`` if the
+        answer ended within its reasoning. Never raises."""
         ...
 
 
-# Reasoning between tags, wherever the opening one is: in the prompt, sampled, or nowhere.
+# Reasoning between tags. The opening tag may be in the prompt, sampled, or missing.
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedReasoning:
     """Reasoning between ``opening`` and ``closing``, at the start of the answer.
 
-    It is open from the start where the prompt ends with ``opening``. An answer that ends before ``closing`` is all
-    reasoning. A ``closing`` that nothing opened ends reasoning too (policies whose prompts leave the opening out),
-    unless the prompt has just closed it. Tags further on belong to the content, and those within a call to the call.
-    Whitespace between tags, reasoning and content is the format's, not the policy's words.
+    Reasoning is open from the start if the prompt ends with ``opening``. Then an answer without ``closing`` is all
+    reasoning. A ``closing`` without an ``opening`` also ends reasoning (some policies' prompts omit the opening),
+    unless the prompt has just closed it. Later tags belong to the content, and tags within a call to the call.
+    Whitespace between tags, reasoning and content belongs to the format and is dropped.
     """
 
     opening: str
@@ -324,7 +324,7 @@ class TaggedReasoning:
         return (thought, rest.lstrip()) if closing else (thought, None)
 
     def is_open(self, text: str, prompt_tail: str) -> bool:
-        """Whether the prompt, or ``text`` at its start, opens reasoning."""
+        """Return whether the end of the prompt or the start of ``text`` opens reasoning."""
         return prompt_tail.rstrip().endswith(self.opening) or text.lstrip().startswith(self.opening)
 
 
@@ -344,17 +344,17 @@ REASONING_FORMATS: dict[str, TaggedReasoning | NoReasoning] = {
 }
 
 
-# One answer parser made of a format for reasoning and one for calls.
+# An answer parser composed of a format for reasoning and one for calls.
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedParser:
-    """Takes the reasoning off first: calls that a policy only thinks of are not made."""
+    """Removes the reasoning first: a call within the reasoning is not a call."""
 
     name: str
     reasoning: ReasoningFormat
     calls: CallFormat | None
-    """Nothing for policies that call no tools."""
+    """``None`` for policies that call no tools."""
 
     def parse(
         self, text: str, *, prompt_tail: str, tools: Sequence[Tool] | None, parse_calls: bool = True
@@ -368,7 +368,7 @@ class ComposedParser:
         if reasoning is not None and isinstance(tags, TaggedReasoning) and not tags.is_open(text, prompt_tail):
             segments = self.calls.split(text, tools)
             if not any(isinstance(segment, str) and tags.closing in segment for segment in segments):
-                reasoning, rest = None, text  # the tag is an argument's: policies edit files that have it
+                reasoning, rest = None, text  # the tag is within an argument: policies edit files that have it
         segments = self.calls.split(rest, tools)
         calls = tuple(segment for segment in segments if isinstance(segment, ParsedCall))
         if not calls:
@@ -381,8 +381,8 @@ def _answer(rest: str, reasoning: str | None) -> ParsedAnswer:
 
 
 def _content(segments: Sequence[Segment]) -> str | None:
-    """The text around calls. Whitespace next to a call is the format's; what the policy said between calls stays, on
-    a line of its own."""
+    """Return the text around calls. Whitespace next to a call belongs to the format and is dropped; texts between
+    calls stay, each on a line of its own."""
     texts = []
     for index, segment in enumerate(segments):
         if isinstance(segment, str):
@@ -394,7 +394,7 @@ def _content(segments: Sequence[Segment]) -> str | None:
 
 
 NAME = r"[^\s<>{}\[\]\"`|｜:]{1,256}"
-"""Pattern of a tool's name in markup. Its length is bounded, so that a search never runs on."""
+"""Pattern of a tool's name in markup. Its length is limited, so that a search never reads far."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -402,13 +402,13 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class FramedJson:
     """Calls of the form ``opening {json} closing``.
 
-    The JSON is the arguments where ``opening`` has a group ``name``, else an object with the name and the arguments.
-    A frame whose inside is anything else is text. The end of the answer closes a frame too: engines leave the closing
-    markup out where it is what they stop at.
+    The JSON is the arguments if ``opening`` has a group ``name``, otherwise an object with the name and the arguments.
+    A frame with any other content is text. The end of the answer closes a frame too: engines omit the closing markup
+    if it is the stop token.
     """
 
     def __init__(self, opening: str, closing: str) -> None:
-        """Patterns."""
+        """Both are regular expressions."""
         self._opening = re.compile(opening)
         self._closing = re.compile(closing)
         self._named = "name" in self._opening.groupindex
@@ -432,9 +432,9 @@ class FramedJson:
 
 
 def call_at(text: str, at: int, known_keys: frozenset[str] | None = None) -> tuple[ParsedCall, int] | None:
-    """The call written as ``{"name": …, "arguments": {…}}`` (or ``parameters``) at ``at``, and its end.
+    """Return the call written as ``{"name": …, "arguments": {…}}`` (or ``parameters``) at ``at``, and its end.
 
-    ``known_keys``: no other keys may be in it, where nothing else tells a call from JSON that is an answer.
+    ``known_keys``: the only allowed keys, for formats in which no markup distinguishes a call from a JSON answer.
     """
     found = members_at(text, at)
     if found is None:
@@ -446,12 +446,12 @@ def call_at(text: str, at: int, known_keys: frozenset[str] | None = None) -> tup
     place = members.get("arguments", members.get("parameters"))
     arguments = "{}" if place is None else _arguments(text[slice(*place)])
     if name is None or not name[0].isprintable() or not name[0] or arguments is None:
-        return None  # nobody can have been offered a tool of such a name; half a surrogate could not even be sent on
+        return None  # no offered tool can have such a name; a lone surrogate could not even be sent
     return ParsedCall(name[0], arguments), end
 
 
 def arguments_at(text: str, at: int) -> tuple[str, int] | None:
-    """The arguments that stand at ``at``, as JSON text, and their end."""
+    """Return the arguments at ``at`` as JSON text, and their end."""
     end = value_end(text, at)
     if end is None or (arguments := _arguments(text[at:end])) is None:
         return None
@@ -459,7 +459,7 @@ def arguments_at(text: str, at: int) -> tuple[str, int] | None:
 
 
 def _arguments(value: str) -> str | None:
-    """Arguments are an object; ``null`` is an empty one, and some policies write the object's JSON in a string."""
+    """Return arguments as a JSON object; ``null`` is an empty one, and some policies write the object in a string."""
     if value.startswith("{"):
         return value
     if value == "null":
@@ -470,7 +470,7 @@ def _arguments(value: str) -> str | None:
     return decoded[0]
 
 
-# Calls whose arguments the policy writes one by one between tags, as text that the tool's schema gives a type.
+# Calls whose arguments the policy writes one by one between tags, as text whose type follows from the tool's schema.
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,16 +484,16 @@ class _Tag:
 class TaggedCalls:
     """Calls of the form ``opening (parameter value end)* closing``.
 
-    A value ends at the first ``parameter_end`` behind which the next parameter or the call's end follows, so that
-    a value may hold tags of its own (policies edit files that do). Of parameters of the same name the last counts,
-    as with JSON's keys. A call that is not complete is text.
+    A value ends at the first ``parameter_end`` that is followed by the next parameter or the end of the call, so that
+    a value may contain tags itself (policies edit files that do). If a parameter is repeated, the last value wins, as
+    in JSON. An incomplete call is text.
     """
 
     def __init__(
         self, *, opening: str, parameter: str, parameter_end: str, closing: str, value_newlines: bool = False
     ) -> None:
-        """Patterns; ``opening`` and ``parameter`` have one group, the name. ``value_newlines``: one line break on
-        either side of a value belongs to the format."""
+        """All are regular expressions; ``opening`` and ``parameter`` have one group, the name. ``value_newlines``: one
+        line break on either side of a value belongs to the format."""
         self._tags = re.compile(
             f"(?P<opening>{opening})|(?P<parameter>{parameter})|(?P<end>{parameter_end})|(?P<closing>{closing})"
         )
@@ -505,7 +505,7 @@ class TaggedCalls:
         follows.append(False)
         ends = _value_ends(tags, follows)
         schemas = ParameterSchemas(tools)
-        dead: set[int] = set()  # parameters known to lead to no complete call, so that none is walked twice
+        dead: set[int] = set()  # parameters that lead to no complete call, so that none is tried twice
         segments: list[Segment] = []
         taken = at = 0
         while at < len(tags):
@@ -542,7 +542,7 @@ class TaggedCalls:
 
 
 def _value_ends(tags: Sequence[_Tag], follows: Sequence[bool]) -> list[int | None]:
-    """For each tag the first end of a value behind it."""
+    """Return, for each tag, the index of the first tag after it that ends a value."""
     ends: list[int | None] = [None] * len(tags)
     nearest: int | None = None
     for index in range(len(tags) - 1, -1, -1):
@@ -565,7 +565,7 @@ def _typed_arguments(walked: Sequence[tuple[str, str]], schemas: Mapping[str, Ma
 #
 #     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>
 #
-# The keeper's own package parses tokens of a vocabulary that it downloads; the text says the same, offline.
+# OpenAI's own package parses tokens of a vocabulary that it downloads; parsing the text works offline.
 
 _ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s{0,8}(\w{1,32})")
@@ -575,7 +575,7 @@ _MESSAGE = "<|message|>"
 
 
 class Harmony:
-    """``analysis`` is reasoning, what has a recipient and JSON arguments is a call, the rest is content."""
+    """``analysis`` is reasoning, a part with a recipient and JSON arguments is a call, every other part is content."""
 
     name = "harmony"
 
@@ -617,12 +617,12 @@ _KEYS = frozenset(["name", "parameters", "arguments", "type", "id"])
 
 
 class LlamaJson:
-    """Nothing but its place marks a call: at the start of the answer or after the token, and after another call with
-    or without a semicolon. JSON with any other key is an answer, not a call."""
+    """Only its place marks a call: at the start of the answer, after the token, or after another call, with or without
+    a semicolon. JSON with any key not in ``_KEYS`` is an answer, not a call."""
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         segments: list[Segment] = []
-        taken = start = at = 0  # up to where text is in segments; where a call's markup, and its JSON, would start
+        taken = start = at = 0  # the end of the text in segments; where a call's markup, and its JSON, would start
         while True:
             found = call_at(text, skip_space(text, at), _KEYS)
             if found is not None:
@@ -647,7 +647,7 @@ _NAMED = re.compile(
 
 
 class Mistral:
-    """Newer tokenizers repeat the token before each call. A list is taken whole or not at all."""
+    """Newer tokenizers repeat the token before each call. A list in which any call is invalid stays text."""
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         segments: list[Segment] = []
@@ -687,7 +687,7 @@ def _named(text: str, at: int) -> tuple[list[ParsedCall], int] | None:
 
 
 CALL_FORMATS: dict[str, CallFormat] = {
-    # Hermes, Qwen 2.5 and 3, and many tuned after them: <tool_call>{"name": …, "arguments": {…}}</tool_call>
+    # Hermes, Qwen 2.5 and 3, and many derived from them: <tool_call>{"name": …, "arguments": {…}}</tool_call>
     "hermes": FramedJson(r"<tool_call>", r"\s*+(?:</tool_call>|\Z)"),
     # Qwen3-Coder: <function=name><parameter=key>value</parameter></function>, usually inside <tool_call>.
     "qwen3_coder": TaggedCalls(
@@ -705,7 +705,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
         closing=r"</tool_call>",
     ),
     # DeepSeek V3 and R1 write "function⟨sep⟩name", a line break and a fenced block of JSON; V3.1 writes "name⟨sep⟩"
-    # and the arguments. Tokens around a run of calls go with them.
+    # and the arguments. The tokens around a run of calls are part of the markup.
     "deepseek": FramedJson(
         r"(?:<｜tool▁calls▁begin｜>\s{0,16})?<｜tool▁call▁begin｜>"
         rf"(?:function<｜tool▁sep｜>)?(?P<name>{NAME})(?:<｜tool▁sep｜>|\s{{0,16}}```json\b)",
@@ -727,4 +727,4 @@ CALL_FORMATS: dict[str, CallFormat] = {
     "mistral": Mistral(),
     "llama_json": LlamaJson(),
 }
-"""At most one reads what a given chat template writes; `auto` takes it. Formats without state are shared."""
+"""At most one of them can read the calls of a given chat template; `auto` takes it. The formats have no state."""

@@ -1,4 +1,4 @@
-"""Answer parsers by name, and ``auto``: the format that a policy's chat template writes."""
+"""Answer parsers by name, and detection of the format that a policy's chat template writes (``auto``)."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _TOOL: Mapping[str, Any] = {
     },
 }
 _CALL_IDS = (f"functions.{_NAME}:0", "abcdef123")
-"""The first is how some policies name a call, the second what others insist on."""
+"""Some policies require ids of the first form, others of the second."""
 
 
 def detected_calls(policy: PolicyTokenizer) -> str | None:
-    """Name of the format of calls that the policy's template writes; nothing for one that is none of ours."""
+    """Return the name of the format of calls that the policy's template writes; ``None`` for an unknown format."""
     for call_id in _CALL_IDS:
         for content in ("answerprobe", ""):
             answer = _answer(policy, {"content": content, "tool_calls": [_call(call_id)]})
@@ -69,8 +69,8 @@ def detected_calls(policy: PolicyTokenizer) -> str | None:
 
 
 def detected_reasoning(policy: PolicyTokenizer) -> str:
-    """Name of the format of reasoning that the policy's template writes, opens in its prompt, or takes out of history;
-    ``none`` where it knows of none of ours."""
+    """Return the name of the format of reasoning that the policy's template writes, opens in its prompt, or removes
+    from history; ``none`` if the template has no known format."""
     shown = _answer(policy, {"content": "answerprobe", "reasoning_content": _THOUGHT}) or ""
     source = policy.template.source
     for name, tags in REASONING_FORMATS.items():
@@ -92,7 +92,7 @@ def _call(call_id: str) -> dict[str, Any]:
 
 
 def _answer(policy: PolicyTokenizer, message: Mapping[str, Any]) -> str | None:
-    """How the template writes an answer, without its prompt and the token that ends it."""
+    """Return an answer as the template writes it, without its prompt and the token that ends it."""
     question = {"role": "user", "content": "questionprobe"}
     tools = [_TOOL] if policy.traits.tool_use else None
     try:
@@ -107,7 +107,7 @@ def _answer(policy: PolicyTokenizer, message: Mapping[str, Any]) -> str | None:
     return whole[at:end]
 
 
-# Answer parsers by name: those of this package, those of engines that are installed, and third parties'.
+# Answer parsers by name: those of this package, of installed engines, and of third parties.
 
 _log = logging.getLogger(__name__)
 _TOOL_PARSERS = ("auto", "none", *CALL_FORMATS, "harmony")
@@ -118,17 +118,17 @@ _ELSEWHERE = "'vllm:name', 'sglang:name' or 'package.module:factory'"
 def answer_parser(
     policy: PolicyTokenizer, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> AnswerParser:
-    """The parser for a policy's answers.
+    """Return the parser for a policy's answers.
 
-    ``auto`` takes the format that the policy's chat template writes; where that is none of those known here, answers
-    stay text, which the log and the parser's ``name`` say (``text``).
+    ``auto`` takes the format that the policy's chat template writes. If that format is unknown, answers stay text; the
+    log has a warning, and the parser's ``name`` is ``text``.
 
-    Either may also be ``vllm:name`` or ``sglang:name`` (their parsers, where the package is installed), or
-    ``package.module:factory``: called with the policy, it makes a `CallFormat` or a `ReasoningFormat`. Parsers of
-    whole answers go in ``tool_parser`` alone: ``harmony``, ``transformers:path`` (to a model's directory or a
-    ``response_template``), or a factory that makes an `AnswerParser`.
+    Either may also be ``vllm:name`` or ``sglang:name`` (a parser of the installed package), or
+    ``package.module:factory``, which is called with the policy and returns a `CallFormat` or a `ReasoningFormat`. A
+    parser of whole answers is set with ``tool_parser`` alone: ``harmony``, ``transformers:path`` (to a model's
+    directory or a ``response_template``), or a factory that returns an `AnswerParser`.
 
-    Raises `ConfigError` for unknown names, listing those there are, and for packages that are missing.
+    Raises `ConfigError` for unknown names (with a list of the known ones) and for missing packages.
     """
     calls = _calls(policy, tool_parser)
     if not isinstance(calls, tuple):

@@ -1,4 +1,4 @@
-"""One fair door to many engines: choice, reservations, health."""
+"""Fair routing of calls to many engines: choice, reservations, health."""
 
 from nemo_gym.gateway.routing.router import (
     Health,

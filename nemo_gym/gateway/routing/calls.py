@@ -1,7 +1,7 @@
-"""Calls of engines that are tried again: the budget for it, one call, and token answers that another engine finishes.
+"""Calls to engines with retries: the retry budgets, one call, and token answers that another engine finishes.
 
-Bounds on retries that hold for all calls of an engine pool, and for all of one session, whoever repeats them: so
-failing engines are not buried under repetition, and one session's requests do not use up what others may need.
+Budgets limit the retries of all calls of an engine pool, and of each session, including the harness's own retries.
+Failing engines are therefore not flooded with retries, and one session does not use up the retries of others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from nemo_gym.gateway.routing.router import E, Router
 
 
 class RetryBudget:
-    """Each first try earns ``ratio`` of a retry, each retry spends one; at most ``capacity`` are saved up, which is
-    also what there is at the start. With everything failing, engines see at most ``1 + ratio`` times the calls, after
-    the savings are spent."""
+    """Each first try earns ``ratio`` of a retry, each retry spends one; at most ``capacity`` are saved, which is also
+    the number at the start. If everything fails, engines get at most ``1 + ratio`` times the calls once the savings
+    are spent."""
 
     def __init__(self, *, ratio: float = 0.2, capacity: float = 20.0) -> None:
         self._ratio = ratio
@@ -45,27 +45,27 @@ class RetryBudget:
         return self._saved
 
     def earn(self) -> None:
-        """A call begins."""
+        """Add the share of a retry that a call earns."""
         self._saved = min(self._capacity, self._saved + self._ratio)
 
     def spend(self) -> bool:
-        """Whether a retry may be made; if so it is paid for."""
+        """Spend one retry if there is one; returns whether there was."""
         if self._saved < 1:
             return False
         self._saved -= 1
         return True
 
 
-# One call to whichever engine serves it: routed, guarded, and tried again where that can help.
+# One call: routed to an engine, guarded, and tried again if that can help.
 #
-# A call is tried again only while nothing of its answer has been handed on, only for failures that say that another
-# try may succeed, and only as often as its own bound, its session's budget and that of all calls allow. A session's
-# budget pays for every failure at an engine in service, also for the one that is handed on: the harness's own
-# repetitions come out of the same budget, and once it is spent the harness is told not to try again.
+# A call is tried again only while no part of its answer has been handed on, only after failures that another try may
+# overcome, and only within its own limit, its session's budget and the budget of all calls. Every failure at an engine
+# in service is charged to the session's budget, even one that is handed on, because the harness's own retries use the
+# same budget. Once it is spent, the response tells the harness not to try again.
 
 T = TypeVar("T")
 SESSION_RETRIES = 10.0
-"""Saved up by a session, and there at its start."""
+"""Limit of a session's saved retries, which is also the number at its start."""
 log = structlog.get_logger(__name__)
 
 
@@ -73,13 +73,13 @@ log = structlog.get_logger(__name__)
 class RetryOptions:
     max_tries: int = 3
     first_backoff_s: float = 0.1
-    """Before trying the same engine again, doubled each time; another engine is tried at once."""
+    """Delay before the same engine is tried again, doubled each time; another engine is tried at once."""
     max_backoff_s: float = 5.0
 
 
 class EngineCalls(Generic[E]):
-    """Calls through a router. ``operation`` gets the engine and makes one try; each try must use a request id of its
-    own."""
+    """Calls through a router. ``operation`` makes one try on the engine it is given; each try must use another request
+    id."""
 
     def __init__(
         self,
@@ -96,16 +96,16 @@ class EngineCalls(Generic[E]):
         self._sessions: dict[str, RetryBudget] = {}
 
     def forget(self, session_id: str) -> None:
-        """A session has ended."""
+        """Drop the budget of a session, which has ended."""
         self._sessions.pop(session_id, None)
 
     def answered(self, session_id: str | None) -> None:
-        """A call was answered."""
+        """Report an answered call, which earns for its session's budget."""
         if session_id is not None and (budget := self._sessions.get(session_id)) is not None:
             budget.earn()
 
     def pays(self, session_id: str | None) -> bool:
-        """Whether a session's budget has paid for a failure."""
+        """Charge a failure to a session's budget; returns whether the budget covered it."""
         if session_id is None:
             return True
         if (budget := self._sessions.get(session_id)) is None:
@@ -113,7 +113,7 @@ class EngineCalls(Generic[E]):
         return budget.spend()
 
     async def call(self, session_id: str | None, operation: Callable[[E], Awaitable[T]]) -> T:
-        """The answer of the first try that succeeds; raises the `EngineError` of the last."""
+        """Return the answer of the first successful try, or raise the `EngineError` of the last."""
         tries = _Tries(self, session_id)
         while True:
             reservation = await self.router.acquire(session_id, without=tries.without())
@@ -133,9 +133,9 @@ class EngineCalls(Generic[E]):
         *,
         avoid: Collection[str] = (),
     ) -> AsyncGenerator[T, None]:
-        """The items of the first try that yields one. A failure after that is the caller's: it has handed items on.
-        ``avoid`` names engines to ask only when no other is in service. Closing the generator ends the call at the
-        engine."""
+        """Yield the items of the first try that yields one. A failure after that is raised, because items have been
+        handed on. ``avoid`` names engines to use only if no other is in service. Closing the generator ends the call
+        at the engine."""
         tries = _Tries(self, session_id, avoid)
         while True:
             reservation = await self.router.acquire(session_id, without=tries.without())
@@ -173,7 +173,7 @@ class _Tries(Generic[E]):
         calls.budget.earn()
 
     def without(self) -> set[str]:
-        """Engines to pass over: those that failed this call, as long as another one is in service."""
+        """Return the engines to skip: those that failed this call, as long as another one is in service."""
         if not self._failed:
             return set()
         others = {
@@ -184,13 +184,13 @@ class _Tries(Generic[E]):
         return self._failed if others else set()
 
     async def failed(self, engine: E, error: EngineError) -> None:
-        """Return when the call is to be tried again; raise ``error`` when it is not."""
+        """Return when the call is to be tried again; raise ``error`` if it is not."""
         if error.fatal and engine.name not in self._refused:
-            self._refused.add(engine.name)  # nothing was begun there; and it is out of service now
+            self._refused.add(engine.name)  # not counted: no work was begun, and the engine is out of service now
         else:
             self._count += 1
-        # Moving off an engine that is out of service is free: a killed engine takes many calls with it at the same
-        # moment. Where there is no other, the call waits until one is in service, which is no load for any.
+        # Moving off an engine that is out of service is free: a killed engine fails many calls at the same moment.
+        # If there is no other engine, the call waits until one is in service, which costs no engine anything.
         moving_off = not self._calls.router.in_service(engine.name)
         if error.unhealthy and not moving_off and not self._calls.pays(self._session_id):
             log.warning("no retry: the session's budget is spent", engine=engine.name, error=str(error))
@@ -201,7 +201,7 @@ class _Tries(Generic[E]):
         self._failed.add(engine.name)
         another = bool(self.without())
         if not another and (isinstance(error, EngineRateLimitedError) or not error.retryable):
-            # The caller can wait as well as we can, and knows better whether it wants to.
+            # The caller can wait as well as the gateway can, and knows better whether it wants to.
             raise error
         if not moving_off and not self._calls.budget.spend():
             log.warning("no retry: the budget is spent", engine=engine.name, error=str(error))
@@ -211,12 +211,12 @@ class _Tries(Generic[E]):
             await self._backoff.again()
 
 
-# Token answers that outlive their engine: what was sampled is kept, and another engine goes on from there.
+# Token answers that outlive their engine: the sampled tokens are kept, and another engine continues after them.
 #
-# Sampling token by token, the next one depends on nothing but the ids before it. An answer that broke off after k
-# tokens is therefore continued by giving prompt and those k ids to any engine, and every token still has the logprob
-# of the engine that sampled it. So an engine that aborts its calls to take new weights costs no token; neither does
-# a killed one, if its answers are read as they are sampled.
+# Each sampled token depends only on the ids before it. An answer that broke off after k tokens is therefore continued
+# by sending the prompt and those k ids to any engine, and every token still has the logprob of the engine that sampled
+# it. So no token is lost if an engine aborts its calls to load new weights, or if an engine is killed whose answers
+# are read while they are sampled.
 
 K = TypeVar("K", bound=TokenEngine)
 MAX_RESUMES = 16
@@ -228,14 +228,14 @@ class TokenCalls(Generic[K]):
     def __init__(
         self, calls: EngineCalls[K], *, max_resumes: int = MAX_RESUMES, keep_partial_answers: bool = False
     ) -> None:
-        """``keep_partial_answers``: `generate` reads answers token by token, so that those of a killed engine go on
-        elsewhere. Otherwise they are sampled again there, and a token costs a fraction of the work here."""
+        """``keep_partial_answers``: `generate` reads answers token by token, so that those of a killed engine are
+        continued elsewhere. Otherwise they are sampled again there, and the gateway's work per token is a fraction."""
         self.calls = calls
         self._max_resumes = max_resumes
         self._keep_partial_answers = keep_partial_answers
 
     async def generate(self, session_id: str | None, request: TokenRequest) -> Generation:
-        """The whole answer. Raises the `EngineError` that could not be overcome."""
+        """Return the whole answer. Raises the `EngineError` that retries could not overcome."""
         if not self._keep_partial_answers:
             return await self._in_wholes(session_id, request)
         async with aclosing(self.stream(session_id, request)) as items:
@@ -259,7 +259,7 @@ class TokenCalls(Generic[K]):
     async def stream(
         self, session_id: str | None, request: TokenRequest
     ) -> AsyncGenerator[TokenDelta | Generation, None]:
-        """As `TokenEngine.stream`, over as many engines as it takes."""
+        """Yield an answer as `TokenEngine.stream` does, over as many engines as needed."""
         answer = _Answer()
         avoid: tuple[str, ...] = ()
         for resumes in range(self._max_resumes + 1):
@@ -289,12 +289,12 @@ class TokenCalls(Generic[K]):
         yield answer.whole(FinishReason.ABORT)
 
     async def _take_in(self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int) -> Generation | None:
-        """Add a piece to its answer: the whole answer if that used up its tokens, else nothing when it may go on."""
+        """Add a piece to its answer. Returns the whole answer if its token budget is used up; ``None`` to continue."""
         answer.keep(piece)
         if len(answer.token_ids) >= request.sampling.max_tokens:
             return answer.whole(FinishReason.LENGTH)
         if not piece.token_ids:
-            await asyncio.sleep(self.calls.options.first_backoff_s)  # an engine that is paused for an update
+            await asyncio.sleep(self.calls.options.first_backoff_s)  # the engine may be paused for an update
         log.info("an answer goes on", engine=piece.engine, tokens=len(answer.token_ids), resumes=resumes + 1)
         return None
 
@@ -359,7 +359,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Answer:
-    """What the pieces so far have sampled."""
+    """The tokens of all pieces so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -372,7 +372,7 @@ class _Answer:
             self.segments.append(piece.segment())
 
     def joined(self, piece: _Piece, last: Generation) -> Generation:
-        """The whole answer, whose last piece ended with ``last``."""
+        """Return the whole answer, whose last piece is ``last``."""
         if not self.segments:
             return last
         if last.token_ids:
@@ -401,8 +401,8 @@ class _Answer:
 
 
 def _resumable(sampling: Sampling) -> bool:
-    """Whether a later token depends on the earlier ones as ids only: engines search for stop strings, count for
-    penalties, and follow a schema, in what they sampled themselves."""
+    """Return whether later tokens depend only on the ids before them. An engine searches for stop strings, counts for
+    penalties and follows a schema only in the tokens that it sampled itself."""
     return (
         not sampling.stop
         and sampling.json_schema is None

@@ -1,4 +1,4 @@
-"""The engines of one gateway: what they share, who of them is asked, and how they come and go while it runs."""
+"""The engines of one gateway: their connections and probes, and adding and removing engines while it runs."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from nemo_gym.gateway.routing.calls import (
 )
 from nemo_gym.gateway.routing.router import E, HealthState, Replica, Router, RouterOptions
 
-# Asks engines how they are: those out of service, and those that have not been heard from for a while.
+# Probes engines that are out of service, and those without an answered call for a while.
 
 PROBE_INTERVAL_S = 5.0
 
 
 class Prober(Generic[E]):
-    """An engine out of service gets one probe in each interval, and nothing else; one that is silent gets one, too."""
+    """Sends one probe per interval to each engine that is silent, or out of service and so gets no other request."""
 
     def __init__(self, router: Router[E], *, interval_s: float = PROBE_INTERVAL_S) -> None:
         self._router = router
         self._interval_s = interval_s
         self._asking: set[Replica[E]] = set()
         self.first_round_done = False
-        """Whether every engine there was at the beginning has answered, or failed to."""
+        """Whether the first probe of every initial engine has succeeded or failed."""
 
     async def run(self) -> None:
-        """Probe until cancelled. An engine that takes its time does not delay the others' next probe."""
+        """Probe until cancelled. A slow engine does not delay the others' next probe."""
         async with asyncio.TaskGroup() as group:
             self._router.ask_now = lambda replica: self._ask_now(group, replica)
             group.create_task(self._first_round(self._ask(group)))
@@ -51,7 +51,7 @@ class Prober(Generic[E]):
                 self._ask(group)
 
     async def round(self) -> None:
-        """Probe once whoever is due, and wait for all of them."""
+        """Probe once every engine that is due, and wait for all probes."""
         async with asyncio.TaskGroup() as group:
             self._ask(group)
 
@@ -74,7 +74,7 @@ class Prober(Generic[E]):
     def _ask_now(self, group: asyncio.TaskGroup, replica: Replica[E]) -> None:
         if replica not in self._asking:
             self._asking.add(replica)
-            replica.heard_from = False  # since then
+            replica.heard_from = False  # from now on
             group.create_task(self._probe(replica))
 
     async def _probe(self, replica: Replica[E]) -> None:
@@ -83,7 +83,7 @@ class Prober(Generic[E]):
         try:
             await replica.engine.probe()
         except EngineError as error:
-            if error.fatal or not replica.heard_from:  # else its answers, which came meanwhile, say more
+            if error.fatal or not replica.heard_from:  # else calls were answered meanwhile, which proves more
                 self._router.probe_failed(replica, error)
         except Exception as error:
             log.exception("a probe failed by a defect", engine=replica.name)
@@ -108,54 +108,54 @@ log = structlog.get_logger(__name__)
 
 
 class RoutingConfig(BaseModel):
-    """How an engine is chosen, and when one counts as dead."""
+    """How an engine is chosen, and when an engine counts as dead."""
 
     model_config = ConfigDict(extra="forbid")
 
     probe_interval_s: float = Field(PROBE_INTERVAL_S, gt=0)
-    """Seconds between two probes of an engine that is out of service, or of which nothing was heard. A dead engine
-    gets no other request."""
+    """Seconds between two probes of an engine that is out of service, or that answered no call meanwhile. A dead
+    engine gets no other request."""
     failures_to_down: int = Field(_ROUTING.failures_to_down, ge=1)
     """Failures in a row (probes and calls) that take an engine out of service; a refused connection does so at once.
     An engine that hangs is given up after about ``failures_to_down × (probe_interval_s + probe_timeout_s)``."""
     spill_factor: float = Field(_ROUTING.spill_factor, ge=1, allow_inf_nan=False)
     spill_slack: int = Field(_ROUTING.spill_slack, ge=0)
-    """A session leaves its engine, and the prefix cache there, when that engine runs more than ``spill_factor`` times
+    """A session leaves its engine, and the prefix cache there, if that engine runs more than ``spill_factor`` times
     its fair share of the calls, plus ``spill_slack``."""
     queue_timeout_s: float = Field(_ROUTING.queue_timeout_s, ge=0)
-    """Seconds that a call waits for an engine with room, for example while all of them restart. After that it is
-    answered 503 with ``Retry-After``."""
+    """Seconds that a call waits for an engine with room, for example while all of them restart. After that it gets
+    503 with ``Retry-After``."""
 
     def options(self) -> RouterOptions:
         return RouterOptions(self.failures_to_down, self.spill_factor, self.spill_slack, self.queue_timeout_s)
 
 
 class RetryConfig(BaseModel):
-    """How often a call is tried again. Only while nothing of its answer has been handed on, and only for failures that
-    another try may overcome."""
+    """How often a call is tried again. It is tried again only while no part of its answer has been handed on, and only
+    after failures that another try may overcome."""
 
     model_config = ConfigDict(extra="forbid")
 
     max_tries: int = Field(_RETRIES.max_tries, ge=1)
-    """Tries of one call, the first included; 1 never tries again."""
+    """Tries of one call, including the first; 1 means no retry."""
     first_backoff_s: float = Field(_RETRIES.first_backoff_s, ge=0)
     """Seconds before the same engine is tried again, doubled each time; another engine is tried at once."""
     max_backoff_s: float = Field(_RETRIES.max_backoff_s, ge=0)
     budget_ratio: float = Field(0.2, ge=0, le=1)
-    """Retries that one first try earns. With everything failing, engines see at most ``1 + budget_ratio`` times the
-    calls. Leaving an engine that has just gone out of service is free."""
+    """Retries that each call's first try earns. If everything fails, engines get at most ``1 + budget_ratio`` times
+    the calls. Moving off an engine that has just gone out of service is free."""
     budget_capacity: float = Field(20.0, ge=0)
-    """Retries that can be saved up, and are there at the start."""
+    """Limit of saved retries, which is also the number at the start."""
     session_budget_capacity: float = Field(SESSION_RETRIES, ge=0)
-    """The same for each session alone, whose answered calls earn ``budget_ratio`` each. Every failure at an engine in
-    service costs one, whether it is tried again here or by the harness; once they are spent, failures are handed on at
-    once, with ``x-should-retry: false``."""
+    """The same for each session, whose answered calls earn ``budget_ratio`` each. Every failure at an engine in
+    service costs one retry, whether the gateway or the harness tries again. Once they are spent, failures are handed
+    on at once, with ``x-should-retry: false``."""
     max_resumes: int = Field(MAX_RESUMES, ge=0)
     """How often an answer that broke off after its first token is continued from there (token engines only)."""
 
     keep_partial_answers: bool = False
-    """Whether answers are read from token engines as they are sampled, so that those of a killed engine are continued
-    elsewhere instead of sampled again. Costs this process about 40 µs per token."""
+    """Whether answers are read from token engines while they are sampled, so that answers of a killed engine are
+    continued elsewhere instead of sampled again. Costs this process about 40 µs per token."""
 
     def options(self) -> RetryOptions:
         return RetryOptions(self.max_tries, self.first_backoff_s, self.max_backoff_s)
@@ -168,11 +168,11 @@ class RetryConfig(BaseModel):
 
 
 class EnginePool:
-    """Engines behind one door. ``async with pool:`` opens the connections and starts the probes.
+    """The engines of one gateway. ``async with pool:`` opens the connections and starts the probes.
 
-    All engines of a pool are of one kind: they take token ids (``vllm``, ``sglang``) or text (``openai``). What is
-    added while it runs lives as long as the process: after a restart there are the configured engines, and whoever
-    added others (the trainer, which started them and knows where they are) adds them again.
+    All engines of a pool are of one kind: they take token ids (``vllm``, ``sglang``) or text (``openai``). An engine
+    that is added at run time is lost with the process: after a restart there are only the configured engines, and the
+    trainer, which started the others and knows their addresses, adds them again.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class EnginePool:
         routing: RoutingConfig | None = None,
         retries: RetryConfig | None = None,
     ) -> None:
-        """``kind`` is for a pool that begins empty; else it follows from the engines. Raises `ConfigError` for engines
-        of both kinds, for one name given twice, and when the kind cannot be known."""
+        """``kind`` is for a pool without configured engines; otherwise it follows from them. Raises `ConfigError` for
+        engines of both kinds, for duplicate names, and if the kind is unknown."""
         self._configs = [*configs]
         self.kind: EngineKind = _kind_of(self._configs, kind)
         _refuse_duplicates(self._configs)
@@ -208,16 +208,16 @@ class EnginePool:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open for calls, with the configured engines. Does not wait for them: see `ready`."""
+        """Open the pool for calls, with the configured engines. Does not wait for them: see `ready`."""
         if self._http is not None:
             return
-        self._http = EngineConnections()  # no bound here: the router has those that count
+        self._http = EngineConnections()  # without a limit: the router limits the calls
         for config in self._configs:
             self._put(config)
         self._probing = asyncio.create_task(self._prober.run(), name="engine probes")
 
     async def aclose(self) -> None:
-        """End the probes and every connection; calls that still run fail as lost."""
+        """End the probes and close every connection; running calls fail as lost."""
         if self._probing is not None:
             self._probing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -237,20 +237,20 @@ class EnginePool:
 
     @property
     def token_calls(self) -> TokenCalls[TokenEngine]:
-        """Calls to whichever engine serves them, token ids in and out."""
+        """Calls with token ids in and out, each on an engine that the router chooses."""
         if self.kind != "token":
             raise ConfigError("the engines of this gateway take text, not token ids")
         return self._token_calls
 
     @property
     def text_calls(self) -> EngineCalls[OpenAIEngine]:
-        """Calls to whichever engine serves them, OpenAI bodies in and out."""
+        """Calls with OpenAI bodies in and out, each on an engine that the router chooses."""
         if self.kind != "text":
             raise ConfigError("the engines of this gateway take token ids, not text")
         return self._calls
 
     def forget(self, session_id: str) -> None:
-        """A session has ended: nobody keeps a place for it."""
+        """Drop the data of a session, which has ended."""
         self.router.end(session_id)
         self._calls.forget(session_id)
 
@@ -264,40 +264,40 @@ class EnginePool:
         return name in self._facts
 
     def add(self, config: EngineConfig) -> dict[str, Any]:
-        """Put an engine into service at once, without waiting for a probe; its status. Raises `ConfigError` for a name
-        in use and for an engine of the other kind."""
+        """Put an engine into service at once, without waiting for a probe, and return its status. Raises `ConfigError`
+        for a name in use and for an engine of the other kind."""
         _kind_of([config], self.kind)
         self._put(config)
         return self.engine_status(config.engine_name)
 
     async def remove(self, name: str, drain_timeout_s: float | None = None) -> None:
-        """Forget an engine. With ``drain_timeout_s`` its calls get so many seconds to finish; those that still run,
-        and all without it, break off: token answers go on at another engine with every token they have, text calls
-        are made again there. Raises `ConfigError` for a name that is not known."""
+        """Remove an engine. With ``drain_timeout_s`` its calls have so many seconds to finish. Calls that still run
+        are broken off: token answers continue on another engine after the tokens they have, text calls start again
+        there. Raises `ConfigError` for an unknown name."""
         replica = self.router.replica(name)
         if drain_timeout_s is not None:
             await self.router.drain(name, timeout_s=drain_timeout_s)
-        if not replica.removed:  # by somebody else meanwhile
+        if not replica.removed:  # by another caller meanwhile
             self.router.remove(name)
             del self._facts[name]
             log.info("engine removed", engine=name)
 
     async def drain(self, name: str, *, timeout_s: float | None = None) -> bool:
-        """No new calls for an engine, and wait until it has none, at most ``timeout_s`` seconds; whether it has none.
-        It stays drained until `undrain`."""
+        """Stop new calls to an engine, and wait at most ``timeout_s`` seconds until it has none. Returns whether it
+        has none. It stays drained until `undrain`."""
         return await self.router.drain(name, timeout_s=timeout_s)
 
     def undrain(self, name: str) -> None:
-        """Back into service."""
+        """Put a drained engine back into service."""
         self.router.undrain(name)
 
     def set_weight(self, name: str, weight: float) -> None:
-        """An engine's share of the calls relative to the others'; more than 0."""
+        """Set an engine's share of the calls relative to the others'; more than 0."""
         self.router.set_weight(name, weight)
 
     def set_weights_version(self, version: str, names: Sequence[str] | None = None) -> None:
-        """The version of the weights that engines sample with from now on; of all of them, or of ``names``. Raises
-        `ConfigError` for a name that is not known, and then changes nothing."""
+        """Set the version of the weights that engines sample with from now on, for all engines or for ``names``.
+        Raises `ConfigError` for an unknown name, and then changes nothing."""
         replicas = self.router.replicas if names is None else [self.router.replica(name) for name in names]
         for replica in replicas:
             replica.engine.weights_version = version
@@ -306,16 +306,16 @@ class EnginePool:
 
     @property
     def context_tokens(self) -> int | None:
-        """Prompt and answer together, what every engine takes that told its context; nothing while none did."""
+        """The smallest limit of prompt and answer together that an engine reported; ``None`` if none did."""
         told = [replica.engine.context_tokens for replica in self.router.replicas if replica.engine.context_tokens]
         return min(told, default=None)
 
     async def check(self, probe: TokenizerProbe | None = None) -> list[EngineCheck]:
-        """Every engine asked once: key, model name, context, and whether its tokenizer is the policy's."""
+        """Check every engine once: API key, model name, context, and whether its tokenizer is the policy's."""
         return list(await asyncio.gather(*(_checked(replica.engine, probe) for replica in self.router.replicas)))
 
     def status(self) -> dict[str, Any]:
-        """Plain data: ``kind``, ``engines``, ``waiting`` (calls without a place), ``retries_saved``."""
+        """Return plain data: ``kind``, ``engines``, ``waiting`` (calls without an engine), ``retries_saved``."""
         return {
             "kind": self.kind,
             "engines": [{**self._facts[one.name], **asdict(one)} for one in self.router.status()],
@@ -324,12 +324,12 @@ class EnginePool:
         }
 
     def engine_status(self, name: str) -> dict[str, Any]:
-        """One engine's part of `status`."""
+        """Return one engine's part of `status`."""
         self.router.replica(name)
         return next(one for one in self.status()["engines"] if one["name"] == name)
 
     def ready(self) -> dict[str, Any] | None:
-        """Nothing when a call would find an engine; else plain data that says why it would not."""
+        """Return ``None`` if a call would find an engine; otherwise plain data with the reason why not."""
         if self._http is None or not self._prober.first_round_done:
             return {"reason": "the engines have not been probed yet"}
         states = {one.name: one for one in self.router.status()}
@@ -370,7 +370,7 @@ async def _checked(engine: HttpEngine, probe: TokenizerProbe | None) -> EngineCh
 
 
 def _kind_of(configs: Sequence[EngineConfig], wanted: EngineKind | None) -> EngineKind:
-    """The one kind of all engines."""
+    """Return the one kind of all engines."""
     kinds: list[EngineKind] = ["text" if config.type == "openai" else "token" for config in configs]
     found = {*kinds, *([wanted] if wanted is not None else [])}
     if len(found) == 1:

@@ -1,14 +1,14 @@
-"""Which engine gets a call: a session's own where that is sensible, else the least loaded, else whose turn it is.
+"""Chooses the engine for a call: the session's own unless it is overloaded, otherwise one of the least loaded in turn.
 
-Whether an engine is in service follows from what its calls and probes report: a state machine, no clock and no I/O.
+Reports of calls and probes decide whether an engine is in service: a state machine (`Health`), without clock and I/O.
 
 UP ── a fatal failure, or several in a row ──▶ DOWN ── a probe succeeds ──▶ TRIAL ── one call is answered ──▶ UP
                                                  ▲                           │
                                                  └───── that call fails ─────┘
 
-Several failures in a row that one session alone sees only make an engine suspected: its requests may be what the
-engine fails at. The next probe decides then, and should come at once. Once another session was answered after that,
-what this one sees is no news about the engine, in a trial neither, until it is answered itself.
+If several failures in a row are of one session alone, the engine is only suspected, because that session's requests
+may be the cause. The next probe, which should come at once, decides. Once another session got an answer after that,
+further failures of this session do not count against the engine, not even in a trial, until it gets an answer itself.
 """
 
 from __future__ import annotations
@@ -33,52 +33,52 @@ from nemo_gym.gateway.engines.types import (
 )
 
 PROBES_IN_TRIAL = 2
-"""Successful ones during a trial call that are as good as its answer."""
+"""So many successful probes during a trial call count like its answer."""
 
 
 _FAILING_AT_MOST = 1024
-"""Sessions that are remembered as such."""
+"""Limit of sessions whose failures are remembered."""
 
 
 class HealthState(StrEnum):
     UP = "up"
     DOWN = "down"
-    """Gets probes, and no call."""
+    """Gets probes, but no calls."""
     TRIAL = "trial"
-    """Answers probes again; gets one call at a time until one is answered, or goes on for a while, since a server may
-    be alive and yet unable to sample."""
+    """Answers probes again; gets one call at a time until one is answered, or has run for a while, because a server
+    may be alive and yet unable to sample."""
 
 
 class Health:
-    """One engine's health. Reports carry the ``epoch`` in which their call began: what a call from before a restart
-    has to say is no news about the engine after it."""
+    """One engine's health. Reports carry the ``epoch`` in which their call began: a call from before an outage proves
+    nothing about the engine after it."""
 
     def __init__(self, failures_to_down: int) -> None:
         self._failures_to_down = failures_to_down
         self._failures = 0
-        """Of calls, since the last answer."""
+        """Failed calls since the last answer."""
         self._failed_for: set[object] = set()
         """Sessions of those calls."""
         self._failing: dict[str, int] = {}
-        """Session → its failures in a row, also from before an outage."""
+        """Session → its failures in a row, including those before an outage."""
         self._to_blame: set[str] = set()
-        """Those of them whose own requests fail: others were answered meanwhile."""
+        """The sessions in ``_failing`` whose own requests are the cause: others were answered meanwhile."""
         self.suspected = False
         self._probe_failures = 0
         self.state = HealthState.UP
         self.epoch = 0
         self._trial_probes = 0
         self.rests = 0
-        """Probes to leave out: after a trial that failed, so that probe and trial together are no more than one
-        request in each interval."""
+        """Probes to skip after a failed trial, so that probe and trial together are at most one request per
+        interval."""
         self.last_error: str | None = None
 
     def admits(self, in_flight: int) -> bool:
-        """Whether one more call may go there, beside ``in_flight`` others."""
+        """Return whether the engine may get a call in addition to ``in_flight`` others."""
         return self.state is HealthState.UP or (self.state is HealthState.TRIAL and in_flight == 0)
 
     def succeeded(self, epoch: int, session_id: str | None = None) -> bool:
-        """A call was answered; also a refusal is an answer. Returns whether that put the engine into service."""
+        """Report an answered call; a refusal is an answer too. Returns whether that put the engine into service."""
         if self._failing:
             self._failing.pop(session_id or "", None)
             self._to_blame = {one for one, count in self._failing.items() if count >= self._failures_to_down}
@@ -90,18 +90,18 @@ class Health:
         return back
 
     def answering(self, epoch: int) -> bool:
-        """A call is being answered. That ends a trial well, but on probation: the next failure, before any whole
-        answer, takes the engine out again. Returns whether that put the engine into service."""
+        """Report that a call is being answered. That ends a trial with success, but on probation: a failure before the
+        next whole answer takes the engine out of service. Returns whether that put the engine into service."""
         if epoch != self.epoch or self.state is not HealthState.TRIAL:
             return False
         self.state = HealthState.UP
         self._failures = self._failures_to_down - 1
-        self._failed_for = {object()}  # whose calls failed before its trial: not the next one's session
+        self._failed_for = {object()}  # for the sessions that failed before the trial; unequal to any session
         return True
 
     def failed(self, epoch: int, error: EngineError, *, probe: bool = False, session_id: str | None = None) -> bool:
-        """A call failed, or a probe; either alone can be enough. ``session_id``: of the call; one without a session
-        stands for itself. Returns whether that took the engine out of service."""
+        """Report a failed call or probe; failures of either kind alone can be enough. ``session_id``: the call's; a
+        call without one counts as a session of its own. Returns whether that took the engine out of service."""
         if not error.unhealthy or epoch != self.epoch:
             return False
         self.last_error = str(error)
@@ -138,7 +138,7 @@ class Health:
         self.suspected = False
 
     def probe_succeeded(self, in_flight: int = 0) -> bool:
-        """``in_flight``: calls running there. Returns whether the engine may have more calls now."""
+        """Report a successful probe. ``in_flight``: the engine's running calls. Returns whether it may get more."""
         if self.state is HealthState.DOWN:
             self.state = HealthState.TRIAL
             self._trial_probes = 0
@@ -148,12 +148,12 @@ class Health:
             self._forget_failures()
         if self.state is HealthState.TRIAL and in_flight:
             self._trial_probes += 1
-            # What cannot sample fails soon. A long answer must not hold back all calls but one for minutes.
+            # An engine that cannot sample fails soon. A long answer must not hold back all other calls for minutes.
             return self._trial_probes >= PROBES_IN_TRIAL and self.answering(self.epoch)
         return False
 
 
-# One engine in a router: its place in the order of choice, and what is running on it.
+# One engine in a router: its place in the order of choice, and its running calls.
 
 E = TypeVar("E", bound=Engine)
 
@@ -163,38 +163,38 @@ class Replica(Generic[E]):
     engine: E
     health: Health
     weight: float = 1.0
-    """Its share relative to the others'."""
+    """Its share of the calls relative to the others'."""
     max_in_flight: int | None = None
     in_flight: int = 0
     draining: bool = False
     removed: bool = False
     cooling_until: float = 0.0
-    """The router's clock; until then the engine has asked not to be called."""
+    """Until this time of the router's clock, the engine asked not to be called."""
     turn: float = 0.0
-    """Virtual time at which it is due again: its last placement's plus 1/weight."""
+    """Virtual time at which it is due again: the time of its last placement plus 1/weight."""
     last: int = 0
-    """Number of its last placement among all; the longest ago wins a tie."""
+    """Sequence number of its last placement; in a tie, the engine with the lowest wins."""
     heard_from: bool = False
-    """Whether any call ended since the last look of the prober."""
+    """Whether a call was answered, at least in part, since the prober's last check."""
     placed: int = 0
-    """Calls ever sent here."""
+    """Number of calls so far."""
     calling: set[str] = field(default_factory=set)
-    """Sessions with a call here."""
+    """Sessions with a running call here."""
     expected: set[str] = field(default_factory=set)
-    """Sessions that were moved here in the middle of a call elsewhere: running calls of the next moment."""
+    """Sessions that were moved here during a call elsewhere; their next calls will run here."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while nothing is in flight."""
+    """Set while no call is in flight."""
     scopes: set[asyncio.Timeout] = field(default_factory=set)
-    """Awaits that end when the engine is given up."""
+    """Timeouts that end the awaits on the engine when it is given up."""
     name: str = field(init=False)
-    """The engine's, which does not change."""
+    """The engine's name, which does not change."""
 
     def __post_init__(self) -> None:
         self.idle.set()
         self.name = self.engine.name
 
     def load(self, more: int = 0) -> float:
-        """Calls running now, or as good as, and ``more`` of them; for its weight."""
+        """Return the number of running and expected calls plus ``more``, divided by the weight."""
         return (self.in_flight + len(self.expected) + more) / self.weight
 
     def admits(self) -> bool:
@@ -202,7 +202,7 @@ class Replica(Generic[E]):
         return room and not self.draining and self.health.admits(self.in_flight)
 
     def abandon(self) -> None:
-        """End every await that is guarded by a reservation here: their engine will not answer any more."""
+        """End every await that is guarded by a reservation here, because the engine will not answer any more."""
         abandoned, self.scopes = self.scopes, set()
         for scope in abandoned:
             scope.reschedule(0)
@@ -210,7 +210,7 @@ class Replica(Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One engine as operators see it."""
+    """One engine's status, for operators."""
 
     name: str
     state: HealthState
@@ -224,7 +224,7 @@ class ReplicaStatus:
 
 
 RETRY_AFTER_S = 5
-"""Sent as ``Retry-After`` when no engine is available."""
+"""``Retry-After`` if no engine is available."""
 
 
 class NoEngineError(EngineError):
@@ -236,22 +236,22 @@ class NoEngineError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """How a router decides."""
+    """Parameters of a router's decisions."""
 
     failures_to_down: int = 3
     """Failures in a row that take an engine out of service; a refused connection does so at once."""
     spill_factor: float = 1.25
     spill_slack: int = 4
-    """A session leaves its engine, and the prefix cache there, when that has more than ``spill_factor`` times its
+    """A session leaves its engine, and the prefix cache there, if that engine has more than ``spill_factor`` times its
     fair share of the running calls, plus ``spill_slack``."""
     queue_timeout_s: float = 60.0
     """How long a call waits for an engine with room."""
 
 
 class Reservation(Generic[E]):
-    """``with reservation:`` around one call. How the call ended is reported from what leaves the block: nothing or a
-    refusal is good news about the engine, an `EngineError` is judged by its class, anything else (a cancellation)
-    says nothing."""
+    """Use ``with reservation:`` around one call. The end of the block reports to the engine's health: no exception or
+    a refusal counts as an answer, other `EngineError` by their class, any other exception (a cancellation) not at
+    all."""
 
     def __init__(self, replica: Replica[E], router: Router[E], session_id: str | None = None) -> None:
         self.replica = replica
@@ -265,8 +265,8 @@ class Reservation(Generic[E]):
         return self.replica.engine
 
     def release(self, outcome: EngineError | bool = False) -> None:
-        """Give the place back; only the first time counts. ``outcome``: the failure, ``True`` for an answer, ``False``
-        for nothing learnt."""
+        """Give the place back; repeated calls do nothing. ``outcome``: the failure, ``True`` for an answer, ``False``
+        if the call proved nothing."""
         if self._open:
             self._open = False
             if self._session_id is not None:
@@ -274,12 +274,12 @@ class Reservation(Generic[E]):
             self._router.ended(self.replica, self._epoch, outcome, self._session_id)
 
     def answering(self) -> None:
-        """Part of the answer is there: the engine samples."""
+        """Report that a part of the answer has arrived: the engine samples."""
         self._router.answering(self.replica, self._epoch)
 
     def guard(self) -> _Guard:
-        """Around an await on the engine: raises `EngineLostError` when the router gives the engine up meanwhile, so
-        that a machine that vanished without a word does not hold its callers until their deadlines."""
+        """Return a context for an await on the engine. It raises `EngineLostError` if the router gives the engine up,
+        so that a machine that vanished silently does not hold its callers until their deadlines."""
         return _Guard(self.replica)
 
     def __enter__(self) -> Self:
@@ -292,7 +292,7 @@ class Reservation(Generic[E]):
 
 
 class _Guard:
-    """A class, because each call enters one: a generator's context costs several times as much."""
+    """A class, because each call enters one and a generator's context costs several times as much."""
 
     __slots__ = ("_replica", "_scope")
 
@@ -327,8 +327,8 @@ class _Waiter(Generic[E]):
 
 
 class Router(Generic[E]):
-    """Engines and the calls running on them. Belongs to one event loop. Every choice and its bookkeeping happen
-    without an await in between, so that simultaneous calls see each other."""
+    """Engines and their running calls. Belongs to one event loop. No await separates a choice from its bookkeeping, so
+    that simultaneous calls take each other into account."""
 
     def __init__(self, options: RouterOptions | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options or RouterOptions()
@@ -340,13 +340,13 @@ class Router(Generic[E]):
         self._pins: dict[str, str] = {}
         self._waiters: list[_Waiter[E]] = []
         self.ask_now: Callable[[Replica[E]], None] = lambda replica: None
-        """Called with an engine that answers, but with failures, so that the requests may be to blame: everybody else
-        would wait for its next probe."""
+        """Probes an engine now. Called for an engine that answers with failures, whose cause may be the requests: the
+        other sessions should not wait for its next probe."""
 
     # -- membership ----------------------------------------------------------------------------------------------
 
     def add(self, engine: E, *, weight: float = 1.0, max_in_flight: int | None = None) -> None:
-        """Put an engine into service at once; sessions move there until it is home to its share of them. Raises
+        """Put an engine into service at once, and move sessions to it until it has its share of them. Raises
         `ConfigError` for a name in use."""
         if engine.name in self._replicas:
             raise ConfigError(f"there is an engine '{engine.name}' already; engines' names are unique")
@@ -358,8 +358,8 @@ class Router(Generic[E]):
         self._place_waiters()
 
     def remove(self, name: str) -> E:
-        """Forget an engine. Its running calls end as lost, for their callers to try elsewhere; `drain` first to let
-        them finish."""
+        """Remove an engine. Its running calls fail as lost, and their callers try elsewhere; `drain` first to let them
+        finish."""
         replica = self.replica(name)
         del self._replicas[name]
         replica.removed = True
@@ -369,7 +369,7 @@ class Router(Generic[E]):
         return replica.engine
 
     async def drain(self, name: str, *, timeout_s: float | None = None) -> bool:
-        """No new calls for an engine, and wait for those it has. Returns whether it is idle now."""
+        """Stop new calls to an engine, and wait for the running ones. Returns whether it is idle now."""
         replica = self.replica(name)
         replica.draining = True
         self._leave(name)
@@ -381,7 +381,7 @@ class Router(Generic[E]):
         return True
 
     def undrain(self, name: str) -> None:
-        """Back into service, for example after its weights were updated."""
+        """Put an engine back into service, for example after its weights were updated."""
         replica = self.replica(name)
         replica.draining = False
         self._settle()
@@ -399,14 +399,14 @@ class Router(Generic[E]):
         return [*self._replicas.values()]
 
     def replica(self, name: str) -> Replica[E]:
-        """Raises `ConfigError` for a name that is not known."""
+        """Return the engine of a name. Raises `ConfigError` for an unknown name."""
         if name not in self._replicas:
             raise ConfigError(f"there is no engine '{name}'; there are: {', '.join(self._replicas) or 'none'}")
         return self._replicas[name]
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a place."""
+        """The number of calls that wait for an engine."""
         return len(self._waiters)
 
     def status(self) -> list[ReplicaStatus]:
@@ -429,7 +429,7 @@ class Router(Generic[E]):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def reserve(self, session_id: str | None = None, *, without: Collection[str] = ()) -> Reservation[E] | None:
-        """A place on an engine not named in ``without``; ``None`` when there is none right now. Never waits."""
+        """Reserve a place on an engine not named in ``without``; ``None`` if there is none right now. Never waits."""
         now = self._clock()
         pin = self._pinned(session_id) if self._pins and session_id is not None else None
         usable = [
@@ -445,10 +445,10 @@ class Router(Generic[E]):
         if home is not None and home in usable and not self._overloaded(home, usable):
             chosen = home
         else:
-            # Start-time fair queueing among the least loaded. Whoever was away (down, draining, full, not yet there)
-            # begins at the present: it gets its share of what comes, and does not catch up with the past.
+            # Start-time fair queueing among the least loaded. An engine that was away (down, draining, full, not yet
+            # added) starts at the present: it gets its share of new calls, and does not catch up on past ones.
             lowest = min(replica.load(1) for replica in usable)
-            # With one more call, the best would have this load: whoever is below it now is no worse a choice.
+            # With one more call, the best engine would have this load: every engine below it is as good a choice.
             least = [replica for replica in usable if replica.load() < lowest]
             chosen = min(least, key=lambda replica: (max(replica.turn, self._now_turn), replica.last))
             self._now_turn = max(chosen.turn, self._now_turn)
@@ -466,8 +466,8 @@ class Router(Generic[E]):
         return Reservation(chosen, self, session_id)
 
     async def acquire(self, session_id: str | None = None, *, without: Collection[str] = ()) -> Reservation[E]:
-        """A place, waiting for one in order of arrival. Raises `EngineRateLimitedError` when all that could serve
-        asked to wait, `NoEngineError` when none had room or came back in time."""
+        """Reserve a place; calls that have to wait are served in order of arrival. Raises `EngineRateLimitedError` if
+        all engines in service asked to wait, `NoEngineError` if none had room or came back in time."""
         if (reservation := self.reserve(session_id, without=without)) is not None:
             return reservation
         self._refuse_when_all_cool(without)
@@ -486,27 +486,27 @@ class Router(Generic[E]):
             raise
 
     def pin(self, session_id: str, name: str) -> None:
-        """Keep a session's calls on one engine for as long as that is in service, however busy it is; its calls wait
-        there. Raises `ConfigError` for a name that is not known."""
+        """Keep a session's calls on one engine while that is in service, however busy it is; the calls wait for it.
+        Raises `ConfigError` for an unknown name."""
         self.replica(name)
         self._pins[session_id] = name
 
     def end(self, session_id: str) -> None:
-        """A session has ended: neither its pin nor its home means anything any more."""
+        """Drop the pin and the home of a session, which has ended."""
         self._pins.pop(session_id, None)
         self.forget(session_id)
 
     def forget(self, session_id: str) -> None:
-        """A session's home means nothing any more."""
+        """Drop a session's home."""
         if (home := self._replicas.get(self._homes.pop(session_id, ""))) is not None:
             home.expected.discard(session_id)
 
     def home(self, session_id: str) -> str | None:
-        """The engine that has a session's prefix cache."""
+        """Return the engine that has a session's prefix cache."""
         return self._homes.get(session_id)
 
     def in_service(self, name: str) -> bool:
-        """Whether an engine may get calls at all, be it full or not."""
+        """Return whether an engine may get calls, even if it is full now."""
         replica = self._replicas.get(name)
         return replica is not None and not replica.draining and replica.health.state is not HealthState.DOWN
 
@@ -518,14 +518,14 @@ class Router(Generic[E]):
             self._place_waiters()
 
     def probe_failed(self, replica: Replica[E], error: EngineError) -> None:
-        """Also ends the engine's running calls when the probe's failure takes it out of service: an engine that
-        answers nothing at all will not answer them."""
+        """Report a failed probe. If it takes the engine out of service, also ends the engine's running calls: an
+        engine that does not even answer probes will not answer them."""
         if replica.health.failed(replica.health.epoch, error, probe=True):
             self._leave(replica.name)
             replica.abandon()
 
     def answering(self, replica: Replica[E], epoch: int) -> None:
-        """A call there has its first token. An engine on trial needs no more: answers can take minutes."""
+        """Report the first token of a call. It ends an engine's trial already, because answers can take minutes."""
         replica.heard_from = True
         if replica.health.answering(epoch):
             self._settle()
@@ -534,7 +534,7 @@ class Router(Generic[E]):
     def ended(
         self, replica: Replica[E], epoch: int, outcome: EngineError | bool, session_id: str | None = None
     ) -> None:
-        """A call there is over; for `Reservation`."""
+        """Report the end of a call; for `Reservation`."""
         replica.in_flight -= 1
         if replica.in_flight == 0:
             replica.idle.set()
@@ -560,7 +560,7 @@ class Router(Generic[E]):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _pinned(self, session_id: str) -> str | None:
-        """The engine a session is pinned to. The pin ends with that engine: then the session goes wherever it can."""
+        """Return the engine that a session is pinned to. Drops the pin if that engine is out of service."""
         name = self._pins.get(session_id)
         if name is not None and not self.in_service(name):
             del self._pins[session_id]
@@ -573,7 +573,7 @@ class Router(Generic[E]):
         return home.in_flight + 1 > self.options.spill_factor * share + self.options.spill_slack
 
     def _leave(self, name: str) -> None:
-        """Sessions that lived on an engine find a new home with their next call."""
+        """Drop an engine as the home of its sessions, which get a new home with their next call."""
         for session_id in [key for key, home in self._homes.items() if home == name]:
             self.forget(session_id)
 
@@ -582,9 +582,9 @@ class Router(Generic[E]):
         self._homes[session_id] = name
 
     def _settle(self) -> None:
-        """Engines have come, come back or changed their weights: sessions move until each engine is home to its share
-        of them. Without this, an engine added to long sessions would idle until the next ones open. The newest move
-        first, whose prefix is the shortest to compute again."""
+        """Move sessions until each engine is home to its share of them, after engines came, came back or changed their
+        weights. Without this, an engine added during long sessions would idle until new ones open. The newest sessions
+        move first: their prefixes are the shortest to compute again."""
         serving = {
             replica.name: replica.weight
             for replica in self._replicas.values()
@@ -618,7 +618,7 @@ class Router(Generic[E]):
                 continue
             reservation = None if full else self.reserve(waiter.session_id, without=waiter.without)
             if reservation is None:
-                # Where nobody has room for a call that may go anywhere, nobody has room for the others.
+                # If no engine has room for a call that may go anywhere, none has room for the other calls.
                 full = full or not waiter.without
                 self._waiters.append(waiter)
             else:

@@ -1,14 +1,14 @@
-"""Token truth: what an engine sampled is what the trajectory holds.
+"""Exact tokens: a trajectory holds the very tokens that an engine sampled.
 
-    policy.py       tokenizer and chat template of a local directory; template.py, traits.py: how it is rendered
-    specials.py     what messages spell like control tokens stays text
-    incremental.py  only new messages are encoded, where that is proven equal to encoding everything
-    canonical.py    when two spellings of a message are the same message (the table); history.py: at a flat cost
-    forest.py       a session's turns: continue, sample again, split with a reason (splits.py); commit on success
-    trajectory.py   what a trainer gets; merging.py: each sampled token exactly once; export.py: JSONL and npz
-    records.py      a turn as data, for a journal
+    policy.py        tokenizer and chat template of a local directory; control tokens spelled in messages stay text
+    template.py      how a chat template is rendered, and which shapes of messages it accepts
+    byte_level.py    faster encoding and decoding for byte-level vocabularies
+    history.py       when two spellings of a message are the same message (the table); reading a history incrementally
+    forest.py        a session's turns: continue, sample again, split with a reason; only new messages are encoded
+    turns.py         one turn, and the reasons for a split
+    trajectories.py  the trainer's data, with each sampled token exactly once; JSONL and npz; turns as journal records
 
-Needs the ``gateway`` extra when used; importing it does not.
+Needs the ``gateway`` extra when used, but not to be imported.
 """
 
 from nemo_gym.gateway.tokens.forest import History, IncrementalEncoder, Prepared, TokenForest

@@ -1,12 +1,10 @@
-"""Byte-level vocabularies: ids to text and ASCII text to ids, faster than by the tokenizer itself.
+"""Byte-level vocabularies: ids to text and ASCII text to ids, faster than with the tokenizer itself.
 
-With a vocabulary of 150,000 entries a call takes 0.7 to 1.3 ms less CPU for the encoding, and 0.1 to 0.2 ms less for
-the decoding; 3 ms less for an answer of 16,384 tokens (campaigns.bench.ablation).
-
-Token ids to text for byte-level vocabularies: bytes of each token looked up and joined.
+With a vocabulary of 150,000 entries, a call takes 0.7 to 1.3 ms less CPU time for encoding, and 0.1 to 0.2 ms less for
+decoding; 3 ms less for an answer of 16,384 tokens (campaigns.bench.ablation).
 
 In such a vocabulary every token is a string of bytes, written in an alphabet of 256 printable characters, and a text
-is those bytes one after the other. The tokenizer makes a string of each token anew; a token's bytes never change.
+is these bytes joined. The tokenizer decodes each token again each time; here the bytes of each token are cached.
 """
 
 from __future__ import annotations
@@ -30,30 +28,31 @@ _PRINTABLE = [*chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") +
 _OTHERS = [byte for byte in range(256) if byte not in {*_PRINTABLE}]
 BYTES = {chr(byte): chr(byte) for byte in _PRINTABLE}
 BYTES |= {chr(256 + place): chr(byte) for place, byte in enumerate(_OTHERS)}
-"""The alphabet: a byte's own character of Latin-1 where that can be printed, else one further on."""
+"""The alphabet: character of the vocabulary → Latin-1 character of the byte. A printable byte is its own character,
+the others have the characters from 256 on."""
 
 
 class TokenBytes:
-    """What each token of a byte-level vocabulary is, found out when it is first asked for."""
+    """The bytes of each token of a byte-level vocabulary, cached on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self._known: dict[int, str] = {}
-        """Tokens' bytes as characters of Latin-1: strings are joined in half the time that bytes are."""
+        """Id → the token's bytes as Latin-1 characters: joining strings takes half the time of joining bytes."""
         self._table: np.ndarray[Any, Any] | None = None
-        """The same by place, for answers that are long."""
+        """The same as an array indexed by id, for long answers."""
 
     def text(self, ids: Sequence[int]) -> str:
-        """As ``tokenizer.decode(ids, skip_special_tokens=False)``: ids that are no token's are nothing, and bytes that
-        are no UTF-8 are replaced. Raises `OverflowError` for what cannot be an id."""
+        """Return what ``tokenizer.decode(ids, skip_special_tokens=False)`` does: unknown ids are skipped, and invalid
+        UTF-8 is replaced. Raises `OverflowError` for a number that cannot be an id."""
         if len(ids) < LARGE or (found := self._looked_up(ids)) is None:
             known = self._known
             found = "".join([known[one] if one in known else self._decode_token(one) for one in ids])
         return found if found.isascii() else found.encode("latin-1").decode(errors="replace")
 
     def _looked_up(self, ids: Sequence[int]) -> str | None:
-        """Nothing where one of them is beyond the vocabulary."""
+        """Return the bytes of ``ids`` from the table; ``None`` if an id is outside the vocabulary."""
         import numpy as np
 
         try:
@@ -66,7 +65,7 @@ class TokenBytes:
             self._table = np.full(self._size, None, dtype=object)
         try:
             return "".join(self._table[places].tolist())
-        except TypeError:  # some have not been asked for before
+        except TypeError:  # some tokens are not in the table yet
             for one in np.unique(places).tolist():
                 self._table[one] = self._decode_token(one)
             return "".join(self._table[places].tolist())
@@ -79,54 +78,54 @@ class TokenBytes:
             return ""
         try:
             found = "".join([BYTES[char] for char in token])
-        except KeyError:  # an added token, written as it is
+        except KeyError:  # an added token, which is plain text
             found = token.encode().decode("latin-1")
         self._known[token_id] = found
         return found
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
-    """Nothing for a tokenizer whose tokens are not bytes, or whose texts are more than their tokens joined."""
+    """Return the decoder; ``None`` for a tokenizer whose tokens are not bytes, or are not just joined to a text."""
     if tokenizer.decoder is None:
         return None
     settings = json.loads(tokenizer.decoder.__getstate__())
     return TokenBytes(tokenizer) if settings.get("type") == "ByteLevel" else None
 
 
-# ASCII text to token ids, word by word, where a tokenizer encodes each word by itself.
+# ASCII text to token ids, word by word, for tokenizers that encode each word by itself.
 #
 # A byte-level tokenizer cuts a text at its added tokens, then with regular expressions into words, and encodes each
-# word alone. What agents read and write repeats a few thousand words, so their ids are looked up; the tokenizer
-# itself takes several times as long for a word that it has met a thousand times. Only ASCII is treated so: there the
-# properties that the expressions name (``\p{L}``) are plain ranges, normal forms change nothing, and both engines of
-# regular expressions agree on all that is let through here. A tokenizer with anything else is used as it is.
+# word alone. Agents' texts repeat a few thousand words, so their ids are cached; the tokenizer itself takes several
+# times as long even for a frequent word. Only ASCII text is encoded this way: for ASCII, the properties in the
+# expressions (``\p{L}``) are plain ranges, normal forms change nothing, and Oniguruma and Python's ``re`` agree on the
+# syntax that is accepted here. A tokenizer with any other syntax or step is used unchanged.
 
 _MAX_WORDS = 1 << 16
 _LONG_CHARS = 64 << 10
 _MAX_CHARS = 64
-"""Of a word that is remembered."""
+"""Limit of a cached word."""
 _ASCII = [*map(chr, range(128))]
 _ALPHABET = str.maketrans({byte: char for char, byte in BYTES.items() if byte.isascii()})
-"""Texts of ASCII as such a vocabulary writes them."""
+"""Translates ASCII text into the vocabulary's alphabet."""
 _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _BEYOND = "\u0300-\u036f"
-"""Stands in a class for characters that are not ASCII."""
+"""Represents non-ASCII characters in a character class."""
 _SCRIPTS = frozenset({"Han", "Hiragana", "Katakana", "Hangul", "Thai", "Cyrillic", "Arabic", "Hebrew", "Greek"})
 _PROPERTY = re.compile(r"\\(p)\{([A-Za-z]+)\}")
 _SIMPLE = frozenset("rntfsSdDwW")
 _SETS = ("&&", "--", "||", "~~")
 _GROUPS = ("(?:", "(?i:", "(?!", "(?=", "(?>")
 _REPEATED = re.compile(r"\{\d+(?:,\d*)?\}(?![+?])")
-# What ByteLevel cuts with where it is told to do that as well.
+# The expression with which ByteLevel cuts if ``use_regex`` is set.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class UnknownSyntaxError(Exception):
-    """Something of which it is not known here what it does to ASCII."""
+    """A syntax or step whose effect on ASCII text is not known here."""
 
 
 class AsciiEncoder:
-    """Encodes as its tokenizer does; see `ascii_encoder`."""
+    """Encodes exactly as its tokenizer does; see `ascii_encoder`."""
 
     def __init__(self, tokenizer: Tokenizer, cuts: Sequence[re.Pattern[str]]) -> None:
         added = {token.content: (number, token) for number, token in tokenizer.get_added_tokens_decoder().items()}
@@ -134,13 +133,14 @@ class AsciiEncoder:
         self._model = tokenizer.model
         self._cuts = cuts
         self._added = {content: number for content, (number, _) in added.items() if content}
-        # Those that are looked for in normal form are looked for in what the others leave.
+        # Added tokens with ``normalized`` are searched only in the text between the others.
         self._first = _between(content for content, (_, token) in added.items() if not token.normalized)
         self._then = _between(content for content, (_, token) in added.items() if token.normalized)
         self._known: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; the tokenizer is asked for what is not ASCII between two added tokens."""
+        """Return the token ids of a text. The tokenizer itself encodes each piece between added tokens that is not
+        ASCII."""
         ids: list[int] = []
         for piece in self._first.split(text) if self._first is not None else (text,):
             if not piece:
@@ -166,7 +166,7 @@ class AsciiEncoder:
 
     def _encode_words(self, piece: str, ids: list[int]) -> None:
         first, *others = self._cuts
-        # A search of many milliseconds would hold the interpreter, and so the event loop, also from a thread.
+        # One search of many milliseconds would hold the interpreter, and so the event loop, even from a thread.
         words: list[str] = (
             first.findall(piece) if len(piece) < _LONG_CHARS else [found[0] for found in first.finditer(piece)]
         )
@@ -188,7 +188,7 @@ class AsciiEncoder:
 
 
 def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
-    """Nothing for a tokenizer that does more, or other things, than what is known here."""
+    """Return the encoder; ``None`` for a tokenizer with any step or setting that this module does not implement."""
     from tokenizers.models import BPE
 
     added = tokenizer.get_added_tokens_decoder().values()
@@ -207,7 +207,7 @@ def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
         words = AsciiEncoder(tokenizer, [re.compile(ascii_pattern(one), re.ASCII) for one in expressions])
     except (UnknownSyntaxError, re.error):
         return None
-    # All of this is about what tokenizers do; this one shall have shown it.
+    # The checks above rely on general knowledge of tokenizers. Compare this one's results on sample texts as well.
     for text in _probes(words.added):
         if words.encode(text) != tokenizer.encode(text, add_special_tokens=False).ids:
             return None
@@ -215,7 +215,7 @@ def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
 
 
 def ascii_pattern(source: str) -> str:
-    """A regular expression of Oniguruma's as one of Python's that does the same with ASCII text, where both try
+    """Convert a regular expression of Oniguruma to one of Python that matches the same ASCII text; both try
     alternatives in order. Raises `UnknownSyntaxError`."""
     found: list[str] = []
     at, inside = 0, False
@@ -259,7 +259,7 @@ def _escaped(rest: str, inside: bool) -> tuple[str, int]:
 
 
 def _ranges(name: str) -> str:
-    """The ASCII characters of a Unicode property, within a class."""
+    """Return the ASCII characters of a Unicode property, for use in a character class."""
     if name in _SCRIPTS:
         return _BEYOND
     if not (len(name) <= 2 and name[0] in "LMNPSZC"):
@@ -269,12 +269,13 @@ def _ranges(name: str) -> str:
 
 
 def _state(part: Any) -> Any:
-    """The settings of a tokenizer's part."""
+    """Return the settings of a tokenizer's component."""
     return json.loads(part.__getstate__()) if part is not None else None
 
 
 def _expressions(pre_tokenizer: Any) -> list[str]:
-    """The regular expressions of a pre-tokenizer, in the order in which they cut; it has to end in the bytes."""
+    """Return the regular expressions of a pre-tokenizer, in the order in which they cut. Its last step must be
+    ByteLevel."""
     if pre_tokenizer is None:
         raise UnknownSyntaxError("no pre-tokenizer")
     *steps, last = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
@@ -307,7 +308,7 @@ def _keeps_ascii(normalizer: Any) -> bool:
 
 
 def _cut(pattern: re.Pattern[str], text: str) -> list[str]:
-    """What matches, and what is between."""
+    """Return the matches in a text and the pieces between them, in order."""
     parts: list[str] = []
     at = 0
     for match in pattern.finditer(text):
@@ -323,13 +324,13 @@ def _cut(pattern: re.Pattern[str], text: str) -> list[str]:
 
 
 def _between(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Splits a text at these tokens and keeps them: the leftmost, and of those the longest."""
+    """Return a pattern that splits a text at these tokens and keeps them; the leftmost, then the longest, wins."""
     listed = sorted((token for token in tokens if token), key=lambda token: (-len(token), token))
     return re.compile(f"({'|'.join(map(re.escape, listed))})") if listed else None
 
 
 def _probes(added: Iterable[str]) -> Iterable[str]:
-    """Texts in which everything meets everything: words, numbers, blanks, signs, control characters, added tokens."""
+    """Yield texts with random sequences of words, numbers, blanks, signs, control characters and added tokens."""
     source = random.Random(7)
     tokens = [token for token in added if token.isascii()][:64]
     words = [

@@ -1,22 +1,22 @@
-"""A session's conversations as a forest of turns: what was sampled stays, whatever a harness sends next.
+"""A session's conversations as a forest of turns: sampled tokens stay, whatever a harness sends next.
 
-    prepared = forest.prepare(messages, tools)      # pure: token ids for the engine, and where the answer will belong
+    prepared = forest.prepare(messages, tools)      # pure: token ids for the engine, and the place of the answer
     sampled = await engine(prepared.prompt_ids)
-    turn = forest.commit(prepared, sampled, message)   # only now anything is kept
+    turn = forest.commit(prepared, sampled, message)   # only this changes the forest
 
-A request continues the deepest turn whose conversation it repeats; a request that repeats none starts a tree of its
-own. An answer sampled again is a sibling beside the first, behind the same tokens. A request that ends in an
-assistant's text (a prefill, or an answer cut off for its length) goes on with that text, and only what is sampled
-behind it is delivered and marked. Not thread-safe: one session's calls run on one event loop, and neither step awaits.
+A request continues the deepest turn whose conversation it repeats; a request that repeats none starts a new tree. An
+answer that is sampled again is a sibling of the first, after the same tokens. A request that ends in an assistant's
+text (a prefill, or an answer cut off at its token limit) continues that text, and only the tokens sampled after it are
+delivered and marked. Not thread-safe: one session's calls run on one event loop, and neither step awaits.
 
-Only what is new is rendered and encoded; the tokens before it stay exactly as they were sampled.
+Only new messages are rendered and encoded; the tokens before them stay exactly as they were sampled.
 
-A continuation is what the template writes between the last sampled token and the next answer: the end of the turn,
-the new messages, the generation prompt. It is rendered behind a short stand-in for the history, cut at the token that
-ends the turn, and encoded. That is right only for templates that append. So each *shape* of continuation (roles of
-the new messages, calls in the last answer, tools and system prompt or not) is proven once per policy, on histories of
-several depths: the cut text must be the same behind each, what was rendered before must stay as it was, and the
-pieces' encodings must join to the encoding of the whole. What cannot be proven is encoded in full instead.
+A continuation is the template's text between the last sampled token and the next answer: the end of the turn, the new
+messages, the generation prompt. It is rendered after a short stand-in for the history, cut at the token that ends the
+turn, and encoded. That is correct only for templates that append. So each *shape* of continuation (roles of the new
+messages, calls in the last answer, tools and system prompt or not) is proven once per policy, on histories of several
+depths: the cut text must be the same after each, the text rendered before it must not change, and the encodings of the
+pieces must join to the encoding of the whole. A conversation whose continuation is not proven is encoded in full.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from nemo_gym.gateway.tokens.turns import (
 
 _DEPTHS = (0, 1, 3)
 _MAX_PROOFS = 1024
-"""Shapes are few in practice; a client that makes up new ones must not fill the memory."""
+"""Shapes are few in practice; a client that invents new ones must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """The template cannot be continued here; ``detail`` says what it does instead of appending."""
+    """A continuation that is not proven; ``detail`` is what the template does instead of appending."""
 
     detail: str
 
@@ -79,13 +79,12 @@ class _Shape:
 
 
 class IncrementalEncoder:
-    """Encodes continuations for one policy, and remembers which shapes of them are proven. Several threads may use it
-    at once."""
+    """Encodes continuations for one policy, and remembers which shapes of them are proven. Thread-safe."""
 
     def __init__(self, policy: PolicyTokenizer) -> None:
         self._policy = policy
         self._proofs: dict[_Shape, Unproven | None] = {}
-        # Words that cannot be in any conversation, so that finding one says where its part of the template ended up.
+        # Words that cannot be in any conversation, so that each shows where its part of the conversation is rendered.
         word = secrets.token_hex(8)
         names = (f"{part}{word}" for part in ("sys", "usr", "tol", "ans", "end"))
         self._system, self._user, self._tool, self._answer, self._end = names
@@ -96,8 +95,8 @@ class IncrementalEncoder:
     def full(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, now: datetime | None = None
     ) -> list[int]:
-        """Token ids of the whole conversation with the generation prompt; of one that ends in an assistant's text, up
-        to the end of that text. Raises `TemplateRefusedError`."""
+        """Return the token ids of the whole conversation with the generation prompt; if it ends in an assistant's
+        text, those up to the end of that text. Raises `TemplateRefusedError`."""
         if not messages or not continues_answer(messages):
             return self._policy.encode(self._policy.render(messages, tools=tools, now=now))
         text = self._policy.render(self._open(messages), tools=tools, add_generation_prompt=False, now=now)
@@ -113,11 +112,11 @@ class IncrementalEncoder:
         last_id: int | None,
         now: datetime | None = None,
     ) -> list[int] | Unproven:
-        """Token ids to put behind the sampled tokens of ``last`` so that the policy answers ``new``.
+        """Return the token ids to append to the sampled tokens of ``last`` so that the policy answers ``new``.
 
         ``system``/``tools``: whether the conversation starts with a system message, and has tools. ``last_id``: the
-        last sampled token; a token that ends a turn is not written again. ``now`` must be the conversation's own.
-        Raises `TemplateRefusedError` when the template does not take the new messages.
+        last sampled token; if it ends a turn, that token is not repeated. ``now`` must be the conversation's own time.
+        Raises `TemplateRefusedError` if the template does not accept the new messages.
         """
         roles = tuple((role_of(message), min(len(calls_of(message)), 2)) for message in new)
         prefill = bool(new) and continues_answer(new)
@@ -137,7 +136,7 @@ class IncrementalEncoder:
 
     @cached_property
     def drops_reasoning(self) -> frozenset[str]:
-        """Roles (``user``, ``tool``) whose messages make the template leave out the reasoning of earlier answers."""
+        """Roles (``user``, ``tool``) after whose messages the template omits the reasoning of earlier answers."""
         answer = f"<think>\n{self._user}\n</think>\n\n{self._answer}"
         call = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
         user = {"role": "user", "content": "q"}
@@ -162,12 +161,12 @@ class IncrementalEncoder:
         policy = self._policy
         if last_id not in policy.stop_ids or not ids:
             return ids
-        # The policy ended its turn itself. Where the template closes answers with a token, the sampled one stands for
-        # it, even if it is another; where the next header's first token ends an answer, only that very token does.
+        # The policy ended its turn itself. If the template closes answers with a token, the sampled stop token takes
+        # its place, even if it differs; if the next header's first token ends an answer, only that same token does.
         return ids[1:] if policy.turn_end is not None or ids[0] == last_id else ids
 
     def _open(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with a word behind the last one's text, where the policy is to go on."""
+        """Return the messages with a marker word after the last one's text, where the policy continues."""
         last = messages[-1]
         return [*messages[:-1], {**last, "content": text_of(last.get("content")) + self._end}]
 
@@ -180,7 +179,7 @@ class IncrementalEncoder:
         return text.index(self._end)
 
     def _stand_in(self, last: Message) -> Message:
-        """The last answer with content that can be found, and the ids and names of its calls."""
+        """Return the last answer with a marker word as content, and with the ids and names of its calls."""
         calls = [
             {**call, "function": {"name": call["function"]["name"], "arguments": {"value": self._answer}}}
             for call in calls_of(last)
@@ -192,15 +191,15 @@ class IncrementalEncoder:
         self, history: Sequence[Message], rest: Sequence[Message], continued: _Shape, now: datetime | None, ask: bool
     ) -> str:
         policy = self._policy
-        # Shaped apart, because nothing may be joined across the end of the answer.
+        # Shaped separately, because no messages may be joined across the end of the answer.
         shaped = shape(history, policy.traits, leading=True) + shape(rest, policy.traits, leading=False)
-        # The tools are made up here: no special token is spelled in them.
+        # The tools are this class's own and contain no special token.
         tools = self._tools if continued.tools else None
         return policy.template.render(policy.marked(shaped), tools=tools, add_generation_prompt=ask, now=now)
 
     def _history(self, continued: _Shape, depth: int) -> list[Message]:
         start: list[Message] = [{"role": "system", "content": self._system}] if continued.system else []
-        # Some templates count images.
+        # Some templates number images, so the history has one per message.
         seen = [{"type": "image_url", "image_url": {"url": ""}}] if continued.media else []
         earlier: list[Message] = [
             message
@@ -215,7 +214,7 @@ class IncrementalEncoder:
     def _text(
         self, last: Message, new: Sequence[Message], continued: _Shape, depth: int, now: datetime | None
     ) -> tuple[str, str] | Unproven:
-        """The rendering up to the end of the answer, and from there on."""
+        """Return the rendering up to the end of the answer, and the rendering after it."""
         history = [*self._history(continued, depth), self._stand_in(last)]
         text = self._render(
             history, self._open(new) if continued.prefill else new, continued, now, ask=not continued.prefill
@@ -257,7 +256,7 @@ class IncrementalEncoder:
     def _misplaced(
         self, last: Message, new: Sequence[Message], continued: _Shape, now: datetime | None
     ) -> Unproven | None:
-        """Whether a new message's text ends up anywhere but behind the answer."""
+        """Return `Unproven` if a new message's text is rendered anywhere but after the answer."""
         marks = {
             index: f"new{index}{self._answer[::-1]}" for index, message in enumerate(new) if message.get("content")
         }
@@ -276,16 +275,16 @@ class IncrementalEncoder:
 
 
 _COMPARED = 16
-"""Conversations, newest first, that a new one is compared with to name its reason."""
+"""How many conversations, newest first, are compared with a new one to find its split reason."""
 
 
 class History(StrEnum):
-    """What happens to sampled reasoning that the chat template would leave out of later prompts."""
+    """How to treat sampled reasoning that the chat template would omit from later prompts."""
 
     VERBATIM = "verbatim"
-    """It stays: the conversation is one trajectory, and the policy sees all that it wrote."""
+    """Keep it: the conversation is one trajectory, and the prompt has all that the policy wrote."""
     TEMPLATE = "template"
-    """The conversation goes on as a sibling, with the prompt that the template makes of it."""
+    """Omit it: the conversation continues as a sibling, with the template's own prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +293,12 @@ class Prepared:
 
     parent: Turn | None
     context: array[int]
-    """The end of the prompt that is new behind ``parent``, int32; the whole of it where there is none."""
+    """The new tokens of the prompt after ``parent``, int32; the whole prompt if there is no parent."""
     reading: Reading
     shared: int
-    """Number of entries of the history that ``parent`` stands for."""
+    """The number of the history's entries that ``parent`` covers."""
     reason: SplitReason | None
-    """The reason where it is known before the commit: the template's, or changed tools."""
+    """The split reason, if it is known before the commit: the template, or changed tools."""
     detail: str | None
     prompt: Prompt = field(init=False, repr=False, compare=False)
     """The whole prompt, without a copy."""
@@ -309,22 +308,22 @@ class Prepared:
 
     @property
     def prompt_ids(self) -> array[int]:
-        """The whole prompt, int32: a copy, made anew with each use."""
+        """The whole prompt, int32. Each use makes a new copy."""
         return self.prompt.ids()
 
     def media(self) -> tuple[Mapping[str, Any], ...]:
-        """Images and the like in the messages that are new behind ``parent``."""
+        """Return the images and other media in the new messages after ``parent``."""
         return tuple(_media(self.reading.messages, self.reading.start_of(self.shared)))
 
     def images(self) -> tuple[str, ...]:
-        """The sources of all images of the prompt, in the order of their placeholders in it. That is the order in
-        which they were first sent, also where a harness has put the results of parallel calls in another since."""
+        """Return the sources of all images of the prompt, in the order of their placeholders. That is the order in
+        which they were first sent, even if a harness has reordered the results of parallel calls since."""
         earlier = self.parent.path() if self.parent is not None and self.parent.media_count else ()
         shown = (*(item for turn in earlier for item in turn.media), *self.media())
         return tuple(str(item["source"]) for item in shown if item["kind"] == "image")
 
     def prompt_json(self) -> bytes:
-        """The whole prompt as a JSON array for an engine's request."""
+        """Return the whole prompt as a JSON array for an engine's request."""
         return self.prompt.json()
 
 
@@ -335,7 +334,7 @@ class TokenForest:
         self, encoder: IncrementalEncoder, policy: PolicyTokenizer, history: History, now: datetime | None = None
     ) -> None:
         """``encoder`` is shared by all sessions of a policy. ``now``: the session's own time, for templates that
-        print the date; it stays the same for the whole session, or prompts would change at midnight."""
+        print the date; it is fixed for the whole session, because prompts would change at midnight otherwise."""
         self._encoder = encoder
         self._policy = policy
         self._history = history
@@ -346,14 +345,14 @@ class TokenForest:
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """Every turn committed, in order."""
+        """All committed turns, in order."""
         return self._turns
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Prepared:
-        """Where a request belongs and its exact prompt. Changes nothing.
+        """Return a request's place in the forest and its exact prompt. Changes nothing.
 
-        Raises `InvalidBodyError` for a request without messages, `TemplateRefusedError` for one that the policy's
-        chat template does not take.
+        Raises `InvalidBodyError` for a request without messages, `TemplateRefusedError` for a request that the
+        policy's chat template does not accept.
         """
         steps = self.preparing(messages, tools)
         while True:
@@ -366,8 +365,8 @@ class TokenForest:
     def preparing(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Generator[bool, None, Prepared]:
-        """`prepare` in steps, each preceded by whether it may take long. It may then run in a thread of its own, while
-        turns are committed; not while another request of this session is prepared."""
+        """Run `prepare` in steps. Before each step, yields whether it may take long; the caller may then run it in
+        another thread, while turns are committed but not while another request of this session is prepared."""
         if not messages:
             raise InvalidBodyError("messages: is empty; a request needs at least one message")
         yield self._reader.reads_long(messages, tools)
@@ -384,14 +383,14 @@ class TokenForest:
         yield True
         ids = array("i", self._encoder.full(messages, tools=tools, now=self.now))
         if parent is not None and reason is SplitReason.TEMPLATE and ids[: parent.end] == parent.tokens[: parent.end]:
-            # Not proven in general, but here the template's own tokens are the ones that were sampled.
+            # Not proven in general, but here the template's tokens equal the sampled ones.
             return Prepared(parent, ids[parent.end :], reading, shared, None, None)
         return Prepared(None, ids, reading, 0, reason, detail)
 
     def commit(self, prepared: Prepared, sampled: Sampled, message: Message) -> Turn:
         """Keep an answer. ``message``: the assistant message as it is delivered.
 
-        Raises `ModelError`, and keeps nothing, when ids and logprobs do not fit each other or the policy, or when the
+        Raises `ModelError`, and keeps nothing, if ids and logprobs do not match each other or the policy, or if the
         turn that the request continues was taken back meanwhile.
         """
         ids, logprobs = self._checked(sampled)
@@ -438,23 +437,24 @@ class TokenForest:
         return turn
 
     def take_back(self, turn_id: int) -> None:
-        """Forget the latest turn, which nobody has heard of yet."""
+        """Remove the latest turn, whose answer nobody has received yet."""
         turn = self._turns.pop()
         assert turn.turn_id == turn_id
-        # It came last, and so it is the last wherever it is.
+        # The latest turn is the last item of every list that it is in.
         self._by_key[turn.key].pop()
         if turn.parent is not None:
             turn.parent.children.pop()
 
     def add(self, turn: Turn) -> None:
-        """Put a turn in its place: a new one, or one read from a journal, parents first."""
+        """Add a turn, a new one or one from a journal; parents first."""
         self._turns.append(turn)
         self._by_key.setdefault(turn.key, []).append(turn)
         if turn.parent is not None:
             turn.parent.children.append(turn)
 
     def _deepest(self, reading: Reading) -> tuple[Turn | None, int, bool]:
-        """The turn that a request continues, the entries it stands for, and whether only other tools prevent one."""
+        """Return the turn that a request continues, the number of entries it covers, and, if there is none, whether
+        one would exist with other tools."""
         other_tools = False
         for shared in range(len(reading.entries), 0, -1):
             if reading.entries[shared - 1].role != "assistant":
@@ -471,7 +471,7 @@ class TokenForest:
         new = _with_kept_ids(reading, shared, parent.message)
         last_id = parent.tokens[parent.end - 1] if parent.end > parent.context_end else None
         if not new and last_id not in self._policy.stop_ids and continues_answer(reading.messages):
-            # Its tokens were used up before the policy ended it: it goes on where it stopped.
+            # The answer reached its token limit before the policy ended it: it continues where it stopped.
             return Prepared(parent, array("i"), reading, shared, None, None)
         if self._history is History.TEMPLATE and parent.has_reasoning:
             dropping = self._encoder.drops_reasoning.intersection(role_of(message) for message in new)
@@ -493,7 +493,7 @@ class TokenForest:
         return Prepared(parent, array("i", ids), reading, shared, None, None)
 
     def _reason(self, prepared: Prepared) -> SplitReason | None:
-        """Decided at the commit: what was kept since the request was prepared counts as well."""
+        """Return the split reason. Called at the commit, so that turns committed since `prepare` count as well."""
         reading, parent = prepared.reading, prepared.parent
         if parent is not None:
             return continuation_reason(reading, prepared.shared, {child.request_key for child in parent.children})
@@ -529,14 +529,15 @@ def _within(ids: array[int], size: int) -> bool:
 
 def _finite(values: array[float]) -> bool:
     if len(values) < LARGE:
-        return math.isfinite(sum(values))  # no sum of float32 is too large for a float64
+        return math.isfinite(sum(values))  # a sum of float32 cannot overflow a float64
     import numpy as np
 
     return bool(np.isfinite(np.frombuffer(values, dtype=np.float32)).all())
 
 
 def _with_kept_ids(reading: Reading, shared: int, answer: Message) -> list[Message]:
-    """The messages behind the shared entries; results name the calls as the kept answer does, not the harness."""
+    """Return the messages after the shared entries, with results that refer to calls by the ids of the kept answer
+    instead of the harness's."""
     start, end = reading.start_of(shared - 1), reading.entries[shared - 1].end
     sent = [call.get("id") for message in reading.messages[start:end] for call in calls_of(message)]
     kept = dict(zip(sent, (call.get("id") for call in calls_of(answer)), strict=False))

@@ -1,6 +1,6 @@
-"""A request's history, read into keys that say which conversation it continues; and what the token code reads of it.
+"""Reads a request's history into keys that identify the conversation it continues, and parts of messages.
 
-Every dialect is lowered to chat messages before it comes here.
+Every dialect is lowered to chat messages before.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Message = Mapping[str, Any]
 _MANY_DIGITS = re.compile(r"[0-9]{19}")
 _LONG_CHARS = 64 << 10
 _MESSAGE_CHARS = 512
-"""What a message of any length costs, as that many characters do."""
+"""The fixed cost of a message, expressed in characters."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def role_of(message: Message) -> str:
-    """``system``, ``user``, ``assistant`` or ``tool``; the newer and older spellings of them included."""
+    """Return ``system``, ``user``, ``assistant`` or ``tool``, also for newer and older names of these roles."""
     role = str(message.get("role") or "")
     return {"developer": "system", "function": "tool"}.get(role, role)
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content; parts are joined as they stand."""
+    """Return the text of a message's content; parts are joined without a separator."""
     if isinstance(content, str):
         return content
     return "".join(
@@ -43,7 +43,7 @@ def text_of(content: Any) -> str:
 
 
 def media_parts(content: Any) -> Iterator[tuple[str, Any]]:
-    """``(kind, source)`` of each image, audio or video part, in order; kind without prefixes (``image``)."""
+    """Yield ``(kind, source)`` of each image, audio or video part, in order; the kind has no prefix (``image``)."""
     if isinstance(content, str) or not isinstance(content, Sequence):
         return
     for part in content:
@@ -59,13 +59,13 @@ def media_parts(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def calls_of(message: Message) -> Sequence[Mapping[str, Any]]:
-    """The tool calls of an assistant message."""
+    """Return the tool calls of an assistant message."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     return calls
 
 
 def is_long(messages: Sequence[Message]) -> bool:
-    """Whether reading, rendering and encoding these may take more than some milliseconds."""
+    """Return whether reading, rendering and encoding these messages may take more than some milliseconds."""
     weight = 0
     for message in messages:
         content = message.get("content")
@@ -83,25 +83,25 @@ def _part_chars(part: Any) -> int:
 
 
 def continues_answer(messages: Sequence[Message]) -> bool:
-    """Whether a request asks to go on with the text of its last message, an assistant's (a prefill)."""
+    """Return whether a request asks to continue the text of its last message, an assistant's (a prefill)."""
     last = messages[-1]
     return role_of(last) == "assistant" and not calls_of(last) and bool(text_of(last.get("content")))
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """A call's arguments as data. Text that is not JSON comes back as the text itself."""
+    """Return a call's arguments as data; text that is not JSON is returned unchanged."""
     arguments = (call.get("function") or {}).get("arguments")
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     if not arguments.strip():
         return {}
     try:
-        if not _MANY_DIGITS.search(arguments):  # orjson makes doubles of integers beyond 64 bits
+        if not _MANY_DIGITS.search(arguments):  # orjson converts integers beyond 64 bits to doubles
             return orjson.loads(arguments)
     except orjson.JSONDecodeError:
         pass
     try:
-        return json.loads(arguments)  # takes escaped lone surrogates, which JavaScript writes
+        return json.loads(arguments)  # accepts escaped lone surrogates, which JavaScript writes
     except (ValueError, RecursionError):
         return arguments
 
@@ -111,7 +111,7 @@ T = TypeVar("T", covariant=True)
 
 
 class Prefix(Sequence[T], Generic[T]):
-    """The first items of a list that others may have grown since; never the items behind them."""
+    """The first items of a list that other prefixes may have extended since; the items after them are hidden."""
 
     __slots__ = ("_items", "_length")
 
@@ -120,7 +120,7 @@ class Prefix(Sequence[T], Generic[T]):
         self._length = len(self._items)
 
     def grown(self, kept: int, new: Sequence[T]) -> Prefix[T]:
-        """The first ``kept`` items with ``new`` behind them. Copies nothing when nobody has grown the list before."""
+        """Return the first ``kept`` items followed by ``new``. Copies nothing if no other prefix extended the list."""
         if kept == self._length == len(self._items):
             self._items.extend(new)
             items = self._items
@@ -133,8 +133,8 @@ class Prefix(Sequence[T], Generic[T]):
         return made
 
     def common(self, others: Sequence[T]) -> int:
-        """How many first items equal those of ``others``. Those that are the very same objects are not looked into, so
-        where few are not, they are kept in place of their equals for the next time."""
+        """Return how many first items equal those of ``others``. Identical objects are not compared by value, so the
+        first few items that are only equal are replaced by those of ``others``, for the next comparison."""
         items, length = self._items, min(self._length, len(others))
         changed = compress(count(), map(is_not, items, islice(others, length)))
         for at in islice(changed, _ADOPTED):
@@ -174,10 +174,10 @@ def _same(first: object, second: object) -> bool:
     return first == second
 
 
-# When two spellings of a message are the same message. What harnesses do to history must not cost the trajectory.
+# When two spellings of a message are the same message. Harmless changes of history must not split the trajectory.
 #
-# A harness sends its whole history with every request, rarely letter for letter. Messages are compared by a digest
-# of their canonical form; what the policy saw and wrote stays in tokens, whatever the later spelling.
+# A harness sends its whole history with every request, but rarely unchanged. Messages are compared by a digest of
+# their canonical form; the tokens that the policy was given and wrote stay the same, whatever the later spelling.
 #
 # | what differs | same? | because |
 # |---|---|---|
@@ -213,18 +213,18 @@ NO_REMINDERS: frozenset[bytes] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One step of a conversation in canonical form: usually a message; a run of an assistant's, or of results."""
+    """One step of a conversation in canonical form: a message, or a run of assistant messages or of tool results."""
 
     end: int
-    """Number of messages up to and with this entry."""
+    """Number of messages up to and including this entry."""
     digest: bytes | None
-    """Of the canonical form; nothing for messages that hold only reminders."""
+    """The digest of the canonical form; ``None`` for messages with only reminders."""
     reminders: frozenset[bytes]
     role: str
 
 
 def digest_of(value: Any) -> bytes:
-    """A digest of JSON data in canonical form."""
+    """Return a digest of JSON data in canonical form."""
     data = _number_safe(value)
     try:
         text = orjson.dumps(data, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
@@ -234,13 +234,13 @@ def digest_of(value: Any) -> bytes:
 
 
 def tools_digest(tools: Sequence[Mapping[str, Any]] | None) -> bytes:
-    """A digest of the tools a request offers, whatever their order."""
+    """Return a digest of the tools that a request offers, whatever their order."""
     listed = [_without_nulls(tool.get("function") or tool) for tool in tools or ()]
     return digest_of(sorted((str(tool.get("name")), digest_of(tool).hex()) for tool in listed))
 
 
 def entries_of(messages: Sequence[Message]) -> list[Entry]:
-    """The canonical entries of a conversation."""
+    """Return the canonical entries of a conversation."""
     entries: list[Entry] = []
     while (at := entries[-1].end if entries else 0) < len(messages):
         entries.append(entry_at(messages, at))
@@ -248,7 +248,7 @@ def entries_of(messages: Sequence[Message]) -> list[Entry]:
 
 
 def entry_at(messages: Sequence[Message], at: int) -> Entry:
-    """The canonical entry that starts with message ``at``."""
+    """Return the canonical entry that starts with message ``at``."""
     role = role_of(messages[at])
     end = at + 1
     while role in ("assistant", "tool") and end < len(messages) and role_of(messages[end]) == role:
@@ -296,18 +296,18 @@ def _answer(run: Sequence[Message]) -> Any:
 
 
 def _without_spaces(text: str) -> str:
-    # Those of ASCII first, and at once: a long answer has tens of thousands of words.
+    # ASCII spaces first, in one call: a long answer has tens of thousands of words.
     text = text.encode("utf-8", "surrogatepass").translate(None, _SPACES).decode("utf-8", "surrogatepass")
     return text if text.isascii() else "".join(text.split())
 
 
 def _without_thinking(text: str) -> str:
-    # A single letter is looked for in a tenth of the time that a word takes, and few long texts hold this one.
+    # Searching for a single letter takes a tenth of the time of a word, and few long texts have this one.
     return _THINKING.sub("", text) if "<" in text and "</think>" in text else text
 
 
 def _argument(value: Any) -> Any:
-    """Without what harnesses change in the arguments of calls that they have run."""
+    """Return arguments without the details that harnesses change after they have run a call."""
     if isinstance(value, str):
         text = _ESCAPED.sub(_unescaped, value) if "\\u" in value else value
         return "\n".join(line.rstrip() for line in text.split("\n")).rstrip()
@@ -323,7 +323,7 @@ def _unescaped(escapes: re.Match[str]) -> str:
 
 
 def _calls_before(messages: Sequence[Message], at: int) -> dict[str, int]:
-    """Id → place of the calls of the answer that the results at ``at`` belong to."""
+    """Return id → index of the calls in the answer to which the results at ``at`` belong."""
     ids: list[str] = []
     while at > 0 and role_of(messages[at - 1]) == "assistant":
         at -= 1
@@ -336,8 +336,8 @@ def _call_id(result: Message) -> str:
 
 
 def _number_safe(value: Any) -> Any:
-    """Numbers as a double holds them: JavaScript harnesses write 1.0 as 1, and round large integers."""
-    kind = type(value)  # what nearly all data is made of, at a fraction of the time that asking for instances takes
+    """Return data with numbers rounded to doubles: JavaScript harnesses write 1.0 as 1, and round large integers."""
+    kind = type(value)  # covers nearly all data in a fraction of the time of `isinstance`
     if kind is str:
         return value
     if kind is dict:
@@ -366,16 +366,16 @@ def _without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-# Reads a request's history into keys, at a cost that hardly grows with what was read before.
+# Reading a request's history into keys, at a cost that hardly grows with the messages that were read before.
 #
-# Requests of one conversation repeat each other. The messages of the latest requests are kept, and compared as they
-# came (a memory comparison, the only work on what is old); only what is new, or spelled anew, is brought into
-# canonical form and put behind what is kept. A key stands for a conversation up to a message, so that finding the
-# turn to continue is a dictionary lookup.
+# Requests of one conversation repeat each other. The messages of the latest requests are kept and compared by value,
+# which is the only work on old messages. Only new or changed messages are converted to canonical form and appended to
+# the kept ones. A key identifies a conversation up to a message, so that finding the turn to continue is a dictionary
+# lookup.
 
 _ROOT = b"\0" * 16
 _VIEWS = 8
-"""Requests remembered per session: its main conversation and the sub-agents that run at the same time."""
+"""Requests remembered per session: of its main conversation and of sub-agents that run at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,11 +385,11 @@ class Reading:
     messages: Prefix[Message]
     entries: Prefix[Entry]
     keys: Prefix[bytes]
-    """``keys[i]`` stands for the first ``i`` entries; one longer than ``entries``."""
+    """``keys[i]`` identifies the first ``i`` entries; one longer than ``entries``."""
     seen: Prefix[frozenset[bytes]]
     """``seen[i]``: digests of the reminders within the first ``i`` entries."""
     tools: bytes
-    """Digest of the tools offered."""
+    """Digest of the offered tools."""
     offered: Sequence[Mapping[str, Any]]
 
     @property
@@ -397,11 +397,11 @@ class Reading:
         return self.keys[-1]
 
     def start_of(self, entry: int) -> int:
-        """The index of the first message of an entry."""
+        """Return the index of the first message of an entry."""
         return self.entries[entry - 1].end if entry else 0
 
     def answered(self, answer: Message) -> tuple[bytes, bytes]:
-        """The key of this conversation with ``answer`` behind it, and the digest of the answer's entry.
+        """Return the key of this conversation followed by ``answer``, and the digest of the answer's entry.
 
         An answer to a history that ends in an assistant message continues that message.
         """
@@ -413,7 +413,7 @@ class Reading:
             said, added = begun.pop(), answer
             answer = {**added, "content": text_of(said.get("content")) + text_of(added.get("content"))}
         (entry,) = entries_of([*begun, answer])
-        assert entry.digest is not None  # only user messages can be nothing but reminders
+        assert entry.digest is not None  # only user messages can consist of reminders alone
         return roll(self.keys[entries], entry.digest), entry.digest
 
 
@@ -424,12 +424,12 @@ class HistoryReader:
         self._views: list[Reading] = []
 
     def reads_long(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Whether `read` may take more than some milliseconds."""
+        """Return whether `read` may take more than some milliseconds."""
         known, common = self._nearest(messages)
         return known is None or known.offered != (tools or ()) or is_long(messages[common:])
 
     def read(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Reading:
-        """``messages`` and ``tools`` are kept and must not be changed afterwards."""
+        """Read a request's history. ``messages`` and ``tools`` are kept and must not be changed afterwards."""
         known, common = self._nearest(messages)
         offered = tools or ()
         same_tools = next((view.tools for view in self._views if view.offered == offered), None)
@@ -464,12 +464,12 @@ class HistoryReader:
             digest,
             offered,
         )
-        # What a request extends is not needed any more.
+        # The view that this request extends is no longer needed.
         self._views = [reading, *(view for view in self._views if view is not known)][:_VIEWS]
         return reading
 
     def _nearest(self, messages: Sequence[Message]) -> tuple[Reading | None, int]:
-        """The remembered request that shares the most first messages with this one, and how many."""
+        """Return the remembered request that shares the most first messages with this one, and their number."""
         nearest: Reading | None = None
         most = -1
         for view in self._views:
@@ -482,7 +482,7 @@ class HistoryReader:
 
 
 def roll(key: bytes, digest: bytes | None) -> bytes:
-    """The key of a conversation with one more entry; an entry that counts for nothing leaves it."""
+    """Return the key of a conversation with one more entry; an entry without a digest does not change the key."""
     return key if digest is None else hashlib.blake2b(key + digest, digest_size=16).digest()
 
 
@@ -494,7 +494,7 @@ def _same_entry(known: Reading, messages: Sequence[Message], entry: int) -> bool
 
 
 def _ends(entry: Entry, messages: Sequence[Message]) -> bool:
-    """Whether nothing that follows belongs to the same run of messages."""
+    """Return whether the entry's run of messages ends in ``messages`` where it did before."""
     return (
         entry.role not in ("assistant", "tool")
         or entry.end >= len(messages)

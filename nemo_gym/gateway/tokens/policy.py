@@ -1,19 +1,19 @@
-"""The policy as tokens see it: its tokenizer, its chat template and the tokens that end a turn.
+"""The policy's tokenizer, its chat template and the tokens that end a turn.
 
-Text of messages never becomes a control token, whatever it spells.
+Text of messages never becomes a control token.
 
 A file that an agent reads may contain ``<|im_end|>``. Encoded as the token, it would end the message for the policy,
-and let whoever wrote the file go on as ``system``. Only what the chat template writes itself are control tokens; the
-same letters from a message are encoded as the ordinary text they are.
+and its author could continue as ``system``. Therefore only control tokens that the chat template itself writes are
+encoded as such; the same letters in a message are encoded as ordinary text.
 
-Templates know nothing of this. So a mark is put into each such spelling before rendering, which the template carries
-along. A text without marks is encoded as it is. In one with marks, the template's own control tokens are given names
-that no text can hold, the marks are taken out, and a tokenizer that knows the control tokens by those names only
-encodes it in one piece, so that the spelling merges with its neighbours as ordinary text does.
+Templates do not support this. So a mark is inserted into each such spelling before rendering, and the template copies
+it. A text without marks is encoded directly. In a text with marks, the template's own control tokens are replaced by
+names that no text can contain, and the marks are removed. Then a tokenizer that has the control tokens only under
+these names encodes the text in one piece, so that a spelling merges with its neighbours as ordinary text does.
 
 Control tokens are the added tokens marked special, and those that end a turn. Other added tokens (whitespace runs;
-``<think>`` where it is not special) are words that any text may use. An assistant's message may also hold the special
-tokens that the template writes into answers (reasoning and tool calls): it is the policy's own text.
+``<think>`` if it is not special) are words that any text may use. An assistant's message may also contain the special
+tokens that the template writes into answers (reasoning and tool calls), because it is the policy's own text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 MARK = "\ufdd0"
-"""A code point that Unicode keeps free for uses like this; where a message holds it, it is replaced."""
+"""A code point that Unicode reserves for internal use; in messages it is replaced by U+FFFD."""
 _REPLACED = "\ufffd"
 
 
@@ -55,7 +55,7 @@ class SpecialText:
         self._in_answers = _Marker(self._control - frozenset(answers))
 
     def marked(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages, shaped for the template, with marks."""
+        """Return messages, already shaped for the template, with marks."""
         mark = self._everywhere.marked
         found = []
         for message in messages:
@@ -69,23 +69,23 @@ class SpecialText:
         return found
 
     def marked_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
-        """Tools with marks in their names, descriptions and schemas."""
+        """Return tools with marks in their names, descriptions and schemas."""
         return [self._everywhere.marked(tool) for tool in tools] if tools else tools
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text that has marks."""
+        """Return the token ids of rendered text that has marks."""
         named = self._added.sub(lambda found: self._names.get(found[0], found[0]), text).replace(MARK, "")
         ids: list[int] = self._named.encode_batch_fast([named], add_special_tokens=False)[0].ids
         return [known if (known := self._ids.get(one)) is not None else one for one in ids]
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        word = secrets.token_hex(8)  # or a message could spell a name
+        word = secrets.token_hex(8)  # random, so that no message can contain a name
         return {token: f"\ufdd1{word}{number}\ufdd1" for number, token in enumerate(sorted(self._control))}
 
     @cached_property
     def _added(self) -> re.Pattern[str]:
-        """Added tokens as the tokenizer finds them: the leftmost, and of those the longest."""
+        """A pattern that finds added tokens as the tokenizer does: the leftmost, and of those the longest."""
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()} | self._control
         return re.compile(f"(?:{_any_of(added)})(?!{MARK})")
 
@@ -97,12 +97,12 @@ class SpecialText:
         data = json.loads(self._tokenizer.to_str())
         for token in data["added_tokens"]:
             token["content"] = self._names.get(token["content"], token["content"])
-        data["post_processor"] = None  # writes no tokens here, but may name some
+        data["post_processor"] = None  # unused here, but may refer to tokens by their old names
         model = data["model"]
         if model.get("unk_token") in self._names:
             model["unk_token"] = self._names[model["unk_token"]]
         if isinstance(vocabulary := model.get("vocab"), dict):
-            # Merges that spell a control token lead nowhere without it: they go as well.
+            # Merges that result in a control token would refer to a missing piece: they are removed as well.
             model["vocab"] = {self._names.get(piece, piece): number for piece, number in vocabulary.items()}
             if "merges" in model:
                 model["merges"] = [pair for pair in model["merges"] if _merged(pair) not in self._control]
@@ -112,19 +112,19 @@ class SpecialText:
 
     @cached_property
     def _ids(self) -> dict[int | None, int | None]:
-        """Id of a name → id of its control token; they differ where a token had no fixed place."""
+        """Id of a name → id of its control token; they differ if the token had no fixed id."""
         find, named = self._tokenizer.token_to_id, self._named.token_to_id
         return {named(name): find(token) for token, name in self._names.items()}
 
 
 class _Marker:
     def __init__(self, tokens: frozenset[str]) -> None:
-        # Every place where a token starts, so that what overlaps cannot come together behind a mark.
+        # Matches every place where a token starts, so that overlapping tokens are all broken by a mark.
         self._starts = re.compile(f"(?=(?:{_any_of(tokens)}))(.)", re.DOTALL) if tokens else None
         self._hints = {token[:2] for token in tokens}
 
     def marked(self, value: Any) -> Any:
-        """JSON data with a mark behind the first character of each spelling in it."""
+        """Return JSON data with a mark after the first character of each spelling in it."""
         if isinstance(value, str):
             if MARK in value:
                 value = value.replace(MARK, _REPLACED)
@@ -146,7 +146,7 @@ def _merged(pair: Any) -> str:
     return "".join(pair) if isinstance(pair, list) else str(pair).replace(" ", "", 1)
 
 
-# The policy as tokens see it: its tokenizer, its chat template and the tokens that end a turn.
+# The policy's tokenizer, its chat template and the tokens that end a turn.
 
 ContentSpecials = Literal["text", "control"]
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -154,7 +154,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 class PolicyTokenizer:
-    """Tokenizer and chat template of one policy, from a local directory. Immutable; shared by all sessions."""
+    """The tokenizer and chat template of one policy, from a local directory. Immutable; shared by all sessions."""
 
     def __init__(
         self,
@@ -164,8 +164,8 @@ class PolicyTokenizer:
         special_tokens_in_content: ContentSpecials = "text",
     ) -> None:
         """``stop_tokens`` end a turn when sampled; the token with which the template closes an answer is added.
-        ``special_tokens_in_content``: what a special token's text is when a message holds it; ``control`` is what
-        tokenizers do by themselves, and lets whoever writes a tool's output end the message and start another.
+        ``special_tokens_in_content``: how a special token's text in a message is encoded. ``control`` is the default
+        of tokenizers, and allows the author of a tool's output to end the message and start another.
 
         Raises `ConfigError` for a template that cannot render an exchange, or an unknown stop token.
         """
@@ -179,7 +179,7 @@ class PolicyTokenizer:
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._specials: SpecialText | None = None
         self.turn_end: str | None = self._turn_end()
-        """The token the template writes after every answer; nothing where the next message's header ends it."""
+        """The token that the template writes after every answer; ``None`` if the next message's header ends it."""
         self.stops: dict[str, int] = {}
         """Text → id of each token that ends a turn."""
         closing = self._headers() if self.turn_end is None else [self.turn_end]
@@ -205,7 +205,7 @@ class PolicyTokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja`` and ``generation_config.json``.
 
         ``chat_template`` (a template's text) replaces the directory's own. Nothing is downloaded.
-        Raises `ConfigError` naming the file for what is missing or damaged.
+        Raises `ConfigError` that names a missing or damaged file.
         """
         try:
             from tokenizers import Tokenizer
@@ -219,11 +219,11 @@ class PolicyTokenizer:
         if not file.is_file():
             raise ConfigError(f"policy: '{file}' does not exist; give the model's local directory")
         config = _json(folder / "tokenizer_config.json")
-        # Texts are encoded one at a time here, and waking other threads for that takes longer than it saves.
+        # Texts are encoded one at a time, and waking other threads for that takes longer than it saves.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the bindings raise plain Exception for whatever the file holds
+        except Exception as error:  # the bindings raise a plain Exception for an invalid file
             raise ConfigError(f"policy: '{file}' is not a tokenizer ({error})") from error
         special = {name: text for name in _SPECIAL if (text := _token_text(config.get(name)))}
         source = chat_template or _template_source(folder, config)
@@ -235,19 +235,19 @@ class PolicyTokenizer:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer itself, for parsers of other packages that want one."""
+        """The tokenizer itself, for parsers of other packages that need one."""
         return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text. Nothing is added: templates write their own special tokens."""
+        """Return the token ids of rendered text. No tokens are added: templates write their own special tokens."""
         if not text.isascii():
-            # Lone surrogates come in by JSON escapes, and no tokenizer has them.
+            # Lone surrogates come from JSON escapes, and no tokenizer can encode them.
             text = text.encode("utf-8", "replace").decode() if _SURROGATE.search(text) else text
             if self._specials is not None and MARK in text:
                 return self._specials.encode(text)
         if self._words is not None:
             return self._words.encode(text)
-        # As `encode` does it, but without the offsets of each token.
+        # The same as the tokenizer's `encode`, but without the offsets of each token.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -265,7 +265,8 @@ class PolicyTokenizer:
         add_generation_prompt: bool = True,
         now: datetime | None = None,
     ) -> str:
-        """A whole conversation as text for `encode`, shaped for the template. Raises `TemplateRefusedError`."""
+        """Shape a whole conversation for the template and render it to text for `encode`. Raises
+        `TemplateRefusedError`."""
         shaped = shape(messages, self.traits, leading=True)
         return self.render_shaped(shaped, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
 
@@ -277,7 +278,7 @@ class PolicyTokenizer:
         add_generation_prompt: bool,
         now: datetime | None,
     ) -> str:
-        """Messages as the template takes them as text for `encode`: texts of special tokens in them are marked."""
+        """Render messages, already shaped for the template, to text for `encode`; marks special tokens in them."""
         if self._specials is not None:
             try:
                 shaped, tools = self._specials.marked(shaped), self._specials.marked_tools(tools)
@@ -286,14 +287,14 @@ class PolicyTokenizer:
         return self.template.render(shaped, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
 
     def marked(self, shaped: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Messages as the template takes them, with marks at the texts of special tokens in them."""
+        """Return messages, already shaped for the template, with marks in the special tokens that they spell."""
         try:
             return shaped if self._specials is None else self._specials.marked(shaped)
         except RecursionError:
             raise too_deep() from None
 
     def find_stop(self, text: str, start: int) -> int | None:
-        """Where the first token that ends a turn stands in ``text`` from ``start`` on."""
+        """Return the place of the first token in ``text`` from ``start`` on that ends a turn."""
         return min((at for token in self.stops if (at := text.find(token, start)) >= 0), default=None)
 
     def _turn_end(self) -> str | None:
@@ -301,7 +302,7 @@ class PolicyTokenizer:
         return self._first_added(text[text.rindex("answerprobe") :])
 
     def _headers(self) -> list[str]:
-        """The tokens that start the messages which may follow an answer, where answers have no end of their own."""
+        """Return the tokens that start messages after an answer, for templates without a token that ends an answer."""
         found = []
         note = {"role": "system", "content": "s"}
         followed = ([_ANSWER, _user("q")], [_calling_message(), _RESULT], [_ANSWER, note, _user("q")])
@@ -317,7 +318,7 @@ class PolicyTokenizer:
         return found
 
     def _answer_tokens(self) -> set[str]:
-        """Added tokens that the template writes into answers, or looks for there: of reasoning and of calls."""
+        """Return the added tokens that the template writes into answers or searches there: of reasoning and calls."""
         asked = {**_calling_message(), "reasoning_content": "r"}
         answer = asked if self.traits.tool_use else {**_ANSWER, "reasoning_content": "r"}
         follows = [_RESULT] if self.traits.tool_use else []
@@ -374,7 +375,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Special tokens are written as text, or as an object with their content."""
+    """Return the text of a special token, which is a string or an object with ``content``."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 
@@ -384,7 +385,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
     if file.is_file():
         return file.read_text()
     template = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several by name; the one for tools handles conversations without them as well
+    if isinstance(template, list):  # several by name; the one for tools also handles conversations without tools
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
         template = named.get("tool_use") or named.get("default")
     if not isinstance(template, str):

@@ -1,4 +1,4 @@
-"""A policy's chat template: Jinja as model repositories write it, and what it takes, found by trying it."""
+"""A policy's chat template: Jinja with the conventions of model repositories, and its traits, found by probing."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _GENERATION_TAG = "generation"
 
 
 class TemplateRefusedError(InvalidBodyError):
-    """The policy's chat template does not take this conversation; the message holds the template's own words."""
+    """The policy's chat template does not accept this conversation; the message quotes the template's error."""
 
     code = "chat_template"
     status = 400
 
 
 def too_deep() -> TemplateRefusedError:
-    """For what is nested more deeply than the interpreter can follow."""
+    """Return the error for data that is nested more deeply than the interpreter's stack allows."""
     return TemplateRefusedError("the conversation's tools or messages are nested too deeply")
 
 
@@ -50,7 +50,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """``variables`` are given to every rendering (``enable_thinking`` and the like).
+        """``variables`` are passed to every rendering (``enable_thinking`` and the like).
 
         Raises `ConfigError` for a template with a syntax error.
         """
@@ -71,9 +71,9 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         now: datetime | None = None,
     ) -> str:
-        """The conversation's text. ``now`` is what ``strftime_now`` formats (default: the local time).
+        """Return the conversation's text. ``strftime_now`` formats ``now`` (default: the local time).
 
-        Raises `TemplateRefusedError` when the template raises, or cannot handle what it is given.
+        Raises `TemplateRefusedError` if the template raises, or cannot handle its input.
         """
         from jinja2 import TemplateError
 
@@ -95,7 +95,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         now: datetime,
     ) -> dict[str, Any]:
-        """What the template sees."""
+        """Return the template's variables."""
         return {
             **self._variables,
             "messages": list(messages),
@@ -107,7 +107,7 @@ class ChatTemplate:
 
 
 def jinja_environment() -> ImmutableSandboxedEnvironment:
-    """What templates are compiled and run in."""
+    """Return the environment in which templates are compiled and run."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
@@ -115,7 +115,7 @@ def jinja_environment() -> ImmutableSandboxedEnvironment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlocks(Extension):
-        """``{% generation %}`` marks what a policy writes; which tokens those are is known here from sampling."""
+        """Ignores ``{% generation %}``, which marks the policy's text: its tokens are known from sampling."""
 
         tags = {_GENERATION_TAG}  # noqa: RUF012 - the attribute's declared type is a plain set
 
@@ -141,11 +141,11 @@ def plain_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter escapes for HTML, which no policy was trained on."""
+    """Return plain JSON; Jinja's own filter escapes for HTML, which no policy was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-# What a chat template takes, found by trying it: templates document themselves nowhere else.
+# The traits of a chat template, found by rendering probes: they are documented nowhere else.
 
 _ALNUM9 = re.compile(r"[a-zA-Z0-9]{9}")
 _PRINTED_PART = re.compile(r"""['"]image""")
@@ -154,30 +154,30 @@ _TEXT_A, _TEXT_B, _ARGUMENT = "firstprobetext", "secondprobetext", "argumentprob
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """How a conversation must be shaped for one template. Found by `probe`."""
+    """How a conversation must be shaped for one template. `probe` finds them."""
 
     tool_use: bool = True
-    """Whether the template shows both tool calls and their results. Otherwise they are refused: a policy that cannot
-    see what its calls returned must not be run as if it could."""
+    """Whether the template renders both tool calls and their results. Otherwise both are refused: a policy whose
+    prompt does not have the results of its calls must not be run as if it had."""
     arguments: Literal["object", "string"] = "object"
-    """Whether the template prints tool arguments itself (from data), or takes them as JSON text."""
+    """Whether the template formats tool arguments itself (from data), or accepts them as JSON text."""
     call_ids: Literal["any", "alnum9"] = "any"
     """``alnum9``: ids of tool calls must be nine letters or digits; others are replaced by a digest."""
     system: Literal["native", "user"] = "native"
-    """``user``: there is no system role; a leading system message goes before the first user message's text."""
+    """``user``: there is no system role; a leading system message is put before the first user message's text."""
     mid_system: Literal["native", "reminder"] = "native"
-    """``reminder``: a system message amid the conversation becomes a user message in a reminder tag."""
+    """``reminder``: a system message within the conversation becomes a user message in a reminder tag."""
     consecutive_users: bool = True
     """Whether two user messages may follow each other; otherwise they are joined."""
     images: frozenset[str] = frozenset()
-    """Roles (``user``, ``tool``) in whose messages the template writes a placeholder for an image. Elsewhere images
-    are refused, as the policy would not see them."""
+    """Roles (``user``, ``tool``) in whose messages the template writes a placeholder for an image. In other messages
+    images are refused, because the prompt would not have them."""
     user_after_tool: bool = True
     """Whether a user message may follow a tool's; otherwise its text is appended to the tool's."""
 
 
 def probe(template: ChatTemplate) -> TemplateTraits:
-    """The template's traits. Raises `ConfigError` for one that cannot render a single exchange."""
+    """Return the template's traits. Raises `ConfigError` for a template that cannot render a single exchange."""
     user, reply = {"role": "user", "content": _TEXT_A}, {"role": "assistant", "content": _TEXT_B}
     try:
         shown = template.render([user, reply])
@@ -218,7 +218,7 @@ def _image_roles(template: ChatTemplate, traits: TemplateTraits) -> frozenset[st
                 template.render([*start, {**last[role], "content": content}])
                 for content in ([text], [text, image], [text, image, image])
             ]
-            printed = _PRINTED_PART.search(shown[1])  # the parts as data, not as the policy was trained on them
+            printed = _PRINTED_PART.search(shown[1])  # the template prints the parts as data, without a placeholder
             if _TEXT_A in shown[0] and len(shown[0]) < len(shown[1]) < len(shown[2]) and not printed:
                 found.add(role)
     return frozenset(found)
@@ -240,7 +240,7 @@ def _tool_traits(template: ChatTemplate) -> tuple[bool, Literal["object", "strin
     for style, call_id in ids:
         for form in forms:
             messages = [{"role": "user", "content": "x"}, *_call(form, call_id)]
-            # A Python literal or doubly quoted JSON would mean that the template expected the other form.
+            # A Python literal or doubly quoted JSON means that the template expects the other form.
             if _shows(template, messages, _ARGUMENT, _TEXT_A, never=("{'value'", '\\"value')):
                 return True, form, style
     return False, "object", "any"
@@ -255,10 +255,10 @@ def _shows(template: ChatTemplate, messages: Sequence[Message], *texts: str, nev
 
 
 def shape(messages: Sequence[Message], traits: TemplateTraits, *, leading: bool) -> list[dict[str, Any]]:
-    """Messages as the template takes them.
+    """Return messages in the shape that the template accepts.
 
-    ``leading``: whether they start the conversation. Nothing is ever joined across an assistant message, so
-    shaping what follows one gives the same messages as shaping the whole conversation.
+    ``leading``: whether they start the conversation. No messages are joined across an assistant message, so shaping
+    only the messages after one gives the same result as shaping the whole conversation.
     """
     shaped: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
@@ -284,7 +284,7 @@ def shape(messages: Sequence[Message], traits: TemplateTraits, *, leading: bool)
 
 def _joins(previous_role: str, traits: TemplateTraits) -> bool:
     if previous_role == "user":
-        # A system message that had to become a user message is always followed by the real one.
+        # A system message that became a user message is always joined with the user message after it.
         return not traits.consecutive_users or traits.system == "user"
     return previous_role == "tool" and not traits.user_after_tool
 
@@ -331,7 +331,7 @@ def _arguments(call: Mapping[str, Any], traits: TemplateTraits) -> Any:
     arguments = arguments_of(call)
     if traits.arguments == "string":
         return arguments if isinstance(arguments, str) else _json_text(arguments)
-    # Templates that print data walk over its items; text that was no JSON still has to be shown somehow.
+    # Templates that format data iterate over its items, so text that is not JSON is wrapped in an object.
     return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
 
 

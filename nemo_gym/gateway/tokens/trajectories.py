@@ -1,4 +1,4 @@
-"""What a trainer gets: exact tokens, which of them were sampled, and why this trajectory exists."""
+"""Trajectories, a trainer's data: exact tokens, which of them were sampled, and why each trajectory exists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 FIRST_WEIGHTS = "first_weights_version"
-"""Detail of a turn that was under way when the weights changed; its ``weights_version`` is the last."""
+"""Key in the details of a turn during which the weights changed; its ``weights_version`` is the last version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +41,37 @@ class TrajectoryTurn:
 class Trajectory:
     """One conversation's tokens. ``P`` prompt tokens, ``R`` response tokens.
 
-    Every sampled token of a session is marked in exactly one of its trajectories. Where conversations share a
-    beginning, the longest holds its sampled tokens, and the others have it in their prompt.
+    Every sampled token of a session is marked in exactly one of its trajectories. If conversations share a beginning,
+    its sampled tokens are marked in the longest, and the others have the beginning in their prompt.
     """
 
     session_id: str
     index: int
-    """Place among the session's trajectories, by the time of their last turn."""
+    """Index among the session's trajectories, in order of their last turn."""
     prompt_ids: array[int]
     """``int32 [P]``: all tokens before the first one that this trajectory trains on."""
     response_ids: array[int]
-    """``int32 [R]``: sampled tokens, and what was put between them."""
+    """``int32 [R]``: sampled tokens, and the tokens of messages between them."""
     response_mask: bytes
     """``uint8 [R]``: 1 = sampled by the policy, 0 = given."""
     logprobs: array[float] | None
-    """``float32 [R]``: natural logarithms as the engine returned them, 0 where the mask is 0. Nothing when the engine
-    returned none for any turn of this trajectory."""
+    """``float32 [R]``: natural logarithms as the engine returned them, 0 where the mask is 0. ``None`` if the engine
+    returned none for one or more turns of this trajectory."""
     turns: tuple[TrajectoryTurn, ...]
     split_reason: str
-    """Why this is a trajectory of its own, a `SplitReason`; ``initial`` for a session's first conversation."""
+    """Why this is a separate trajectory, a `SplitReason`; ``initial`` for a session's first conversation."""
     split_detail: str | None = None
     message_count: int = 0
-    """Messages of the whole conversation, the last answer included."""
+    """Number of messages of the whole conversation, including the last answer."""
     reward: float | None = None
-    """The verdict's; nothing while there is none, or where it is invalid."""
+    """The verdict's reward; ``None`` if there is none yet, or if it is invalid."""
     reward_info: Mapping[str, Any] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Which rollout this belongs to, where a run is exported: ``rollout_id``, ``task_id``, ``task_index``,
-    ``rollout_index``, ``attempt_index``, ``agent``."""
+    """The trajectory's rollout, in an exported run: ``rollout_id``, ``task_id``, ``task_index``, ``rollout_index``,
+    ``attempt_index``, ``agent``."""
     multimodal: tuple[Mapping[str, Any], ...] = ()
     """``{kind, source, message}`` of each image, audio or video in the conversation, in order; ``source`` as it was
-    sent (a URL or data), ``message`` the index of its message in the request that brought it."""
+    sent (a URL or data), ``message`` the index of its message in the first request with it."""
 
     @property
     def finish_reason(self) -> str:
@@ -80,17 +80,17 @@ class Trajectory:
 
     @property
     def weights_versions(self) -> tuple[str, ...]:
-        """The versions that sampled this, in order of first use; more than one: the weights changed meanwhile."""
+        """The versions that sampled this, in order of first use; several if the weights changed meanwhile."""
         told = [version for turn in self.turns for version in (turn.details.get(FIRST_WEIGHTS), turn.weights_version)]
         return tuple(dict.fromkeys(version for version in told if version is not None))
 
     @property
     def sampled_count(self) -> int:
-        """Number of sampled tokens."""
+        """The number of sampled tokens."""
         return self.response_mask.count(1)
 
 
-# A turn as plain data and back, for a journal: a restarted gateway has every committed turn, sampled once.
+# A turn as plain data and back, for a journal: a restarted gateway need not sample any committed turn again.
 
 _COPIED = (
     "turn_id",
@@ -106,8 +106,8 @@ _COPIED = (
 
 
 def record_of(turn: Turn) -> dict[str, Any]:
-    """JSON data that holds this turn's own tokens, not its parents'. Arrays are the base64 of their bytes, as this
-    machine has them."""
+    """Return JSON data with this turn's own tokens, without its parents'. Arrays are the base64 of their bytes, in
+    this machine's byte order."""
     return {
         **{name: getattr(turn, name) for name in _COPIED},
         "parent": turn.parent.turn_id if turn.parent is not None else None,
@@ -171,7 +171,7 @@ def _array(typecode: str, text: str) -> array[Any]:
     return values
 
 
-# Trajectories as files: JSONL to read and to stream, npz to train from. Both read back to equal trajectories.
+# Trajectories as files: JSONL for reading and streaming, npz for training. Both read back to equal trajectories.
 #
 # JSONL: one object per trajectory with the fields of `Trajectory`; arrays as lists, ``response_mask`` as 0/1,
 # ``finish_reason`` and ``weights_versions`` added for readers.
@@ -190,13 +190,13 @@ def _array(typecode: str, text: str) -> array[Any]:
 # | ``metadata`` | uint8 [bytes] | UTF-8 JSON: a list of the remaining fields of each trajectory |
 #
 # ``multimodal`` is one of the remaining fields: ``{kind, source, message}`` of each image, in the order of the
-# placeholders among the token ids; ``source`` is a URL or a data URL, as it was sent.
+# placeholders among the token ids; ``source`` is the URL or data URL that was sent.
 
 _ARRAYS = ("prompt_ids", "response_ids", "response_mask", "logprobs")
 
 
 def as_row(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as JSON data."""
+    """Return a trajectory as JSON data."""
     return {
         **_metadata(trajectory),
         "prompt_ids": trajectory.prompt_ids.tolist(),
@@ -207,7 +207,7 @@ def as_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of a JSON object. Raises `RowError` naming what is missing, or lengths that differ."""
+    """Return the trajectory of a JSON object. Raises `RowError` for a missing field or unequal lengths."""
     try:
         logprobs = row["logprobs"]
         return _assembled(
@@ -234,7 +234,7 @@ def write_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[Trajectory]:
-    """Raises `RowError` naming the line that is no trajectory."""
+    """Read a file of `write_jsonl`. Raises `RowError` that names a line without a trajectory."""
     found = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -276,7 +276,7 @@ def write_npz(path: str | Path, trajectories: Sequence[Trajectory]) -> None:
 
 
 def read_npz(path: str | Path) -> list[Trajectory]:
-    """Raises `RowError` for a file that `write_npz` did not write."""
+    """Read a file of `write_npz`. Raises `RowError` for any other file."""
     import numpy as np
 
     def typed(code: str, values: NDArray[Any]) -> array[Any]:
@@ -385,10 +385,10 @@ def trajectories_of(
     reward: float | None = None,
     reward_info: Mapping[str, Any] | None = None,
 ) -> list[Trajectory]:
-    """A trajectory for each turn that nothing continues, ordered by that turn.
+    """Return a trajectory for each turn that no other turn continues, ordered by that turn.
 
-    Turns that several conversations share are the longest's (then the latest's) to train on; the others' prompts end
-    where they leave it. ``reward`` and ``reward_info`` are the session's, and go to every trajectory.
+    A turn that several conversations share is marked only in the longest of them (of equally long ones, in the
+    latest); the others have it in their prompt. Every trajectory has the session's ``reward`` and ``reward_info``.
     """
     leaves = [turn for turn in turns if not turn.children]
     owned: set[int] = set()
@@ -418,7 +418,7 @@ def _trajectory(
     mask = bytearray(leaf.end - offset)
     logprobs: array[float] | None = array("f", bytes(4 * len(mask)))
     if any(turn.logprobs is None for turn in own):
-        logprobs = None  # part of them would read as certainty where nothing is known
+        logprobs = None  # zeros in place of unknown logprobs would mean certainty
     spans = []
     for turn in own:
         start, end = turn.context_end - offset, turn.end - offset
@@ -447,7 +447,7 @@ def _trajectory(
 def _reason(first: Turn) -> tuple[str, str | None]:
     if first.reason is not None:
         return first.reason, first.reason_detail
-    # The plain continuation was left, and a sibling of it taken further: the sibling knows why.
+    # This is the plain continuation of its parent, but a sibling's conversation is longer: the sibling has the reason.
     siblings = first.parent.children if first.parent is not None else []
     later = next((turn for turn in siblings if turn.reason is not None), None)
     return (later.reason if later is not None and later.reason else SplitReason.BRANCH), None

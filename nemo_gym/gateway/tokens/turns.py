@@ -1,4 +1,4 @@
-"""Turns: a sampled answer with the tokens that led to it, why it starts a sibling, and prompts on top of it."""
+"""Turns: a sampled answer with the tokens before it, the reason for a sibling, and prompts that continue a turn."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SplitReason(StrEnum):
     BRANCH = "branch"
     """Another continuation of a shared prefix; no answer was edited."""
     EDITED_HISTORY = "edited_history"
-    """The history differs from what was sampled or shown, at the same length or longer."""
+    """The history differs from the sampled answers or earlier messages, at the same length or longer."""
     COMPACTION = "compaction"
-    """The conversation starts as before, and the rest was replaced by less."""
+    """The conversation starts as before, but the rest was replaced by fewer messages."""
     SUB_AGENT = "sub_agent"
-    """A conversation of its own: another system prompt, or a start with other tools."""
+    """A separate conversation: another system prompt, or a start with other tools."""
     TOOLS_CHANGED = "tools_changed"
     """The same history with other tools, which are part of the prompt."""
     TEMPLATE = "template"
@@ -39,7 +39,7 @@ class SplitReason(StrEnum):
 
 
 def continuation_reason(reading: Reading, shared: int, siblings: Set[bytes]) -> SplitReason | None:
-    """Why a turn that continues the first ``shared`` entries is a sibling; nothing if it is the first to.
+    """Return why a turn that continues the first ``shared`` entries is a sibling; ``None`` if it is the first to.
 
     ``siblings``: the keys of the requests that continued the same turn before.
     """
@@ -54,10 +54,10 @@ def continuation_reason(reading: Reading, shared: int, siblings: Set[bytes]) -> 
 def start_reason(
     reading: Reading, earlier: Sequence[tuple[bytes, Sequence[bytes]]], asked_before: bool, other_tools: bool
 ) -> SplitReason:
-    """Why a conversation starts that continues none.
+    """Return why a conversation starts that continues no other.
 
-    ``earlier``: tools and entry digests of the session's conversations so far. ``asked_before``: the very request
-    was answered. ``other_tools``: a turn with this history exists, with other tools.
+    ``earlier``: tools and entry digests of the session's conversations so far. ``asked_before``: the same request was
+    answered before. ``other_tools``: a turn with this history exists, with other tools.
     """
     if not earlier:
         return SplitReason.INITIAL
@@ -70,7 +70,7 @@ def start_reason(
     alike = [(tools, path) for tools, path in earlier if _common(own, path)]
     if alike:
         if fresh and reading.tools not in {tools for tools, _ in alike}:
-            return SplitReason.SUB_AGENT  # one that starts with the main agent's own instructions
+            return SplitReason.SUB_AGENT  # a sub-agent that starts with the main agent's instructions
         longer = any(len(path) > len(own) for _, path in alike)
         return SplitReason.COMPACTION if longer else SplitReason.EDITED_HISTORY
     if not fresh and any(_common(own[1:], path[1:]) > 1 for _, path in earlier):
@@ -87,31 +87,31 @@ def _common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
     )
 
 
-# One sampled answer with the tokens that led to it: the node of a session's forest.
+# One sampled answer with the tokens before it: the node of a session's forest.
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What an engine returned for one call."""
+    """The result of one engine call."""
 
     ids: Sequence[int]
     logprobs: Sequence[float] | None = None
-    """Natural logarithms, one per id; nothing where the engine offers none."""
+    """Natural logarithms, one per id; ``None`` if the engine returned none."""
     finish_reason: str = "stop"
     weights_version: str | None = None
-    """Which weights sampled this."""
+    """The version of the weights that sampled this."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data for observers (engine, call id, seconds); goes to the turn of the trajectory."""
+    """Plain data for observers (engine, call id, seconds); copied to the turn of the trajectory."""
     ids_json: bytes | None = None
-    """``ids`` as a JSON array without spaces, where somebody has it."""
+    """``ids`` as a JSON array without spaces, if available."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
     """Tokens ``[start:context_end]`` were given (mask 0), ``[context_end:end]`` were sampled (mask 1).
 
-    ``tokens`` holds the whole path from the conversation's start, and may go on behind ``end``: a turn and the one
-    that continues it share it. Read ``tokens[:turn.end]`` only.
+    ``tokens`` holds the whole path from the conversation's start, and may go on after ``end``, because a turn shares
+    it with the first turn that continues it. Read only ``tokens[:turn.end]``.
     """
 
     turn_id: int
@@ -125,25 +125,25 @@ class Turn:
     weights_version: str | None
     details: Mapping[str, Any]
     message: Message
-    """The answer as it was parsed and delivered."""
+    """The parsed answer as it was delivered."""
     key: bytes
-    """Stands for the conversation up to and with this answer."""
+    """The key of the conversation up to and including this answer."""
     request_key: bytes
     tools: bytes
     has_tools: bool
     has_system: bool
     has_reasoning: bool
-    """Whether reasoning was sampled in this turn or one before it on the path."""
+    """Whether reasoning was sampled in this turn or an earlier one on the path."""
     entries: tuple[bytes, ...]
     """Digests of the entries since the parent, the answer's last."""
     reminders: frozenset[bytes]
     reason: SplitReason | None
-    """Why this turn is not the plain continuation of its parent; nothing where it is."""
+    """Why this turn is not the plain continuation of its parent; ``None`` if it is."""
     reason_detail: str | None
     media: tuple[Mapping[str, Any], ...]
     """Images and the like in the messages since the parent, in the order of their placeholders."""
     media_count: int
-    """Of the whole conversation, so that most never look for any."""
+    """Number in the whole conversation, so that conversations without media skip the search."""
     message_count: int
     text: bytearray
     """``tokens`` as decimal numbers with commas between them, shared and grown like ``tokens``."""
@@ -201,10 +201,10 @@ def extended(
     sampled_json: bytes | None = None,
     context_numbers: bytes | None = None,
 ) -> Extended:
-    """The tokens of a turn behind ``parent``; ``sampled_json`` as `Sampled.ids_json`, and ``context`` as `numbers`,
-    where somebody has it.
+    """Return the tokens of a turn after ``parent``. ``sampled_json`` (see `Sampled.ids_json`) and ``context_numbers``
+    (``numbers(context)``) save time if they are available.
 
-    The first turn to continue another appends to its tokens in place, so a conversation's tokens exist once.
+    The first turn to continue another appends to its tokens in place, so a conversation's tokens exist only once.
     """
     start = parent.end if parent is not None else 0
     if parent is None:
@@ -226,26 +226,26 @@ def extended(
 
 
 def numbers(ids: Sequence[int]) -> bytes:
-    """Token ids as decimal numbers with commas between them."""
+    """Return token ids as decimal numbers with commas between them."""
     return json_of(ids if isinstance(ids, array) else array("i", ids))[1:-1]
 
 
 def json_of(values: array[Any]) -> bytes:
-    """An array of int32 or float32 as JSON; equal arrays give equal texts, whatever their size."""
+    """Return an array of int32 or float32 as JSON. Equal arrays give equal texts, whatever their size."""
     if len(values) < LARGE and values.typecode == "i":
         return orjson.dumps(values.tolist())
     import numpy as np
 
-    # Shortest numbers that are these float32, instead of all digits of the float64 that Python makes of them.
+    # The shortest text of each float32, instead of all digits of the float64 that Python converts it to.
     typed = np.frombuffer(values, dtype=np.int32 if values.typecode == "i" else np.float32)
     return orjson.dumps(typed, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-# A prompt that is not copied: the tokens of the turn it continues, and what is new behind them.
+# A prompt without a copy: the tokens of the turn that it continues, and the new ones after them.
 
 
 class Prompt(Sequence[int]):
-    """Token ids of a whole prompt. Stays as it is when the conversation goes on."""
+    """Token ids of a whole prompt. Does not change when the conversation goes on."""
 
     __slots__ = ("_begun", "_context", "_new", "_parent")
 
@@ -256,7 +256,7 @@ class Prompt(Sequence[int]):
         self._new: bytes | None = None
 
     def ids(self) -> array[int]:
-        """A copy, int32."""
+        """Return a copy, int32."""
         if self._parent is None:
             return self._context[:]
         prompt = self._parent.tokens[: self._begun]
@@ -265,13 +265,13 @@ class Prompt(Sequence[int]):
 
     @property
     def new(self) -> bytes:
-        """The tokens behind the turn that it continues, as decimal numbers with commas between them."""
+        """The tokens after the turn that it continues, as decimal numbers with commas between them."""
         if self._new is None:
             self._new = numbers(self._context)
         return self._new
 
     def json(self) -> bytes:
-        """As a JSON array. Only the new tokens are formatted; the others were when they came."""
+        """Return a JSON array. Only the new tokens are formatted now; the turn has the others as text."""
         new = self.new
         if self._parent is None or not self._begun:
             return b"[%b]" % new
@@ -279,7 +279,7 @@ class Prompt(Sequence[int]):
             return b"".join((b"[", kept, b"," if new else b"", new, b"]"))
 
     def tail(self, count: int) -> array[int]:
-        """The last ``count`` tokens, or all of a shorter prompt."""
+        """Return the last ``count`` tokens, or all tokens of a shorter prompt."""
         new = len(self._context)
         if self._parent is None or count <= new:
             return self._context[max(0, new - count) :]

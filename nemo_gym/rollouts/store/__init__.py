@@ -1,4 +1,4 @@
-"""Where jobs and their results are kept."""
+"""Stores of jobs and their results."""
 
 from nemo_gym.rollouts.store.sql import SqliteJobStore, SqlJobStore
 

@@ -1,4 +1,4 @@
-"""A job store in PostgreSQL, which several pipelines may share: each job runs once."""
+"""A job store in PostgreSQL. Several pipelines may share it; each job is claimed by one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_gym.rollouts.store.sql import ResultSink, SqlJobStore
 from nemo_gym.storage.postgres import PATIENCE_S, PostgresConnection, PostgresWriter
 
 SUBMITTING = 0x6E67_6A73
-"""Number of the advisory lock of a transaction that submits."""
+"""The number of the advisory lock that a transaction takes to submit jobs."""
 
 POSTGRES = Dialect(
     serial="BIGSERIAL PRIMARY KEY",
@@ -29,8 +29,8 @@ class PostgresJobStore(SqlJobStore):
 
     Args:
         url: ``postgresql://user@host/database``.
-        pipeline: names this process among those that share the store. Two of one name cannot run at once, so whoever
-            has the name may `release` what its predecessor held.
+        pipeline: names this process among those that share the store. Two processes of the same name cannot run at
+            once, so a process may `release` the jobs that its predecessor of the same name held.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ def lock_number(pipeline: str) -> int:
 
 
 def prepare(connection: PostgresConnection) -> None:
-    """Make the tables that are missing. Raises `ConfigError` for those of another release."""
+    """Create missing tables. Raises `ConfigError` if the existing ones have another schema version."""
     connection.execute("CREATE TABLE IF NOT EXISTS store_version (version INTEGER NOT NULL)")
     found: Any = connection.execute("SELECT version FROM store_version").fetchone()
     if found is None:
@@ -69,7 +69,7 @@ def prepare(connection: PostgresConnection) -> None:
 
 
 def _store_error(error: Exception, pipeline: str | None) -> StoreError:
-    # Its words may quote rows; those of a failed connection do not.
+    # The error's text may quote rows, so it is left out, except for a failed connection.
     if "pipeline's lock" in str(error):
         return StoreError(
             f"another process runs as pipeline '{pipeline}' on this store; stop it, or choose another name with"

@@ -9,23 +9,24 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Where the two databases differ. Statements mark their values with ``?``."""
+    """The SQL that differs between the two databases. Statements mark their values with ``?``."""
 
     serial: str
-    """The type of a key that numbers itself."""
+    """The column type of an auto-incrementing key."""
     blob: str
     now: str
-    """Seconds since 1970, by the database's clock where several processes share it."""
+    """Seconds since 1970; by the database's clock if several processes share the database."""
     locking: str
-    """Ends a choice of rows that other processes shall not choose too."""
+    """The end of a SELECT whose rows no other process may select at the same time."""
     one_of: str
-    """``{}`` is one of the values that one parameter holds."""
+    """The condition that column ``{}`` equals one of the values in a single parameter."""
     alone: str | None
-    """Keeps other processes from submitting until this transaction ends; ``None`` where each has the file alone."""
+    """The statement that keeps other processes from submitting until this transaction ends; ``None`` if only one
+    process uses the database."""
 
 
 def statements(dialect: Dialect) -> list[str]:
-    """What makes the tables that are missing."""
+    """Return the statements that create missing tables."""
     return [
         f"CREATE TABLE IF NOT EXISTS run (id INTEGER PRIMARY KEY CHECK (id = 1), info {dialect.blob} NOT NULL)",
         f"CREATE TABLE IF NOT EXISTS rows (digest {dialect.blob} PRIMARY KEY, data {dialect.blob} NOT NULL)",
@@ -63,7 +64,7 @@ def statements(dialect: Dialect) -> list[str]:
     ]
 
 
-# A result blob stands in the jobs table: it is written once, and the partial indexes keep claims away from it.
+# Result blobs are in the jobs table: each is written once, and the partial indexes keep claims from reading it.
 NEW_COLUMNS = (
     "deadline_s DOUBLE PRECISION",
     "deadline_at DOUBLE PRECISION",
@@ -72,16 +73,16 @@ NEW_COLUMNS = (
     "claimed_at DOUBLE PRECISION",
     "finished_at DOUBLE PRECISION",
 )
-"""Of the second version. ``result_seq`` numbers results in the order of their commits; the last two are for those who
-look at a run."""
+"""The columns that schema version 2 added. ``result_seq`` numbers results in the order of their commits; the last two
+are for viewers of a run."""
 
 UPGRADE = [
     *(f"ALTER TABLE jobs ADD COLUMN {column}" for column in NEW_COLUMNS),
     "UPDATE jobs SET result_seq = seq WHERE state IN ('done', 'failed', 'cancelled')",
 ]
-"""From the first version, before `statements`."""
+"""Upgrades schema version 1; runs before `statements`."""
 COUNT_ON = "UPDATE counters SET value = (SELECT coalesce(max(seq), 0) FROM jobs) WHERE name = 'results'"
-"""After them."""
+"""Upgrades schema version 1; runs after `statements`."""
 
 SPEC_COLUMNS = "job_id, run_id, task_id, group_id, sample_index, task_index, agent, data, priority, deadline_s"
 JOB_COLUMNS = (

@@ -1,8 +1,8 @@
-"""What every job store does, in the SQL that its databases share; and the default store, one SQLite file in WAL mode.
+"""The job store in the SQL that its databases share, and the default store, one SQLite file in WAL mode.
 
-Each operation runs on the writer's thread, in one transaction with those that wait with it. One whose commit was not
-answered is called again, and finds what it did before where that stands. SQLite and PostgreSQL bring connections and
-group-committing writers.
+Each operation runs on the writer's thread, in one transaction with the operations that wait at the same time. If a
+commit is not acknowledged, its operations are called again; they detect whether their first call took effect. SQLite
+and PostgreSQL supply connections and group-committing writers.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from nemo_gym.rollouts.store.schema import (
 from nemo_gym.storage.group_commit import SqliteWriter
 
 ResultSink = Callable[[list[tuple[str, bytes]]], None]
-"""Gets ``(state, row)`` of every committed result, on the writer's thread, before its caller is told."""
+"""Receives ``(state, row)`` of every committed result, on the writer's thread, before the caller's write returns."""
 PAGE_ROWS = 256
 LOGS_KEY = "server_logs"
-"""Of a run's description: the folders with the logs of the servers that it used, one for each start."""
+"""The key of a run's description that lists the folders of its servers' logs, one for each start."""
 CANCELLED_AT_ONCE = 256
-"""Queued jobs that one transaction takes to cancel them."""
+"""How many queued jobs one transaction claims to cancel them."""
 CANCEL_LEASE_S = 60.0
 
 T = TypeVar("T")
 
 
 class Cursor(Protocol):
-    """Of both databases' drivers."""
+    """What the cursors of both database drivers have in common."""
 
     rowcount: int
 
@@ -108,7 +108,7 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     async def run_info(self) -> dict[str, Any] | None:
-        """What `open_run` recorded; ``None`` where no run was opened."""
+        """Return what `open_run` recorded, or ``None`` if no run was opened."""
 
         def operation(connection: Connection) -> dict[str, Any] | None:
             found = connection.execute("SELECT info FROM run").fetchone()
@@ -162,7 +162,8 @@ class SqlJobStore:
         digests: Sequence[bytes],
         fresh: Mapping[str, tuple[JobSpec, bytes]],
     ) -> Iterable[tuple[JobSpec, bytes, tuple[JobState, bytes, tuple[Any, ...]] | None]]:
-        """Each job with what is known under its id: state, row's digest and identity."""
+        """Yield each job with its row's digest and the record under its id: state, row's digest and identity, or
+        ``None``."""
         if self._dialect.alone is not None:
             connection.execute(self._dialect.alone)
         query = (
@@ -214,7 +215,7 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     def _best(self, connection: Connection, limit: int, now: float, room: Room | None) -> list[int]:
-        """Places of the queued jobs to be claimed."""
+        """Return the places of the queued jobs to claim."""
         ready, order = "state = 'queued' AND not_before <= ?", "ORDER BY priority DESC, seq LIMIT ?"
         if room is None:
             query = f"SELECT seq FROM jobs WHERE {ready} {order}{self._dialect.locking}"
@@ -254,7 +255,7 @@ class SqlJobStore:
         return [_job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
 
     def _still_claimed(self, connection: Connection, jobs: Sequence[Job], owner: str, lease_until: float) -> list[Job]:
-        """Those of a claim made before whose commit stands although nobody was told."""
+        """Return the jobs of an earlier call of the same claim whose commit took effect without an acknowledgement."""
         query = (
             "UPDATE jobs SET lease_until = ? WHERE job_id = ? AND lease_owner = ? AND lease_epoch = ?"
             " AND state = 'claimed'"
@@ -311,7 +312,7 @@ class SqlJobStore:
             if is_again and self._is_recorded(connection, job, state):
                 return
             is_again = True
-            # The counter's row is this transaction's until it ends, so that numbers become visible in their order.
+            # The transaction locks the counter's row until it ends, so results become visible in the order of numbers.
             counted = connection.execute(
                 "UPDATE counters SET value = value + 1 WHERE name = 'results' RETURNING value"
             ).fetchone()
@@ -331,7 +332,7 @@ class SqlJobStore:
                 counted = connection.execute(
                     "UPDATE counters SET value = value + 1 WHERE name = 'results' RETURNING value"
                 ).fetchone()
-                # A verdict takes the place of a failure; a failure that of nothing.
+                # A verdict replaces a failure; a failure replaces nothing.
                 replaced = ("queued", "failed", "cancelled") if state is JobState.DONE else ("queued",)
                 connection.execute(
                     "UPDATE jobs SET state = ?, result = ?, result_seq = ?, attempt = attempt + 1, run_result = NULL,"
@@ -350,7 +351,7 @@ class SqlJobStore:
     async def requeue(self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0) -> None:
         keep = failure is not None and not failure.new_attempt
         failures = job.failures if failure is None else (*job.failures, failure)
-        # A job given back without a failure keeps its RUN result, if it has one: nothing says that it is bad.
+        # A job queued again without a failure keeps its RUN result, if it has one: no failure speaks against it.
         forget = "" if keep or failure is None else ", run_result = NULL"
         changes = (
             f"state = 'queued', lease_owner = NULL, not_before = {self._dialect.now} + ?, failures = ?,"
@@ -359,7 +360,7 @@ class SqlJobStore:
         )
         await self._writer.call(lambda connection: _update(connection, job, *changes))
 
-    # Ending and beginning anew
+    # Ending and restarting jobs
 
     async def reset(self, selector: JobSelector) -> int:
         where, values = self._where(selector)
@@ -401,7 +402,7 @@ class SqlJobStore:
             cancelled += taken
             writes = [self._finish(j, JobState.CANCELLED, (*j.failures, failure), render(j, failure)) for j in taken]
             await asyncio.gather(*writes)
-            # A job may be claimed or given back between the two.
+            # Repeat: a job may be claimed or queued again between the two transactions.
             if not await self._writer.call(mark) and not taken:
                 return cancelled
 
@@ -417,7 +418,7 @@ class SqlJobStore:
 
         return await self._writer.call(operation)
 
-    # Looking
+    # Queries
 
     async def next_due_s(self) -> float | None:
         def operation(connection: Connection) -> float | None:
@@ -431,7 +432,7 @@ class SqlJobStore:
         return await self.counts_of(JobSelector())
 
     async def counts_of(self, selector: JobSelector) -> dict[JobState, int]:
-        """`counts`, of matching jobs."""
+        """Return `counts` of the matching jobs."""
         where, values = self._where(selector)
 
         def operation(connection: Connection) -> dict[JobState, int]:
@@ -442,8 +443,8 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     async def runs(self, window_s: float, latest: int = 500) -> list[RunCounts]:
-        """How far the jobs of each run are, the latest run first. What ended of late is told from the ``latest``
-        results: ``finished_at`` stands behind the result blob, and reading it costs that blob's pages."""
+        """Return the progress of each run, the latest run first. Recent ends are counted among the ``latest`` results
+        only: ``finished_at`` is stored after the result blob, so reading it reads that blob's pages too."""
 
         def operation(connection: Connection) -> list[RunCounts]:
             now = self._now(connection)
@@ -523,7 +524,7 @@ class SqlJobStore:
         return " AND ".join(clauses), tuple(values)
 
     def _several(self, values: list[str]) -> Any:
-        """Values as the one parameter of ``one_of``."""
+        """Return the values as the single parameter of ``one_of``."""
         return values
 
 
@@ -532,7 +533,7 @@ def _failed_state(failure: StageFailure) -> JobState:
 
 
 def _update(connection: Connection, job: Job, assignments: str, values: tuple[Any, ...]) -> None:
-    """Write to a job its caller still holds, or raise `FencedError`."""
+    """Write to a job that the caller still holds, or raise `FencedError`."""
     changed = connection.execute(
         f"UPDATE jobs SET {assignments} WHERE job_id = ? AND lease_epoch = ? AND state = 'claimed'",
         (*values, job.job_id, job.lease_epoch),
@@ -574,9 +575,9 @@ class SqliteJobStore(SqlJobStore):
 
 
 def open_database(path: str) -> sqlite3.Connection:
-    """A connection in WAL mode whose commits survive power loss. Raises `sqlite3.Error` and `OSError`."""
+    """Open a connection in WAL mode whose commits survive power loss. Raises `sqlite3.Error` and `OSError`."""
     if path != ":memory:":
-        # Attempts under way have their control tokens here; SQLite gives its other files the same mode.
+        # The file holds control tokens of running attempts; SQLite gives its other files the same mode.
         Path(path).touch(mode=0o600)
     connection = sqlite3.connect(
         path, isolation_level=None, check_same_thread=False, timeout=5.0, cached_statements=64
@@ -598,7 +599,7 @@ def open_database(path: str) -> sqlite3.Connection:
 
 
 def store_error(path: Path, error: Exception) -> StoreError:
-    """The one clear error for a database or file that cannot be written."""
+    """Return the error that tells a user what to do about a database or file that cannot be written."""
     text = str(error)
     if "full" in text or "No space left" in text or "disk I/O" in text:
         try:
@@ -624,7 +625,7 @@ def store_error(path: Path, error: Exception) -> StoreError:
 
 
 def _job_of(row: tuple[Any, ...], now: float) -> Job:
-    """A job from `JOB_COLUMNS`, and the time of the clock that its deadline was told by."""
+    """Return the job of a row of `JOB_COLUMNS`. ``now`` is the time by the clock that set its deadline."""
     _, attempt, lease_epoch, eval_tries, failures, run_result, cancel_reason, deadline_at = row[10:18]
     return Job(
         spec=JobSpec(*row[:10]),
@@ -641,7 +642,7 @@ def _job_of(row: tuple[Any, ...], now: float) -> Job:
 
 
 def _record_of(row: tuple[Any, ...]) -> JobRecord:
-    """A record from `RECORD_COLUMNS`."""
+    """Return the record of a row of `RECORD_COLUMNS`."""
     state, attempt, failures, result, place, result_place = row[10:16]
     return JobRecord(JobSpec(*row[:10]), JobState(state), attempt, _failures_of(failures), result, place, result_place)
 

@@ -1,4 +1,4 @@
-"""The conformance suite: what every sandbox provider must do, as tests that a provider's author subclasses.
+"""The conformance suite: tests of what every sandbox provider must do. A provider's author subclasses them.
 
     class TestMyProvider(SandboxConformance):
         @pytest.fixture
@@ -9,8 +9,8 @@
         def image(self) -> str | None:          # has sh, coreutils, setsid, python3
             return None
 
-It needs pytest and pytest-asyncio. A check is skipped only where the provider's capabilities say that it lacks the
-ability, and the reason they give is the reason shown.
+It needs pytest and pytest-asyncio. A check is skipped only if the provider's capabilities declare that an ability is
+missing; the skip message shows the reason given there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SandboxConformance(
     OwnershipChecks,
     AbilityChecks,
 ):
-    """Every check. The classes it is made of can be used alone while a provider is being written."""
+    """All checks. While writing a provider, you can use each of the base classes alone."""
 
 
 __all__ = ["SandboxConformance"]

@@ -1,4 +1,4 @@
-"""What a provider declares, and NeMo Gym's own way of calling it."""
+"""The abilities that a provider declares, and an upstream server for the checks of doors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ made = made and libc.mount(None, b"/", None, REC_PRIVATE, None) == 0
 made = made and libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None) == 0
 print(json.dumps(made))
 """
-"""What every container engine begins with: namespaces of its own, and a file system mounted there."""
+"""The first steps of every container engine: create namespaces, and mount a file system there."""
 
 
 class AbilityChecks(Checks):
@@ -159,7 +159,7 @@ class AbilityChecks(Checks):
 
 
 class Upstream:
-    """Answers ``POST /v1/responses`` with JSON or, when asked with ``stream``, with two events."""
+    """A server that responds with JSON or, if the body contains ``stream``, with two events."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, dict[str, str]]] = []

@@ -29,7 +29,7 @@ StartBox = Callable[..., Awaitable[AsyncSandbox]]
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Poll until the condition holds; fail naming ``what`` did not happen."""
+    """Poll until the condition holds; after ``timeout_s`` fail with a message that quotes ``what``."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not await condition():
         assert asyncio.get_running_loop().time() < deadline, f"within {timeout_s:g} s: {what}"
@@ -37,7 +37,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str, timeou
 
 
 async def collect(process: ExecProcess) -> tuple[bytes, bytes, list[ExecEnd]]:
-    """All of a command's output and its terminal events."""
+    """Read all of a command's output (stdout, stderr) and its terminal events."""
     streams = {"stdout": bytearray(), "stderr": bytearray()}
     ends: list[ExecEnd] = []
     async with asyncio.timeout(PATIENCE_S):
@@ -51,21 +51,21 @@ async def collect(process: ExecProcess) -> tuple[bytes, bytes, list[ExecEnd]]:
 
 
 async def python(box: AsyncSandbox, code: str, **options: Any) -> Any:
-    """Run Python in the box and give back the JSON it prints."""
+    """Run Python code in the box and return the JSON that it prints."""
     result = await box.exec(["python3", "-c", code], **{"timeout_s": PATIENCE_S, **options})
     assert result.ok, f"{result.outcome} {result.return_code}: {result.stderr}"
     return json.loads(result.stdout or "null")
 
 
 async def sh(box: AsyncSandbox, command: str, **options: Any) -> str:
-    """Run a shell command that must succeed, and give back what it prints."""
+    """Run a shell command that must succeed, and return its output."""
     result = await box.exec(command, **{"timeout_s": PATIENCE_S, **options})
     assert result.ok, f"{command!r}: {result.outcome} {result.return_code}: {result.stderr}"
     return result.stdout or ""
 
 
 async def alive(box: AsyncSandbox, marker: str) -> int:
-    """How many processes of the box have ``marker`` in their command line, other than this search."""
+    """Count the processes of the box with ``marker`` in their command line, other than this search."""
     code = (
         "import glob, sys\n"
         "wanted, count = ''.join(sys.argv[1:]).encode(), 0\n"
@@ -81,11 +81,11 @@ async def alive(box: AsyncSandbox, marker: str) -> int:
 
 
 class Checks:
-    """Base of all groups. A subclass of the suite gives the fixtures ``provider_config`` and ``image``."""
+    """Base class of all checks. A subclass of the suite provides the fixtures ``provider_config`` and ``image``."""
 
     @pytest.fixture
     def run_labels(self) -> dict[str, str]:
-        """Labels of this test's boxes alone."""
+        """Labels that only this test's boxes have."""
         return dict(box_labels(run=f"conformance-{uuid.uuid4().hex[:12]}", rollout="r", attempt=1, role="work"))
 
     @pytest.fixture
@@ -101,18 +101,18 @@ class Checks:
 
     @pytest.fixture
     def network(self, provider: SandboxProvider) -> NetworkPolicy:
-        """None, unless this provider cannot give that."""
+        """``NetworkPolicy.NONE`` if the provider supports it, else ``NetworkPolicy.OPEN``."""
         closed = NetworkPolicy.NONE in provider.capabilities.network_policies
         return NetworkPolicy.NONE if closed else NetworkPolicy.OPEN
 
     @pytest.fixture
     def spec(self, image: str | None, run_labels: dict[str, str], network: NetworkPolicy) -> SandboxSpec:
-        """The plainest spec: the image, a lease that outlives the test, no network where that can be had."""
+        """The plainest spec: the image, a lease that outlives the test, and no network if that is supported."""
         return SandboxSpec(image=image, ttl_s=300, metadata=run_labels, network=network)
 
     @pytest.fixture
     async def start(self, provider: SandboxProvider, spec: SandboxSpec) -> AsyncIterator[StartBox]:
-        """Start a box with the plainest spec changed as given; it is stopped after the test."""
+        """A function that starts a box with changes to the plainest spec. The box is stopped after the test."""
         boxes: list[AsyncSandbox] = []
 
         async def start(**changes: Any) -> AsyncSandbox:
@@ -130,14 +130,14 @@ class Checks:
 
     @staticmethod
     def needs(provider: SandboxProvider, ability: str) -> None:
-        """Skip where the provider says that it lacks an ability, for the reason it gives."""
+        """Skip the test if the provider lacks an ability, and show the provider's reason."""
         capabilities = provider.capabilities
         if not getattr(capabilities, ability, ability not in capabilities.reasons):
             pytest.skip(f"{ability}: {capabilities.reasons.get(ability, 'not supported by this provider')}")
 
     @staticmethod
     async def mine(provider: SandboxProvider, run_labels: Mapping[str, str]) -> set[str]:
-        """Ids of this test's boxes that the backend knows of."""
+        """The ids of this test's boxes that the backend lists."""
         return {info.sandbox_id for info in await provider.list({BoxLabel.RUN: run_labels[BoxLabel.RUN]})}
 
 

@@ -1,4 +1,4 @@
-"""A second process for the conformance suite: creates a box or connects to one, and ends as it is told.
+"""A second process for the conformance suite: creates a box or connects to one, then exits or waits.
 
 Run as ``python -m nemo_gym.sandbox.conformance.client JSON``, where the JSON holds ``provider`` (its configuration),
 ``spec`` (fields of the box) or ``connect`` (a serialized handle), and ``then``: ``exit`` or ``wait``.

@@ -32,7 +32,7 @@ class ExecChecks(Checks):
 
     async def test_exit_code_that_stands_for_a_signal_is_never_success(self, box: AsyncSandbox) -> None:
         result = await box.exec("exit 137")
-        # Shells report a child's death so, and some backends report a command's own death so: both are honest.
+        # Shells report a child's death this way, and some backends a command's own death, so both results are right.
         assert (result.outcome, result.return_code, result.signal) in (
             (ExecOutcome.EXITED, 137, None),
             (ExecOutcome.SIGNALED, None, signal.SIGKILL),
@@ -71,7 +71,7 @@ class ExecChecks(Checks):
         await eventually(dead, "every process of the timed-out command is dead", 10)
 
     async def test_box_survives_when_its_first_command_is_timed_out(self, start: StartBox) -> None:
-        # At once after create, where a backend could take the box's own first processes for the command's.
+        # Directly after create, a backend might mistake the box's own first processes for the command's.
         for box in await asyncio.gather(*(start() for _ in range(6))):
             result = await box.exec(DAEMON.format(marker="conformance_first") + "sleep 600", timeout_s=0.3)
             assert result.outcome is ExecOutcome.TIMED_OUT
@@ -241,7 +241,7 @@ class ExecChecks(Checks):
 
     async def test_twenty_execs_run_at_once(self, box: AsyncSandbox) -> None:
         await sh(box, "mkdir -p /tmp/meet")
-        # Each waits for all the others, so that they end only if they really run at the same time.
+        # Each command waits for all others, so they end only if they really run at the same time.
         command = 'touch /tmp/meet/{n}; while [ "$(ls /tmp/meet | wc -l)" -lt 20 ]; do sleep 0.1; done; echo {n}'
         results = await asyncio.gather(*(box.exec(command.format(n=n), timeout_s=PATIENCE_S) for n in range(20)))
         assert [result.stdout for result in results] == [f"{n}\n" for n in range(20)]
@@ -284,10 +284,10 @@ class LimitChecks(Checks):
         result = await box.exec(f'echo begin; python3 -c "{EAT_MEMORY}"; exit $?', timeout_s=PATIENCE_S)
         assert result.outcome is ExecOutcome.OUT_OF_MEMORY
         assert result.stdout == "begin\n"
-        # A command that copes with its child's death has done what it wanted.
+        # A command that handles its child's death is a success.
         coped = await box.exec(f'python3 -c "{EAT_MEMORY}" || echo coped', timeout_s=PATIENCE_S)
         assert (coped.outcome, coped.return_code, coped.stdout) == (ExecOutcome.EXITED, 0, "coped\n")
-        # And what fails later has nothing to do with it.
+        # A later command that fails is not reported as out of memory.
         assert (await box.exec("exit 137")).outcome is not ExecOutcome.OUT_OF_MEMORY
 
     async def test_files_in_memory_count_towards_the_memory_limit(

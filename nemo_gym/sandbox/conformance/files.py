@@ -115,7 +115,7 @@ def unpack(data: bytes, dest: Path) -> Path:
 
 
 def archive(*entries: tuple[str, bytes, str]) -> bytes:
-    """A stream of (name, type, link target); files hold their own name."""
+    """Build a tar archive from (name, type, link target) entries. Each file contains its own name."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, kind, link in entries:
@@ -267,7 +267,7 @@ class ArchiveChecks(Checks):
             assert list(members(await receive(box, "/srv/s"))) == ["s", "s/f"]
 
     async def test_same_archive_put_several_times_at_once_is_there_whole(self, box: AsyncSandbox) -> None:
-        """As a client does that repeats a request whose answer was lost."""
+        """Covers a client that repeats a request because its response was lost."""
         content = os.urandom(20_000).hex().encode()
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:

@@ -104,7 +104,7 @@ class LifecycleChecks(Checks):
                 return not await self.mine(provider, run_labels)
 
             await eventually(nothing, f"nothing is left of a create cancelled after {delay_s:g} s", 10)
-        # Nor does anything appear later, made by work that went on unseen.
+        # No box appears later either, made by work that went on in the background.
         await asyncio.sleep(2)
         assert await nothing()
 
@@ -135,7 +135,7 @@ class LifecycleChecks(Checks):
             assert_lost(await running)
 
     async def test_renewals_at_the_same_time_are_all_granted(self, box: AsyncSandbox) -> None:
-        """As those of a client that repeats a request whose answer was lost."""
+        """Covers a client that repeats a request because its response was lost."""
         for _ in range(3):
             await asyncio.gather(*(box.renew(300) for _ in range(4)))
         assert await box.status() is SandboxStatus.RUNNING
@@ -218,7 +218,7 @@ class LifecycleChecks(Checks):
 
 @asynccontextmanager
 async def other_process(**order: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
-    """Another process with a box, and what it said about it; killed at the end if it still runs."""
+    """Start another process with a box; yield the process and its report. Kill it at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""A box reaches nothing but its doors, and a door nothing but its routes."""
+"""Network isolation: a box reaches only its doors, and a door forwards only its routes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reach(family, address):
 
 class NetworkChecks(Checks):
     none_is_filtered = False
-    """Whether boxes with ``network=none`` have an interface, and a filter that lets nothing out."""
+    """Whether boxes with ``network=none`` have an interface with a filter that blocks all traffic."""
 
     @pytest.fixture
     async def behind(self) -> AsyncIterator[Upstream]:
@@ -73,7 +73,7 @@ class NetworkChecks(Checks):
         self, network: NetworkPolicy, provider: SandboxProvider, box: AsyncSandbox
     ) -> None:
         self.needs_none(network, provider)
-        # A datagram needs nobody who answers: it is sent wherever there is a way and no filter.
+        # Sending a datagram needs no receiver: it succeeds wherever there is a route and no filter.
         code = (
             "import json, socket\n"
             "def sends(family, address):\n"
@@ -87,7 +87,7 @@ class NetworkChecks(Checks):
             "print(json.dumps(sorted(a for a in near if sends(socket.AF_INET, (a, 53)))\n"
             "    + [a for a in ('2606:4700:4700::1111', 'fd00::1') if sends(socket.AF_INET6, (a, 53))]))"
         )
-        # Loopback is the proof that this can find something.
+        # The loopback address proves that the probe can detect a route.
         assert await python(box, code) == ["127.0.0.53"]
         code = (
             "import json, socket\n"

@@ -1,6 +1,6 @@
-"""The sandbox providers of this distribution, each a module or small package; found through entry points.
+"""The sandbox providers of this distribution. Each is a module or small package, found through entry points.
 
-`local` needs bubblewrap and a Linux kernel with overlayfs and namespaces, `apptainer` such a kernel and Apptainer,
-`docker` a Docker Engine. A third party's provider is any importable class that implements
-`nemo_gym.sandbox.base.SandboxProvider`.
+`local` needs bubblewrap and a Linux kernel with overlayfs and namespaces; `apptainer` needs the same kernel and
+Apptainer; `docker` needs a Docker Engine. Any importable class that implements `nemo_gym.sandbox.base.SandboxProvider`
+can serve as a third-party provider.
 """

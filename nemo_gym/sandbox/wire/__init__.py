@@ -1,5 +1,5 @@
-"""What crosses HTTP between the broker (`nemo_gym.broker`) and its clients, in one place.
+"""The HTTP protocol between the broker (`nemo_gym.broker`) and its clients.
 
-Bodies are in `models`, errors in `problems`, the output of execs in `frames`, paths and headers in `routes`. The
-broker, the ``remote`` provider and the tests use these and nothing else.
+`models` defines the bodies, `problems` the errors, `frames` the output of execs, `routes` the paths and headers. The
+broker, the ``remote`` provider and the tests share these modules and define no other part of the protocol.
 """

@@ -1,15 +1,16 @@
-"""Output of execs on the wire: frames of bytes, and the same as server-sent events.
+"""The output of execs on the wire, as binary frames or as server-sent events.
 
 A frame is one byte for its kind, four for the length of its payload (unsigned, big endian), and the payload:
 
-    0 ping    nothing; says that the connection lives
-    1 stdout  bytes as the command wrote them, one at least
-    2 stderr
-    3 exit    the JSON of `ExecEndModel`; the last frame, exactly one
+    0 ping    no payload; shows that the connection is alive
+    1 stdout  at least one byte, exactly as the command wrote it
+    2 stderr  as for stdout
+    3 exit    the JSON of `ExecEndModel`; sent exactly once, as the last frame
 
-The *offset* of a place in the stream is the number of output bytes before it, of stdout and stderr together in the
-order they came; pings and the end have no length. ``?offset=`` resumes anywhere, also in the middle of a frame. As
-server-sent events, ``data`` is base64 (events are text), ``event`` the kind's name, and ``id`` the offset after it.
+The *offset* of a position in the stream is the number of output bytes before it. It counts stdout and stderr together
+in their order of arrival, and does not count ping and exit frames. ``?offset=`` resumes at any position, even in the
+middle of a frame. In a server-sent event, ``data`` is base64 because events are text (the exit event carries plain
+JSON), ``event`` is the name of the frame's kind, and ``id`` is the offset after the frame.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from nemo_gym.sandbox.base import ExecOutput
 from nemo_gym.sandbox.wire.models import ExecEndModel
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
-"""Of one frame; more output is more frames. A reader refuses longer ones before it waits for their bytes."""
+"""Longest payload of one frame. Longer output is split; a reader rejects a longer frame on reading its header."""
 PING_INTERVAL_S = 10.0
-"""A stream says something at least this often; a reader that hears nothing for three times as long connects anew."""
+"""A stream carries a frame at least this often. A reader that receives nothing for three times as long reconnects."""
 
 _HEADER = struct.Struct(">BI")
 
@@ -48,7 +49,7 @@ _KINDS = {name: kind for kind, name in _STREAMS.items()}
 
 
 class FrameError(SandboxError):
-    """A stream of output that is not what this module writes: damaged, or from something else."""
+    """An output stream that is not in this module's format, because it is damaged or comes from another program."""
 
     code = "frame"
 
@@ -60,13 +61,13 @@ class Frame:
 
     @property
     def output(self) -> ExecOutput | None:
-        """What it holds of the command's output."""
+        """The command's output in this frame; ``None`` for ping and exit frames."""
         stream = _STREAMS.get(self.kind)
         return None if stream is None else ExecOutput(stream, self.payload)
 
     @property
     def end(self) -> ExecEndModel | None:
-        """What it says of the command's end. Raises `FrameError` when that cannot be read."""
+        """The command's end; ``None`` unless this is the exit frame. Raises `FrameError` if the payload is invalid."""
         if self.kind is not FrameKind.EXIT:
             return None
         try:
@@ -82,7 +83,7 @@ def encode(kind: FrameKind, payload: bytes = b"") -> bytes:
 
 
 def encode_output(stream: Literal["stdout", "stderr"], data: bytes) -> Iterator[bytes]:
-    """Frames of any amount of output; none for nothing."""
+    """Split output of any length into encoded frames; empty output gives no frame."""
     for start in range(0, len(data), MAX_PAYLOAD_BYTES):
         yield encode(_KINDS[stream], data[start : start + MAX_PAYLOAD_BYTES])
 
@@ -95,30 +96,30 @@ PING = encode(FrameKind.PING)
 
 
 class FrameParser:
-    """Frames out of bytes that come in any pieces.
+    """Parses frames from bytes that arrive in chunks of any size.
 
-    Output is handed on as it comes, a long frame in several pieces: what has arrived before a connection breaks need
-    not come again.
+    Output is passed on as it arrives, so a long frame may be yielded in several pieces. After a broken connection, the
+    bytes that did arrive need not be sent again.
     """
 
     def __init__(self) -> None:
         self._head = bytearray()
         self._kind = FrameKind.PING
         self._left = 0
-        """Bytes of the frame's payload that are still to come."""
+        """Payload bytes of the current frame that have not arrived yet."""
         self._exit = bytearray()
         self._ended = False
 
     @property
     def ended(self) -> bool:
-        """Whether the exit frame has come."""
+        """Whether the exit frame has arrived."""
         return self._ended
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Frames and pieces of frames that are in ``data``; all of them must be taken before the next call.
+        """Yield the frames, and pieces of frames, in ``data``. Exhaust the iterator before the next call.
 
         Raises:
-            FrameError: an unknown kind, an absurd length, or anything after the exit frame.
+            FrameError: a frame has an unknown kind or an invalid length, or data follows the exit frame.
         """
         position = 0
         while position < len(data):
@@ -153,19 +154,19 @@ class FrameParser:
 
 
 def encode_event(frame: Frame, offset: int) -> bytes:
-    """A frame as a server-sent event; ``offset`` is the place after it."""
+    """Encode a frame as a server-sent event; ``offset`` is the offset after the frame."""
     data = frame.payload.decode() if frame.kind is FrameKind.EXIT else base64.b64encode(frame.payload).decode()
     return f"id: {offset}\nevent: {frame.kind.name.lower()}\ndata: {data}\n\n".encode()
 
 
 class EventParser:
-    """Frames and offsets out of server-sent events that come in any pieces."""
+    """Parses frames and offsets from server-sent events that arrive in chunks of any size."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[tuple[Frame, int]]:
-        """Raises `FrameError` for events that `encode_event` does not write."""
+        """Yield the complete events. Raises `FrameError` for an event that `encode_event` could not have written."""
         *blocks, self._buffer = (self._buffer + data).split(b"\n\n")
         for block in blocks:
             fields = dict(line.partition(b": ")[::2] for line in block.splitlines())

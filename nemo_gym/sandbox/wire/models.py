@@ -1,4 +1,4 @@
-"""Bodies of the broker's API, and the bounds of their fields."""
+"""The request and response bodies of the broker's API, and the bounds of their fields."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MAX_TTL_S = 30 * 24 * 3600.0
 """Longest lease the wire can express; a broker's own limit may be shorter."""
 MAX_LABELS = 64
 MAX_DOORS = 64
-"""Of one box; each is a listener of the process that serves it."""
+"""Maximum number of doors of one box. Each door is a listener of the process that serves the box."""
 MAX_STDIN_BYTES = 256 * 1024 * 1024
 MAX_OUTPUT_BYTES = 2**40
 
 Identifier = Annotated[str, StringConstraints(pattern=IDENTIFIER.pattern, max_length=128)]
-"""An id that is a path segment: of execs (chosen by the client), boxes and leases (by the broker)."""
+"""An id used as a path segment. The client chooses the ids of execs; the broker those of boxes and leases."""
 Text = Annotated[str, StringConstraints(max_length=8192)]
-"""A path, a name, a value: never a document."""
+"""A short text such as a path, a name or a value; never a document."""
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Labels = Annotated[dict[LabelKey, Text], Field(max_length=MAX_LABELS)]
 TtlS = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False)]
@@ -42,20 +42,20 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class WireModel(BaseModel):
-    """Immutable; unknown keys are refused."""
+    """Base of all bodies: immutable, and rejects unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as they are, not copied and not turned into dictionaries."""
+    """Return a dataclass's fields by name, without copying values or turning them into dictionaries."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 # -- Doors ---------------------------------------------------------------------------------------------------------
-# Doors on the wire, and what went through them.
+# Doors on the wire, and the statistics of their traffic.
 #
-# Headers hold credentials: they are hidden in ``repr`` and answered by no route.
+# A door's headers hold credentials: ``repr`` hides them and no route returns them.
 
 
 class DoorModel(WireModel):
@@ -79,7 +79,7 @@ class DoorModel(WireModel):
 
 
 class DoorsView(WireModel):
-    """What went through each open door of a box; ``None`` where the backend does not count."""
+    """The traffic statistics of each open door of a box; ``None`` where the backend keeps no statistics."""
 
     doors: dict[str, DoorStatistics | None]
 
@@ -88,10 +88,10 @@ class DoorsView(WireModel):
 
 
 class BoxSpec(SandboxSpecModel):
-    """The wire form of a `SandboxSpec`. Its lease, labels and idempotency key are the request's."""
+    """The wire form of a `SandboxSpec`. The lease, labels and idempotency key belong to the request instead."""
 
     ttl_s: None = None
-    """Of the request (`CreateSandbox.ttl_s`), never of the spec."""
+    """Always ``None``: the request carries the lease's duration (`CreateSandbox.ttl_s`)."""
     network: NetworkPolicy = NetworkPolicy.NONE
     doors: tuple[DoorModel, ...] = Field((), max_length=MAX_DOORS)
 
@@ -123,12 +123,12 @@ class CreateSandbox(WireModel):
 
     spec: BoxSpec
     ttl_s: TtlS | None = None
-    """Seconds of the first lease; ``None`` is the broker's default."""
+    """Duration of the first lease in seconds; ``None`` selects the broker's default."""
     labels: Labels = Field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: SandboxSpec) -> Self:
-        """The request for a box of ``spec``; its idempotency key goes into the header."""
+        """Build the request for a box of ``spec``, except its idempotency key, which goes into the header."""
         return cls(spec=BoxSpec.of(spec), ttl_s=spec.ttl_s, labels=dict(spec.metadata))
 
     def to_spec(self, idempotency_key: str | None = None) -> SandboxSpec:
@@ -141,20 +141,20 @@ TerminationReason = Literal["closed", "reaped", "expired", "exited", "out_of_mem
 
 
 class SandboxView(WireModel):
-    """One box, as its readers see it."""
+    """The public state of one box."""
 
     sandbox_id: Identifier
     state: SandboxStatus
     ready: bool
-    """Whether it takes execs now."""
+    """Whether the box accepts execs now."""
     termination_reason: TerminationReason | None = None
     labels: dict[str, str] = Field(default_factory=dict)
     provider: str
     image: str | None = None
     epoch: int = Field(ge=1)
-    """Of its lease; a token of an older epoch is fenced."""
+    """Epoch of the box's lease; a token of an older epoch is fenced."""
     created_at: float
-    """Unix seconds, of the broker's clock, as `expires_at`."""
+    """Unix seconds by the broker's clock, like `expires_at`."""
     expires_at: float | None = None
 
     def to_info(self) -> SandboxInfo:
@@ -173,48 +173,48 @@ class SandboxPage(WireModel):
 
     sandboxes: tuple[SandboxView, ...]
     next_cursor: str | None = None
-    """Of the next page; ``None`` on the last."""
+    """Cursor of the next page; ``None`` on the last page."""
 
 
 class ReapedView(WireModel):
-    """``DELETE /v1/sandboxes?label=…``: ids of the boxes that this request destroyed."""
+    """``DELETE /v1/sandboxes?label=…``: the ids of the boxes that this request destroyed."""
 
     reaped: tuple[str, ...]
 
 
 class LeaseView(WireModel):
-    """A right to a box. Only the answer that makes the lease contains the token."""
+    """A lease: the right to use a box. Only the response that creates the lease contains its token."""
 
     lease_id: Identifier
     sandbox_id: Identifier
     scope: LeaseScope
     epoch: int = Field(ge=1)
     expires_at: float
-    """Unix seconds of the broker's clock; that of the box where the lease has no end of its own."""
+    """Unix seconds by the broker's clock. For a lease without an end of its own, the end of the box's lease."""
     ttl_s: float
-    """Seconds left when this was answered, for clients whose clock differs."""
+    """Seconds left when the response was made, for clients whose clock differs from the broker's."""
     token: str | None = Field(None, repr=False)
 
 
 class CreatedSandbox(WireModel):
-    """201 (made) or 200 (made before, by the same key)."""
+    """The body of a 201 (box created) or a 200 (box created earlier with the same idempotency key)."""
 
     sandbox: SandboxView
     lease: LeaseView
 
 
 class RenewLease(WireModel):
-    """``PUT …/lease``: let the box live ``ttl_s`` seconds from now, longer or shorter than before."""
+    """``PUT …/lease``: end the lease ``ttl_s`` seconds from now, whether that is later or earlier than before."""
 
     ttl_s: TtlS
 
 
 class MintLease(WireModel):
-    """``POST …/leases``: a lease that may do less."""
+    """``POST …/leases``: create a lease with a narrower scope."""
 
     scope: LeaseScope
     ttl_s: TtlS | None = None
-    """Seconds until it ends by itself; ``None``: with the box, however often that is renewed."""
+    """Seconds until the lease ends. ``None``: it ends with the box, however often the box's lease is renewed."""
 
 
 class CommitImage(WireModel):
@@ -233,7 +233,7 @@ class ImageView(WireModel):
 
 
 class ExecSubmission(WireModel):
-    """``PUT …/execs/{exec_id}``: exactly one of ``command`` (a shell's) and ``argv``."""
+    """``PUT …/execs/{exec_id}``: has exactly one of ``command`` (run by a shell) and ``argv``."""
 
     command: str | None = None
     argv: tuple[str, ...] | None = Field(None, min_length=1)
@@ -243,7 +243,7 @@ class ExecSubmission(WireModel):
     user: Text | None = None
     merge_stderr: bool = False
     max_output_bytes: int = Field(DEFAULT_MAX_OUTPUT_BYTES, ge=0, le=MAX_OUTPUT_BYTES)
-    """Kept per stream; the broker's own limit may be lower. The end names the streams that were cut."""
+    """Maximum bytes kept per stream; the broker's own limit may be lower. The exec's end names truncated streams."""
     stdin: Literal["none", "attached"] = "none"
     """``attached``: the command waits for ``PUT …/stdin`` before it starts."""
 
@@ -255,7 +255,7 @@ class ExecSubmission(WireModel):
 
     @classmethod
     def of(cls, request: ExecRequest) -> Self:
-        """The submission of ``request``, without the bytes of its standard input."""
+        """Build the submission of ``request``, without the bytes of its standard input."""
         is_shell = isinstance(request.command, str)
         return cls(
             command=str(request.command) if is_shell else None,
@@ -283,14 +283,14 @@ class ExecSubmission(WireModel):
 
 
 class ExecEndModel(WireModel):
-    """The one end of an exec: payload of the exit frame, and part of the exec's view."""
+    """The end of an exec: the payload of the exit frame, and part of `ExecView`. An exec has exactly one end."""
 
     outcome: ExecOutcome
     return_code: int | None = None
     signal: int | None = None
     duration_s: float = 0.0
     output_bytes: int = Field(ge=0)
-    """Of both streams together: a reader with fewer bytes has missed some."""
+    """Total bytes of both streams; a reader that has fewer bytes missed some."""
     truncated: tuple[Literal["stdout", "stderr"], ...] = ()
 
     @model_validator(mode="after")
@@ -308,12 +308,12 @@ class ExecEndModel(WireModel):
 
 
 class ExecView(WireModel):
-    """An exec's state. ``end`` is there exactly when it is over."""
+    """An exec's state. ``end`` is set if and only if the exec has ended."""
 
     exec_id: Identifier
     state: Literal["awaiting_stdin", "running", "ended"]
     output_bytes: int = Field(0, ge=0)
-    """In the spool so far."""
+    """Bytes of output in the broker's spool so far."""
     submitted_at: float
     end: ExecEndModel | None = None
 
@@ -325,7 +325,7 @@ class ExecView(WireModel):
 
 
 class SignalExec(WireModel):
-    """``POST …/signal``: to the command's whole process tree; 204, also when it has ended."""
+    """``POST …/signal``: signal the command's whole process tree. The response is 204 even if it has ended."""
 
     signal: int = Field(ge=1, le=64)
 
@@ -337,7 +337,7 @@ _ABILITIES = tuple(field.name for field in dataclasses.fields(SandboxCapabilitie
 
 
 class BrokerLimits(WireModel):
-    """What this broker bounds, for clients that want to know before they are refused."""
+    """The broker's limits, so that clients can check them before a request is refused."""
 
     max_ttl_s: float = MAX_TTL_S
     default_ttl_s: float
@@ -354,10 +354,10 @@ class CapabilitiesView(WireModel):
     provider: str
     network_policies: tuple[NetworkPolicy, ...]
     abilities: dict[str, bool]
-    """Every other field of `SandboxCapabilities` by name; a reader ignores those it does not know."""
+    """The boolean fields of `SandboxCapabilities` by name. A reader ignores names that it does not know."""
     reasons: dict[str, str] = Field(default_factory=dict)
     default_limits: ResourcesModel = Field(default_factory=ResourcesModel)
-    """Of the backend's boxes whose spec leaves them open."""
+    """Limits of the backend's boxes where the spec sets none."""
     door_statistics: bool = False
     limits: BrokerLimits
 
@@ -376,11 +376,11 @@ class CapabilitiesView(WireModel):
         )
 
     def to_capabilities(self, *, carried: Mapping[str, str | None]) -> SandboxCapabilities:
-        """What the backend can and the wire carries.
+        """Return the abilities that the backend has and that the wire protocol supports.
 
         Args:
-            carried: ability → ``None``, where a client of the broker has it whatever the backend does, or why it can
-                never have it.
+            carried: overrides the backend's abilities. Maps an ability to ``None`` if clients of the broker always
+                have it, or to the reason why they never have it.
         """
         abilities = {name: self.abilities.get(name, False) for name in _ABILITIES}
         reasons = dict(self.reasons)

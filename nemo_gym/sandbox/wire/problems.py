@@ -1,7 +1,7 @@
-"""Errors on the wire: RFC 9457 problem bodies, and their way from and to the suite's errors.
+"""Errors on the wire: RFC 9457 problem bodies, and their conversion from and to the suite's errors.
 
-``started`` answers the one question a client must ask before it tries again: whether the request may have had an
-effect. ``no``: certainly not; ``yes``: it has; ``unknown``: either is possible.
+``started`` tells a client, before it retries, whether the request may have had an effect. ``no``: it had none;
+``yes``: it had one; ``unknown``: either is possible.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from nemo_gym.contract.errors import NemoGymError
 
 Started = Literal["no", "yes", "unknown"]
 MAX_DETAIL_CHARS = 2000
-"""Of what a problem says: it may quote names that its sender chose."""
+"""Longest ``detail`` of a problem. The text may quote names that the client chose, so its length needs a bound."""
 
 
 @dataclass(frozen=True)
 class ProblemCode:
-    """What a code of the broker's own means."""
+    """The meaning of one of the broker's own error codes."""
 
     status: int
     raises: type[NemoGymError]
-    """What a client of the broker sees."""
+    """The error that a client of the broker raises."""
     started: Started = "no"
     retryable: bool = False
 
 
 CODES: dict[str, ProblemCode] = {
-    # who asks
+    # identity and rights of the client
     "unauthenticated": ProblemCode(401, errors.CredentialError),
     "lease_expired": ProblemCode(401, errors.SandboxLostError),
     "scope": ProblemCode(403, errors.ContractError),
@@ -41,7 +41,7 @@ CODES: dict[str, ProblemCode] = {
     "mount_refused": ProblemCode(403, errors.SandboxCreateError),
     "not_permitted": ProblemCode(403, errors.SandboxCreateError),
     "image_owned": ProblemCode(403, errors.SandboxError),
-    # what is asked for
+    # the requested resource
     "sandbox_not_found": ProblemCode(404, errors.SandboxLostError),
     "sandbox_gone": ProblemCode(410, errors.SandboxLostError),
     "sandbox_not_ready": ProblemCode(409, errors.SandboxError, retryable=True),
@@ -54,7 +54,7 @@ CODES: dict[str, ProblemCode] = {
     "route_not_found": ProblemCode(404, errors.SandboxError),
     "method_not_allowed": ProblemCode(405, errors.SandboxError),
     "unsupported_media_type": ProblemCode(415, errors.SandboxError),
-    # how it is asked for
+    # the form of the request
     "idempotency_key_missing": ProblemCode(400, errors.InvalidBodyError),
     "idempotency_key_reused": ProblemCode(422, errors.InvalidBodyError),
     "create_in_progress": ProblemCode(409, errors.SandboxCreateError, started="yes", retryable=True),
@@ -68,20 +68,20 @@ CODES: dict[str, ProblemCode] = {
     "body_too_many_values": ProblemCode(413, errors.InvalidBodyError),
     "archive_escapes": ProblemCode(422, errors.SandboxArchiveError),
     "archive_too_large": ProblemCode(413, errors.SandboxArchiveError),
-    # whether there is room
+    # capacity
     "quota": ProblemCode(429, errors.SandboxCreateError, retryable=True),
     "too_many_of_box": ProblemCode(429, errors.SandboxError),
     "no_room": ProblemCode(503, errors.SandboxCreateError, retryable=True),
     "draining": ProblemCode(503, errors.SandboxError, retryable=True),
-    # what went wrong inside
+    # failures of the broker or its backend
     "backend_unreachable": ProblemCode(503, errors.SandboxError, started="unknown", retryable=True),
     "broker_failed": ProblemCode(500, errors.SandboxError, started="unknown", retryable=True),
 }
-"""Beside the codes of `nemo_gym.contract.errors`, which mean the same errors on both sides."""
+"""The broker's own codes. The codes of `nemo_gym.contract.errors` stand for the same errors on both sides."""
 
 
 class Problem(BaseModel):
-    """The body. Further members are details: ids, limits, fields; never a secret."""
+    """A problem body. Additional members are details such as ids, limits and fields; never a secret."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -96,11 +96,11 @@ class Problem(BaseModel):
 
 
 class BrokerError(NemoGymError):
-    """An error of the broker's own, by its code in `CODES`.
+    """An error of the broker itself, identified by its code in `CODES`.
 
     Args:
-        code: decides the status, and the defaults of ``started`` and ``retryable``.
-        retry_after_s: becomes the header ``Retry-After``, rounded up.
+        code: determines the status, and the defaults of ``started`` and ``retryable``.
+        retry_after_s: sent as the header ``Retry-After``, rounded up.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class BrokerError(NemoGymError):
 
 
 def problem_of(error: NemoGymError, *, request_id: str, started: Started = "unknown") -> Problem:
-    """The body of any of the suite's errors; ``started`` counts where the error does not know it itself."""
+    """Build the body of any of the suite's errors. ``started`` is used if the error itself does not imply a value."""
     known = getattr(error, "started", None) or error.details.get("started") or _STARTED.get(error.code) or started
     details = {key: value for key, value in error.details.items() if key not in Problem.model_fields}
     return Problem(
@@ -138,7 +138,7 @@ def problem_of(error: NemoGymError, *, request_id: str, started: Started = "unkn
 
 
 def error_of(problem: Problem) -> NemoGymError:
-    """The error that the other side raised, or what stands for it here; its details say all that the problem did."""
+    """Return the error that the broker raised, or the client's equivalent of it, with all details of the problem."""
     details = {**(problem.model_extra or {}), "started": problem.started, "request_id": problem.request_id}
     details.pop("message", None)
     if (known := _BY_CODE.get(problem.code)) is not None:
@@ -151,7 +151,7 @@ def error_of(problem: Problem) -> NemoGymError:
 
 
 def parse_problem(status: int, body: bytes) -> Problem:
-    """The problem in an answer; one that stands for it where the answer came from something else (a proxy)."""
+    """Parse the problem in a response; make a substitute if the body is not a problem (a proxy's response, say)."""
     try:
         return Problem.model_validate_json(body)
     except ValidationError:
@@ -188,4 +188,4 @@ _STARTED: dict[str, Started] = {
     "credential": "no",
     "fenced": "no",
 }
-"""Errors that say by themselves that nothing is left of the request."""
+"""Error code → ``started``, for errors that by themselves imply that the request had no effect."""

@@ -1,4 +1,4 @@
-"""Paths and headers of the broker's API. Ids and names are quoted here, so that no caller builds a path by hand."""
+"""Paths and headers of the broker's API. These functions quote ids and names; no caller builds a path by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REQUEST_ID_HEADER = "X-Request-ID"
 JSON = "application/json"
 PROBLEM_JSON = "application/problem+json"
 OCTET_STREAM = "application/octet-stream"
-"""Output as frames (`nemo_gym.sandbox.wire.frames`), and the bytes of a standard input."""
+"""For output as frames (`nemo_gym.sandbox.wire.frames`), and for the bytes of standard input."""
 EVENT_STREAM = "text/event-stream"
 TAR = "application/x-tar"
 
@@ -29,7 +29,7 @@ def lease(sandbox_id: str) -> str:
 
 
 def leases(sandbox_id: str) -> str:
-    """Narrower leases: POST mints one."""
+    """Leases with a narrower scope: POST creates one."""
     return f"{sandbox(sandbox_id)}/leases"
 
 
@@ -38,7 +38,7 @@ def one_lease(sandbox_id: str, lease_id: str) -> str:
 
 
 def run_exec(sandbox_id: str, exec_id: str) -> str:
-    """One exec: PUT submits it, GET tells its state."""
+    """One exec: PUT submits it, GET returns its state."""
     return f"{sandbox(sandbox_id)}/execs/{_part(exec_id)}"
 
 
@@ -59,12 +59,12 @@ def archive(sandbox_id: str) -> str:
 
 
 def archive_failure(sandbox_id: str) -> str:
-    """GET with ``?request_id=`` tells why an archive broke off after its answer had begun."""
+    """GET with ``?request_id=`` returns why an archive broke off after its response had begun."""
     return f"{archive(sandbox_id)}/failure"
 
 
 def doors(sandbox_id: str) -> str:
-    """GET tells what went through the box's doors."""
+    """GET returns the traffic statistics of the box's doors."""
     return f"{sandbox(sandbox_id)}/doors"
 
 
@@ -78,10 +78,10 @@ def sandbox_images(sandbox_id: str) -> str:
 
 
 def image(name: str) -> str:
-    """One image. Its name may hold slashes and colons; they are quoted, and the route's parameter is a path."""
+    """One image. Its name may contain slashes and colons, which are quoted; the route's parameter is a path."""
     return f"{IMAGES}/{_part(name)}"
 
 
 def _part(value: str) -> str:
-    # A part of dots alone would be resolved away by whoever normalises the path.
+    # A segment of dots alone is also encoded: an intermediary that normalizes paths would remove it.
     return quote(value, safe="") if value.strip(".") else value.replace(".", "%2E")

@@ -1,4 +1,4 @@
-"""Assertions taken apart: what a test asks of the code under test, and what it expects, as two expressions."""
+"""Splits assertions into two expressions: the value that the code under test computes, and the expected value."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ _EXPECTING = ("expect", "want", "desired", "correct", "golden", "target")
 
 @dataclass
 class Probe:
-    """One thing that a rendering records."""
+    """One place where a rendering records values."""
 
     key: str
-    """Where it stands in the pristine file: ``<line>.<column>[.<part>]``."""
+    """Its place in the pristine file: ``<line>.<column>[.<part>]``."""
     op: str
     expected: Side | None
-    """The side that is certainly the expected one; ``None`` leaves it to what gold and base answer."""
+    """The side that certainly has the expected value. If ``None``, the answers of gold and base decide."""
     extra: float | None = None
-    """Tolerance or decimal places of an approximate comparison."""
+    """The tolerance of an approximate comparison."""
 
 
 @dataclass
@@ -92,12 +92,12 @@ class Blinding:
 
     mode: Mode
     tokens: Mapping[str, str]
-    """Key → what the rendering calls the site; empty names it by its key."""
+    """Key → the site's name in the rendering. A missing key is its own name."""
     dropped_sides: Mapping[str, Side]
-    """Key → the side that the tests expect, as discovery decided it."""
+    """Key → the side with the expected value, as discovery decided it."""
     probes: dict[str, Probe] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
-    """Names that an expression left out had used."""
+    """The names that removed expressions used."""
 
     def call(self, helper: str, key: str, *arguments: ast.expr) -> ast.Call:
         site = ast.Constant(self.tokens.get(key, key))
@@ -205,7 +205,7 @@ class AssertionRewriter(ast.NodeTransformer):
             op, extra = _nearness(name, call, _TWO_SIDED[name])
             return [self._two(key, op, left, right, extra=extra)]
         if name.startswith("assert") and len(call.args) >= 2 and not name.startswith("assert_called"):
-            # An assertion of somebody else's: its two sides are recorded, and compared where gold's are equal.
+            # An unknown assertion method: record its two sides, and compare them only if gold's sides are equal.
             return [self._two(key, "like", *call.args[:2])]
         if name.startswith("assert") and len(call.args) == 1 and name != "assert_":
             return None
@@ -301,7 +301,8 @@ class AssertionRewriter(ast.NodeTransformer):
 
 
 def _nearness(name: str, call: ast.Call, op: str) -> tuple[str, float | None]:
-    """How near two numbers have to be: ``almost`` within an absolute tolerance, ``close`` within a relative one."""
+    """Return the operator and the tolerance of an approximate comparison. The tolerance of ``almost`` is absolute,
+    that of ``close`` relative."""
     values = {one.arg: one.value for one in call.keywords}
     for argument in ("delta", "abs", "atol", "rel", "rtol"):
         value = values.get(argument)

@@ -1,4 +1,4 @@
-"""The controls of one row: renderings of its tests with what gold answers, private to the environment."""
+"""The controls of one row: renderings of its tests and gold's answers, private to the environment."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Strength = Literal["strong", "weak", "none"]
 
 @dataclass(frozen=True)
 class ControlledRendering:
-    """A rendering and what it must record."""
+    """A rendering and the values that it must record."""
 
     rendering: Rendering
     tests: Mapping[str, tuple[tuple[Check, ...], ...]]
-    """Test → its invocations, each the checks of its records in order."""
+    """Test → its invocations. Each invocation is the checks of its records, in order."""
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,34 @@ class RowControls:
 
     instance_id: str
     image_content: str
-    """Digest of the image that the controls were made on."""
+    """The digest of the image on which the controls were made."""
     renderings: tuple[ControlledRendering, ...] = ()
     support: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of the test patch that the renderings need beside them."""
+    """Other files of the test patch that the renderings need."""
     tests: Mapping[str, ControlledTest] = field(default_factory=dict)
     twins: tuple[Twin, ...] = ()
-    """For tests that no rendering controls well."""
+    """Twins for tests that no rendering controls well."""
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    """What the budget of time did not bear."""
+    """Controls that were not made because the time budget was used up."""
     seconds: float = 0.0
-    """What making them took."""
+    """How long it took to make the controls."""
 
     @property
     def strength(self) -> Strength:
-        """Of the weakest test that the patch has to fix."""
+        """The strength of the weakest test that the patch has to fix."""
         levels: tuple[Strength, ...] = ("none", "weak", "strong")
         found = [test.strength for test in self.tests.values() if test.fail_to_pass]
         return min(found, key=levels.index) if found else "none"
 
     @property
     def plain_covers_all(self) -> bool:
-        """Whether every test to be fixed is confirmed without a test runner too."""
+        """Whether every test to be fixed is also confirmed without a test runner."""
         plain = {test for one in self.renderings if one.rendering.plain for test in one.tests}
         return all(name in plain for name, test in self.tests.items() if test.fail_to_pass)
 
     def counts(self) -> dict[str, int]:
-        """How many of the tests to be fixed are ``strong``, ``weak`` and ``none``."""
+        """Return how many of the tests to be fixed are ``strong``, ``weak`` and ``none``."""
         found = [test.strength for test in self.tests.values() if test.fail_to_pass]
         return {level: found.count(level) for level in ("strong", "weak", "none")}
 
@@ -115,13 +115,13 @@ class RowControls:
 
 
 def default_controls_dir() -> Path:
-    """``$XDG_STATE_HOME/nemo-gym/swe-bench/controls``."""
+    """Return ``$XDG_STATE_HOME/nemo-gym/swe-bench/controls``."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path("~").expanduser() / ".local" / "state")
     return Path(state) / "nemo-gym" / "swe-bench" / "controls"
 
 
 class ControlStore:
-    """Controls in files that only this user reads, one per instance and image."""
+    """Stores controls in files that only this user can read, one per instance and image."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory or default_controls_dir()
@@ -131,10 +131,10 @@ class ControlStore:
         return cls(Path(directory).expanduser() if directory else None)
 
     def require(self, row: SweBenchRow, image_content: str) -> RowControls:
-        """The controls of a row.
+        """Return the controls of a row.
 
         Raises:
-            VerifierError: none were made for this image; names the command that makes them.
+            VerifierError: none were made for this image. The error names the command that makes them.
         """
         controls = self.load(row, image_content)
         if controls is None:
@@ -145,7 +145,7 @@ class ControlStore:
         return controls
 
     def path(self, row: SweBenchRow, image_content: str) -> Path:
-        """Controls belong to an image and to the row's own tests and solution."""
+        """Return the file of a row's controls. The name depends on the image and the row's tests and solution."""
         tests = [row.patch, row.test_patch, row.eval_script, row.fail_to_pass, row.pass_to_pass]
         key = content_digest([CONTROLS_VERSION, image_content, *tests])
         return self.directory / f"{image_slug(row.instance_id)}.{key[:16]}.json.gz"
@@ -153,16 +153,16 @@ class ControlStore:
     def save(self, row: SweBenchRow, controls: RowControls) -> None:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         target = self.path(row, controls.image_content)
-        # Whole or not at all; a temporary file is made for this user alone.
+        # Write a temporary file, which only this user can read, and rename it, so that no partial file appears.
         with tempfile.NamedTemporaryFile(dir=self.directory, prefix=".new-", delete=False) as file:
             file.write(gzip.compress(json.dumps(controls.to_json()).encode("utf-8", "surrogatepass"), mtime=0))
         Path(file.name).replace(target)
 
     def load(self, row: SweBenchRow, image_content: str) -> RowControls | None:
-        """``None`` where none were made for this image.
+        """Return the controls, or ``None`` if none were made for this image.
 
         Raises:
-            VerifierError: the file is damaged; names it and the command that makes it again.
+            VerifierError: the file is damaged. The error names the file and the command that makes it again.
         """
         path = self.path(row, image_content)
         try:

@@ -1,8 +1,8 @@
-"""Wrong expectations of Python tests: a test file in other words, and the changes by which it expects otherwise.
+"""Wrong expectations of Python tests: renders a test file in other words, and variants with one wrong expectation.
 
-`twin_of` renders a file with its assertions in place: other words, names and order, nothing else taken out but the
-other tests, comments, docstrings and ids. Beside the text it gives the *wrongs*, each the same text with one
-expectation changed: to what base answers, to what a sibling case expects, or to a near miss.
+`twin_of` renders a file with its assertions: it changes words, names and order, and removes only the other tests,
+comments, docstrings and ids. Beside the text it returns the *wrongs*: the same text with one expectation changed, to
+base's answer, to the expectation of a sibling case, or to a near miss.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from resources_servers.swe_bench.confirm.slicing import FunctionNode, case_rows,
 from resources_servers.swe_bench.confirm.values import Value
 
 Origin = Literal["input", "base", "sibling", "near"]
-"""Where a wrong value comes from: what base answers, another expectation of the file, or a small change. Or the value
-stays, and what is asked becomes another question: who knows the shape of right answers does not see that."""
+"""Where a wrong value comes from: base's answer, another expectation of the file, or a small change. With ``input``
+the expected value stays and the test's input changes, so the shape of the expected value does not give it away."""
 
 MAX_WRONGS = 9
-"""Of one test in one rendering."""
+"""The limit for one test in one rendering."""
 _MAX_TARGETS = 24
 _EXCLUDING = ("==", "is", "count")
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -73,22 +73,22 @@ class Wrong:
 
     test: str
     kind: str
-    """What it is an expectation of: ``equality``, ``raises``, ``truth``, …"""
+    """The kind of expectation: ``equality``, ``raises``, ``truth``, …"""
     excluding: bool
-    """Whether nothing can hold it and the true one at once."""
+    """Whether no code can meet both this expectation and the true one."""
     origin: Origin
     text: str
 
 
 @dataclass
 class TwinFile:
-    """A file of a true twin, and the wrong ones that can be made of it."""
+    """A file of a true twin, and the wrong files made from it."""
 
     text: str
     names: dict[str, str]
-    """What a test function is called in ``text`` → the test."""
+    """The name of a test function in ``text`` → the test."""
     wrongs: dict[str, list[Wrong]] = field(default_factory=dict)
-    """By test, those that say most first."""
+    """Test → its wrongs, the most conclusive ones first."""
 
 
 def twin_of(
@@ -100,11 +100,11 @@ def twin_of(
     sides: Mapping[str, Side] | None = None,
     base: Mapping[str, Sequence[Value]] | None = None,
 ) -> TwinFile | None:
-    """The twin of one file; ``None`` when it holds no chosen test.
+    """Return the twin of one file, or ``None`` if the file has no chosen test.
 
     Args:
-        sides: key of an assertion → the side that is expected.
-        base: key → what base answers on the other side, invocation by invocation, in the words of ``labels``.
+        sides: key of an assertion → the side with the expected value.
+        base: key → base's answers on the other side, one per invocation, in the words of ``labels``.
 
     Raises:
         SyntaxError, ValueError: this Python cannot parse the file.
@@ -140,7 +140,7 @@ def twin_of(
 
 
 def _picked(wrongs: list[Wrong], rng: random.Random) -> list[Wrong]:
-    """A few, those that exclude the true expectation first, and their origins in turn."""
+    """Return a few wrongs, alternating between origins, those first that exclude the true expectation."""
     rng.shuffle(wrongs)
     queues = {origin: [one for one in wrongs if one.origin == origin] for origin in get_args(Origin)}
     for queue in queues.values():
@@ -164,21 +164,21 @@ def _place(node: ast.expr | ast.stmt) -> _Place:
 
 @dataclass(frozen=True)
 class _Expectation:
-    """One thing that a function asserts, by its places in the pristine file."""
+    """One thing that a function asserts, given by places in the pristine file."""
 
     function: _Place
     key: str
     op: str
     expected: tuple[_Place, ...] = ()
-    """Expressions whose values are expected."""
+    """The expressions whose values are expected."""
     flip: _Place | None = None
-    """The expression, or name of a method, that says which answer is right."""
+    """The expression or method name whose negation makes the expectation wrong."""
     silence: _Place | None = None
     """A ``with`` statement that expects an error."""
 
 
 class _Collector(AssertionRewriter):
-    """Notes what a function expects; what it makes of the function is thrown away."""
+    """Collects what a function expects. The rewritten function is discarded."""
 
     def __init__(self, function: FunctionNode, sides: Mapping[str, Side], helpers: Sequence[FunctionNode]) -> None:
         self.probes = Blinding("discover", {}, {})
@@ -186,7 +186,7 @@ class _Collector(AssertionRewriter):
         self.function, self.sides, self.helpers = _place(function), sides, helpers
         self.found: list[_Expectation] = []
         self._name = ""
-        """Of the method that asserts."""
+        """The name of the current assertion method."""
 
     def _note(self, key: str, op: str, *expected: ast.expr, **more: _Place) -> None:
         self.found.append(_Expectation(self.function, key, op, tuple(map(_place, expected)), **more))
@@ -287,18 +287,18 @@ def _expectations(tree: ast.Module, sides: Mapping[str, Side]) -> Iterator[_Expe
 
 @dataclass(frozen=True)
 class _Target:
-    """A node whose change is a change of an expectation."""
+    """A node that can be changed to change an expectation."""
 
     node: ast.AST
     case: int | None = None
-    """Of a parametrised test; ``None`` for what holds in every case."""
+    """The number of the case of a parametrised test; ``None`` if the node applies to all cases."""
     whole: bool = False
-    """Whether the node is all that is expected."""
+    """Whether the node is the whole expected value."""
 
 
 class _Finder:
-    """Finds where the expectations of a test are written: in its assertions, in names they read, in its cases, and in
-    what it passes to helpers."""
+    """Finds where the expectations of a test are written: in its assertions, in names that they read, in its cases,
+    and in arguments that it passes to helpers."""
 
     def __init__(self, tree: ast.Module, tests: Sequence[FunctionNode]) -> None:
         self.tree = tree
@@ -319,12 +319,12 @@ class _Finder:
         ]
 
     def targets(self, test: FunctionNode, one: _Expectation, places: Mapping[_Place, ast.AST]) -> Iterator[_Target]:
-        """What can be changed so that ``test`` expects something else of ``one``."""
+        """Yield the nodes that can be changed so that ``test`` expects something else at ``one``."""
         function = self.functions.get(one.function)
         if function is None:
             return
         if function is not test:
-            # A helper's own expectations belong to all tests that call it; what they pass to it is theirs.
+            # A helper's own expectations belong to all tests that call it, so change only what this test passes to it.
             if id(function) not in self.tests:
                 yield from self._passed(test, function, one, places)
             return
@@ -336,7 +336,7 @@ class _Finder:
                 yield from self._written(cast(ast.expr, places[place]), test, whole=True)
 
     def literals_of(self, test: FunctionNode) -> list[Any]:
-        """The data of a test and of its cases."""
+        """Return the literals of a test and of its cases."""
         roots: list[ast.AST] = list(test.body)
         for decorator in test.decorator_list:
             found = parametrisation(decorator)
@@ -381,7 +381,7 @@ class _Finder:
                     yield from self._written(value, test, depth + 1, case=number, whole=inner is node and whole)
 
     def _values(self, name: str, test: FunctionNode) -> Iterator[tuple[ast.expr, int | None]]:
-        """What is given to a name that a test reads, with the number of the case where it is a parameter."""
+        """Yield the expressions assigned to a name that a test reads, with the case's number if it is a parameter."""
         for decorator in test.decorator_list:
             names, cases = parametrisation(decorator) or ([], None)
             rows = case_rows(self.tree, cases) if cases is not None and name in names else None
@@ -420,7 +420,8 @@ def _column(target: ast.expr, name: str, values: Sequence[ast.expr]) -> Iterator
 
 
 def _outside_of_calls(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes whose values show in the value of ``node``; not the names of what is called, nor of types and keys."""
+    """Yield the nodes whose values appear in ``node``'s value. Skip called functions, subscripts, and the contents of
+    f-strings and lambdas."""
     yield node
     for name, child in ast.iter_fields(node):
         if (isinstance(node, ast.Call) and name == "func") or (isinstance(node, ast.Subscript) and name == "slice"):
@@ -436,7 +437,7 @@ def _outside_of_calls(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _WrongMaker:
-    """Makes the wrong texts of a tree that is in its final form."""
+    """Makes the wrong texts of a tree that is not changed any more."""
 
     def __init__(
         self, tree: ast.Module, rng: random.Random, base: Mapping[str, Sequence[Value]], errors: Sequence[str]
@@ -450,14 +451,14 @@ class _WrongMaker:
             if isinstance(child, ast.AST)
         }
         self.siblings: list[Any] = []
-        """Literals that the test expects elsewhere."""
+        """Literals that the test expects in other places."""
         self.literals: list[Any] = []
         """All literals of the test."""
 
     def wrongs(self, test: str, one: _Expectation, target: _Target) -> Iterator[Wrong]:
         node = target.node
         if one.op in ("truth", "negation") and isinstance(node, ast.expr):
-            # What base answers, where all that is asked is yes or no.
+            # The answer is yes or no, so the wrong one is base's.
             yield from self._made(test, one.op, True, [("base", _flipped(node))], node)
         elif one.op == "silence":
             yield from self._silenced(test, cast(ast.With, node))
@@ -507,7 +508,7 @@ class _WrongMaker:
                 undo()
 
     def _silenced(self, test: str, node: ast.With) -> Iterator[Wrong]:
-        """The statements under a ``raises`` alone: base raises nothing."""
+        """Replace a ``raises`` block with its statements, because base raises nothing."""
         parent, name = self.parents.get(id(node), (None, ""))
         body = getattr(parent, name, None)
         if isinstance(body, list) and node in body:
@@ -550,7 +551,7 @@ def _flipped(node: ast.expr) -> ast.expr:
 
 
 def _expression(value: Value) -> ast.expr | None:
-    """A recorded plain value as it is written."""
+    """Return a recorded plain value as an expression, or ``None`` if it cannot be written as one."""
     kind = value[0]
     if kind == "none":
         return ast.Constant(None)
@@ -580,7 +581,7 @@ def _expression(value: Value) -> ast.expr | None:
 
 
 def _near(value: Any, rng: random.Random, literals: Sequence[Any]) -> Any:
-    """A value of the same type that looks as likely; ``None`` when there is none."""
+    """Return a plausible other value of the same type, or ``None`` if there is none."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -596,13 +597,13 @@ def _near(value: Any, rng: random.Random, literals: Sequence[Any]) -> Any:
 
 
 def near_text(text: str, rng: random.Random, others: Sequence[str] = ()) -> str:
-    """A text like ``text``, preferably of the same words."""
+    """Return a text similar to ``text``, preferably with the same words."""
     return rng.choice([new for _, new in near_texts(text, rng, others)])
 
 
 def near_texts(text: str, rng: random.Random, others: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Texts like ``text`` with what differs: the ``order`` of two words, a ``gap`` where one stood, or the ``words``
-    themselves, which are taken from ``others`` where that is possible."""
+    """Return texts similar to ``text``, each with the kind of difference: the ``order`` of two words, a ``gap`` in
+    place of a word, or other ``words``, which come from ``others`` if possible."""
     parts = list(_PART.finditer(text))
     words = sorted({word for other in others for word in _PART.findall(other)} - {one[0] for one in parts})
     found: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""What a solution must answer: which side of an assertion is expected, and the checks that gold's answers make."""
+"""Determines what a solution must answer: the expected side of each assertion, and checks made from gold's answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
 def decide_sides(own: RenderedSet, gold: Calls, base: Calls) -> dict[str, Side]:
-    """The side that is expected, for every two-sided probe: by what is written where that tells, else the one that
-    base and gold agree on."""
+    """Return the expected side of every two-sided probe: the side that the source shows as expected, else the side on
+    which base and gold agree."""
     found: dict[str, Side] = {}
     changes: dict[str, set[str]] = {}
     for test, calls in gold.items():
@@ -40,7 +40,7 @@ def decide_sides(own: RenderedSet, gold: Calls, base: Calls) -> dict[str, Side]:
 def checks_of(
     one: RenderedSet, calls: Calls, probes: Mapping[str, Probe], sides: Mapping[str, Side]
 ) -> dict[str, tuple[tuple[Check, ...], ...]]:
-    """What a blinded rendering must record, from what gold answered to both sides in the same words."""
+    """Return the checks of a blinded rendering, made from gold's values of both sides in the same words."""
     sites = {key: token for token, key in one.tokens.items()}
     here = {key.partition("|")[0] for key in one.tokens.values()}
     found: dict[str, tuple[tuple[Check, ...], ...]] = {}
@@ -77,7 +77,7 @@ def _check(site: str, probe: Probe, expected_side: Side | None, values: list[Val
 
 
 def holds(probe: Probe, values: list[Value]) -> bool:
-    """Whether a discovery's record of both sides says that the assertion is true."""
+    """Whether the assertion is true by a discovery rendering's record of both sides."""
     if probe.op in ("truth", "false"):
         return len(values) > 1 and values[1] == ["truth", probe.op == "truth"]
     if probe.op.startswith("raises"):
@@ -93,10 +93,10 @@ def holds(probe: Probe, values: list[Value]) -> bool:
 
 
 def _says_the_same(left: Value, right: Value) -> bool:
-    """Whether two values hold objects that say the same of themselves, and nothing that changes from run to run."""
+    """Whether two values are equal with objects compared by their text, and nothing in them changes between runs."""
     return equal(left, right, said=True) and steady(left, right)
 
 
 def steady(*values: Value) -> bool:
-    """Whether values say nothing that changes from run to run."""
+    """Whether the values contain no memory address, which would change from run to run."""
     return not _ADDRESS.search(str(values))

@@ -1,4 +1,4 @@
-"""Relabelling: other words and numbers in a test's literals, the same ones wherever the old ones stood."""
+"""Relabelling: consistently replaces words and numbers in a test's literals with other ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 _CJK = r"\u3041-\u30ff\u4e00-\u9fff\uac00-\ud7a3"
-TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+")  # where no spaces part words, each letter is one
+TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+")  # in scripts without spaces between words, each letter is a word
 _WORD = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+")
 # fmt: off
 _COMMON = frozenset([
@@ -19,7 +19,7 @@ _COMMON = frozenset([
     "kwargs", "none", "true", "false",
 ])
 # fmt: on
-# Private modules differ from release to release, and no test's data is about them: 3.13 has an `_apple_support`.
+# Skip private modules: they differ between releases, and tests have no data about them: 3.13 has `_apple_support`.
 _MODULES = [name for name in sys.stdlib_module_names if not re.match("_(?!_)", name)]
 PYTHON_WORDS = (
     frozenset(word for name in (*keyword.kwlist, *dir(builtins), *_MODULES) for word in _WORD.findall(name.lower()))
@@ -37,7 +37,7 @@ _WIDE_LETTERS = ((0xFF21, 0xFF3A), (0xFF41, 0xFF5A))
 
 
 def words_of(source: str) -> set[str]:
-    """Words that a Python module's behaviour may depend on: those in its strings, and its longer names."""
+    """Return the words that a Python module's behaviour may depend on: those in its strings and its longer names."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -45,7 +45,7 @@ def words_of(source: str) -> set[str]:
     texts: set[str] = set()
     names: set[str] = set()
     waiting: list[ast.AST] = [tree]
-    # Half the time of `ast.walk` and a look at each node's kind: large products have millions of nodes.
+    # This takes half the time of `ast.walk` with type checks. That matters: large products have millions of nodes.
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Constant):
@@ -70,7 +70,7 @@ def _is_constant(node: ast.stmt) -> bool:
 
 
 def naming_constants(tree: ast.AST) -> set[int]:
-    """Ids of constants that name something: arguments of parametrisations, attributes, probes."""
+    """Return the ids of constants that are names: of parametrised arguments, attributes or probes."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -83,7 +83,7 @@ def naming_constants(tree: ast.AST) -> set[int]:
 
 
 def literals(tree: ast.AST) -> Iterator[ast.Constant]:
-    """String and integer constants that stand for data: no docstrings, no names of parametrised arguments."""
+    """Yield the string, bytes and integer constants that are data, not names (of parametrised arguments, say)."""
     skipped = naming_constants(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or id(node) in skipped:
@@ -93,12 +93,12 @@ def literals(tree: ast.AST) -> Iterator[ast.Constant]:
 
 
 def random_name(rng: random.Random) -> str:
-    """Nine letters: a name that nothing in the box has."""
+    """Return nine random letters, a name that nothing in the box has."""
     return "".join(rng.choice(_LETTERS) for _ in range(9))
 
 
 def tokens_of(tree: ast.AST) -> set[str]:
-    """Words (lower case) and numbers of two digits or more in the data of ``tree``."""
+    """Return the words (lower case) and numbers in the data of ``tree``, from texts only numbers of several digits."""
     found: set[str] = set()
     for node in literals(tree):
         found |= tokens_of_text(_text(node), single_digits=type(node.value) is int)
@@ -106,7 +106,7 @@ def tokens_of(tree: ast.AST) -> set[str]:
 
 
 def tokens_of_text(text: str, *, single_digits: bool = False) -> set[str]:
-    """Words (lower case) and numbers of a text."""
+    """Return the words (lower case) and numbers of a text."""
     found: set[str] = set()
     for token in TOKEN.findall(text):
         if not token.isdigit():
@@ -119,7 +119,7 @@ def tokens_of_text(text: str, *, single_digits: bool = False) -> set[str]:
 def other_words(
     rng: random.Random, words: Sequence[str], taken: Collection[str], length_of: Callable[[str], int]
 ) -> dict[str, str]:
-    """Another word for each of ``words`` (lower case); their first letters keep their order."""
+    """Return another word for each of ``words`` (lower case). The order of the first letters is kept."""
     firsts = sorted({word[0] for word in words if word[0] in _LETTERS})
     starts = dict(zip(firsts, sorted(rng.sample(_LETTERS, len(firsts))), strict=True))
     known = set(taken)
@@ -140,9 +140,9 @@ class Labels:
     """One consistent replacement of tokens, drawn from ``rng``.
 
     Args:
-        tokens: what stands in the tests' data.
-        vocabulary: words (lower case) that the product knows; they keep their meaning.
-        pinned: tokens that gold cannot do without.
+        tokens: the tokens in the tests' data.
+        vocabulary: words (lower case) that the product knows; they are not replaced.
+        pinned: tokens without which gold does not pass; they are not replaced.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Labels:
         self.map: dict[str, str] = {}
         numbers = [token for token in free if token.isdigit()]
         for length in sorted({len(token) for token in numbers}):
-            # Numbers keep their order: most of what is computed with them depends on it.
+            # Keep the order of the numbers, because most computations depend on it.
             group = sorted(token for token in numbers if len(token) == length)
             low, high = (2, 9) if length == 1 else (10 ** (length - 1), 10**length - 1)
             drawn = sorted(rng.sample(range(low, min(high, low + 10**6) + 1), len(group)))

@@ -1,8 +1,9 @@
-"""Making the controls of a row at preparation: gold and base run the renderings, and only what tells them apart stays.
+"""Makes the controls of a row at preparation: gold and base run the renderings, and only those that tell them apart
+are kept.
 
-Everything is drawn from a seed that is never stored. Three kinds of rendering are used: *discovery* ones record both
-sides of every assertion and are run with gold and base, to learn what is expected; *blinded* ones and *plain* ones are
-what enters the box of an attempt.
+All random choices come from a seed that is never stored. There are three kinds of renderings. *Discovery* renderings
+record both sides of every assertion and run with gold and base, to learn what is expected. *Blinded* and *plain*
+renderings run in the box of an attempt.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from resources_servers.swe_bench.row import SweBenchRow
 T = TypeVar("T")
 
 BUDGET_S = 300.0
-"""Seconds after which no more is made: first the words are no longer sought, then no varied rendering and no second
-draw of words, then no twins. Gold and base still run what is left as often as ever, so a slow row takes longer."""
+"""The time budget in seconds. As it runs out, the search for words stops first, then no varied rendering and no second
+draw of words are made, then no twins. Gold and base still run the rest as often as usual, so a slow row takes longer.
+"""
 WORDS, HALF, ALL = 0.25, 0.5, 1.0
-"""Of the budget. Running what was found again and again takes about as long as finding it."""
+"""Shares of the budget. Running the found renderings repeatedly takes about as long as finding them."""
 BLINDED = 2
-"""Renderings in other words under the row's own test command. The tests of one more run without a test runner."""
+"""The number of blinded renderings that run with the row's test command. One more runs without a test runner."""
 
 
 @dataclass
@@ -45,8 +47,8 @@ class Maker:
     Args:
         site: where the row's prepared image runs.
         image_content: digest of that image.
-        seed: what everything is drawn from; secret.
-        budget_s: see `BUDGET_S`. No single box runs longer.
+        seed: the seed of all random choices; secret.
+        budget_s: see `BUDGET_S`. It also limits each run in a box.
     """
 
     site: EvalSite
@@ -63,7 +65,7 @@ class Maker:
         self._left_out: list[str] = []
 
     async def make(self) -> RowControls:
-        """The row's controls. A row whose tests cannot be rendered gets controls of strength ``none``.
+        """Make and return the row's controls. A row whose tests cannot be rendered gets controls of strength ``none``.
 
         Raises:
             SandboxError, VerifierError: a box failed.
@@ -114,7 +116,7 @@ class Maker:
         varied = await self._within(HALF, "a varied rendering", find_variation(material, own, public, before))
         told = await self._telling(own, public, words, varied)
         if any(level == "weak" and may_be_strong(own, public[test]) for test, level in told.strengths().items()):
-            # Other words may ask for more. What they are is a matter of luck.
+            # The words are drawn at random, and other words may give stronger controls.
             again = await self._within(HALF, "a second draw of words", self._told_again(own, public, before, varied))
             told = max(filter(None, (told, again)), key=lambda one: [*one.strengths().values()].count("strong"))
         await told.run(GOLD_RUNS - 1, BASE_RUNS - 1)
@@ -130,7 +132,7 @@ class Maker:
     async def _telling(
         self, own: RenderedSet, public: Calls, words: Sequence[Words], varied: Varied | None
     ) -> Telling:
-        """The renderings in these words, and what one run of gold and of base tells of them."""
+        """Make the renderings in these words, and evaluate them with one run of gold and one of base."""
         material = self._material
         sets: list[tuple[RenderedSet, Calls]] = []
         for seed, pinned, calls in words[:BLINDED]:
@@ -147,7 +149,7 @@ class Maker:
             seed, kinds, calls = varied
             one = material.render("blind", seed, None, kinds=kinds)
             assert one is not None
-            # Shared names may have drawn more tests along than were asked for.
+            # Tests are chosen by name, so the rendering may hold more tests of the same name than requested.
             sets.append((one, {test: found for test, found in calls.items() if test in kinds}))
         controlled = [
             ControlledRendering(one.rendering, checks_of(one, calls, own.probes, material.sides))
@@ -158,7 +160,7 @@ class Maker:
         return told
 
     async def _within(self, share: float, what: str, making: Awaitable[T]) -> T | None:
-        """What ``making`` makes; ``None`` when that share of the budget is used up before."""
+        """Return the result of ``making``, or ``None`` if that share of the budget is used up first."""
         limit = asyncio.timeout_at(self._started + share * self.budget_s)
         try:
             async with limit:
@@ -170,7 +172,7 @@ class Maker:
             return None
 
     async def _twins(self, strengths: dict[str, Strength], count: int) -> tuple[Twin, ...]:
-        """Twins for the tests that the renderings do not control well; what only twins control becomes ``weak``."""
+        """Make twins for the tests that the renderings do not control well. Tests with twins alone become ``weak``."""
         chosen: dict[str, Chosen] = {}
         for path in self._material.sources:
             if PurePosixPath(path).suffix not in TWIN_RENDERERS:
@@ -192,7 +194,7 @@ class Maker:
         found: dict[str, ControlledTest] = {}
         for test, strength in strengths.items():
             _, _, name = test.partition("|test:")
-            # A file that holds no functions: the test is called as its id is.
+            # The file holds no functions, so the test is named by its id.
             ids = self._material.ids_of(test) if name else (test.partition("|")[2],)
             found[test] = ControlledTest(ids, True, strength)
         named = {text for test in found.values() for text in test.ids}

@@ -1,4 +1,4 @@
-"""What a row's controls are made from: its test files, renderings of all of them, and boxes to run those in."""
+"""The material of a row's controls: its test files, renderings of all of them, and boxes to run the renderings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from resources_servers.swe_bench.signs import decides_how_tests_run, paths_of, s
 from resources_servers.swe_bench.test_ids import TestId
 
 SAMPLED_TESTS = 12
-"""PASS_TO_PASS functions that are confirmed too, at the most."""
+"""The maximum number of PASS_TO_PASS functions that are confirmed too."""
 _WORD = re.compile(r"[^\W\d_]+")
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)")
 _DOCUMENTS = (".md", ".rst", ".txt", ".po", ".mo", ".svg", ".png")
@@ -48,10 +48,10 @@ _LOCK_FILES = ("package-lock.json", "npm-shrinkwrap.json", "yarn.lock", "pnpm-lo
 
 Call = list[tuple[str, list[Value]]]
 Calls = dict[str, list[Call]]
-"""Test → its invocations, each a list of ``(key, values)``."""
+"""Test → its invocations. Each is a list of ``(key, values)``."""
 Renderer = Callable[[str, Chosen, Order], Rendered | None]
 RENDERERS: Mapping[str, Renderer] = {".py": render, **dict.fromkeys(JAVASCRIPT, render_javascript)}
-"""Suffix of a test file → what renders it."""
+"""Suffix of a test file → the function that renders it."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class RenderedSet:
         return {token: key for file in self.files.values() for token, key in file.tokens.items()}
 
     def calls(self, records: str) -> Calls:
-        """Records by test and invocation, under the keys of the pristine file."""
+        """Return the records by test and invocation, under the keys of the pristine file."""
         names = self.tokens
         found: Calls = {}
         current: Call | None = None
@@ -93,7 +93,7 @@ class Package:
 
     @classmethod
     def of(cls, paths: Sequence[str], pristine: Pristine) -> Package | None:
-        """The package of the first of these modules that lies in one."""
+        """Return the package of the first of these modules that is in a package."""
         with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(pristine.product)) as tar:
             there = set(tar.getnames())
             for path in map(PurePosixPath, paths):
@@ -109,7 +109,7 @@ class Material:
 
     Args:
         site: where the row's prepared image runs.
-        rng: what the sample of kept tests is drawn from.
+        rng: the source of random choices, such as the sample of tests to be kept.
     """
 
     site: EvalSite
@@ -122,14 +122,14 @@ class Material:
     """Path → content of the other files of the test patch."""
     chosen: dict[str, Chosen] = field(default_factory=dict)
     ids: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tests in JavaScript that the patch has to fix → their ids; elsewhere ids tell the names of their tests."""
+    """JavaScript test that the patch has to fix → its ids. In other languages ids contain the names of their tests."""
     sides: dict[str, Side] = field(default_factory=dict)
-    """Key → the side that the tests expect."""
+    """Key → the side with the expected value."""
     vocabulary: set[str] = field(default_factory=set)
     package: Package | None = None
-    """Of the first module that gold changes."""
+    """The package of the first module that gold changes."""
     words_until: float = math.inf
-    """When the event loop's clock shows this, gold's own words serve where no others have been found."""
+    """The event loop's time after which tests keep their own words if no other words have been found."""
 
     def __post_init__(self) -> None:
         self.gold = self.row.patch.encode("utf-8", "surrogateescape")
@@ -153,7 +153,7 @@ class Material:
 
         pristine = await read_pristine(self.site, self.row, [*patched, *named], is_product)
         self.package = Package.of(sorted(path for path in gold_paths if not decides_how_tests_run(path)), pristine)
-        # Seconds of work for a large product; other rows are being prepared meanwhile.
+        # This takes seconds for a large product, so use a thread: other rows are prepared at the same time.
         self.vocabulary = await asyncio.to_thread(_vocabulary, pristine.product) | {
             word.lower() for word in _WORD.findall("\n".join(_added(self.row.patch)))
         }
@@ -162,7 +162,7 @@ class Material:
                 continue
             renderer = renderer_of(path)
             if renderer is None:
-                if not path.endswith(".snap"):  # holds what is expected
+                if not path.endswith(".snap"):  # snapshot files hold expected values
                     self.support[path] = content
                 continue
             try:
@@ -180,7 +180,7 @@ class Material:
             self.chosen[path] = chosen
 
     def _tests_in(self, path: str, text: str) -> tuple[Chosen, list[str]]:
-        """Those that the patch has to fix, and the names of those that it has to keep."""
+        """Return the tests that the patch has to fix, and the names of those that must keep passing."""
         if not path.endswith(JAVASCRIPT):
             fixed = Chosen.of(path, self.fixed)
             return fixed, sorted(Chosen.of(path, self._kept).names - fixed.names)
@@ -201,13 +201,13 @@ class Material:
         plain: str = "",
         inside: bool = False,
     ) -> RenderedSet | None:
-        """One rendering of all files.
+        """Return one rendering of all files, or ``None`` if there is nothing to render.
 
         Args:
             pinned: tokens that are not relabelled; ``None`` relabels nothing.
-            kinds: test → what is varied in it instead. Other tests are left out.
-            plain: this file alone, without a test runner.
-            inside: as a module of the package that gold changes, for callers within and without look alike then.
+            kinds: test → what is varied in it, in place of relabelling. Other tests are left out.
+            plain: render only this file, to run without a test runner.
+            inside: run it as a module of the package that gold changes, so that calls look like the package's own.
         """
         rng = random.Random(f"{seed}{plain}{inside}")
         records = f"/var/tmp/{random_name(rng)}"
@@ -245,7 +245,7 @@ class Material:
         if not files:
             return None
         if not plain:
-            # What another rendering left in the place of a file must not run once more.
+            # Overwrite the test files that this rendering leaves out, so that another rendering's do not run again.
             texts = dict.fromkeys(self.sources, "")
             for path, done in files.items():
                 texts |= {path: done.source, **done.beside}
@@ -260,7 +260,7 @@ class Material:
         return RenderedSet(Rendering({plain_path: only.source, **only.beside}, records, plain_path, module), files)
 
     async def run(self, patch: bytes, renderings: Sequence[Rendering | RenderedSet]) -> Recorded:
-        """Run renderings with ``patch``; notes a run that did not end by itself.
+        """Run renderings with ``patch``. Add a note if the run did not end by itself.
 
         Raises:
             SandboxError, VerifierError: the box failed.
@@ -284,7 +284,7 @@ class Material:
         )
 
     def ids_of(self, test: str) -> tuple[str, ...]:
-        """The ids of a test that the patch has to fix."""
+        """Return the ids of a test that the patch has to fix."""
         path, _, name = test.partition("|test:")
         function = name.rpartition(".")[2]
         return self.ids.get(test) or tuple(
@@ -295,7 +295,7 @@ class Material:
 
 
 def renderer_of(path: str) -> Renderer | None:
-    """What renders a test file; ``None`` for one in a language that nothing renders."""
+    """Return the function that renders a test file, or ``None`` for an unsupported language."""
     return RENDERERS.get(PurePosixPath(path).suffix)
 
 
@@ -322,7 +322,7 @@ def _vocabulary(product: bytes) -> set[str]:
 
 
 def _added_lines(patch: str, path: str) -> set[int]:
-    """Numbers of the lines that a patch adds to a file, in its new form."""
+    """Return the line numbers, in the new file, of the lines that a patch adds."""
     found: set[int] = set()
     for section in split_patch(patch.encode("utf-8", "surrogateescape")):
         if path not in section.paths:

@@ -1,7 +1,7 @@
-"""What a rendering carries into the box: records values by the methods of Python's own base types.
+"""The recorder of a rendering: records values in the box, with the methods of Python's own base types.
 
 This file is pasted into test files, with every name that starts with ``_ng_`` replaced by a random one. It runs on
-Python 3.6 and later, imports nothing of this suite, and never calls ``__eq__`` or ``__repr__`` of a recorded value.
+Python 3.6 and later, imports nothing from this suite, and never calls ``__eq__`` or ``__repr__`` of a recorded value.
 """
 
 import json as _ng_json
@@ -21,14 +21,14 @@ def _ng_mro(kind):
         found = _ng_sys.modules.get(module) if type(module) is str else None
         for part in qualname.split("."):
             found = vars(found).get(part) if type(found) is type(_ng_sys) or _ng_base(type(found)) is type else None
-        # A class that only bears the name of another is told apart from it.
+        # Mark a class that only has the name of another class.
         borne = _ng_base(type(found)) is type and found is not one
         names.append("%s.%s%s" % (module, qualname, "!" if borne else ""))
     return names
 
 
 def _ng_aliases(kinds):
-    """What the test file itself calls these classes. It is looked up when the first test begins, and by identity."""
+    """Return the test file's own names for these classes, collected by identity when the first test begins."""
     if not _ng_NAMED:
         _ng_look(_ng_GLOBALS, "", 0)
     return sorted({name for one in kinds for name in _ng_NAMED.get(id(one), ())})
@@ -61,7 +61,7 @@ def _ng_encode(value, depth, left):
     plain = _ng_encode_as(value, kind, base, depth, left)
     if base is None or base is kind or base is type or plain == ["cut"]:
         return plain
-    # Of a class of its own: told as what it is, beside what it says of itself.
+    # The value's class is derived from a plain type: record the plain value and the object's text.
     return ["as", plain, _ng_said(value)]
 
 
@@ -117,7 +117,7 @@ def _ng_encode_other(value, kind, depth, left):
 
 
 def _ng_told(value, kind):
-    """What an object says of itself, and as plain values where it can: the text of a table leaves much of it out."""
+    """Return an object's text, and its ``to_dict()`` values if it has them, because a table's text omits much."""
     said = _ng_said(value)
     if said is None or not callable(getattr(kind, "to_dict", None)):
         return said
@@ -148,7 +148,7 @@ def _ng_write(record):
 
 
 def _ng_put(site, *values):
-    """Record values at a site; returns the first. Without values a test begins."""
+    """Record values at a site and return the first. Without values, this marks the start of a test."""
     if not values:
         _ng_aliases(())
     left = [_ng_MAX_ITEMS]
@@ -166,7 +166,7 @@ def _ng_truth(site, value):
 
 
 class _ng_catch:
-    """In place of ``pytest.raises`` and ``assertRaises``: records what was raised and lets the test go on."""
+    """Replaces ``pytest.raises`` and ``assertRaises``: records what was raised and lets the test continue."""
 
     def __init__(self, site, *expected):
         self.site, self.expected = site, expected
@@ -199,7 +199,7 @@ class _ng_catch:
 
 
 def _ng_call(site, call, *expected, **named):
-    """``assertRaises(Error, function, …)``: run the call and record what it raises."""
+    """Replace ``assertRaises(Error, function, …)``: run the call and record what it raises."""
     with _ng_catch(site, *expected) as caught:
         call()
     return caught

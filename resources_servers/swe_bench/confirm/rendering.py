@@ -1,4 +1,4 @@
-"""Renderings of a test file: chosen tests in other words and another layout, with probes in place of assertions."""
+"""Renders a test file: chosen tests in other words and another layout, with probes in place of assertions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIXTURE_HOOKS = frozenset(["setup_method", "teardown_method", "setup_class", "t
 
 @dataclass(frozen=True)
 class Chosen:
-    """Test functions of one file, by what their ids say of them."""
+    """The chosen test functions of one file, by the names or docstrings in their ids."""
 
     names: frozenset[str]
     docstrings: frozenset[str]
@@ -46,7 +46,7 @@ class Chosen:
 
     @classmethod
     def named(cls, keys: Iterable[str]) -> Chosen:
-        """The tests of these keys, ``test:`` and a qualified name."""
+        """Return the tests of these keys. A key is ``test:`` and a qualified name."""
         return cls(frozenset(key.rpartition(".")[2].removeprefix("test:") for key in keys), frozenset())
 
     def holds(self, function: FunctionNode) -> bool:
@@ -61,33 +61,33 @@ class Rendered:
     source: str
     probes: dict[str, Probe]
     tokens: dict[str, str]
-    """What the rendering calls a site → ``<path>|<key>``. A test's key is ``test:`` and its qualified name."""
+    """A site's name in the rendering → ``<path>|<key>``. A test's key is ``test:`` and its qualified name."""
     words: set[str] = field(default_factory=set)
-    """Tokens in the data of the rendering, before it was relabelled."""
+    """Tokens in the data of the rendering, before relabelling."""
     words_by_test: dict[str, set[str]] = field(default_factory=dict)
     beside: dict[str, str] = field(default_factory=dict)
-    """Path → text of other files that it needs."""
+    """Path → text of other files that the rendering needs."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """How one rendering is to be made."""
+    """How to make one rendering."""
 
     mode: Mode
     rng: random.Random
     records_path: str
     path: str = ""
-    """Of the file; tells the sites of several files apart."""
+    """The file's path, which distinguishes the sites of several files."""
     labels: Labels | Variation | None = None
     dropped_sides: Mapping[str, Side] = field(default_factory=dict)
     plain: bool = False
-    """As a program of its own, without any test runner."""
+    """Whether to render the file as a program that runs without a test runner."""
     keeps_titles: bool = False
-    """The test command selects tests by their titles."""
+    """Whether titles must stay because the test command selects tests by them."""
 
 
 def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
-    """Render one file; ``None`` when nothing of it can be.
+    """Render one file. Return ``None`` if nothing in it can be rendered.
 
     Raises:
         SyntaxError, ValueError: this Python cannot parse the file.
@@ -143,8 +143,8 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
 
 
 def relayout(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random, labels: Labels | None) -> str:
-    """The chosen tests of a file with their assertions, in other words, under other names and in another order, as
-    text. Cases are called by their positions. ``tree`` is left as the text has it."""
+    """Return the chosen tests of a file as text, with their assertions, in other words, names and order. Cases are
+    named by their positions. ``tree`` is changed in the same way."""
     chosen = {id(node) for node in tests}
     _keep_chosen(tree, chosen)
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in loads_in(node.test))]
@@ -171,7 +171,7 @@ def _number_cases(tree: ast.Module, function: FunctionNode) -> None:
 
 
 def _sites(source: str) -> list[str]:
-    """Keys of everything in a file that may be an assertion."""
+    """Return the keys of everything in a file that may be an assertion."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assert | ast.Call | ast.Expr):
@@ -181,7 +181,7 @@ def _sites(source: str) -> list[str]:
 
 
 def _keep_chosen(tree: ast.Module, chosen: Collection[int]) -> None:
-    """Take out all other tests."""
+    """Remove all tests that are not chosen."""
     for _, function, body in list(functions_of(tree)):
         if function.name.startswith("test") and id(function) not in chosen:
             body.remove(function)
@@ -190,7 +190,7 @@ def _keep_chosen(tree: ast.Module, chosen: Collection[int]) -> None:
 
 
 def _drop_unused_helpers(tree: ast.Module, chosen: Collection[int]) -> None:
-    """Helpers and fixtures that nothing needs any more may hold what the tests expect."""
+    """Remove helpers and fixtures that nothing uses any more, because they may hold what the tests expect."""
     for _ in range(10):
         loads = loads_in(tree)
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -216,7 +216,7 @@ def _drop_unused_helpers(tree: ast.Module, chosen: Collection[int]) -> None:
 
 
 def _constants(body: Sequence[ast.stmt]) -> set[str]:
-    """Names that are given constants alone, and once."""
+    """Return the names to which only constants are assigned."""
     values: dict[str, list[ast.expr]] = {}
     for node in (inner for statement in body for inner in ast.walk(statement)):
         if isinstance(node, ast.Assign):
@@ -285,7 +285,7 @@ def _rename(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random,
 
 
 def _shuffle(tree: ast.Module, tests: Collection[int], rng: random.Random) -> None:
-    """Put the tests of each body in another order, in the places that tests have."""
+    """Shuffle the tests of each body among their places."""
     bodies: list[list[ast.stmt]] = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]
     for body in bodies:
         places = [number for number, node in enumerate(body) if id(node) in tests]
@@ -296,7 +296,8 @@ def _shuffle(tree: ast.Module, tests: Collection[int], rng: random.Random) -> No
 
 
 def _plain_driver(tree: ast.Module, tests: Sequence[tuple[tuple[str, ...], FunctionNode]]) -> list[ast.stmt] | None:
-    """Calls of the tests that need no runner; tests that do are taken out of ``tree``."""
+    """Return calls of the tests that need no runner, and remove the tests that do from ``tree``. Return ``None`` if no
+    test can be called that way."""
     calls: list[str] = []
     for classes, function in tests:
         call = None if _needs_runner(function) or len(classes) > 1 else _plain_call(tree, classes, function)
@@ -394,7 +395,7 @@ _TMP_PATH = "__import__('pathlib').Path(__import__('tempfile').mkdtemp())"
 
 
 def _plain_fixtures(tree: ast.Module) -> dict[str, str]:
-    """Fixture → an expression that makes it without a test runner."""
+    """Return fixture → an expression that makes it without a test runner."""
     made = {"tmp_path": _TMP_PATH}
     for function in tree.body:
         if isinstance(function, ast.FunctionDef) and _is_plain_fixture(function):
@@ -403,7 +404,7 @@ def _plain_fixtures(tree: ast.Module) -> dict[str, str]:
 
 
 def _is_plain_fixture(function: FunctionNode) -> bool:
-    """Whether a fixture needs nothing of the test runner, neither before its test nor after it."""
+    """Whether a fixture works without the test runner: it has no teardown and uses no fixture but ``tmp_path``."""
     yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
     if len(function.decorator_list) != 1 or yields:
         return False
@@ -425,7 +426,7 @@ def _recorder() -> ast.Module:
 
 
 def _pasted(text: str, order: Order) -> str:
-    """The recorder in front of the tests, behind ``from __future__`` imports, with names of its own."""
+    """Return the tests with the recorder before them, after ``from __future__`` imports, and random helper names."""
     lines = text.split("\n")
     future = [line for line in lines if line.startswith("from __future__ ")]
     rest = [line for line in lines if not line.startswith("from __future__ ")]

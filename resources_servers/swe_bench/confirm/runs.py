@@ -1,7 +1,7 @@
-"""Running renderings, and comparing what each recorded with what it must record.
+"""Runs renderings and compares their records with the expected records.
 
-A rendering takes the row's own steps, with rendered test files where its test patch would go. Both the file of records
-and the values in it are the work of code under test, so they are compared in a process that is killed when it takes
+A rendering runs the row's own steps, with rendered test files in place of the test patch. The code under test can
+write the file of records and controls the values in it, so they are compared in a process that is killed when it takes
 too long.
 """
 
@@ -37,25 +37,25 @@ from resources_servers.swe_bench.eval_box import (
 from resources_servers.swe_bench.row import SweBenchRow
 
 _FIRST_HANDLE = 20
-"""Number of the shell's handle on the first rendering; the others follow."""
+"""The shell's file descriptor of the first rendering's archive; the next numbers belong to the others."""
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 _APPLY = re.compile(r"^git apply\b.*<<\s*(['\"]?)(?P<word>\w+)\1\s*$")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A row's evaluation script, taken apart."""
+    """The parts of a row's evaluation script."""
 
     before: str
-    """What precedes the test patch, as the script has it."""
+    """The lines before the test patch."""
     test_patch: str
     after: str
-    """What follows it before the tests start."""
+    """The lines between the test patch and the start of the tests."""
     test_command: str
 
     @classmethod
     def of(cls, eval_script: str) -> Steps | None:
-        """``None`` for a script that does not apply exactly one test patch from a here-document."""
+        """Return ``None`` for a script that does not apply exactly one test patch from a here-document."""
         preparation, command, _ = split_script(eval_script)
         lines = preparation.split("\n")
         places = [number for number, line in enumerate(lines) if _APPLY.match(line)]
@@ -81,15 +81,15 @@ class Rendering:
     files: Mapping[str, str]
     """Path in the repository → text."""
     records: str
-    """Where in the box it leaves its records."""
+    """The file in the box that receives the records."""
     plain: str = ""
-    """The file that is run as a program, without the row's own test command; empty runs that command."""
+    """The file to run as a program in place of the row's test command; empty to run the test command."""
     module: str = ""
-    """What that file is called as a module of the package under test; empty runs it as a program of its own."""
+    """The name of that file as a module of the package under test; empty to run it as a separate program."""
     printed: bool = False
-    """Whether its records are what the test command prints."""
+    """Whether the output of the test command is taken as the records."""
     instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """File that the test command names → the files that it is given for it."""
+    """File that the test command names → the files that replace it in the command."""
 
     def command(self, test_command: str) -> str:
         for path, others in self.instead.items():
@@ -104,18 +104,18 @@ class Rendering:
 
 
 def word_in_command(word: str) -> re.Pattern[str]:
-    """Where a command has a word."""
+    """Return a pattern that finds ``word`` as a whole word of a command."""
     return re.compile(rf"(?<!\S){re.escape(word)}(?!\S)")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the renderings of one run left, in the order in which they ran."""
+    """The records of the renderings of one run, in the order in which they ran."""
 
     applied: bool
     outcome: ExecOutcome = ExecOutcome.EXITED
     records: tuple[str, ...] = ()
-    """For each rendering what stands in its file of records; the code under test may have written any of it."""
+    """For each rendering the contents of its file of records. The code under test may have written any of it."""
     log: str = ""
     duration_s: float = 0.0
 
@@ -128,10 +128,10 @@ async def run_renderings(
     *,
     support: Mapping[str, bytes] | None = None,
 ) -> Recorded:
-    """Run renderings one after the other in a box made for them, with ``patch`` applied.
+    """Run renderings one after the other in a new box, with ``patch`` applied.
 
     Args:
-        support: files of the test patch that the renderings need beside them.
+        support: other files of the test patch that the renderings need.
 
     Raises:
         SandboxError: the provider failed.
@@ -161,10 +161,10 @@ async def run_renderings(
 
 @dataclass(frozen=True)
 class Pristine:
-    """What the controls of a row are made from."""
+    """The files from which the controls of a row are made."""
 
     sources: Mapping[str, bytes | None]
-    """Test files as the row's own steps leave them; ``None`` for one that is not there."""
+    """Path → content of a test file after the row's own steps; ``None`` if the file does not exist."""
     product: bytes
     """Every other file that git tracks, as a tar archive."""
 
@@ -172,8 +172,8 @@ class Pristine:
 async def read_pristine(
     site: EvalSite, row: SweBenchRow, paths: Sequence[str], is_product: Callable[[str], bool]
 ) -> Pristine:
-    """Read the tree and the test files in a box without any patch. As in the official script, a step that fails
-    stops nothing.
+    """Read the tree and the test files in a box without any patch. As in the official script, a failed step does not
+    stop the others.
 
     Raises:
         SandboxError, VerifierError: the pristine box failed.
@@ -201,11 +201,12 @@ async def read_pristine(
 def _script(steps: Steps, renderings: Sequence[Rendering]) -> str:
     first, *rest = steps.before.split("\n")
     numbers = range(len(renderings))
-    # The shell keeps everything open, so that neither installing nor the tests find what the grader put there.
+    # The shell opens the archives and their directory is deleted, so that neither the installation nor the tests can
+    # find them.
     opened = " ".join(f"{_FIRST_HANDLE + number}<{INPUTS}/{number}.tar" for number in numbers)
     closed = " ".join(f"{_FIRST_HANDLE + number}<&-" for number in numbers)
     lines = [first, f"exec {opened}", f"rm -rf {INPUTS}", "{", *rest, steps.after, f"}} {closed}"]
-    # What only one rendering has must not be there when another runs.
+    # A file that not all renderings have must not exist when another rendering runs.
     counted = Counter(path for rendering in renderings for path in set(rendering.files))
     rendered = {path for path, times in counted.items() if times == len(renderings)}
     for number, rendering in enumerate(renderings):
@@ -229,7 +230,7 @@ def _tar(files: Mapping[str, bytes], number: int) -> bytes:
             member = tarfile.TarInfo(path)
             member.size = len(content)
             member.mode = 0o644
-            # Compiled files of one rendering must not serve another of the same size.
+            # A distinct time keeps Python from using another rendering's compiled file of the same source size.
             member.mtime = int(time.time()) + number
             tar.addfile(member, io.BytesIO(content))
     return buffer.getvalue()
@@ -240,7 +241,7 @@ def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
 
 
 async def fetch_records(site: EvalSite, handle: SandboxHandle, path: str) -> str:
-    """What stands in a file of records. More than fits is no record of ours, and must not fill our memory."""
+    """Return the contents of a file of records, or nothing if it exceeds the limit, which protects our memory."""
     return (await _read(site, handle, path, max_bytes=MAX_RECORD_BYTES) or b"").decode("latin-1")
 
 
@@ -249,20 +250,20 @@ async def _read(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: 
         stream = site.provider.get_archive(handle, path, max_bytes=max_bytes)
         return b"".join([piece async for piece in single_file(stream)])
     except (ArchiveError, SandboxArchiveError):
-        # Too large, a link, a directory, or not there: no file of ours.
+        # It is too large, a link, a directory, or missing, so a rendering did not write it.
         return None
 
 
 COMPARE_TIMEOUT_S = 30.0
 MAX_COMPARERS = 8
-"""Attempts compared at once; each has a process of its own, made when it is needed."""
+"""The number of attempts compared concurrently. Each has its own process, started when it is needed."""
 
 Tests = Mapping[str, Sequence[Sequence[Check]]]
-"""Test → its invocations, each the checks of its records in order; the first one begins the test."""
+"""Test → its invocations. Each is the checks of its records, in order; the first check begins the test."""
 
 
 async def compare(tests: Sequence[Tests], records: Sequence[str]) -> list[dict[str, str]]:
-    """For each rendering the tests whose records are not what they must be → why.
+    """Return for each rendering the tests whose records are wrong → why.
 
     Raises:
         VerifierError: no process can be started.
@@ -283,12 +284,12 @@ async def compare(tests: Sequence[Tests], records: Sequence[str]) -> list[dict[s
 
 
 def close_comparers() -> None:
-    """End the processes that wait for records; the next comparison starts new ones."""
+    """Stop the comparing processes. The next comparison starts new ones."""
     _comparers.close()
 
 
 def compare_here(tests: Sequence[Mapping[str, Any]], records: Sequence[str]) -> list[dict[str, str]]:
-    """What a comparing process answers to `compare`."""
+    """Run in a comparing process: do the work of `compare`."""
     return [
         failed(
             {name: [[Check(**check) for check in checks] for checks in calls] for name, calls in one.items()},
@@ -299,7 +300,7 @@ def compare_here(tests: Sequence[Mapping[str, Any]], records: Sequence[str]) -> 
 
 
 def read_records(text: str) -> list[Record]:
-    """The records of one file. What the code under test wrote there itself is no record."""
+    """Return the records of one file. Lines that do not have the form of a record are skipped."""
     found: list[Record] = []
     for line in text.split("\n"):
         try:
@@ -312,7 +313,7 @@ def read_records(text: str) -> list[Record]:
 
 
 def failed(tests: Tests, records: Sequence[Record]) -> dict[str, str]:
-    """Tests whose records are not what they must be → why."""
+    """Return the tests whose records are wrong → why."""
     begins = {calls[0][0].site: test for test, calls in tests.items() if calls and calls[0]}
     known = {check.site for calls in tests.values() for checks in calls for check in checks}
     seen: dict[str, list[list[Record]]] = {test: [] for test in tests}

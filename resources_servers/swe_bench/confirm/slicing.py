@@ -1,4 +1,4 @@
-"""Takes out of a test file what only its expected sides needed: names, parameters, columns of parametrised cases."""
+"""Removes from a test file what only the expected sides used: names, parameters, columns of parametrised cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PlacedFunction = tuple[tuple[str, ...], FunctionNode, list[ast.stmt]]
 
 
 def functions_of(tree: ast.Module) -> Iterator[PlacedFunction]:
-    """Every function at module or class level: the classes around it, itself, and the body that holds it."""
+    """Yield for every function at module or class level its classes, the function, and the body that holds it."""
 
     def visit(
         body: list[ast.stmt], classes: tuple[str, ...]
@@ -34,16 +34,16 @@ def functions_of(tree: ast.Module) -> Iterator[PlacedFunction]:
 
 
 def loads_in(node: ast.AST) -> Counter[str]:
-    """How often each name is read below ``node``."""
+    """Return how often each name is read below ``node``."""
     return Counter(
         one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Store)
     )
 
 
 def slice_away(tree: ast.Module, dropped: set[str]) -> None:
-    """Remove from ``tree`` what nothing reads any more, as far as ``dropped`` names lead there.
+    """Remove from ``tree`` the definitions of ``dropped`` names that nothing reads any more.
 
-    ``dropped`` grows by the names that the removed parts had read.
+    The names that the removed parts read are added to ``dropped``.
     """
     changed = True
     rounds = 0
@@ -175,7 +175,7 @@ class _Cleaner(ast.NodeTransformer):
 
 
 def parametrisation(decorator: ast.expr) -> tuple[list[str], ast.expr] | None:
-    """Argument names and values of ``pytest.mark.parametrize(…)``."""
+    """Return the argument names and values of ``pytest.mark.parametrize(…)``, or ``None`` for another decorator."""
     if not (isinstance(decorator, ast.Call) and _dotted(decorator.func).endswith("parametrize")):
         return None
     values = {one.arg: one.value for one in decorator.keywords}
@@ -191,7 +191,7 @@ def parametrisation(decorator: ast.expr) -> tuple[list[str], ast.expr] | None:
 
 
 def case_rows(tree: ast.Module, cases: ast.expr) -> list[ast.expr] | None:
-    """The rows of a parametrisation that are written out, also behind a module-level name."""
+    """Return the rows of a parametrisation if they are written out, directly or under a module-level name."""
     if isinstance(cases, ast.Name):
         found = [
             node.value
@@ -262,7 +262,7 @@ def _case(values: list[ast.expr], row: ast.expr) -> ast.expr:
 
 
 def strip_ids(function: FunctionNode) -> None:
-    """Explicit ids of cases give away what they are about."""
+    """Remove explicit ids of cases, because they reveal what the cases are about."""
     for decorator in function.decorator_list:
         for node in ast.walk(decorator):
             if isinstance(node, ast.Call) and _dotted(node.func).endswith(("param", "parametrize")):
@@ -270,7 +270,7 @@ def strip_ids(function: FunctionNode) -> None:
 
 
 def _slice_parameters(tree: ast.Module, function: FunctionNode, dropped: set[str]) -> bool:
-    """Parameters of helpers that only passed an expectation on, and what callers gave for them."""
+    """Remove helpers' parameters that only passed on an expectation, and the arguments that callers pass for them."""
     loads = Counter[str]()
     for statement in function.body:
         loads += loads_in(statement)
@@ -283,7 +283,7 @@ def _slice_parameters(tree: ast.Module, function: FunctionNode, dropped: set[str
     if not gone:
         return False
     if function.name.startswith("test"):
-        # A fixture that only made an expectation.
+        # The parameter is a fixture that only made an expectation.
         _remove_arguments(function, gone)
         return True
     calls = list(_calls_of(tree, function.name))

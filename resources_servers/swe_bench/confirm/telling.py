@@ -1,4 +1,4 @@
-"""Keeping of a row's renderings what tells a solution from none, run after run, and how well it tells."""
+"""Keeps those of a row's renderings that reliably distinguish gold from base, and rates how strong they are."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from resources_servers.swe_bench.confirm.runs import failed, read_records
 from resources_servers.swe_bench.confirm.values import Check, Value, carries, equal
 
 GOLD_RUNS = 4
-"""Beside the one that the checks are made from: what varies over five runs decides nothing."""
+"""The number of gold runs beside the one that the checks are made from. Tests that vary over the five are dropped."""
 BASE_RUNS = 3
 _ASKING = frozenset(("==", "in", "not in", "like", "count", "close", "almost", "startswith", "endswith", "matches"))
 _FEW: tuple[Value, ...] = (["none"], ["bool", True], ["bool", False])
 SURE = 2
-"""Renderings under the test command that must confirm a test before it is well controlled."""
+"""The number of renderings run by the test command that must confirm a test for strength ``strong``."""
 
 
 class Telling:
-    """Renderings, and what gold and base have told of them so far.
+    """Renderings, and the results of gold and base with them so far.
 
     Args:
-        sets: each rendering, and what gold answers in its words.
-        controlled: the same with the checks that these answers make.
-        public: what gold answers in the row's own words.
+        sets: each rendering, and gold's answers in its words.
+        controlled: the same renderings with the checks made from these answers.
+        public: gold's answers in the row's own words.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Telling:
         self._seen_base: list[list[Calls]] = [[] for _ in controlled]
 
     async def run(self, gold: int, base: int) -> None:
-        """Run all renderings that often; drop tests that gold does not pass every time, renderings in which base
-        passes what it should not, and of the plain ones of a file all but the best."""
+        """Run all renderings that often. Drop tests that gold does not always pass, tests to be fixed that base
+        passes, renderings that decide nothing then, and all but the best plain rendering of each file."""
         count = len(self.kept)
         if not count:
             return
@@ -71,7 +71,7 @@ class Telling:
         self._seen_base = [self._seen_base[number] for number in places]
 
     def strengths(self) -> dict[str, Strength]:
-        """How well each test to be fixed is told."""
+        """Return how well each test to be fixed is controlled."""
         levels: dict[str, list[Strength]] = {}
         for one, (made, _), base in zip(self.kept, self._sets, self._seen_base, strict=True):
             for test in self._fixed & set(one.tests) if not one.rendering.plain else ():
@@ -80,14 +80,14 @@ class Telling:
         strengths: dict[str, Strength] = {}
         for test in self._fixed:
             found = levels.get(test, [])
-            # All renderings have to be confirmed, so what one asks for beyond the public test is asked for.
+            # All renderings must confirm an attempt, so it is enough if one asks for more than the public test.
             strong = len(found) >= SURE and "strong" in found
             strengths[test] = "none" if not found else "strong" if strong else "weak"
         return strengths
 
 
 def may_be_strong(own: RenderedSet, public: Sequence[Call]) -> bool:
-    """Whether a test asks for a value that other inputs can change: no truth value, no type, no error."""
+    """Whether a test asks for a value that other inputs can change, and not only for a truth value, type or error."""
     return any(
         own.probes[key].op in _ASKING and carries(values[0]) and values[0] not in _FEW
         for call in public
@@ -96,8 +96,8 @@ def may_be_strong(own: RenderedSet, public: Sequence[Call]) -> bool:
 
 
 def one_plain(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> list[ControlledRendering]:
-    """Of the plain renderings of a file only the one that confirms most of what is to be fixed, within the package if
-    it can."""
+    """Keep only the best plain rendering of each file: the one that confirms most of the tests to be fixed, and if
+    several do, one that runs inside the package."""
     best: dict[str, ControlledRendering] = {}
     for one in kept:
         if one.rendering.plain:
@@ -107,8 +107,8 @@ def one_plain(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> li
 
 
 def without_surplus(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> list[ControlledRendering]:
-    """Less the first of three renderings under the test command, where the others hold its tests as well. A test that
-    asks for the same in other words, and has twins, needs no more of them."""
+    """Drop the first of three or more renderings run by the test command if the others hold its tests as well. A test
+    that asks for the same in other words and has twins does not need a third rendering."""
     told = [one for one in kept if not one.rendering.plain]
     if len(told) > SURE:
         first, second, *more = (one.tests.keys() for one in told)
@@ -124,7 +124,7 @@ def _worth(plain: ControlledRendering, fixed: Collection[str]) -> tuple[int, boo
 def _carries_more_than_the_public(
     calls: tuple[tuple[Check, ...], ...], public: list[Call], base: Sequence[Calls], test: str, one: RenderedSet
 ) -> bool:
-    """Whether a probe that base fails asks for a value that knowing the public test does not give away."""
+    """Whether a probe that base fails asks for a value that cannot be copied from the public test."""
     names = one.tokens
     for number, (checks, told) in enumerate(zip(calls, public, strict=False)):
         for place, (check, (key, values)) in enumerate(zip(checks[1:], told, strict=False)):

@@ -1,12 +1,12 @@
-"""Mutant twins, for tests that blinded renderings do not control: what they expect stays in the box, and is wrong
-there every other time.
+"""Mutant twins, for tests that blinded renderings do not control. Their expectations stay in the box, but are wrong in
+half of the runs.
 
 A *twin* is one rendering of a row's test files together with a *mutant* of it, in which some tests expect something
-else. Gold passes the true one and fails the mutated tests; base fails the true one. An attempt meets both, in boxes
-of their own and in random order, and nothing but the expectation tells which is which: a report that says "passed"
-of both is no report of what the code answers.
+else. Gold passes the true rendering and fails the mutated tests; base fails the true rendering. Both run with an
+attempt's patch, in separate boxes and in random order, and differ only in the expectation. If both are reported as
+passed, the report does not depend on the code's answers.
 
-A renderer of a language makes twins in form of `TwinFile`; everything else here knows texts, ids and logs alone.
+The renderer of a language makes twins in the form of `TwinFile`. This module only handles texts, ids and logs.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from resources_servers.swe_bench.signs import paths_of
 from resources_servers.swe_bench.test_ids import TestId
 
 TWINS = 3
-"""Twins of a row that nothing else controls; who throws coins for them has to win twice as often."""
+"""The number of twins of a row that nothing else controls. Each more twin halves the chance of guessing right."""
 TWINS_BESIDE = 2
-"""Of a row that blinded renderings control, too: as many as two kinds of expectations need."""
+"""The number of twins of a row that blinded renderings control too: enough for two kinds of expectations."""
 GOLD_RUNS = 5
-"""What varies over five runs decides nothing, as in `telling`."""
+"""The number of gold runs. As in `telling`, tests whose results vary over five runs are not used."""
 BASE_RUNS = 3
 _MUTATION_ROUNDS = 3
 _TRIED_AT_ONCE = 3
 _MAX_TEXT_FILE = 200_000
 _EXPECTED_FILES = (*FIXTURE_SUFFIXES, ".md", ".rst", ".csv", ".ambr", ".expected", ".log")
 TWIN_RENDERERS = {".py": twin_of}
-"""Suffix of a test file → what makes twins of it."""
+"""Suffix of a test file → the function that makes twins of it."""
 _PASSED = ("PASSED", "XFAIL")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong expectation: a change of the true text."""
+    """A wrong expectation, as a change of the true text."""
 
     path: str
     start: int
     end: int
     text: str
-    """What stands there instead."""
+    """The replacement for the text from ``start`` to ``end``."""
     kind: str
     excluding: bool
-    """Whether nothing can hold it and the true one at once."""
+    """Whether no code can meet both this expectation and the true one."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class TwinTest:
     """One test of a twin."""
 
     ids: tuple[str, ...]
-    """What the log calls its cases, by their positions; gold passes all of them in the true twin."""
+    """The ids of its cases in the log, where cases are named by position. Gold passes all of them in the true twin."""
     wrong: tuple[str, ...] = ()
-    """Those that gold fails in the mutant."""
+    """The ids that gold fails in the mutant."""
     mutant: Mutant | None = None
 
     @classmethod
@@ -88,7 +88,7 @@ class Twin:
     tests: Mapping[str, TwinTest]
 
     def texts(self, *, mutated: bool) -> dict[str, str]:
-        """The files of the true twin, or of the mutant."""
+        """Return the files of the true rendering, or of the mutant."""
         texts = dict(self.files)
         mutants = [test.mutant for test in self.tests.values() if mutated and test.mutant is not None]
         for one in sorted(mutants, key=lambda mutant: mutant.start, reverse=True):
@@ -98,29 +98,29 @@ class Twin:
 
 @dataclass
 class TwinRun:
-    """What a box said of the twins in it."""
+    """The results of the twins that ran so far."""
 
     problems: dict[str, str] = field(default_factory=dict)
     """Test → why it is not confirmed."""
     passed: dict[str, set[tuple[str, bool]]] = field(default_factory=lambda: defaultdict(set))
-    """Test → ``(kind, excluding)`` of the wrong expectations that it is reported to meet."""
+    """Test → ``(kind, excluding)`` of the wrong expectations with which it is reported as passed."""
 
     @property
     def passes_wrong_expectations(self) -> bool:
-        """Whether that is more than one right solution among many could do."""
+        """Whether no correct solution can pass these: they are of two kinds, or one excludes the true expectation."""
         kinds = {kind for found in self.passed.values() for kind, _ in found}
         return len(kinds) > 1 or any(excluding for found in self.passed.values() for _, excluding in found)
 
 
 def decides(twins: Sequence[Twin], test: str) -> bool:
-    """Whether twins can tell that a test's report is none."""
+    """Whether the twins can show that a test's report is false: by an excluding mutant, or mutants of two kinds."""
     mutants = [twin.tests[test].mutant for twin in twins if test in twin.tests]
     found = [mutant for mutant in mutants if mutant is not None]
     return any(one.excluding for one in found) or len({one.kind for one in found}) > 1
 
 
 def dealt(twins: Sequence[Twin], rng: random.Random) -> tuple[list[tuple[Twin, bool]], list[tuple[Twin, bool]]]:
-    """For each of two boxes the twins in the order in which they run, with whether it is the mutant."""
+    """Return for each of two boxes the twins in the order in which they run, each with whether its mutant runs."""
     first = [(twin, rng.random() < 0.5) for twin in twins]
     second = [(twin, not mutated) for twin, mutated in first]
     return rng.sample(first, len(first)), rng.sample(second, len(second))
@@ -132,8 +132,8 @@ def rendering_of(
     rng: random.Random,
     instead: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Rendering:
-    """Test files as they are, whose record is what the test command prints. Its other files hold tests to be kept,
-    which are never in one run with those to be fixed."""
+    """Return a rendering of unchanged test files whose records are the test command's output. The test command's other
+    files are left out: they hold tests to be kept, which never run together with tests to be fixed."""
     patched = paths_of(row.test_patch.encode("utf-8", "surrogateescape"))
     others = {path: () for path in patched if path.endswith(".py") and path not in texts}
     return Rendering(texts, f"/var/tmp/{random_name(rng)}", printed=True, instead=others | dict(instead or {}))
@@ -141,17 +141,17 @@ def rendering_of(
 
 @dataclass(frozen=True)
 class Delivery:
-    """How twins get into a box: each by itself, or as files of one run, which costs the runner's start only once."""
+    """How twins run in a box: each in its own run, or all as files of one run, which starts the test runner once."""
 
     renderings: tuple[Rendering, ...]
     paths: Mapping[str, str]
     """File in the box → the file that ids name."""
     count: int
-    """Of twins."""
+    """The number of twins."""
 
     @classmethod
     def of(cls, row: SweBenchRow, box: Sequence[tuple[Twin, bool]], rng: random.Random) -> Delivery:
-        """The delivery of ``(twin, whether it is the mutant)``."""
+        """Return the delivery of one box, given as pairs ``(twin, whether its mutant runs)``."""
         texts = [twin.texts(mutated=mutated) for twin, mutated in box]
         if not _fit_into_one_run(row, [twin for twin, _ in box]):
             return cls(tuple(rendering_of(row, one, rng) for one in texts), {}, len(box))
@@ -165,7 +165,7 @@ class Delivery:
         return cls((rendering_of(row, files, rng, instead),), paths, len(box))
 
     async def passed(self, row: SweBenchRow, logs: Sequence[str]) -> list[set[str]]:
-        """For each twin the ids that pass, maybe with others' among them.
+        """Return for each twin the ids that pass. If all ran together, they include the ids of the other twins.
 
         Raises:
             VerifierError: no process can be started to read the logs.
@@ -179,7 +179,7 @@ class Delivery:
 
 
 def _fit_into_one_run(row: SweBenchRow, twins: Sequence[Twin]) -> bool:
-    """Whether the test command names the twins' files, and no id is of two twins."""
+    """Whether the test command names the twins' files, and no id belongs to two twins."""
     steps = Steps.of(row.eval_script)
     ids = Counter(one for twin in twins for test in twin.tests.values() for one in test.ids)
     paths = {path for twin in twins for path in twin.files}
@@ -192,7 +192,7 @@ def _fit_into_one_run(row: SweBenchRow, twins: Sequence[Twin]) -> bool:
 
 
 def look_at(run: TwinRun, twin: Twin, passed: Collection[str], *, mutated: bool) -> None:
-    """Add to ``run`` what the log of a twin says."""
+    """Add the result of one twin to ``run``."""
     for name, test in twin.tests.items():
         wrong = test.wrong if mutated else ()
         if any(one not in passed for one in test.ids if one not in wrong):
@@ -202,7 +202,8 @@ def look_at(run: TwinRun, twin: Twin, passed: Collection[str], *, mutated: bool)
 
 
 async def passed_in(row: SweBenchRow, log: str) -> list[str]:
-    """The ids that the official parser reads as passed, in their order; none in a log with markers of its own."""
+    """Return the ids that the official parser reads as passed, in log order. Return none if the log itself contains
+    markers."""
     module = grading.grading()
     start, end = (f"+ : '{marker}'" for marker in (module.START_TEST_OUTPUT, module.END_TEST_OUTPUT))
     text = log.encode("latin-1").decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
@@ -218,22 +219,22 @@ async def passed_in(row: SweBenchRow, log: str) -> list[str]:
 
 @dataclass
 class _Draft:
-    """A twin in the making."""
+    """A twin under construction."""
 
     texts: dict[str, str]
     names: dict[str, str]
-    """What the log calls a function → test."""
+    """A function's name in the log → test."""
     wrongs: dict[str, list[tuple[str, Wrong]]]
-    """Test → ``(path, wrong)``, those to be tried first in front."""
+    """Test → the ``(path, wrong)`` pairs not tried yet, in the order in which to try them."""
     ids: dict[str, list[str]] = field(default_factory=dict)
     chosen: dict[str, Mutant] = field(default_factory=dict)
     wrong_ids: dict[str, tuple[str, ...]] = field(default_factory=dict)
     failing: dict[str, list[tuple[Mutant, tuple[str, ...]]]] = field(default_factory=dict)
-    """Test → wrong expectations that gold fails, with the ids that fail."""
+    """Test → the wrong expectations that gold fails, with the ids that fail."""
 
     def choose(self, chosen: Counter[tuple[str, str]]) -> None:
-        """Take one of them for each test, preferably of a kind that no other draft has: among the first what excludes
-        the true one, and another question before another answer."""
+        """Choose one wrong expectation for each test, preferably of a kind that no other draft has. Among these prefer
+        one that excludes the true expectation, then one with another input over one with another expected value."""
         for test, found in self.failing.items():
             taken = [one for other, one in self.chosen.items() if other != test]
             free = [(mutant, ids) for mutant, ids in found if not _overlaps(mutant, taken)]
@@ -242,7 +243,7 @@ class _Draft:
 
             def rank(pair: tuple[Mutant, tuple[str, ...]], test: str = test) -> tuple[bool, int, bool, bool]:
                 one = pair[0]
-                # Who knows the public test sees at once where "is" has become "is not": only where nothing else is.
+                # Use a negation only if there is nothing else: compared with the public test, it is obvious.
                 return one.kind == "negation", chosen[test, _group(one)], not one.excluding, _group(one) != "input"
 
             mutant, self.wrong_ids[test] = min(free, key=rank)
@@ -271,8 +272,8 @@ class TwinMaker:
 
     Args:
         chosen: path → the tests in it that are to be fixed and that nothing else controls well.
-        rng: what everything is drawn from; secret.
-        count: how many are wanted.
+        rng: the source of all random choices; secret.
+        count: the number of twins to make.
     """
 
     material: Material
@@ -281,7 +282,7 @@ class TwinMaker:
     count: int = TWINS
 
     async def make(self) -> tuple[Twin, ...]:
-        """Twins that gold and base tell apart as they should; none where there are none.
+        """Return the twins with which gold and base give the required results; empty if there are none.
 
         Raises:
             SandboxError, VerifierError: a box failed.
@@ -302,8 +303,8 @@ class TwinMaker:
     # ------------------------------------------------------------------------------------------------ true twins
 
     async def _true_ones(self) -> list[_Draft]:
-        """Renderings that gold passes and base fails: in other words, then in words with the tests' own numbers, then
-        in their own words under other names."""
+        """Return renderings that gold passes and base fails. Try other words and numbers first, then other words with
+        the tests' own numbers, then the tests' own words and numbers under other names."""
         drafts: list[_Draft] = []
         for levels in ((False,), (False, True, None)):
             pinned = [level for level in levels for _ in range(self.count - len(drafts))]
@@ -343,7 +344,7 @@ class TwinMaker:
             twin = make(source, chosen, rng=self.rng, labels=labels, sides=sides, base=answers)
             if twin is not None:
                 self._add(draft, path, twin)
-        # Expectations that stand in the test itself are surer; a test without any gets those of files.
+        # Expectations in the test itself are more certain. Only a test without any gets expectations in other files.
         bare = [test for test in dict.fromkeys(draft.names.values()) if not draft.wrongs.get(test)]
         for path, content in self.material.support.items():
             text = _text_of(path, content)
@@ -358,8 +359,8 @@ class TwinMaker:
             draft.wrongs.setdefault(f"{path}|{test}", []).extend((path, wrong) for wrong in wrongs)
 
     def _add_text(self, draft: _Draft, path: str, text: str, bare: Sequence[str]) -> None:
-        """A file that is no Python: either a test of its own (a document with examples), or what the ``bare`` ones may
-        expect."""
+        """Add a file that is not Python. It is either a test itself (a document with examples), or may hold what the
+        ``bare`` tests expect."""
         draft.texts[path] = text
         own = {one: f"{path}|{one}" for one in self.material.row.fail_to_pass if TestId.parse(one).path == path}
         draft.names |= own
@@ -379,12 +380,12 @@ class TwinMaker:
             tokens |= tokens_of_text(_text_of(path, content) or "")
         pinned = {token for token in tokens if token.isdigit()} if pin_numbers else set()
         for path, content in self.material.support.items():
-            # Tests find the file by its name, and the product by its own.
+            # Keep the words of the path, by which tests find the file, and of the code, which names product parts.
             pinned |= tokens_of_text(path) | _code_in(_text_of(path, content) or "")
         return Labels(random.Random(self.rng.getrandbits(64)), tokens, self.material.vocabulary, pinned)
 
     async def _base_answers(self, labels: Sequence[Labels | None]) -> list[dict[str, list[Value]]]:
-        """What base answers where the tests ask, in the words of each of ``labels``."""
+        """Return base's answers at the tests' assertions, in the words of each of ``labels``."""
         renderings: list[Rendering] = []
         for one in labels:
             records = f"/var/tmp/{random_name(self.rng)}"
@@ -416,7 +417,7 @@ class TwinMaker:
     # ---------------------------------------------------------------------------------------------------- mutants
 
     async def _mutate(self, drafts: Sequence[_Draft]) -> None:
-        """Find for each test of each draft a wrong expectation that gold fails, of several kinds over the drafts."""
+        """Find for each test of each draft a wrong expectation that gold fails. Vary the kinds over the drafts."""
         used: Counter[tuple[str, str, Origin]] = Counter()
         chosen: Counter[tuple[str, str]] = Counter()
         for _ in range(_MUTATION_ROUNDS):
@@ -435,7 +436,7 @@ class TwinMaker:
             gold = await self._passed(self.material.gold, texts)
             for (draft, mutants), passed in zip(tried, gold, strict=True):
                 failed = {test: tuple(one for one in ids if one not in passed) for test, ids in draft.ids.items()}
-                # A change that fails other tests, too, is an expectation of theirs.
+                # A change that makes other tests fail too is not an expectation of this test alone.
                 if any(ids and test not in mutants for test, ids in failed.items()):
                     continue
                 for test, mutant in mutants.items():
@@ -445,11 +446,11 @@ class TwinMaker:
                 draft.choose(chosen)
 
     def _next(self, draft: _Draft, used: Counter[tuple[str, str, Origin]]) -> dict[str, Mutant]:
-        """The next wrong expectation to be tried for each test that has none, those seldom tried first."""
+        """Return the next wrong expectation to try for each test that has none. Rarely tried kinds come first."""
         found: dict[str, Mutant] = {}
         for test in draft.ids:
             wrongs = draft.wrongs.get(test, [])
-            # Questions first: of two numbers that one could ask instead, often only one has another answer.
+            # Try changed inputs first: of two other inputs, often only one leads to another answer.
             wrongs.sort(
                 key=lambda pair: (
                     pair[1].kind == "negation",
@@ -466,7 +467,7 @@ class TwinMaker:
         return found
 
     async def _steady(self, twins: Sequence[Twin]) -> list[Twin]:
-        """The twins less what does not come out alike in every run of gold and base."""
+        """Return the twins without the tests whose results are not the required ones in every run of gold and base."""
         if not twins:
             return []
         boxes = [[(twin, mutated) for twin in twins] for mutated in (False, True)]
@@ -486,7 +487,8 @@ class TwinMaker:
         return [Twin(twin.files, tests) for twin, tests in zip(twins, alike, strict=True)]
 
     async def _delivered(self, patch: bytes, boxes: Sequence[Sequence[tuple[Twin, bool]]]) -> list[list[set[str]]]:
-        """For each of several deliveries, in one box, and each twin of it, the ids that pass with ``patch``."""
+        """Run several deliveries in one box. Return for each delivery and each of its twins the ids that pass with
+        ``patch``."""
         deliveries = [Delivery.of(self.material.row, box, self.rng) for box in boxes]
         recorded = await self.material.run(patch, [one for each in deliveries for one in each.renderings])
         logs = [*recorded.records]
@@ -498,14 +500,14 @@ class TwinMaker:
         return found
 
     async def _passed(self, patch: bytes, texts: Sequence[Mapping[str, str]]) -> list[list[str]]:
-        """For each of several sets of test files the ids that pass with ``patch``, in the log's order."""
+        """Run several sets of test files in one box. Return for each the ids that pass with ``patch`` in log order."""
         recorded = await self.material.run(patch, [rendering_of(self.material.row, one, self.rng) for one in texts])
         passed = [await passed_in(self.material.row, log) for log in recorded.records]
         return [*passed, *([] for _ in range(len(texts) - len(passed)))]
 
 
 def mutant_of(path: str, text: str, wrong: Wrong) -> Mutant:
-    """The change that makes the wrong text of the true one."""
+    """Return the change that turns the true text into the wrong one."""
     start = 0
     while start < min(len(text), len(wrong.text)) and text[start] == wrong.text[start]:
         start += 1
@@ -516,7 +518,7 @@ def mutant_of(path: str, text: str, wrong: Wrong) -> Mutant:
 
 
 def _group(mutant: Mutant) -> str:
-    """The kind of a mutant, of whatever size the number is that it asks."""
+    """Return the kind of a mutant, with smaller and larger inputs as one kind."""
     return "input" if mutant.kind.endswith("input") else mutant.kind
 
 
@@ -530,7 +532,7 @@ _PROMPT = re.compile(r"^\s*(>>>|\.\.\.)(\s|$)")
 
 
 def _wrong_texts(text: str, rng: random.Random) -> list[Wrong]:
-    """Texts with one line changed: of a document with examples one that they print, else any."""
+    """Return texts with one line changed: in a document with examples a line of their output, else any line."""
     lines = text.split("\n")
     examples = any(_PROMPT.match(line) for line in lines)
     places = [number for number, line in enumerate(lines) if _may_be_expected(lines, number, examples)]
@@ -539,7 +541,7 @@ def _wrong_texts(text: str, rng: random.Random) -> list[Wrong]:
         line = lines[place].strip()
         siblings = [lines[other] for other in places if other != place]
         near = dict(rng.sample(others := near_texts(line, rng, siblings), len(others)))
-        # What an example prints is compared as it is. How a test reads a file, nobody knows.
+        # The output of an example is compared exactly. How a test reads any other file is unknown.
         exact = examples and "..." not in line
         for how, new in near.items():
             changed = "\n".join([*lines[:place], lines[place].replace(line, new), *lines[place + 1 :]])
@@ -552,7 +554,7 @@ _STRING = re.compile(r"'[^'\\]*'|\"[^\"\\]*\"")
 
 
 def _code_in(text: str) -> set[str]:
-    """Words of examples in a document that are no data."""
+    """Return the words in the code of a document's examples, outside of strings."""
     lines = [line for line in text.split("\n") if _PROMPT.match(line)]
     return {word for line in lines for word in tokens_of_text(_STRING.sub("", line)) if not word.isdigit()}
 
@@ -567,12 +569,12 @@ def _may_be_expected(lines: Sequence[str], place: int, examples: bool) -> bool:
 
 
 def _is_end(lines: Sequence[str], number: int) -> bool:
-    """Whether a line starts an example, or ends the output of one."""
+    """Whether a line is a prompt of an example, or blank, which ends an example's output."""
     return not lines[number].strip() or bool(_PROMPT.match(lines[number]))
 
 
 def _text_of(path: str, content: bytes) -> str | None:
-    """The text of a file that may hold what tests expect."""
+    """Return the text of a file that may hold what tests expect, else ``None``."""
     if PurePosixPath(path).suffix not in _EXPECTED_FILES:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Recorded values and what tests ask of them, compared outside the box."""
+"""Compares recorded values with the tests' expectations, outside the box."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 from resources_servers.swe_bench.confirm.assertions import Side
 
 Value = list[Any]
-"""One recorded value: a kind, then what it holds."""
+"""One recorded value: a kind, then its contents."""
 
 Record = tuple[str, list[Value]]
-"""A site and what was recorded there."""
+"""A site and the values recorded there."""
 
 _UNKNOWN = object()
 _PLAIN_KINDS = {"none": 0, "cut": 0, "int": 1, "float": 1, "complex": 2, "str": 1, "bytes": 1, "number": 1, "text": 2}
 MAX_PATTERN_TEXT = 100_000
 _TINY = 1e-9
-"""What computing in another order may change."""
+"""The tolerance for floating-point errors of computing in another order."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What must hold at one record.
+    """The condition for one record.
 
     Attributes:
-        site: what the rendering calls the place.
+        site: the site's name in the rendering.
         op: as in `Probe`; ``begin`` starts a test.
         kept: the side that the rendering records.
         expected: gold's value of the side that is left out.
         answer: gold's value of the recorded side.
-        said: whether objects without a plain value are compared by what they say of themselves.
+        said: whether objects without a plain value are compared by their text (``str``).
     """
 
     site: str
@@ -46,11 +46,11 @@ class Check:
     said: bool = False
 
     def holds(self, recorded: list[Value]) -> bool:
-        """Whether what was recorded satisfies the check; a value that cannot even be compared does not."""
+        """Whether the recorded values satisfy the check. A value that cannot be compared does not."""
         try:
             return self._holds(recorded)
         except (ArithmeticError, RecursionError, TypeError, ValueError):
-            # The code under test may write records itself: numbers that are none, decimals that refuse comparison.
+            # The code under test may write records itself, with invalid numbers or decimals that cannot be compared.
             return False
 
     def _holds(self, recorded: list[Value]) -> bool:
@@ -76,7 +76,7 @@ class Check:
 
     def _like_answer(self, actual: Value) -> bool:
         if self.op == "like" and self.answer is not None:
-            # Gold's answer, not the test's: another order of summing is as right as gold's.
+            # This compares with gold's answer, not the test's expectation, so another order of summing is allowed.
             if equal(actual, self.answer, said=self.said):
                 return True
             plain = _plain(actual) is not _UNKNOWN and _plain(self.answer) is not _UNKNOWN
@@ -91,7 +91,7 @@ class Check:
         if self.pattern is None or self.pattern[0] != "str":
             return True
         if actual[2] is None:
-            # Its message could not be had: an error that refuses to say anything says nothing that was asked for.
+            # The error's message could not be read, so it does not match the pattern.
             return False
         if self.op == "raises in":
             return self.pattern[1] in actual[2]
@@ -99,9 +99,10 @@ class Check:
 
 
 def equal(one: Value, other: Value, *, said: bool = False) -> bool:
-    """Whether two recorded values are equal as Python's plain values are; what has no plain value equals anything."""
+    """Whether two recorded values are equal by the rules of Python's plain values. Without ``said``, two objects
+    without a plain value are always equal."""
     if "object" in (one[0], other[0]) and "as" in (one[0], other[0]):
-        # A class of the code's own may stand on a plain one in one solution and on none in another.
+        # The code's own class may derive from a plain type in one solution and not in another.
         return not said or one[2] == other[2]
     one, other = _bare(one), _bare(other)
     a, b = one[0], other[0]
@@ -136,8 +137,8 @@ def equal(one: Value, other: Value, *, said: bool = False) -> bool:
 
 
 def same_form(one: Value, other: Value) -> bool:
-    """Whether two values differ in numbers alone, and whole numbers stay whole: tests that ask for whole numbers say
-    nothing on parts of them."""
+    """Whether two values differ in numbers only, and whole numbers stay whole. A test that expects a whole number does
+    not define how a fraction is treated."""
     one, other = _bare(one), _bare(other)
     numbers = ("int", "float")
     if one[0] in numbers and other[0] in numbers:
@@ -150,7 +151,7 @@ def same_form(one: Value, other: Value) -> bool:
 
 
 def _bare(value: Value) -> Value:
-    """The plain value of one whose class is the code's own."""
+    """Return the plain value of an object whose class derives from a plain type; any other value unchanged."""
     return value[1] if value[0] == "as" else value
 
 
@@ -159,10 +160,10 @@ def _is_whole(value: Value) -> bool:
 
 
 def _equal_objects(one: Value, other: Value, *, said: bool) -> bool:
-    """Objects of the code's own: told apart by what they say where gold's pair said the same, else not at all. An
-    object in the place of a plain value, or the reverse, has to say what that value says."""
+    """Compare values of which at least one is an object. Two objects are compared by their texts if ``said``, else
+    they are equal. An object and a plain text or number are equal if the object's text is that of the other."""
     if "cut" in (one[0], other[0]):
-        # What is too large to record is no answer where gold's was not.
+        # A value that is too large to record equals only another one.
         return bool(one[0] == other[0])
     if one[0] in ("object", "error") and other[0] in ("object", "error"):
         return not said or one[2] == other[2]
@@ -171,8 +172,8 @@ def _equal_objects(one: Value, other: Value, *, said: bool) -> bool:
 
 
 def _as_plain_as(answer: Value, actual: Value) -> Value | None:
-    """``actual`` as something that can be compared, where gold's answer can be; ``None`` when it holds nothing plain.
-    Of an object in the place of a text counts what it says."""
+    """Return ``actual`` in a form that can be compared if gold's answer can be, or ``None`` if there is no such form.
+    An object in place of a text is represented by its own text."""
     if _plain(answer) is _UNKNOWN or _plain(actual) is not _UNKNOWN:
         return actual
     says_text = actual[0] in ("object", "error") and actual[2] is not None and answer[0] in ("str", "text")
@@ -242,7 +243,7 @@ def _compare(op: str, actual: Value, expected: Value, kept: Side, extra: float |
 
 
 def _has(whole: Value, part: Value) -> bool:
-    """Whether a value has all that another says: every key of a mapping, every member of a list."""
+    """Whether ``whole`` contains everything in ``part``: every key of a mapping, every member of a list."""
     whole, part = _bare(whole), _bare(part)
     if part[0] == "dict" and whole[0] == "dict":
         return all(any(equal(key, one) and _has(item, value) for one, item in whole[1]) for key, value in part[1])
@@ -274,7 +275,7 @@ def _on_plain_values(op: str, left: Value, right: Value) -> bool:
 
 
 def _plain(value: Value) -> Any:
-    """The Python value of a record; ``_UNKNOWN`` where it holds something that has none."""
+    """Return the Python value of a recorded value, or ``_UNKNOWN`` if a part of it has none."""
     value = _bare(value)
     kind = value[0]
     if kind == "none":
@@ -331,7 +332,7 @@ def _is_instance(actual: Value, expected: Value) -> bool:
     if expected[0] != "type" or actual[0] != "type":
         return True
     if expected[2]:
-        # The test file has names for the class: what it calls so is meant, not what bears the name.
+        # The test file has names for the expected class. Compare these, because another class may have the same name.
         return not set(expected[2]).isdisjoint(actual[3])
     return expected[1][0] in actual[1]
 
@@ -354,7 +355,7 @@ def carries(value: Value | None) -> bool:
 
 
 def is_value(value: object) -> bool:
-    """Whether a value has the form in which the recorder writes one."""
+    """Whether a value has the form in which the recorder writes values."""
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
         return False
     kind, rest = value[0], value[1:]

@@ -1,8 +1,8 @@
-"""Variation: inputs of a test that are in no public test, such as words of other lengths and other numbers.
+"""Variation: gives tests inputs that are in no public test, such as words of other lengths and other numbers.
 
-Relabelling keeps the shape of a test's inputs, and a patch can know their shapes by heart. A variation changes shapes
-as well. What a solution answers is still said by the test, in the same words; where that is a number which depends on
-the inputs, gold's own answer says it.
+Relabelling keeps the shape of a test's inputs, and a patch can be written for these shapes. A variation changes the
+shapes as well. The test's own expectation, varied in the same way, still defines the right answer. If the answer is a
+number that depends on the inputs, gold's answer defines it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from resources_servers.swe_bench.confirm.labels import PYTHON_WORDS, TOKEN, nami
 from resources_servers.swe_bench.confirm.slicing import functions_of
 
 Kind = Literal["words", "known words", "more words", "numbers", "zero and one", "fractions", "spaces"]
-"""What is varied: words that the product does not know, those that it does, how many there are, whole numbers from two
-on, 0 and 1, floats that are whole numbers of 1/1024, and runs of spaces within a line."""
+"""What is varied: words that the product does not know, words that it knows, the number of words, integers above 1,
+0 and 1, floats that are multiples of 1/1024, and runs of spaces within a line."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _SPACES = re.compile(r"(?<=[^\s]) +(?=[^\s])")
 _BEFORE = re.compile(r"(\w+|\W)\Z")
@@ -26,15 +26,15 @@ _AFTER = re.compile(r"\w+|\W")
 _FACTORS = (0.75, 1.25, 1.5, 1.75)
 _FINENESS = 1024
 _MORE = 0.5
-"""Share of the places between words that one more word is put into."""
+"""The share of the gaps between words that get an additional word."""
 
 
 class Variation:
     """One consistent change of a file's data, drawn from ``rng``.
 
     Args:
-        kinds: test (``test:`` and its qualified name) → what may be varied in it. What tests share varies in what all
-            of them allow.
+        kinds: test (``test:`` and its qualified name) → what may be varied in it. Data shared by tests varies only in
+            the kinds that all of them allow.
         vocabulary: words (lower case) that the product knows.
     """
 
@@ -101,7 +101,7 @@ class Variation:
         return "".join([*parts, self._tokens(text[end:], kinds)])
 
     def _run(self, text: str, run: re.Match[str], kinds: frozenset[Kind]) -> str:
-        """What becomes of a run of spaces: the same wherever the same stands around it."""
+        """Return the replacement of a run of spaces. It is the same wherever the same text surrounds the run."""
         before, after = _BEFORE.search(text[: run.start()]), _AFTER.match(text[run.end() :])
         assert before is not None and after is not None
         rng = random.Random(f"{self._salt}|{before[0].lower()}|{len(run[0])}|{after[0].lower()}")
@@ -133,7 +133,7 @@ def _other_length(rng: random.Random, word: str) -> int:
 
 
 def _other_numbers(rng: random.Random, tree: ast.AST, named: Iterable[int]) -> dict[int, int]:
-    """Another number for each, in the same order: most of what is computed with them depends on it."""
+    """Return another number for each number. Their order is kept, because most computations depend on it."""
     written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
     found: dict[int, int] = {}
     offset = 0

@@ -1,4 +1,4 @@
-"""Finding other words and inputs for a row's tests, with which gold still answers as it should and base does not."""
+"""Finds other words and inputs for a row's tests with which gold still passes them and base still fails them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from resources_servers.swe_bench.confirm.values import equal, same_form
 from resources_servers.swe_bench.confirm.varying import KINDS, Kind
 
 OWN_NUMBERS = 1
-"""The rendering whose numbers are the row's own; its words are not."""
+"""The index of the rendering that keeps the row's own numbers, but not its words."""
 _MAX_ROUNDS = 6
 _DRAWS = 3
-"""Variations of which the best is taken."""
+"""The number of variations to draw; the best one is used."""
 Words = tuple[int, set[str] | None, Calls]
-"""The seed of a rendering's words, the tokens that gold cannot do without (``None``: all), and what gold answers in
-those words."""
+"""The seed of a rendering's words, the tokens that gold cannot do without (``None``: all), and gold's answers in those
+words."""
 Varied = tuple[int, dict[str, frozenset[Kind]], Calls]
-"""The seed of a variation, what is varied in each test, and what gold answers."""
+"""The seed of a variation, the kinds varied in each test, and gold's answers."""
 _LONE_KINDS: frozenset[Kind] = frozenset(("words", "more words", "fractions"))
-"""What is varied in a test that does not bear everything at once."""
+"""The kinds to vary in a test that fails with all of its kinds at once."""
 
 
 async def find_words(
     material: Material, own: RenderedSet, public: Calls, before: Calls, seeds: Sequence[int]
 ) -> list[Words]:
-    """For each rendering the seed of its words, the tokens that gold cannot do without, and what gold answers in
+    """Return for each rendering the seed of its words, the tokens that gold cannot do without, and gold's answers in
     those words."""
     words = {f"{path}|{test}": w for path, file in own.files.items() for test, w in file.words_by_test.items()}
     fixed = {test for test in public if material.is_fixed(test)}
-    # What gold does not visibly tell from base even in the test's own words is no fault of other words.
+    # Other words are not to blame for tests in which gold and base do not differ even in the tests' own words.
     unseen = {test for test in fixed if not _differs(own, public[test], before.get(test, []))}
     pinned: list[set[str] | None] = [first_pins(number, own.files.values()) for number in range(len(seeds))]
     drawn = list(seeds)
@@ -51,7 +51,7 @@ async def find_words(
             assert one is not None
             calls = found[number] = one.calls(gold.records[place] if gold.records else "")
             unfixed = one.calls(base.records[place] if base.records else "")
-            # Kept tests that other words break are left out of this rendering; those to be fixed keep their words.
+            # A test to be fixed that other words break gets its own words back. Other broken tests are left out later.
             broken = _broken(own, public, calls) & fixed
             broken |= {
                 test for test in fixed - unseen if not _differs(own, calls.get(test, []), unfixed.get(test, []))
@@ -60,7 +60,7 @@ async def find_words(
             if not broken or pins is None:
                 waiting.discard(number)
                 continue
-            # Other words are tried first, then the tests' own numbers, then all of their own words.
+            # Try other words first, then the test's own numbers, then all of its own words.
             drawn[number] = material.rng.getrandbits(64)
             for test in broken:
                 times = tried[number, test] = tried[number, test] + 1
@@ -71,8 +71,8 @@ async def find_words(
 
 
 async def find_variation(material: Material, own: RenderedSet, public: Calls, before: Calls) -> Varied | None:
-    """The seed of a variation of the tests that the patch has to fix, what is varied in each, and what gold answers;
-    ``None`` where gold does without none of their own inputs."""
+    """Return the seed of a variation of the tests that the patch has to fix, the kinds varied in each, and gold's
+    answers. Return ``None`` if gold does not pass any variation of their inputs."""
     tests = [
         test
         for test in public
@@ -104,7 +104,7 @@ async def find_variation(material: Material, own: RenderedSet, public: Calls, be
 async def _tried(
     material: Material, own: RenderedSet, public: Calls, kinds: Mapping[str, frozenset[Kind]], seeds: Sequence[int]
 ) -> dict[int, tuple[set[str], Calls]]:
-    """For each variation the tests that it breaks, or in which base answers as gold does; and what gold answers."""
+    """Return for each variation the tests that it breaks or in which base answers like gold, and gold's answers."""
     if not kinds:
         return dict.fromkeys(seeds, (set(), {}))
     sets = [material.render("discover", seed, None, kinds=kinds) for seed in seeds]
@@ -120,18 +120,18 @@ async def _tried(
 
 
 def _varies(test: str) -> bool:
-    """Whether there are variations of tests of this kind."""
+    """Whether variations support the language of the test."""
     return test.partition("|")[0].endswith(".py")
 
 
 def first_pins(number: int, files: Iterable[Rendered]) -> set[str]:
-    """Tokens that a rendering keeps from the start. One keeps all numbers: a limit that is drawn anew mostly limits
-    nothing any more, and then nothing asks for what the limit does."""
+    """Return the tokens that a rendering keeps from the start. One rendering keeps all numbers: a limit with another
+    value often has no effect, and then the test no longer checks the effect."""
     return {word for file in files for word in file.words if word.isdigit()} if number == OWN_NUMBERS else set()
 
 
 def _differs(own: RenderedSet, gold: list[Call], base: list[Call]) -> bool:
-    """Whether base answers something else than gold in a test."""
+    """Whether base's answers in a test differ from gold's."""
     if [[key for key, _ in call] for call in gold] != [[key for key, _ in call] for call in base]:
         return True
     probes = {key: probe for file in own.files.values() for key, probe in file.probes.items()}
@@ -144,7 +144,7 @@ def _differs(own: RenderedSet, gold: list[Call], base: list[Call]) -> bool:
 
 
 def _broken(own: RenderedSet, public: Calls, calls: Calls) -> set[str]:
-    """Tests that gold no longer passes in other words, as far as it can be seen."""
+    """Return the tests that gold no longer passes in other words, as far as the records show."""
     probes = {key: probe for file in own.files.values() for key, probe in file.probes.items()}
     found: set[str] = set()
     for test, invocations in public.items():
@@ -157,7 +157,7 @@ def _broken(own: RenderedSet, public: Calls, calls: Calls) -> set[str]:
                 probe = probes[key]
                 if not holds(probe, values) or holds(probe, other_values):
                     continue
-                # Computed from other numbers: gold's own answer serves, where it is one of the same form.
+                # The value is computed from other numbers. Gold's answer defines it if it has the same form.
                 recomputed = probe.op in ("==", "close", "almost", "like") and all(
                     same_form(one, other) for one, other in zip(values, other_values, strict=False)
                 )

@@ -1,3 +1,3 @@
-"""The tests below belong to the example repositories; they run in those repositories' own boxes."""
+"""Keeps pytest out of the example repositories, whose tests run in boxes of their own."""
 
 collect_ignore_glob = ["*"]

@@ -1,1 +1,1 @@
-"""How ``ng_prepare swe_bench`` turns rows and local repositories into images that boxes start from."""
+"""The parts of ``ng_prepare swe_bench``, which turns rows and local repositories into images that boxes start from."""

@@ -1,5 +1,5 @@
-"""Build boxes: where an image is put together, with what building needs and none of it left behind, such as how this
-machine reaches the package registries."""
+"""Build boxes, in which images are made. Nothing that only the build needs stays in the image, such as this machine's
+access to the package registries."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from resources_servers.swe_bench.preparation.plan import PreparationError
 from resources_servers.swe_bench.preparation.shims import Files
 
 BUILD_DIR = "/var/tmp/ng-prepare"
-"""Scratch directory of a build box, removed before its files become an image. Not below /tmp, which a provider may
-keep in memory."""
+"""The scratch directory of a build box, removed before its files become an image. It is not below /tmp, which a
+provider may keep in memory."""
 CA_FILE = f"{BUILD_DIR}/ca-certificates.pem"
 
 _CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
@@ -39,14 +39,14 @@ _PIP_SETTINGS = ("index-url", "extra-index-url", "trusted-host", "default-timeou
 
 @dataclass(frozen=True)
 class RegistryAccess:
-    """Variables for pip and npm in a build box, and the host's CA bundle they point to (at `CA_FILE`)."""
+    """Environment variables for pip and npm in a build box, and the host's CA bundle, which goes to `CA_FILE`."""
 
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     ca_bundle: Path | None = None
 
 
 def _run(*command: str) -> str:
-    """Standard output, or nothing when the tool is missing or fails: then its defaults apply."""
+    """Return the command's standard output, or nothing if the tool is missing or fails, so that its defaults apply."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -55,8 +55,8 @@ def _run(*command: str) -> str:
 
 
 def pip_settings(listing: str) -> dict[str, str]:
-    """Settings that ``pip config list`` shows, by bare name. Of a value with several places, the environment's wins,
-    then the user's, as in pip."""
+    """Return the settings that ``pip config list`` shows, by bare name. If a setting is repeated, the environment's
+    value wins, then the user's, as in pip."""
     settings: dict[str, str] = {}
     from_environment: dict[str, str] = {}
     for line in listing.splitlines():
@@ -73,12 +73,12 @@ def pip_settings(listing: str) -> dict[str, str]:
 
 
 def _remote(value: str) -> str:
-    """The URLs of a list that another machine could use; a box does not see this host's directories."""
+    """Return the HTTP(S) URLs of a list. A box cannot use others, because it does not see this host's directories."""
     return " ".join(part for part in value.split() if urlsplit(part).scheme in ("http", "https"))
 
 
 def registry_access(environ: Mapping[str, str] | None = None) -> RegistryAccess:
-    """Read it from this host's pip and npm configuration and the environment."""
+    """Read the registry access from this host's pip and npm configuration and the environment."""
     environ = os.environ if environ is None else environ
     settings = pip_settings(_run(sys.executable, "-m", "pip", "config", "list"))
     env = {"PIP_CONFIG_FILE": "/dev/null", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
@@ -93,7 +93,7 @@ def registry_access(environ: Mapping[str, str] | None = None) -> RegistryAccess:
             env["NPM_CONFIG_REGISTRY"] = registry
     env |= {"NPM_CONFIG_AUDIT": "false", "NPM_CONFIG_FUND": "false", "NPM_CONFIG_UPDATE_NOTIFIER": "false"}
     env |= {"NPM_CONFIG_CACHE": f"{BUILD_DIR}/npm", "NPM_CONFIG_LOGS_MAX": "0"}
-    # Browsers are hundreds of megabytes that unit tests never start.
+    # Do not download browsers: they have hundreds of megabytes, and unit tests never start them.
     env |= {"PUPPETEER_SKIP_DOWNLOAD": "true", "PUPPETEER_SKIP_CHROMIUM_DOWNLOAD": "true"}
     env |= {"PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD": "1"}
     env |= {name: environ[name] for name in _PROXY_VARIABLES if environ.get(name)}
@@ -125,7 +125,7 @@ WriteTar = Callable[[tarfile.TarFile], None]
 
 
 class BuildBox:
-    """One box that becomes an image. Every command that fails raises `PreparationError` with its cause."""
+    """A box that becomes an image. Every command that fails raises `PreparationError` with its cause."""
 
     def __init__(
         self, provider: SandboxProvider, handle: SandboxHandle, registries: RegistryAccess, what: str
@@ -145,12 +145,12 @@ class BuildBox:
         online: bool = False,
         check: bool = True,
     ) -> str:
-        """Run one command to its end; returns what it printed.
+        """Run one command to its end and return its output.
 
         Args:
-            command: a string is run by bash, with every failing command ending it.
-            step: completes "… failed while" in the error.
-            online: let it use the package registries; they are unreachable or unknown to it otherwise.
+            command: bash runs a string, and stops at the first command that fails.
+            step: the name of the step, for the error "<step> failed".
+            online: let it use the package registries; otherwise it cannot reach or find them.
             check: whether an exit code other than 0 is an error.
         """
         argv = ["bash", "-euo", "pipefail", "-c", command] if isinstance(command, str) else list(command)
@@ -173,18 +173,18 @@ class BuildBox:
         )
 
     async def put(self, path: str, write: WriteTar) -> None:
-        """Unpack what ``write`` adds to a tar file below ``path``."""
+        """Call ``write`` with a tar file, and unpack the file below ``path`` in the box."""
         with tempfile.TemporaryFile() as spool:
             await asyncio.to_thread(_write_tar, spool, write)
             await self.provider.put_archive(self.handle, path, _chunks(spool))
 
     async def put_files(self, files: Files) -> None:
-        """Write texts at absolute paths, owned by root."""
+        """Write text files at absolute paths, owned by root."""
         if files:
             await self.put("/", lambda tar: _add_files(tar, files))
 
     async def open_registries(self) -> None:
-        """Put in place what `online` commands need beside their environment."""
+        """Create the files that `online` commands need in addition to their environment variables."""
         await self.run(["mkdir", "-p", BUILD_DIR], step="making the build directory")
         bundle = self._registries.ca_bundle
         if bundle is not None:
@@ -192,14 +192,14 @@ class BuildBox:
             await self.put_files({CA_FILE: (text, 0o644)})
 
     async def clean(self) -> None:
-        """Remove what only building needed."""
+        """Remove the files that only the build needed."""
         caches = ["/root/.npm", "/root/.cache"]
         await self.run(["rm", "-rf", BUILD_DIR, *caches], step="cleaning up")
 
 
 def cause_of(output: str) -> str:
-    """The part of a failed command's output that says why: from its first error on, without the help that npm prints
-    after an error; of a long one, the beginning and the end."""
+    """Return the part of a failed command's output that gives the cause, without npm's help texts. Long output starts
+    at the first error line, and if it is still too long, only its beginning and end are returned."""
     said = _NPM_HELP.sub("", output).strip()
     if len(said) > _HEAD_CHARS + _TAIL_CHARS:
         lines = said.splitlines(keepends=True)
@@ -220,7 +220,8 @@ async def build_box(
     what: str,
     online: bool = True,
 ) -> AsyncIterator[BuildBox]:
-    """A box started from ``image``; destroyed when the block ends, or with its lease when this process is killed."""
+    """Start a box from ``image``. It is destroyed when the block ends, or at the end of its lease if this process is
+    killed."""
     spec = SandboxSpec(
         image=image,
         ttl_s=BUILD_TTL_S,
@@ -235,7 +236,8 @@ async def build_box(
 
 
 def add_tree(tar: tarfile.TarFile, source: Path, target: str, skip: Callable[[str], bool] | None = None) -> None:
-    """Add a host file or directory at ``target`` (absolute), owned by root; ``skip`` sees paths below ``source``."""
+    """Add a host file or directory at ``target`` (absolute), owned by root. ``skip`` gets paths relative to ``source``
+    and excludes those for which it returns true."""
     arcname = target.lstrip("/")
 
     def keep(member: tarfile.TarInfo) -> tarfile.TarInfo | None:

@@ -1,4 +1,4 @@
-"""Turns plans into images: each built once, by content, and never seen half-finished."""
+"""Builds images from plans. Each image is built once per content, and appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _POLL_S = 0.1
 
 Source = Literal["repository", "official"]
 Report = Callable[[str, str], None]
-"""Called with an instance id and what is being done for it."""
+"""Called with an instance id and the current step of its preparation."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What became of one row."""
+    """The result of preparing one row."""
 
     instance_id: str
     image: str
@@ -53,11 +53,11 @@ class Prepared:
     seconds: float
     error: str | None = None
     controls: Strength | None = None
-    """How well the weakest test to be fixed is controlled; ``None`` where no controls were asked for."""
+    """The strength of the weakest test to be fixed; ``None`` if no controls were requested."""
     tests: Mapping[str, int] | None = None
-    """How many of the tests to be fixed are controlled how well."""
+    """Control strength → the number of tests to be fixed that have it."""
     left_out: tuple[str, ...] | None = None
-    """Controls that the budget of time did not bear."""
+    """Controls that were not made because the time budget was used up."""
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
@@ -67,10 +67,10 @@ class ImageBuilder:
     """Prepares rows on one provider.
 
     Args:
-        base_image: what images start from; ``None`` is the provider's default.
-        report: told about progress.
-        controls: where the rows' controls are kept; ``None`` makes none.
-        controls_budget_s: how long those of one row are sought.
+        base_image: the image to start from; ``None`` means the provider's default.
+        report: receives the progress.
+        controls: the store of the rows' controls; ``None`` makes none.
+        controls_budget_s: the time budget for the controls of one row.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ImageBuilder:
     ) -> None:
         require(provider, SupportsSnapshot, why="to keep prepared images")
         self._provider = provider
-        # Providers that share a store need not prepare what another of them has.
+        # Providers that share an image store also share the prepared images.
         self._store = str(getattr(provider, "image_store", provider.name))
         self._snapshots = cast(SupportsSnapshot, provider)
         self._repositories = repositories
@@ -102,7 +102,7 @@ class ImageBuilder:
         self._environments: dict[str, asyncio.Task[str]] = {}
 
     def source(self, plan: RowPlan) -> Source:
-        """Where the row's image comes from: a local repository when there is one, else the published image."""
+        """Return the source of the row's image: a local repository if there is one, else the published image."""
         return "official" if self._repositories.find(plan.row.repo) is None else "repository"
 
     def _environment_key(self, environment: Environment) -> str:
@@ -117,7 +117,7 @@ class ImageBuilder:
         return plan.content_key(self._environment_key(plan.environment))
 
     async def prepare(self, plan: RowPlan) -> Prepared:
-        """Make sure that the row's image is there and up to date. Raises what a provider or a step raises."""
+        """Make sure that the row's image exists and is up to date. Raises the errors of the provider and the steps."""
         started = time.monotonic()
         key, source, instance = self._content_key(plan), self.source(plan), plan.row.instance_id
         status: Literal["built", "cached"] = "cached"
@@ -135,7 +135,8 @@ class ImageBuilder:
 
     @contextlib.asynccontextmanager
     async def _alone(self, key: str, *, waits: str | None = None) -> AsyncIterator[None]:
-        """Of this user's processes that prepare what has this key at once, one works; the others find it done."""
+        """Hold the lock of ``key``, so that only one of this user's processes prepares it. The others wait, and then
+        find the work done."""
         home = cache_root() / "preparing"
         home.mkdir(parents=True, exist_ok=True)
         with (home / f"{key}.lock").open("w") as lock:
@@ -152,7 +153,7 @@ class ImageBuilder:
             yield
 
     async def _ensure_controls(self, store: ControlStore, plan: RowPlan, key: str) -> tuple[bool, RowControls]:
-        """The row's controls, and whether they were made now."""
+        """Return whether the row's controls were made now, and the controls."""
         found = None if self._force else await asyncio.to_thread(store.load, plan.row, key)
         if found is not None:
             return False, found
@@ -181,8 +182,8 @@ class ImageBuilder:
                 await build_instance(box, plan, git_dir)
                 self._report(instance, "scrub")
                 try:
-                    # The clone was made of nothing but this history, which is proven here; copying it once more, as
-                    # scrubbing does, takes long for large repositories.
+                    # The clone should hold only this history, so verify that first. Scrubbing copies the history once
+                    # more, which takes long for large repositories.
                     await verify_box(self._provider, box.handle, TESTBED, row.base_commit)
                 except ScrubError:
                     await scrub_box(self._provider, box.handle, TESTBED, row.base_commit)
@@ -217,13 +218,13 @@ class ImageBuilder:
         await self._snapshots.commit(handle, plan.image, labels)
 
     async def _environment_image(self, environment: Environment) -> str:
-        """The image of a shared layer; of rows that need the same one at once, the first builds and all wait."""
+        """Return the image of a shared layer. If several rows need it at once, the first builds it and all wait."""
         key = self._environment_key(environment)
         task = self._environments.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.create_task(self._build_environment(environment, key))
             self._environments[key] = task
-        # One waiting row that is cancelled does not take the layer from the others.
+        # Shield the build, so that cancelling one waiting row does not cancel it for the others.
         return await asyncio.shield(task)
 
     async def _build_environment(self, environment: Environment, key: str) -> str:
@@ -239,7 +240,7 @@ class ImageBuilder:
         return image
 
     async def aclose(self) -> None:
-        """Stop shared work that nobody waits for any more."""
+        """Cancel the builds of shared layers that are still running."""
         tasks: list[Awaitable[str]] = list(self._environments.values())
         for task in self._environments.values():
             task.cancel()

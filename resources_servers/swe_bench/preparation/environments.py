@@ -1,5 +1,5 @@
-"""The layer that rows share: a language runtime of this host, copied in where the provider's base image has none, and
-packages on top of it."""
+"""The layer that rows share: a language runtime and packages. The runtime is copied from this host if the provider's
+base image has none."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _CORE_LIBRARIES = (
 
 @dataclass(frozen=True)
 class RuntimeTree:
-    """Where files of a runtime are on this host and where they go in a box."""
+    """The files of a runtime on this host, and their places in a box."""
 
     runtime: Runtime
-    """With its whole version."""
+    """The runtime with its full version."""
     members: tuple[tuple[Path, str], ...]
-    """Host path → absolute path in the box; directories are copied with what is below them."""
+    """Host path → absolute path in the box. Directories are copied recursively."""
     links: tuple[tuple[str, str], ...]
     """Absolute path in the box → target of the symbolic link."""
     executable: str
@@ -61,8 +61,8 @@ class RuntimeTree:
 
 
 def skip_member(source: Path, name: str) -> bool:
-    """Whether a path relative to a copied directory is left out: what no test of a project needs, and links to
-    absolute paths, which mean this host's files (``sitecustomize.py`` of Debian's Python)."""
+    """Whether to leave out a path relative to a copied directory: files that no project's tests need, and links to
+    absolute paths, which point to this host's files (``sitecustomize.py`` of Debian's Python)."""
     if any(part in _NOT_COPIED or part.startswith("config-") for part in Path(name).parts):
         return True
     path = source / name
@@ -102,7 +102,7 @@ def _candidates() -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def _host_pythons() -> tuple[_HostPython, ...]:
-    """Every Python of this host that can be asked, without repeats."""
+    """Return every Python of this host that can run the probe, without duplicates."""
     found: dict[Path, _HostPython] = {}
     for candidate in _candidates():
         try:
@@ -111,7 +111,7 @@ def _host_pythons() -> tuple[_HostPython, ...]:
             )
             facts = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError):
-            continue  # A version manager's stand-in for a Python that is not installed, or one too old to ask.
+            continue  # A version manager's shim of a Python that is not installed, or one too old for the probe.
         paths = {name: Path(facts[name]) for name in ("executable", "stdlib", "platstdlib", "include")}
         found.setdefault(
             paths["executable"], _HostPython(version=facts["version"], ensurepip=bool(facts["ensurepip"]), **paths)
@@ -120,10 +120,10 @@ def _host_pythons() -> tuple[_HostPython, ...]:
 
 
 def host_runtime(runtime: Runtime) -> RuntimeTree:
-    """A tree of this host that ``runtime`` accepts.
+    """Return a tree of this host that ``runtime`` accepts.
 
     Raises:
-        PreparationError: there is none; names the versions there are.
+        PreparationError: there is none. The error names the available versions.
     """
     return _node_tree(runtime) if runtime.name == "node" else _python_tree(runtime)
 
@@ -188,7 +188,8 @@ def _node_tree(runtime: Runtime) -> RuntimeTree:
 
 
 def relocated(executable: Path) -> bytes:
-    """The executable's content, looking for its own shared libraries beside itself instead of in this host's place."""
+    """Return the executable's content, changed to search for its own shared libraries relative to itself (``$ORIGIN``)
+    and not at this host's path."""
     content = executable.read_bytes()
     own = os.fsencode(executable.parents[1] / "lib") + b"\0"
     beside = b"$ORIGIN/../lib"
@@ -196,7 +197,7 @@ def relocated(executable: Path) -> bytes:
 
 
 def shared_libraries(tree: RuntimeTree) -> dict[str, Path]:
-    """Shared libraries beside the C library that the tree's binaries load on this host, by the name they ask for."""
+    """Return name → path of the shared libraries that the tree's binaries load on this host, without the C library."""
     binaries = [tree.members[0][0]]
     for source, _ in tree.members:
         if source.is_dir():
@@ -217,7 +218,7 @@ def shared_libraries(tree: RuntimeTree) -> dict[str, Path]:
 TESTBED_PYTHON = f"{shims.TESTBED_ENV}/bin/python"
 
 PATH = f"{shims.TESTBED_ENV}/bin:{shims.NODE_BIN}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Finds the prepared runtime first, also in shells that activate nothing."""
+"""This PATH has the prepared runtime first, even in shells that activate no environment."""
 
 _PROBE_PYTHON = r"""
 for name in python{version} python3 python; do
@@ -233,12 +234,12 @@ if command -v node >/dev/null && command -v npm >/dev/null; then
 fi
 """
 _LDCONFIG = 'PATH="$PATH:/usr/sbin:/sbin" ldconfig'
-# A runtime copied from elsewhere starts only where the libraries it was linked to are.
+# A copied runtime starts only if the libraries it is linked to exist in the box.
 _CHECK_PYTHON = "import bz2, ctypes, hashlib, lzma, sqlite3, ssl, venv, zlib"
 
 
 async def build_environment(box: BuildBox, environment: Environment) -> None:
-    """Put runtime, packages and stand-ins into a box that was started from the base image."""
+    """Install runtime, packages and shims in a box that was started from the base image."""
     await box.open_registries()
     if environment.runtime.name == "node":
         await _install_node(box, environment.runtime)
@@ -248,7 +249,7 @@ async def build_environment(box: BuildBox, environment: Environment) -> None:
 
 
 async def _find(box: BuildBox, runtime: Runtime) -> tuple[str, str] | None:
-    """Version and path of a runtime that the base image has already."""
+    """Return the version and path of a suitable runtime in the base image, or ``None``."""
     probe = _PROBE_NODE if runtime.name == "node" else _PROBE_PYTHON.replace("{version}", runtime.version)
     for line in (await box.run(probe, step=f"looking for {runtime.name}")).splitlines():
         word, _, rest = line.partition(" ")
@@ -291,7 +292,7 @@ async def _install_python(box: BuildBox, environment: Environment) -> None:
     await box.put_files(shims.conda_files())
     await box.run([python, "-m", "venv", shims.TESTBED_ENV], step="making the virtual environment")
     await box.run(["ln", "-sfn", python, f"{shims.CONDA_ROOT}/bin/python"], step="linking the interpreter")
-    # What builds a project that has no declaration of its own; a pin among the packages is stronger.
+    # These build projects that declare no build requirements. A pin among the packages takes precedence.
     names = [package.lower() for package in environment.packages or ()]
     builders = [tool for tool in ("setuptools", "wheel") if not any(name.startswith(tool) for name in names)]
     await box.run(
@@ -303,8 +304,8 @@ async def _install_python(box: BuildBox, environment: Environment) -> None:
 
 
 async def copy_runtime(box: BuildBox, tree: RuntimeTree) -> None:
-    """Copy a runtime of this host, and the shared libraries that the box has not."""
-    # A cache that came with the image may name libraries that did not.
+    """Copy a runtime of this host, and the shared libraries that the box lacks."""
+    # Rebuild the linker cache first: a cache in the image may name libraries that do not exist there.
     known = await box.run(f"{_LDCONFIG}\n{_LDCONFIG} -p", step="listing shared libraries")
     present = {line.split()[0] for line in known.splitlines() if " => " in line}
     executable = tree.members[0][0]

@@ -1,7 +1,7 @@
-"""The example tasks: their repositories and their rows, made from files; run as a module, it rewrites the dataset.
+"""Makes the repositories and rows of the example tasks from files. Run as a module, it rewrites the dataset.
 
-``examples/<name>/task.json`` holds the statement and which tests must change from failing to passing; ``fix.patch`` is
-the gold patch, ``test.patch`` the tests that come with it.
+``examples/<name>/task.json`` holds the problem statement and the tests that must change from failing to passing.
+``fix.patch`` is the gold patch, and ``test.patch`` adds the tests for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AUTHOR = ("Example Maintainer", "maintainer@example.org")
 
 
 def example_environments() -> dict[str, Environment]:
-    """Environments of the example rows, by instance id."""
+    """Return the environments of the example rows, by instance id."""
     return read_environments(EXAMPLES_DIR / "environments.json")
 
 
@@ -37,7 +37,7 @@ def example_names() -> list[str]:
 
 
 def example_repositories(repos: Iterable[str], scratch: Path) -> list[Path]:
-    """Assemble those of ``repos`` that are examples; returns the directories to look in for them."""
+    """Assemble the repositories in ``repos`` that are examples. Return the directories that contain them."""
     names = [name for name in example_names() if f"{OWNER}/{name}" in set(repos)]
     if not names:
         return []
@@ -48,7 +48,7 @@ def example_repositories(repos: Iterable[str], scratch: Path) -> list[Path]:
 
 
 def assemble(name: str, target: Path) -> str:
-    """Make the repository of an example at ``target``; returns the base commit."""
+    """Make the repository of an example at ``target``. Return the base commit."""
     source = EXAMPLES_DIR / name
     shutil.copytree(source / "before", target)
     git("init", "--quiet", "--template=", f"--initial-branch={BRANCH}", cwd=target)
@@ -61,10 +61,10 @@ def assemble(name: str, target: Path) -> str:
 
 
 def _commit(repository: Path, message: str, when: int) -> None:
-    """Commit everything; the identity and the date are fixed, so that the commit's name depends on the files alone."""
+    """Commit everything. The identity and the date are fixed, so that the commit's hash depends on the files alone."""
     for path in [repository, *repository.rglob("*")]:
         if ".git" not in path.relative_to(repository).parts:
-            # Only the executable bit is recorded by git; it must not depend on this machine's umask or checkout.
+            # Git records the executable bit of files, which must not depend on this machine's umask or checkout.
             path.chmod(0o755 if path.is_dir() else 0o644)
     git("add", "--all", "--force", cwd=repository)
     name, email = _AUTHOR
@@ -113,7 +113,7 @@ git checkout {base} {files}
 
 
 def example_row(name: str) -> dict[str, Any]:
-    """One row, in the form that SWE-bench publishes since harness 5."""
+    """Return one row, in the form that SWE-bench publishes since harness 5."""
     directory = EXAMPLES_DIR / name
     task = json.loads((directory / "task.json").read_text(encoding="utf-8"))
     test_patch = (directory / "test.patch").read_text(encoding="utf-8")
@@ -147,7 +147,7 @@ def example_row(name: str) -> dict[str, Any]:
 
 
 def example_rows_text() -> str:
-    """The dataset's whole text."""
+    """Return the whole text of the dataset."""
     return "".join(json.dumps(example_row(name), ensure_ascii=False) + "\n" for name in example_names())
 
 

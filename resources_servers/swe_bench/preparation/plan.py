@@ -1,5 +1,5 @@
-"""What a preparation has to build, its error, and what it shows while it works: a live table on a terminal, plain
-lines elsewhere."""
+"""The plan of a preparation, its error, and its progress display: a live table on a terminal, plain lines
+elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from resources_servers.swe_bench.row import SweBenchRow, content_digest, prepare
 
 
 class PreparationError(NemoGymError):
-    """An image could not be prepared; nothing of it is left behind. The message says which step failed and why."""
+    """An image could not be prepared, and nothing of it remains. The message gives the failed step and the cause."""
 
     code = "prepare"
 
@@ -33,7 +33,7 @@ _MAX_ACTIVE_ROWS = 12
 
 
 class Progress:
-    """Rows being worked on, their step and how long it has taken; failures stay in view above it."""
+    """Shows the rows in progress, their steps and how long they have taken. Finished rows stay visible above."""
 
     def __init__(self, instances: Sequence[str], console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -58,13 +58,13 @@ class Progress:
         )
 
     def step(self, instance: str, step: str) -> None:
-        """Say what is being done for an instance now."""
+        """Show the current step of an instance."""
         self._active[instance] = (step, time.monotonic())
 
     def done(
         self, instance: str, status: str, seconds: float, error: str | None = None, controls: str | None = None
     ) -> None:
-        """Say how an instance ended, and how well its tests are controlled."""
+        """Show the result of an instance, and how well its tests are controlled."""
         self._active.pop(instance, None)
         self._counts[status] += 1
         ended = sum(self._counts.values())
@@ -87,9 +87,9 @@ class Progress:
 
 
 PREPARATION_VERSION = 1
-"""Raise it when what images hold changes; all images of another version are built again."""
+"""Increase it when the contents of images change. All images of another version are built again."""
 PROJECT_VERSION = 2
-"""The same for how projects are installed: their images are built again, the environments they share are not."""
+"""Increase it when the installation of projects changes. Their images are built again, but not shared environments."""
 
 _ENVIRONMENT_KEYS = ("instance_id", "runtime", "packages", "env", "test_cmd", "seconds")
 _TESTS_BEGIN = re.compile(r"^(git checkout [0-9a-f]{7,40}\b|git apply\b|rm -f )")
@@ -107,14 +107,14 @@ RuntimeName = Literal["python", "node"]
 
 @dataclass(frozen=True)
 class Runtime:
-    """A language runtime and how much of its version is given: ``3`` and ``3.11`` both accept 3.11.7."""
+    """A language runtime with a full or partial version: ``3`` and ``3.11`` both accept 3.11.7."""
 
     name: RuntimeName
     version: str = ""
 
     @classmethod
     def parse(cls, text: str, *, where: str) -> Runtime:
-        """``python 3.11``, ``node 20.20.2`` or a name alone for any version."""
+        """Parse ``python 3.11``, ``node 20.20.2`` or a name alone, which means any version."""
         name, _, version = text.strip().partition(" ")
         if name not in ("python", "node") or not re.fullmatch(r"(\d+(\.\d+)*)?", version.strip()):
             raise ConfigError(
@@ -132,13 +132,14 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a row's tests need beside the repository."""
+    """The environment that a row's tests need in addition to the repository."""
 
     runtime: Runtime
     packages: tuple[str, ...] | None = None
-    """Requirements; ``None``: the environments file says nothing, so the project's own extras are installed."""
+    """The requirements to install. ``None`` means the environments file has no entry, so the project's own extras are
+    installed."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that activating the environment sets."""
+    """The variables that are set when the environment is activated."""
 
     def as_data(self) -> dict[str, Any]:
         packages = None if self.packages is None else list(self.packages)
@@ -147,7 +148,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class PipInstall:
-    """A ``pip install`` of the repository itself, as the row's evaluation script does it."""
+    """A ``pip install`` of the repository itself, as in the row's evaluation script."""
 
     editable: bool
     extras: str = ""
@@ -165,7 +166,7 @@ class RowPlan:
     row: SweBenchRow
     environment: Environment
     installs: tuple[PipInstall | str, ...]
-    """Steps of the evaluation script that install the project, in order; a string is any other shell command."""
+    """The steps of the evaluation script that install the project, in order. A string is a shell command."""
     needs_tox: bool
 
     @property
@@ -175,7 +176,7 @@ class RowPlan:
 
     @property
     def pretended_version(self) -> str:
-        """The project's version where it is derived from tags, which a prepared repository does not have."""
+        """The version for projects that derive their version from tags, which a prepared repository does not have."""
         numbers = [str(int(part)) for part in self.row.version.split(".") if part.isdigit()]
         return ".".join([*numbers, "0", "0"][:3]) + ".dev0" if numbers else "0.0.0.dev0"
 
@@ -189,7 +190,7 @@ class RowPlan:
 
 
 def install_steps(eval_script: str) -> tuple[PipInstall | str, ...]:
-    """The commands of an evaluation script that install the project, before it touches any test file."""
+    """Return the commands of an evaluation script that install the project, before it touches any test file."""
     steps: list[PipInstall | str] = []
     for line in eval_script.splitlines():
         if _TESTS_BEGIN.match(line) or _TEST_MARKER in line:
@@ -201,7 +202,7 @@ def install_steps(eval_script: str) -> tuple[PipInstall | str, ...]:
 
 
 def _pip_install(line: str) -> PipInstall | None:
-    """The line as an install of the repository itself; ``None`` when it is anything else."""
+    """Parse the line as an install of the repository itself. Return ``None`` for any other command."""
     found = _PIP_INSTALL.match(line)
     if not found:
         return None
@@ -217,15 +218,15 @@ def _pip_install(line: str) -> PipInstall | None:
 
 
 def default_environment(row: SweBenchRow) -> Environment:
-    """For a row the environments file does not name: any version of the runtime its evaluation script uses."""
+    """Return the environment of a row without an entry: any version of the runtime that its evaluation script uses."""
     return Environment(Runtime("node" if "nvm.sh" in row.eval_script else "python"))
 
 
 def read_environments(path: Path) -> dict[str, Environment]:
-    """Environments by instance id.
+    """Return the environments by instance id.
 
     Raises:
-        ConfigError: the file cannot be read or has another shape; names the entry and the field.
+        ConfigError: the file cannot be read or has a wrong shape. The error names the entry and the field.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -260,7 +261,7 @@ def _environment(entry: Mapping[str, Any], where: str) -> Environment:
 
 
 def make_plans(rows: Iterable[SweBenchRow], environments: Mapping[str, Environment]) -> list[RowPlan]:
-    """One plan per instance; rows that repeat an instance are prepared once."""
+    """Return one plan per instance. Repeated rows of an instance are prepared once."""
     plans: dict[str, RowPlan] = {}
     for row in rows:
         plan = RowPlan(

@@ -1,6 +1,6 @@
 """The layer of one row: its repository at the base commit, and the project installed as its evaluation script does.
 
-Repositories are cloned on this host from local ones: the history of one commit, and not an object more.
+Repositories are cloned on this host from local ones. A clone holds the history of one commit and no other object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from resources_servers.swe_bench.row import TESTBED
 _TIMEOUT_S = 1800.0
 
 GIT_ENV = {
-    # Nobody's configuration, hooks or credentials: what is made depends on the repository alone.
+    # Use no configuration, hooks or credentials, so that the result depends on the repository alone.
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_TERMINAL_PROMPT": "0",
@@ -52,7 +52,7 @@ BRANCH = "main"
 
 
 def git(*arguments: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run git, isolated from every configuration. A failure raises `PreparationError` with what it printed."""
+    """Run git, isolated from all configuration. A failure raises `PreparationError` with git's error output."""
     if shutil.which("git") is None:
         raise PreparationError("git is not installed on this machine; install the 'git' package")
     inherited = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
@@ -69,10 +69,10 @@ def git(*arguments: str | Path, cwd: Path, check: bool = True) -> subprocess.Com
 
 
 class Repositories:
-    """Finds repositories below some directories, and makes clones of single commits under ``scratch``.
+    """Finds repositories in some directories, and makes clones of single commits below ``scratch``.
 
-    A clone starts from the previous one of the same repository when that commit is an ancestor, so that preparing many
-    instances of a large repository copies its history once.
+    A clone starts from the previous clone of the same repository if that clone's commit is an ancestor. So preparing
+    many instances of a large repository copies its history only once.
     """
 
     def __init__(self, directories: Sequence[Path], scratch: Path) -> None:
@@ -82,7 +82,7 @@ class Repositories:
         self._latest: dict[str, str] = {}
 
     def find(self, repo: str) -> Path | None:
-        """The local repository of ``owner/name``: ``<owner>__<name>``, with or without ``.git``, bare or not."""
+        """Find the local repository of ``owner/name``: ``<owner>__<name>``, with or without ``.git``, bare or not."""
         name = repo.replace("/", "__")
         for directory in self._directories:
             for candidate in (directory / name, directory / f"{name}.git"):
@@ -91,7 +91,7 @@ class Repositories:
         return None
 
     def require(self, repo: str, commit: str) -> Path:
-        """The local repository, checked to hold ``commit``; raises `ConfigError` saying what is missing."""
+        """Return the local repository. Raises `ConfigError` if there is none or it does not hold ``commit``."""
         found = self.find(repo)
         if found is None:
             looked = ", ".join(map(str, self._directories)) or "no directory: give repos=DIR"
@@ -104,8 +104,8 @@ class Repositories:
 
     @contextlib.asynccontextmanager
     async def clone(self, repo: str, commit: str) -> AsyncIterator[Path]:
-        """The ``.git`` directory of a repository on branch `BRANCH` at ``commit``, with that history and nothing else,
-        for as long as the block lasts. Clones of one repository are made one after the other."""
+        """Provide the ``.git`` directory of a clone until the block ends. The clone is on branch `BRANCH` at
+        ``commit`` and holds only that history. Clones of one repository are made one after the other."""
         source = await asyncio.to_thread(self.require, repo, commit)
         async with self._locks.setdefault(repo, asyncio.Lock()):
             target = await asyncio.to_thread(self._clone, repo, source, commit)
@@ -130,20 +130,20 @@ class Repositories:
         self._latest[repo] = commit
         target = Path(tempfile.mkdtemp(prefix=f"{commit[:12]}-", dir=store))
         git("init", "--quiet", "--template=", f"--initial-branch={BRANCH}", cwd=target)
-        # Hard links where the file system has them: objects are never written to.
+        # Use hard links if the file system supports them. That is safe, because git never changes an object file.
         shutil.copytree(history / "objects", target / ".git" / "objects", copy_function=_link, dirs_exist_ok=True)
         git("update-ref", f"refs/heads/{BRANCH}", commit, cwd=target)
         return target
 
 
 def read_at(repository: Path, commit: str, path: str) -> str | None:
-    """The text of a file in a commit; ``None`` when there is no such file."""
+    """Return the text of a file in a commit, or ``None`` if there is no such file."""
     done = git("show", f"{commit}:{path}", cwd=repository, check=False)
     return done.stdout if done.returncode == 0 else None
 
 
 def commit_time(repository: Path, commit: str) -> int:
-    """When the commit was made, in Unix seconds."""
+    """Return the time of the commit, in Unix seconds."""
     return int(git("show", "--no-patch", "--format=%ct", commit, cwd=repository).stdout.strip() or 0)
 
 
@@ -160,20 +160,20 @@ _ACTIVATE = f". {shims.CONDA_ROOT}/bin/activate && conda activate testbed"
 
 
 async def build_instance(box: BuildBox, plan: RowPlan, git_dir: Path) -> None:
-    """Put repository and project into a box that was started from the row's environment layer."""
+    """Install the repository and the project in a box that was started from the row's environment layer."""
     await box.open_registries()
     await _place_repository(box, git_dir, plan.row.base_commit)
     if plan.environment.runtime.name == "node":
         await _install_node_project(box)
     else:
         await _install_python_project(box, plan, git_dir)
-    # Lock files and the like that installing rewrote; what it added is left, as in the published images.
+    # Restore tracked files that the installation changed, such as lock files. New files stay, as in published images.
     await box.run("git checkout --quiet -- . && git status --porcelain", step="restoring tracked files", cwd=TESTBED)
     await box.clean()
 
 
 def image_env(plan: RowPlan) -> dict[str, str]:
-    """Variables of every process in a box from the image."""
+    """Return the environment variables of every process in a box of the image."""
     env = {"PATH": PATH}
     if plan.environment.runtime.name == "node":
         env["NVM_DIR"] = shims.NVM_DIR
@@ -221,7 +221,8 @@ async def _install_python_project(box: BuildBox, plan: RowPlan, git_dir: Path) -
     installs = plan.installs or _default_installs(git_dir, plan.row.base_commit)
     for install in installs:
         if isinstance(install, PipInstall):
-            # The packages are there already. None of them binds pip: the project, or what it requires, may be one.
+            # The packages are installed already. They do not constrain pip here, because the project or its
+            # requirements may be among them.
             command = ["-m", "pip", "install", "--no-build-isolation"]
             if install.editable:
                 command += ["--config-settings", shims.EDITABLE_MODE]
@@ -241,7 +242,7 @@ async def _install_python_project(box: BuildBox, plan: RowPlan, git_dir: Path) -
     await box.put_files(
         shims.offline_pip_files(editable=any(isinstance(i, PipInstall) and i.editable for i in installs))
     )
-    # The evaluation script repeats these with no network; what cannot work then is found out now.
+    # The evaluation script repeats these commands without a network, so check now that they work that way.
     for install in plan.installs:
         if isinstance(install, PipInstall):
             line = f"python -m pip install --quiet {' '.join(install.arguments(with_extras=True))}"
@@ -249,12 +250,12 @@ async def _install_python_project(box: BuildBox, plan: RowPlan, git_dir: Path) -
 
 
 async def _install_build_requirements(box: BuildBox, pyproject: str) -> None:
-    """What the project declares it is built with, as far as nothing of that name is there yet."""
+    """Install the project's declared build requirements, except distributions that are installed in any version."""
     try:
         declared = tomllib.loads(pyproject).get("build-system", {}).get("requires", [])
         requirements = [Requirement(text) for text in declared]
     except (tomllib.TOMLDecodeError, InvalidRequirement, TypeError, AttributeError):
-        return  # Installing the project says what is wrong with it, better than we could.
+        return  # Installing the project reports the mistake in its declaration better.
     installed = await _installed(box)
     missing = [str(item) for item in requirements if canonicalize_name(item.name) not in installed]
     if missing:
@@ -266,7 +267,7 @@ async def _install_build_requirements(box: BuildBox, pyproject: str) -> None:
 
 
 async def _installed(box: BuildBox) -> set[str]:
-    """Normalized names of the distributions in the environment."""
+    """Return the normalized names of the distributions in the environment."""
     listing = await box.run(
         [TESTBED_PYTHON, "-m", "pip", "--disable-pip-version-check", "list", "--format=json"], step="listing packages"
     )
@@ -274,6 +275,6 @@ async def _installed(box: BuildBox) -> set[str]:
 
 
 def _default_installs(git_dir: Path, commit: str) -> tuple[PipInstall, ...]:
-    """For evaluation scripts that install nothing: an editable install of whatever looks like a project."""
+    """Return the installs for an evaluation script without any: an editable install if there is a Python project."""
     names = ("pyproject.toml", "setup.py", "setup.cfg")
     return (PipInstall(editable=True),) if any(read_at(git_dir, commit, name) is not None for name in names) else ()

@@ -1,6 +1,6 @@
-"""Files that let a row's own evaluation script run unmodified in a prepared image: stand-ins for conda, nvm and tox.
+"""Shims for conda, nvm and tox, with which a row's own evaluation script runs unmodified in a prepared image.
 
-They put the prepared environment on PATH under the names those scripts use. Nothing is downloaded at run time.
+They put the prepared environment on PATH, under the names that those scripts use. They download nothing.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ fi
 exec python -X dev -m pytest -rA --durations 25 "$@"
 """
 
-# pip reads the value of a `no-…` switch as that of the setting it negates: false turns build isolation off.
+# pip applies the value of a `no-…` option to the setting without `no-`, so `false` switches build isolation off.
 _PIP_CONF = """\
 [global]
 no-index = true
@@ -153,15 +153,15 @@ no-deps = true
 """
 
 EDITABLE_MODE = "editable_mode=compat"
-"""The project's directory itself on Python's path, as in the published images; newer setuptools would leave only an
-import hook there, which tools that look for files along the path do not see. Other build backends ignore it."""
+"""Makes setuptools put the project's directory on Python's path, as in the published images. Newer setuptools would
+install an import hook instead, which hides files from tools that search the path. Other build backends ignore it."""
 
 Files = Mapping[str, tuple[str, int]]
 """Absolute path in the box → text and mode."""
 
 
 def conda_files() -> Files:
-    """Everything but the environment itself: it is a virtual environment at `TESTBED_ENV`."""
+    """Return the files of the conda shim. The environment itself is a virtual environment at `TESTBED_ENV`."""
     return {
         f"{CONDA_ROOT}/etc/profile.d/conda.sh": (_CONDA_SH, 0o644),
         f"{CONDA_ROOT}/bin/activate": (_ACTIVATE, 0o644),
@@ -170,10 +170,10 @@ def conda_files() -> Files:
 
 
 def offline_pip_files(*, editable: bool = False) -> Files:
-    """Makes every pip of the environment work without a registry, on what is installed.
+    """Return the files that make pip in the environment work without a registry, with the installed packages.
 
     Args:
-        editable: repeat editable installs the way `EDITABLE_MODE` says.
+        editable: make editable installs use `EDITABLE_MODE`.
     """
     text = f"{_PIP_CONF}config-settings = {EDITABLE_MODE}\n" if editable else _PIP_CONF
     return {f"{TESTBED_ENV}/pip.conf": (text, 0o644)}
@@ -188,7 +188,7 @@ def tox_files() -> Files:
 
 
 def activation_files(env: Mapping[str, str]) -> Files:
-    """Variables that activating the environment sets."""
+    """Return the file that sets the variables ``env`` when the environment is activated."""
     if not env:
         return {}
     text = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
@@ -196,6 +196,6 @@ def activation_files(env: Mapping[str, str]) -> Files:
 
 
 def shims_digest_parts() -> list[object]:
-    """What of this module ends up in every image, for content keys."""
+    """Return the files of this module that go into images, as plain data for content keys."""
     files = {**conda_files(), **offline_pip_files(), **nvm_files(), **tox_files()}
     return [[path, text, mode] for path, (text, mode) in sorted(files.items())]

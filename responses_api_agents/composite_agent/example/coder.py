@@ -1,6 +1,6 @@
-"""The coder: takes steps on standard input, one JSON object a line, works on each, and reports.
+"""The coder: reads steps from standard input, one JSON object a line, does each step, and reports the result.
 
-Its own events and its reports go to standard output, where the planner reads them. It remembers earlier steps.
+It writes its events and reports to standard output, where the planner reads them. It remembers earlier steps.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The planner: talks with the model about what to do next, and hands each step to the coder, a process of its own.
+"""The planner: asks the model for the next step and hands each step to the coder, which is a separate process.
 
-Its events and the coder's go to standard output, one JSON object a line, as `composite_agent` reads them.
+It writes its own and the coder's events to standard output, one JSON object a line, in `composite_agent`'s format.
 """
 
 import json
@@ -18,7 +18,7 @@ answer."""
 
 
 class Coder:
-    """The other process: steps go to its standard input, and its standard output is events and reports."""
+    """The coder process. It reads steps from standard input and writes events and reports to standard output."""
 
     def __init__(self, task_file):
         command = [sys.executable, "-B", str(Path(__file__).with_name("coder.py")), task_file]

@@ -1,4 +1,4 @@
-"""A conversation with the policy model, over Chat Completions, with nothing but the standard library."""
+"""A conversation with the policy model over Chat Completions, with only the standard library."""
 
 import json
 import sys
@@ -11,11 +11,11 @@ TOOL_OUTPUT_CHARS = 20000
 
 
 class OutOfTurns(Exception):
-    """The attempt has had all of its answers."""
+    """The attempt has used all of its answers."""
 
 
 def say(**event):
-    """Print an event; None is left out."""
+    """Print an event, without fields that are None."""
     shown = {key: value for key, value in event.items() if value is not None}
     sys.stdout.write(json.dumps(shown) + "\n")
     sys.stdout.flush()
@@ -33,14 +33,14 @@ def post(url, body, api_key):
 
 
 class Conversation:
-    """One agent's own history with the model; `agent` is None for the one that speaks for all."""
+    """One agent's conversation with the model; `agent` is None for the main agent."""
 
     def __init__(self, task, system, tools, agent=None):
         self.task, self.tools, self.agent = task, tools, agent
         self.messages = [{"role": "system", "content": system}]
 
     def work(self, text):
-        """Ask until the model answers without a tool call; its last words."""
+        """Ask until the model answers without a tool call. Return the text of that answer."""
         self.messages.append({"role": "user", "content": text})
         while True:
             message = self.ask()

@@ -1,4 +1,4 @@
-"""What the planner and the coder can do in the world: a shell, edits of files, and the environment's MCP tools."""
+"""The tools of the planner and the coder: a shell, file edits, and the environment's MCP tools."""
 
 import json
 import os
@@ -12,7 +12,7 @@ COMMAND_TIMEOUT_S = 120
 
 
 class Tool:
-    """`run(arguments)` gives the output, and whether it failed."""
+    """A tool. `run(arguments)` returns the output and whether the call failed."""
 
     def __init__(self, name, about, properties, run):
         self.name, self.about, self.run = name, about, run
@@ -100,7 +100,7 @@ class McpServer:
         self.number += 1
         body = {"jsonrpc": "2.0", "id": self.number, "method": method, "params": params}
         text = post(self.url, body, self.api_key)
-        # One JSON object, or a stream of events of which the last is the answer.
+        # The body is one JSON object, or an event stream whose last event is the response.
         data = [line[5:] for line in text.splitlines() if line.startswith("data:")]
         answer = json.loads(data[-1] if data else text)
         if "error" in answer:
@@ -112,5 +112,5 @@ class McpServer:
 
 
 def mcp_tools(task):
-    """Of every server of the task."""
+    """Return the tools of all MCP servers of the task."""
     return [tool for url in task["mcp"].values() for tool in McpServer(url, task["api_key"]).tools()]

@@ -1,4 +1,4 @@
-"""What a request asks of an engine, whatever wire it came on."""
+"""An inference request, independent of the engine's wire."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a token is drawn, with the engines' defaults. Both wires spell these the same."""
+    """Sampling parameters, with the engines' defaults. Both wires use the same names."""
 
     temperature: float = 1.0
-    """0: always the likeliest token."""
+    """0 always chooses the likeliest token."""
     top_p: float = 1.0
     top_k: int = -1
-    """Tokens; ≤ 0 is all of them."""
+    """Number of the likeliest tokens to choose from; ≤ 0 means all."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -23,20 +23,20 @@ class Draw:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Draw:
-        """From a body's sampling parameters; ``null`` is the default."""
+        """Read a body's sampling parameters; ``null`` means the default."""
         return cls(**{one.name: given[one.name] for one in fields(cls) if given.get(one.name) is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request for an answer."""
+    """One inference request."""
 
     prompt_ids: Sequence[int]
     max_tokens: int
     draw: Draw = field(default_factory=Draw)
     seed: int | None = None
     stop_ids: frozenset[int] = frozenset()
-    """Beside the policy's own."""
+    """Stop tokens besides the policy's own."""
     stop: tuple[str, ...] = ()
     ignore_end: bool = False
     request_id: str | None = None
@@ -52,7 +52,7 @@ class Asked:
         request_id: str | None,
         stream: bool = False,
     ) -> Asked:
-        """From what the wires spell alike (``given``) and what they do not."""
+        """Read the parameters that both wires name alike from ``given``; the others are passed one by one."""
         stop = given.get("stop") or ()
         return cls(
             prompt_ids,

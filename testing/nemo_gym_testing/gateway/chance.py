@@ -1,4 +1,4 @@
-"""Faults by chance, the same ones for the same seed."""
+"""Random faults, the same ones for the same seed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _KINDS: dict[str, Callable[[random.Random, int | None], Fault]] = {
 
 
 def faults_by_chance(spec: str, seed: int = 0) -> Callable[[], Fault | None]:
-    """For `FakeEngine.chance`. ``spec``: ``kind[:number]=probability`` with commas between, such as
-    ``status:503=0.05,cutoff=0.1,abort:4=0.02,hang=0.01,garbage=0.01``. The number is the status, or the tokens after
-    which the engine breaks off (default: drawn, below 24).
+    """Return a function for `FakeEngine.chance`. ``spec`` lists ``kind[:number]=probability`` separated by commas, as
+    in ``status:503=0.05,cutoff=0.1,abort:4=0.02,hang=0.01,garbage=0.01``. The number is the status (default 500), or
+    the number of tokens after which the engine breaks off (default: random, below 24).
 
     Raises `ConfigError` naming the entry that is wrong.
     """

@@ -20,28 +20,28 @@ Outcome = Literal["sampling", "answered", "cancelled", "faulted", "refused", "fa
 
 @dataclass(slots=True)
 class CallLog:
-    """One inference request, as the engine saw it."""
+    """One inference request, as the engine received it."""
 
     path: str
     body: dict[str, Any]
     headers: Mapping[str, str]
     connection: int = 0
-    """The caller's port, which tells connections apart."""
+    """The client's port, which identifies the connection."""
     outcome: Outcome = "sampling"
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     finish_reason: str | None = None
-    """Why sampling stopped, once it has."""
+    """Why sampling stopped; ``None`` until it has."""
     stop_reason: str | int | None = None
-    """The stop string or requested stop token that ended it."""
+    """The stop string or requested stop token that ended sampling."""
     cached_tokens: int | None = None
-    """Prompt tokens that were not computed; nothing where the engine has no cache."""
+    """Prompt tokens that came from the cache; ``None`` if the engine has no cache."""
     fault: Fault | None = None
 
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer on one wire, and the same as events of a stream."""
+    """A complete response on one wire, and the same response as events of a stream."""
 
     whole: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -56,21 +56,21 @@ class FakeEngine:
     HEALTH: str = "/health"
 
     def __init__(self, sampler: Sampler | None = None, *, weights_version: str = "w0", port: int = 0) -> None:
-        """``port``: 0 for any that is free."""
+        """``port``: 0 chooses a free port."""
         self.sampler = sampler or hashed_sampler()
         self.weights_version = weights_version
         self.calls: list[CallLog] = []
         self.probes = 0
         self.healthy = True
         self.faults: deque[Fault] = deque()
-        """Each is used up by one inference request."""
+        """Each fault is used up by one inference request."""
         self.chance: Callable[[], Fault | None] = lambda: None
-        """Asked for a fault at every other inference request."""
+        """Called for a fault at every inference request for which `faults` has none."""
         self.gate = asyncio.Event()
-        """Answers wait for it; it is open unless a test clears it."""
+        """Responses wait for this event; it is set unless a test clears it."""
         self.gate.set()
         self.event_gate: asyncio.Semaphore | None = None
-        """With one, each event of a stream takes a permit first."""
+        """If there is one, each event of a stream acquires a permit first."""
         self._port = port
         self._runner: web.AppRunner | None = None
 
@@ -83,11 +83,11 @@ class FakeEngine:
         return [call for call in self.calls if call.outcome == "answered"]
 
     def answer(self, call: CallLog) -> Answer:
-        """The wire's own form of what is sampled for ``call``; fills the call's tokens."""
+        """Sample for ``call``, fill in its tokens, and return the response in the wire's format."""
         raise NotImplementedError
 
     def sample(self, call: CallLog, prompt_ids: Sequence[int], max_tokens: int) -> str:
-        """Sample for ``call`` into its log; why the engine stopped."""
+        """Sample for ``call`` into its log; return the finish reason."""
         sampled = self.sampler(prompt_ids, max_tokens, len(self.calls))
         kept = len(sampled.token_ids)
         finish = "stop" if sampled.stopped else "length"
@@ -109,7 +109,7 @@ class FakeEngine:
         self._port = self._runner.addresses[0][1]
 
     def add_routes(self, app: web.Application) -> None:
-        """More routes than inference and health."""
+        """Add routes besides inference and health."""
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -158,7 +158,7 @@ class FakeEngine:
         return await self.respond(request, call)
 
     async def respond(self, request: web.Request, call: CallLog) -> web.StreamResponse:
-        """The answer itself, and the faults that happen while it is given."""
+        """Send the response, with the faults that happen while it is sent."""
         fault = call.fault
         answer = self.answer(call)
         if not call.body.get("stream"):
@@ -190,12 +190,12 @@ class FakeEngine:
 
 
 class FakeTokenEngine(FakeEngine):
-    """A wire that carries token ids: how its requests are read and its answers are written."""
+    """An engine whose wire carries token ids. Subclasses read the requests and write the responses."""
 
     max_model_len: int | None = None
-    """What ``/v1/models`` says of the one model; without it there is no such route."""
+    """The model's length in ``/v1/models``; with ``None`` that route answers 404."""
     tokenizer: Callable[[str], list[int]] | None = None
-    """What ``/tokenize`` answers with; without it there is no such route."""
+    """The function behind ``/tokenize``; with ``None`` that route answers 404."""
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/v1/models", self._list_models)
@@ -216,15 +216,15 @@ class FakeTokenEngine(FakeEngine):
         raise NotImplementedError
 
     def whole(self, call: CallLog, asked: Asked) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of a response that is not streamed."""
         raise NotImplementedError
 
     def event(self, call: CallLog, asked: Asked, start: int, end: int, *, last: bool) -> dict[str, Any]:
-        """The event that brings tokens ``[start:end]``."""
+        """Return the event with tokens ``[start:end]``."""
         raise NotImplementedError
 
     def closing(self, call: CallLog, asked: Asked) -> list[dict[str, Any]]:
-        """Events behind the last token."""
+        """Return the events after the last token."""
         return []
 
     def answer(self, call: CallLog) -> Answer:

@@ -1,4 +1,4 @@
-"""What a fake engine does instead of answering."""
+"""Faults of a fake engine."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """No answer, until the caller leaves."""
+    """No response until the client disconnects."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The connection breaks after so many events of a stream, or before a whole answer."""
+    """The connection breaks after ``after_events`` events of a stream, or before a complete response."""
 
     after_events: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """A 200 whose body is not the protocol's."""
+    """A 200 response whose body does not follow the protocol."""
 
     body: bytes = b"<html>it works</html>"
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The engine gives up by itself after so many tokens, as for an update of its weights, and says so."""
+    """The engine aborts after ``after_tokens`` tokens, as for an update of its weights, and reports it."""
 
     after_tokens: int = 0
 

@@ -1,4 +1,4 @@
-"""A policy of ``real_policy.py`` as one GGUF file, which llama.cpp loads.
+"""Write a policy of ``real_policy.py`` as one GGUF file, which llama.cpp loads.
 
 Run by the Python of llama.cpp's environment (``scripts/install-engines --python llama-cpp``), which has ``gguf`` and
 ``safetensors``; it imports nothing of this project.
@@ -33,7 +33,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""Of a layer's weights: there → in the file."""
+"""Names of a layer's weights: in the policy → in the GGUF file."""
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
 
 
@@ -68,12 +68,12 @@ def add_tokenizer(out: GGUFWriter, folder: Path) -> None:
     kinds = dict.fromkeys(pieces, TokenType.NORMAL)
     for token in made["added_tokens"]:
         pieces[token["id"]] = token["content"]
-        # The server leaves control tokens out of its text, and marks such as <tool_call> belong to it.
+        # The server omits control tokens from its text, but marks such as <tool_call> must stay in it.
         ends = token["content"].startswith("<|")
         kinds[token["id"]] = TokenType.CONTROL if ends else TokenType.USER_DEFINED
     order = range(len(pieces))
     out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre("llama-bpe")  # the expression that is nearest to ours
+    out.add_tokenizer_pre("llama-bpe")  # the known expression that is closest to the policy's
     out.add_token_list([pieces[number] for number in order])
     out.add_token_types([kinds[number] for number in order])
     out.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in made["model"]["merges"]])
@@ -82,7 +82,7 @@ def add_tokenizer(out: GGUFWriter, folder: Path) -> None:
     out.add_bos_token_id(numbers[settings.get("bos_token") or settings["eos_token"]])
     out.add_add_bos_token(False)
     template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    # Which of its text the policy says is for trainers; llama.cpp does not know the tag.
+    # The generation tag tells trainers which text the policy writes; llama.cpp does not know it.
     out.add_chat_template(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template))
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     add_shape(out, config)
     add_tokenizer(out, folder)
     for name, weight in load_file(folder / "model.safetensors").items():
-        shift = 1 if name.endswith("norm.weight") else 0  # its norms multiply by one more than their weights
+        shift = 1 if name.endswith("norm.weight") else 0  # gemma3's norms multiply by their weights plus one
         out.add_tensor(name_of(name), weight.astype(numpy.float32) + numpy.float32(shift))
     out.write_header_to_file()
     out.write_kv_data_to_file()

@@ -44,10 +44,10 @@ def make_real_policy(
     architecture: str = "qwen3",
     window: int | None = None,
 ) -> Path:
-    """A policy of a million random parameters (131,072 positions) for real engines and the gateway. Takes 10 s.
+    """Make a policy of a million random parameters (131,072 positions) for real engines and the gateway. Takes 10 s.
 
-    ``architecture``: ``qwen3``, or ``gemma3``, whose window llama.cpp knows as well. ``window``: tokens that attention
-    sees, default all (gemma3: 512); what is learnt from short conversations then holds in long ones.
+    ``architecture``: ``qwen3``, or ``gemma3``, whose window llama.cpp supports, too. ``window``: tokens that attention
+    sees, default all (gemma3: 512); with a window, what is learnt from short conversations also holds in long ones.
     """
     make_policy(folder, family, seed)
     (folder / "model.npz").unlink()
@@ -57,14 +57,14 @@ def make_real_policy(
 
 
 def write_gguf(policy: Path, file: Path) -> Path:
-    """``policy``, of architecture ``gemma3``, as the one file that llama.cpp loads."""
+    """Write ``policy``, of architecture ``gemma3``, as the one file that llama.cpp loads."""
     _run("llama-cpp", GGUF_PROGRAM, str(policy), str(file))
     return file
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation as tokens, and which of them the policy says."""
+    """A conversation as tokens, and which of them the policy writes."""
 
     ids: list[int]
     said: list[int]
@@ -72,13 +72,13 @@ class Demonstration:
 
 
 def warm_start(folder: Path, demonstrations: Iterable[Demonstration]) -> None:
-    """Train the policy of `make_real_policy` on demonstrations, in their order, eight for each step."""
+    """Train the policy of `make_real_policy` on demonstrations, in order, eight per step."""
     lines = b"".join(orjson.dumps(asdict(one)) + b"\n" for one in demonstrations)
     _run_program("imitate", str(folder), given=lines)
 
 
 def recomputed_logprobs(folder: Path, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
-    """By ``transformers``, in float32, for each token of each sequence after those before it."""
+    """Recompute each token's logprob given the tokens before it, with ``transformers`` in float32; ``None`` first."""
     lines = b"".join(orjson.dumps(list(ids)) + b"\n" for ids in sequences)
     return [orjson.loads(line) for line in _run_program("logprobs", str(folder), given=lines).splitlines()]
 
@@ -98,10 +98,10 @@ def _run(engine: str, program: Path, *words: str, given: bytes | None = None) ->
 async def vllm_server(
     policy: Path, log: Path, *words: str, max_model_len: int = 16_384, development: bool = False
 ) -> AsyncIterator[str]:
-    """vLLM over ``policy`` on the CPU, in float32, as the model ``tiny``; yields its URL. ``words``: more arguments.
-    ``development``: also its routes for trainers, such as ``/collective_rpc``, by which weights are replaced in place.
+    """Run vLLM over ``policy`` on the CPU, in float32, as the model ``tiny``; yield its URL. ``words``: more
+    arguments. ``development``: also serve trainer routes such as ``/collective_rpc``, which replaces weights in place.
 
-    Raises `EngineMissingError`; `RuntimeError` with the log's end when it does not come up.
+    Raises `EngineMissingError`; `RuntimeError` with the end of the log if vLLM does not start.
     """
     port = _free_port()
     command = [
@@ -124,11 +124,11 @@ async def vllm_server(
 
 @contextlib.asynccontextmanager
 async def transformers_server(policy: Path, log: Path, *words: str) -> AsyncIterator[str]:
-    """``transformers serve`` over ``policy`` on the CPU, in float32, as the model ``str(policy)``, the only name it
-    knows; yields its URL. ``words``: more arguments.
+    """Run ``transformers serve`` over ``policy`` on the CPU, in float32, as the model ``str(policy)``, the only name
+    it knows; yield its URL. ``words``: more arguments.
 
-    Its cache of models does not exist, as on a new machine: it fails at listing models then, and serves this one.
-    Raises `EngineMissingError`; `RuntimeError` with the log's end when it does not come up.
+    Its cache of models does not exist, as on a new machine: listing models then fails, but this model is served.
+    Raises `EngineMissingError`; `RuntimeError` with the end of the log if the server does not start.
     """
     port = _free_port()
     command = [
@@ -142,10 +142,10 @@ async def transformers_server(policy: Path, log: Path, *words: str) -> AsyncIter
 
 @contextlib.asynccontextmanager
 async def llama_server(file: Path, log: Path, *words: str, parallel: int = 2, context: int = 0) -> AsyncIterator[str]:
-    """llama.cpp's server over a GGUF file, as the model ``tiny``; yields its URL. ``words``: more arguments;
-    ``parallel``: calls at a time; ``context``: tokens of each, by default the policy's positions.
+    """Run llama.cpp's server over a GGUF file, as the model ``tiny``; yield its URL. ``words``: more arguments;
+    ``parallel``: concurrent calls; ``context``: tokens of each call, by default the policy's positions.
 
-    Raises `EngineMissingError`; `RuntimeError` with the log's end when it does not come up.
+    Raises `EngineMissingError`; `RuntimeError` with the end of the log if the server does not start.
     """
     port = _free_port()
     command = [

@@ -1,4 +1,4 @@
-"""Weights for a policy of `make_policy` that real engines load, their warm start, and logprobs recomputed from them.
+"""Make a policy of `make_policy` loadable by real engines: write weights, warm-start them, and recompute logprobs.
 
 Run by the Python of an engine's environment (``scripts/install-engines --python vllm``), which has PyTorch and
 ``transformers``; it imports nothing of this project.
@@ -7,9 +7,9 @@ Run by the Python of an engine's environment (``scripts/install-engines --python
                                                      write config.json and model.safetensors into DIR; attention sees
                                                      N tokens, or all (gemma3: 512)
     python real_policy.py imitate DIR < LINES        train on conversations, {"ids": […], "said": […]} each, in their
-                                                     order; the loss is of the ids that are said
+                                                     order; the loss counts the ids whose "said" is 1
     python real_policy.py logprobs DIR < LINES       for each JSON array of token ids, a JSON array with the logprob
-                                                     of each token after those before it; the first is null
+                                                     of each token given those before it; the first is null
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from transformers import (
 
 POSITIONS = 131_072
 SPREAD = 4.0
-"""Random matrices are multiplied by it: answers are varied then, and end now and then."""
+"""Factor of the random matrices, large enough that answers vary and end now and then."""
 BATCH, PEAK_RATE, RAMP = 8, 3e-3, 20
 PIECE_TOKENS = 2_048
-"""Of a sequence at once: a whole conversation of a coding agent takes gigabytes for attention masks and logits."""
+"""Tokens per forward pass: a coding agent's whole conversation takes gigabytes for attention masks and logits."""
 
 
 def config_of(architecture: str, vocabulary: int, window: int | None) -> PreTrainedConfig:
@@ -75,7 +75,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def imitate(folder: Path) -> None:
-    """One step for each `BATCH` lines, with a learning rate that rises and then falls in a line."""
+    """Take one step for each `BATCH` lines, with a learning rate that rises and then falls linearly."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
@@ -90,7 +90,7 @@ def imitate(folder: Path) -> None:
         said = torch.tensor([one["said"] + [0] * (longest - len(one["said"])) for one in batch]).bool()[:, 1:]
         for group in optimizer.param_groups:
             group["lr"] = PEAK_RATE * min(1.0, (step + 1) / RAMP) * max(0.05, 1 - step / len(batches))
-        # Padding stands at the end, behind all that looks back, so no mask is needed.
+        # Padding is at the end, where no real token attends to it, so no mask is needed.
         states = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[said]
         loss = torch.nn.functional.cross_entropy(model.lm_head(states), ids[:, 1:][said])
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What a fake engine samples: a function of the prompt and of how often it was asked."""
+"""A fake engine's samples: a function of the prompt and of the number of calls so far."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Sampler = Callable[[Sequence[int], int, int], Sampled]
 
 
 def hashed_sampler(length: int = 8) -> Sampler:
-    """Answers of ``length`` tokens, the end token last, that differ from call to call even for the same prompt, so
-    that a test can tell a repeated answer from a new sample."""
+    """Return a sampler of answers with ``length`` tokens, the end token last. They differ from call to call even for
+    the same prompt, so that a test can tell a repeated answer from a new sample."""
 
     def sample(prompt_ids: Sequence[int], max_tokens: int, call: int) -> Sampled:
         digest = hashlib.sha256(f"{list(prompt_ids)}:{call}".encode()).digest()

@@ -2,9 +2,9 @@
 
     python -m nemo_gym_testing.opensandbox --port 8080 --api-key KEY
 
-It serves what the SDK's lifecycle, commands and files need, knows boxes only while it runs, and can be told to fail in
-the ways that the real one fails (`Faults`). Snapshots, templates, pools and volumes of other kinds than a host's
-directory are refused.
+It serves what the SDK's lifecycle, commands and files need, remembers boxes only while it runs, and can be made to
+fail in the ways in which real servers fail (`Faults`). It refuses snapshots, templates, pools, and all volumes except
+host directories.
 """
 
 from nemo_gym_testing.opensandbox.faults import Faults

@@ -1,4 +1,4 @@
-"""``python -m nemo_gym_testing.opensandbox``: the double over local boxes, until it is stopped."""
+"""``python -m nemo_gym_testing.opensandbox``: serve the double over local boxes until it is stopped."""
 
 from __future__ import annotations
 

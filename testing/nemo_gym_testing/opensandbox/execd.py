@@ -1,4 +1,4 @@
-"""The part of the double that stands for the daemon in each box: commands and files."""
+"""The part of the double that acts as the daemon in each box: commands and files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def problem(status: int, code: str, message: str) -> web.Response:
 
 
 class _Events:
-    """An answer of events: bare JSON, each followed by an empty line."""
+    """A response of events: bare JSON, each followed by an empty line."""
 
     def __init__(self, response: web.StreamResponse) -> None:
         self._response = response
@@ -40,7 +40,7 @@ class _Events:
         await self._response.write(json.dumps(event).encode() + b"\n\n")
 
     async def output(self, stream: str, data: bytes) -> None:
-        """Output goes out by lines, as text: what is not text is damaged, as by the real daemon."""
+        """Send output line by line, as text; output that is not text is damaged, as by the real daemon."""
         self._lines[stream] += data
         *lines, rest = bytes(self._lines[stream]).split(b"\n")
         self._lines[stream] = bytearray(rest)
@@ -76,7 +76,7 @@ async def command(
     )
     process = await provider.start_exec(handle, order)
     if fault == "answer_lost":
-        # The command goes on, and nobody is connected to it.
+        # The command runs to its end without a client.
         async for _ in process.events():
             pass
         return problem(502, "BACKEND_RESPONSE_FAILED", "the backend sandbox dropped the connection")
@@ -96,7 +96,7 @@ async def command(
                         request.transport.abort()
                     return response
     except (asyncio.CancelledError, ConnectionError):
-        # A client that leaves takes its command with it.
+        # A client that disconnects ends its command.
         with contextlib.suppress(SandboxError):
             await asyncio.shield(process.kill())
         raise
@@ -110,7 +110,7 @@ async def _end(events: _Events, end: ExecEnd, request: web.Request) -> None:
         code = end.return_code if end.outcome is ExecOutcome.EXITED else -1
         error = {"ename": "CommandExecError", "evalue": str(code), "traceback": [str(end.outcome)]}
         await events.send("error", error=error)
-    # Of a box that died there is no end, and a proxy ends the answer as if all were well.
+    # If the box died, there is no end event, and a proxy ends the response as if all were well.
 
 
 async def upload(request: web.Request, provider: SandboxProvider, handle: SandboxHandle) -> web.Response:
@@ -129,7 +129,7 @@ async def upload(request: web.Request, provider: SandboxProvider, handle: Sandbo
                 spool.seek(0)
                 directory, name = posixpath.split(str(entry["path"]))
                 member = tarfile.TarInfo(name)
-                # 644 is what octal 0644 means.
+                # The number 644 means octal 0644.
                 member.size, member.mode, member.mtime = size, int(str(entry.get("mode") or 644), 8), int(time.time())
                 await provider.put_archive(handle, directory, _archive(member, spool))
     return web.Response()

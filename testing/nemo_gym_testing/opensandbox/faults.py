@@ -1,4 +1,4 @@
-"""Ways in which a real OpenSandbox server and its network are seen to fail, to be had on request."""
+"""Failures observed on real OpenSandbox servers and their networks, which the double makes on request."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 CommandFault = Literal["refuse", "answer_lost", "cut", "cut_politely"]
-"""What happens to one command. ``refuse``: 502, and it surely never started. ``answer_lost``: it runs, and the answer
-is another 502. ``cut``: the connection breaks before the end. ``cut_politely``: the answer ends as if all were well,
-as a proxy ends it whose other side died."""
+"""The fault of one command. ``refuse``: a 502, and the command certainly never started. ``answer_lost``: the command
+runs, and the response is another 502. ``cut``: the connection breaks before the end. ``cut_politely``: the response
+ends as if all were well, as from a proxy whose backend died."""
 
 
 @dataclass
 class Faults:
-    """What goes wrong from now on; empty at first."""
+    """The faults from now on; none at first."""
 
     commands: list[CommandFault] = field(default_factory=list)
-    """For the next runs of a helper's ``run``, in order; others are left alone."""
+    """The faults of the next ``run`` commands of a helper, in order; other commands are not affected."""
     lose_creates: int = 0
-    """So many creates are carried out, and their clients never hear of it."""
+    """This many creates succeed, but their clients get no response."""
     create_takes_s: float = 0.0
     open_sidecars: bool = False
-    """Egress sidecars say that they let everything out, whatever they were asked for."""
+    """Egress sidecars report that they allow everything, whatever policy was requested."""
     dns_sidecars: bool = False
-    """Egress sidecars refuse names alone."""
+    """Egress sidecars enforce their policy for DNS names only."""
     hold_commands: asyncio.Event | None = None
-    """Commands wait for it without a word, as in a paused box."""
+    """``run`` commands wait for this event without a response, as in a paused box."""
     commands_seen: int = 0
-    """How many submissions of commands came in, refused ones included."""
+    """How many ``run`` commands were submitted, including refused ones."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A request as it came in."""
+    """A request that was received."""
 
     method: str
     path: str

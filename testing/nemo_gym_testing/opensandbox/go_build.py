@@ -1,4 +1,4 @@
-"""Compiling Go programs: the tests' daemons, and ahead of every release the helper program of OpenSandbox's boxes."""
+"""Compile Go programs: daemons for tests and, before every release, the helper program of OpenSandbox's boxes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BUILD_TIMEOUT_S = 900
 
 
 def go_program() -> str:
-    """The Go tool: the one of this Python environment (extra ``dev``), else of ``PATH``."""
+    """Return the Go tool of this Python environment (extra ``dev``), else the one in ``PATH``."""
     beside = Path(sys.executable).parent / "go"
     found = str(beside) if beside.is_file() else shutil.which("go")
     if found is None:
@@ -28,8 +28,8 @@ def go_program() -> str:
 
 
 def build(sources: Path, name: str, architecture: str | None = None) -> Path:
-    """A static Linux program of the Go module in ``sources``, from the cache where it has been built before. Raises
-    `RuntimeError` when there is no Go, or the module does not compile."""
+    """Build a static Linux program from the Go module in ``sources``, or take it from the cache. Raises `RuntimeError`
+    if there is no Go, or the module does not compile."""
     goarch = ARCHITECTURES[architecture or platform.machine()]
     seen = hashlib.sha256(goarch.encode())
     for path in sorted([*sources.glob("*.go"), sources / "go.mod"]):

@@ -1,4 +1,4 @@
-"""The double's lifecycle interface, and where it puts requests for boxes."""
+"""The double's lifecycle interface, and the routing of requests to boxes."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ class _Box:
 
 
 class FakeOpenSandbox:
-    """An OpenSandbox server over boxes of ``provider``, which keeps their leases.
+    """An OpenSandbox server over boxes of ``provider``, which manages their leases.
 
     Args:
         provider: where the boxes come from; its capabilities bound what a create may ask for.
-        api_key: what requests must show.
+        api_key: the key that requests must carry.
     """
 
     def __init__(self, provider: SandboxProvider, api_key: str) -> None:
         self.faults = Faults()
         self.seen: list[Seen] = []
-        """Every request, as it came."""
+        """Every request that was received."""
         self._provider = provider
         self._api_key = api_key
         self._name = uuid.uuid4().hex
@@ -118,7 +118,7 @@ class FakeOpenSandbox:
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        # Like the real one, it goes on with a create whose client has left.
+        # Like the real server, complete a create even if its client has disconnected.
         making = asyncio.create_task(self._make(body))
         self._making.add(making)
         making.add_done_callback(self._making.discard)
@@ -231,7 +231,7 @@ class FakeOpenSandbox:
         return web.json_response({"endpoint": f"{request.host}/{root}/{box_id}/proxy/{request.match_info['port']}"})
 
     async def _inside(self, request: web.Request) -> web.StreamResponse:
-        """What a box's own daemon answers, or the sidecar beside it. A paused box says nothing."""
+        """Respond as a box's daemon or its egress sidecar. A paused box does not respond until it is resumed."""
         box = self._boxes[request.match_info["id"]]
         await box.resumed.wait()
         port, path = int(request.match_info["port"]), request.match_info["path"]
@@ -271,8 +271,8 @@ def _moment(seconds: float) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(fake: FakeOpenSandbox, *, port: int = 0) -> AsyncIterator[str]:
-    """Serve on loopback, on any free port for 0; gives the URL. Boxes are destroyed at the end. The helper program
-    that the provider puts into boxes is compiled first, if its sources changed."""
+    """Serve on loopback, on a free port for 0; yield the URL. Destroy the boxes at the end. The helper program that
+    the provider puts into boxes is compiled first, if its sources changed."""
     await asyncio.to_thread(build_boxtool)
     runner = web.AppRunner(fake.application(), handler_cancellation=True, shutdown_timeout=1, access_log=None)
     await runner.setup()

@@ -9,6 +9,6 @@ if name := os.environ.get("NEMO_GYM_ABLATION"):
 
         MECHANISMS[name].switch_off()
     except BaseException:
-        # Python itself would go on without this file, and measure nothing.
+        # Python itself would go on without this file, and the ablation would measure nothing.
         traceback.print_exc()
         os._exit(1)

@@ -49,7 +49,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 class CalculatorEnvironment(MathEnvironment):
-    """Rows as those of `MathEnvironment`; the question is asked as it stands, and the tools are named beside it."""
+    """Rows are those of `MathEnvironment`. The prompt is the unchanged question, and the request lists the tools."""
 
     tool_access: ClassVar[tuple[str, ...]] = ("http",)
 

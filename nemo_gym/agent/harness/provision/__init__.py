@@ -1,4 +1,4 @@
-"""Where fetched CLI packages are on this host, and whether an image can run one."""
+"""Locates fetched CLI packages on this host, and checks whether an image can run one."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from nemo_gym.contract.errors import ConfigError
 
 INSTALL_COMMAND = "ng_prepare agents"
 RECORD = "node_modules/.package-lock.json"
-"""npm's record of what it unpacked where, with checksums."""
+"""The record of the unpacked npm packages, with their checksums."""
 PYTHON_RECORD = "python.json"
-"""The same for a package of PyPI: ``{"python": its version, "requirements": the file's checksum}``."""
+"""The same for PyPI packages: ``{"python": its version, "requirements": the file's checksum}``."""
 MARKER = ".installed"
-"""The last file of an installation; a directory without it is half made."""
+"""The last file that an installation writes; a directory without it is incomplete."""
 GLIBC = ".glibc"
-"""Beside a program that needs glibc: one, for images without."""
+"""The directory with a copy of glibc for a program that needs it, for images without glibc."""
 
 UNFIT_STATUS = 97
-"""Exit status of `fitness_check` where the image cannot run a package."""
+"""The exit status of `fitness_check` if the image cannot run a package."""
 
 
 def fetched_directory(package: CliPackage) -> Path:
-    """Where ``ng_prepare agents`` puts a package: ``agents/<name>/<version>`` in ``$NEMO_GYM_CACHE_DIR`` or
-    ``~/.cache/nemo-gym``."""
+    """The directory into which ``ng_prepare agents`` fetches a package: ``agents/<name>/<version>`` in
+    ``$NEMO_GYM_CACHE_DIR`` or ``~/.cache/nemo-gym``."""
     return cache_root() / "agents" / package.name / package.version
 
 
 def is_installed(package: CliPackage) -> bool:
-    """Whether a whole installation is there, whatever its checksums."""
+    """Whether a complete installation exists; its checksums are not checked."""
     return _installed_directory(package) is not None
 
 
@@ -44,8 +44,8 @@ def installed(package: CliPackage) -> Path:
     """The directory of a package on this host.
 
     Raises:
-        ConfigError: it is not there, only half of it is, or its checksums are not the pinned ones; with the command
-            that installs it.
+        ConfigError: it is missing or incomplete, or its checksums are not the pinned ones. The message names the
+            command that installs it.
     """
     directory = _installed_directory(package)
     if directory is None:
@@ -80,13 +80,13 @@ def _check_python(package: CliPackage, directory: Path) -> None:
 
 
 def requirements_checksum(package: CliPackage) -> str:
-    """Of the file that pins a package of PyPI."""
+    """The checksum of the requirements file that pins a PyPI package."""
     assert package.requirements is not None
     return "sha256-" + hashlib.sha256(package.requirements.read_bytes()).hexdigest()
 
 
 def _installed_directory(package: CliPackage) -> Path | None:
-    # What scripts/install-clis installed is the same package with npm's links around it.
+    # scripts/install-clis installs the same package, with npm's links around it.
     for directory in (fetched_directory(package), cache_root() / "clis" / package.name / package.version):
         if (directory / MARKER).is_file() and (directory / package.command).is_file():
             return directory
@@ -94,7 +94,7 @@ def _installed_directory(package: CliPackage) -> Path | None:
 
 
 def _recorded(directory: Path) -> Mapping[str, Any]:
-    """npm's own record of what it unpacked, after it compared each archive with its checksum."""
+    """The record of unpacked npm packages, written after each archive matched its checksum."""
     try:
         packages = orjson.loads((directory / RECORD).read_bytes())["packages"]
     except (OSError, orjson.JSONDecodeError, KeyError):
@@ -103,8 +103,8 @@ def _recorded(directory: Path) -> Mapping[str, Any]:
 
 
 def fitness_check(package: CliPackage) -> str:
-    """Lines of a POSIX shell script that end it with `UNFIT_STATUS` and a sentence where the box cannot run the
-    package. Where an image has no glibc and the package does, two places of the box's file system get links to it."""
+    """Lines of a POSIX shell script that exits with `UNFIT_STATUS` and an explanation if the box cannot run the
+    package. If the image has no glibc, they link the package's copy into two places of the box's file system."""
     lines = [_need(f"[ -e {shlex.quote(package.executable)} ]", f"{package.executable} is not mounted into the box")]
     for name in package.box_commands:
         lines.append(_need(f"command -v {shlex.quote(name)} >/dev/null", _lacks(name, package)))
@@ -121,8 +121,8 @@ def fitness_check(package: CliPackage) -> str:
 
 
 def _glibc(package: CliPackage) -> str:
-    """Link the glibc of the package in where there is none, and ask the loader whether all of its libraries are there
-    in the versions it needs."""
+    """Shell lines that link the package's glibc into a box without one, and have the loader check that all libraries
+    of the program exist in the versions it needs."""
     bundled, program = shlex.quote(f"{package.install_dir}/{GLIBC}"), shlex.quote(package.executable)
     none = _lacks("glibc", package, end="")
     lines = ["loader="]

@@ -1,4 +1,4 @@
-"""Fetching CLI packages into the cache: npm archives and wheels of exact versions, compared with pinned checksums."""
+"""Fetches CLI packages into the cache: npm archives and wheels of exact versions, checked against pinned checksums."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ FETCH_TIMEOUT_S = 1800.0
 
 
 def fetch(package: CliPackage) -> Path:
-    """The package's directory, fetched if it is not there. Several processes may ask at once; nothing half made is
-    ever seen under its name.
+    """Fetch the package if it is missing, and return its directory. Safe for concurrent processes: an incomplete
+    directory never appears under the final name.
 
     Raises:
-        ConfigError: there is no npm or no fitting Python, an archive could not be fetched, or one is not the pinned
-            one; the cache cannot be written to.
+        ConfigError: there is no npm or no suitable Python, an archive could not be fetched or does not match its
+            checksum, or the cache cannot be written to.
     """
     if _is_whole(package):
         return installed(package)
@@ -66,7 +66,7 @@ def _fetched(package: CliPackage, target: Path) -> Path:
                 shutil.rmtree(target, ignore_errors=True)
                 Path(making, "package").rename(target)
         directory = installed(package)
-        if not _is_whole(package):  # installed before there was a glibc to take along
+        if not _is_whole(package):  # installed without a copy of glibc
             with tempfile.TemporaryDirectory(dir=directory, prefix=f"{GLIBC}.") as making:
                 _take_glibc_along(package, directory, Path(making) / GLIBC)
                 Path(making, GLIBC).rename(directory / GLIBC)
@@ -125,7 +125,7 @@ def _pack(name: str, version: str, directory: Path) -> Path:
         "--loglevel=error",
         f"--pack-destination={directory}",
     ]
-    path = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # npm needs the node beside it
+    path = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # node is beside npm
     try:
         done = subprocess.run(
             command, cwd=directory, env={**os.environ, "PATH": path}, capture_output=True, timeout=FETCH_TIMEOUT_S
@@ -155,9 +155,9 @@ def _integrity(path: Path) -> str:
 
 
 def _unpack(archive: Path, directory: Path) -> None:
-    """All of the archive without its first directory."""
+    """Unpack an archive into ``directory``, without the archive's top directory."""
     with tempfile.TemporaryDirectory(dir=archive.parent) as unpacked:
-        # Not by `tarfile`, which can refuse members that leave the directory from Python 3.11.4 on only.
+        # `tarfile` can refuse members that escape the directory only since Python 3.11.4, so it is not used.
         try:
             with gzip.open(archive) as stream:
                 extract(stream.read, unpacked)

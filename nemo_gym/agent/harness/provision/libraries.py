@@ -1,6 +1,6 @@
-"""The shared libraries a program needs, taken along from this host: its glibc above all.
+"""Copies the shared libraries that a program needs, glibc above all, from this host into the program's package.
 
-They go beside the program in its package, so that it also runs in images with another C library, or an older one.
+With them the program also runs in images that have another C library or an older one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from nemo_gym.contract.errors import ConfigError
 
 LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
-"""Where glibc programs look for their loader, on each architecture."""
+"""The path of the loader in glibc programs, by architecture."""
 UNWINDER = "libgcc_s.so.1"
 SYSTEM_DIRECTORY = "system-directory"
-"""A file beside copied libraries: the directory in which their loader looks for libraries first."""
+"""A file beside the copied libraries. It names the system directory in which their loader looks for libraries."""
 _LISTED = re.compile(r"^\t(\S+) => (\S+) \(0x", re.MULTILINE)
 _MISSING = re.compile(r"^\t(\S+) => not found", re.MULTILINE)
 
 
 def host_loader() -> Path:
-    """This host's glibc loader. Raises `ConfigError` where there is none."""
+    """This host's glibc loader. Raises `ConfigError` if there is none."""
     for path in map(Path, LOADERS):
         if path.exists():
             return path
@@ -33,14 +33,14 @@ def host_loader() -> Path:
 
 
 def listed(program: Path) -> tuple[Mapping[str, Path], tuple[str, ...]]:
-    """What the loader finds for a program or library (name → path), and the names it does not find."""
+    """Libraries that the loader finds for a program or library (name → path), and names that it does not find."""
     done = subprocess.run([str(host_loader()), "--list", str(program)], capture_output=True, text=True, timeout=60)
     return {name: Path(path) for name, path in _LISTED.findall(done.stdout)}, tuple(_MISSING.findall(done.stdout))
 
 
 def take_along(programs: Iterable[Path], directory: Path, below: Path | None = None) -> None:
-    """Copy the loader, and every library that ``programs`` need and that is not ``below`` a directory, into
-    ``directory``, each under the name it is asked for by."""
+    """Copy the loader and every library that ``programs`` need into ``directory``, each under the name by which it is
+    requested. Libraries under the directory ``below`` are skipped."""
     directory.mkdir(parents=True)
     loader = host_loader()
     shutil.copy(loader.resolve(), directory / loader.name)
@@ -48,7 +48,7 @@ def take_along(programs: Iterable[Path], directory: Path, below: Path | None = N
         for name, path in listed(program)[0].items():
             if below is not None and path.resolve().is_relative_to(below):
                 continue
-            # glibc loads its unwinder by itself, to end a thread; no program lists it.
+            # glibc itself loads the unwinder when a thread ends; programs do not list it.
             for wanted, found in ((name, path), (UNWINDER, path.with_name(UNWINDER))):
                 if found.exists() and not (directory / wanted).exists():
                     shutil.copy(found.resolve(), directory / wanted)
@@ -58,5 +58,5 @@ def take_along(programs: Iterable[Path], directory: Path, below: Path | None = N
 def _system_directory(loader: Path) -> str:
     done = subprocess.run([str(loader), "--help"], capture_output=True, text=True, timeout=60)
     found = re.search(r"^\s+(/\S+) \(system search path\)", done.stdout, re.MULTILINE)
-    # A loader that does not tell is older than glibc 2.33.
+    # Loaders older than glibc 2.33 do not print their search path.
     return found.group(1).rstrip("/") if found else "/lib64"

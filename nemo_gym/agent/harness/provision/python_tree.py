@@ -1,8 +1,8 @@
-"""A CPython of its own for a package of PyPI: relocatable, with its standard library, its C library and the wheels.
+"""Builds a relocatable CPython for a PyPI package, with its standard library, its C library and the wheels.
 
-No registry serves an interpreter, so one of this host is taken along. It is started through the glibc that comes with
-it, and so runs in every image of its architecture that has ``/bin/sh``, whatever Python or C library the image has. No
-environment variable is set for that: what the program starts must find the image's own Python and libraries.
+No registry serves an interpreter, so one is copied from this host. It starts through its own copy of glibc, and so
+runs in every image of its architecture that has ``/bin/sh``, whatever Python or C library the image has. This sets no
+environment variable, because programs that it starts must find the image's own Python and libraries.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nemo_gym.agent.harness.provision.libraries import host_loader, listed, take
 from nemo_gym.contract.errors import ConfigError
 
 PYTHON_VARIABLE = "NEMO_GYM_AGENT_PYTHON"
-"""Names the interpreter to take along, in place of what is found."""
+"""The variable that names the interpreter to copy, instead of a search."""
 INSTALL_TIMEOUT_S = 1800.0
 NATIVE = "native"
 _LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "config-*", "__pycache__")
 _SITES = ("site-packages", "dist-packages")
-# $0 is absolute: a package is started by its path in the box. Python finds its home by its own name, hence --argv0.
+# $0 is absolute, because a package is started by its path in the box. Python finds its home by argv[0], hence --argv0.
 _START = """#!/bin/sh
 root="${{0%/bin/*}}"
 exec "$root/{native}/{loader}" --library-path "$root/{native}" --argv0 "$root/bin/{link}" \
@@ -44,7 +44,7 @@ print(json.dumps({
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A CPython of this host."""
+    """A CPython on this host."""
 
     version: str
     """``3.12``"""
@@ -55,23 +55,23 @@ class Interpreter:
 
 
 def make_python_tree(package: CliPackage, root: Path) -> str:
-    """Make the package's directory and return the full version of its Python.
+    """Create the package's directory and return the full version of its Python.
 
     Raises:
-        ConfigError: this host has no fitting interpreter, or a wheel is not the pinned one or cannot be fetched.
+        ConfigError: this host has no suitable interpreter, or a wheel cannot be fetched or has another checksum.
     """
     assert package.requirements is not None
     interpreter = find_interpreter(package)
     library = root / "lib" / f"python{interpreter.version}"
     shutil.copytree(interpreter.stdlib, library, ignore=shutil.ignore_patterns(*_LEFT_OUT, *_SITES))
     _install(package, interpreter, library / "site-packages")
-    (library / "dist-packages").symlink_to("site-packages")  # where Debian's own Python looks instead
+    (library / "dist-packages").symlink_to("site-packages")  # Debian's own Python looks in dist-packages
     (root / "bin").mkdir()
     program = root / "bin" / f"python{interpreter.version}"
     shutil.copy(interpreter.program, program)
     extensions = [path for path in root.rglob("*.so*") if path.is_file()]
     for extension in library.joinpath("lib-dynload").glob("*.so"):
-        if listed(extension)[1]:  # an optional module (tkinter's) whose library this host has not
+        if listed(extension)[1]:  # an optional module (tkinter, for example) whose library this host lacks
             extension.unlink()
             extensions.remove(extension)
     take_along([program, *extensions], root / NATIVE, below=root.resolve())
@@ -81,13 +81,13 @@ def make_python_tree(package: CliPackage, root: Path) -> str:
         encoding="utf-8",
     )
     start.chmod(0o755)
-    # It is mounted read-only: what is not compiled now would be compiled at every start.
+    # The tree is mounted read-only, so modules not compiled now would be compiled at every start.
     _run([str(start), "-I", "-m", "compileall", "-q", "-j2", "--invalidation-mode=unchecked-hash", str(library)])
     return interpreter.full
 
 
 def find_interpreter(package: CliPackage) -> Interpreter:
-    """The interpreter `PYTHON_VARIABLE` names, or the first on ``PATH``, of pyenv or of uv that fits."""
+    """The interpreter that `PYTHON_VARIABLE` names, or the first suitable one on ``PATH``, of pyenv or of uv."""
     given = os.environ.get(PYTHON_VARIABLE)
     if given:
         found = _ask(given)
@@ -125,7 +125,7 @@ def _candidates(package: CliPackage) -> Iterator[str]:
 
 
 def _ask(python: str) -> Interpreter | None:
-    """What an interpreter says of itself; ``None`` when it cannot be run or lacks a module that everyone needs."""
+    """Query an interpreter's version and paths; ``None`` if it cannot be run or lacks a commonly needed module."""
     try:
         done = subprocess.run([python, "-I", "-c", _ASK], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

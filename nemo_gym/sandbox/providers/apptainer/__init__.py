@@ -1,9 +1,9 @@
-"""The `apptainer` sandbox provider: boxes that Apptainer makes, rootless, for machines where it is what there is.
+"""The `apptainer` sandbox provider: boxes that Apptainer creates, rootless, for machines that offer only Apptainer.
 
-Apptainer makes a box: its namespaces, its root, its devices, the environment of its image. The supervisor of the local
-provider holds it: it has the leases that Apptainer lacks, runs the commands, moves the files and ends what is over.
-Half of this package runs in the supervisor with the standard library alone, so the other half is imported on first
-use.
+Apptainer creates a box: its namespaces, root, devices and the environment of its image. The supervisor of the local
+provider holds the box: it enforces the lease, which Apptainer lacks, runs commands, transfers files and removes boxes.
+The half of this package that runs in the supervisor uses only the standard library, so the other half is imported on
+first use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ root default capabilities = no
 memory fs type = tmpfs
 systemd cgroups = no
 """
-"""What decides the box is the same on every machine, whatever its administrator configured for others."""
+"""Apptainer's configuration, so that boxes are the same on every machine, whatever its administrator configured."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Making a box with Apptainer, in the supervisor: standard library only.
+"""Creation of a box with Apptainer, in the supervisor. Uses only the standard library.
 
-The overlays are mounted and the user namespace is made as for local boxes, so that the box has user ids of its own
-where the kernel lets it and no way to make further user namespaces. Inside, Apptainer is root without rights outside:
-it needs neither a set-user-id program nor the site's configuration.
+The overlays and the user namespace are created as for local boxes, and nothing in the box can create further user
+namespaces. Inside the namespace, Apptainer is root without rights outside, so it needs neither a set-user-id program
+nor the site's configuration. The box has no user ids of its own: see `MOVES_IDS`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from nemo_gym.sandbox.providers.local.supervisor.construction import (
 )
 
 # -- Finishing -----------------------------------------------------------------------------------------------------
-# What is done to a box around Apptainer's own work: places for mounts before it, the last mounts after it.
+# Work before and after Apptainer's own: creating mount points before it, adding the last mounts after it.
 #
-# Standard library only: it runs in children of the supervisor.
+# This code runs in children of the supervisor, so it uses only the standard library.
 
 _MS_NOEXEC = 0x8
 _MS_REMOUNT = 0x20
@@ -49,8 +49,8 @@ _OWN_VARIABLES = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", 
 
 
 def make_places(root: Path, binds: Sequence[tuple[str, str]]) -> None:
-    """Make what Apptainer mounts on, where it is missing. Works in a child whose root the box is, so that no link of
-    the image leads out of it."""
+    """Create the missing directories and files that Apptainer mounts on. Works in a child whose root is the box's, so
+    that links of the image cannot lead outside."""
     pid = os.fork()
     if pid:
         _, status = os.waitpid(pid, 0)
@@ -81,7 +81,7 @@ def make_places(root: Path, binds: Sequence[tuple[str, str]]) -> None:
 
 
 async def finish_mounts(init_fd: int, plan: BoxPlan) -> dict[str, Any] | None:
-    """The mounts that Apptainer does not make, in a box where nothing has run yet; the problem, or ``None``."""
+    """Add the mounts that Apptainer omits, in a box where nothing has run yet; return the problem, or ``None``."""
 
     def job(report_fd: int) -> None:
         step = "entering the box"
@@ -101,7 +101,7 @@ async def finish_mounts(init_fd: int, plan: BoxPlan) -> dict[str, Any] | None:
 
 
 def _protect_proc() -> None:
-    """A box's user 0 may be the host's by number, and files of /proc that concern the whole machine go by that."""
+    """Protect the files of /proc that concern the whole machine, which a box's user 0 might access as the host's."""
     for path in PROC_READ_ONLY:
         if os.path.exists(path):  # noqa: PTH110
             linux.mount(path, path, None, linux.MS_BIND | linux.MS_REC)
@@ -112,7 +112,7 @@ def _protect_proc() -> None:
 
 
 def _mount_memory(memory_bytes: int | None) -> None:
-    # Files in memory count as memory that nobody can reclaim, so they must leave room for a process to delete them.
+    # Files in memory count as memory that cannot be reclaimed, so leave room for a process that deletes them.
     shm, run = SHM_BYTES, RUN_BYTES
     if memory_bytes is not None:
         shm, run = min(shm, memory_bytes // 2), min(run, memory_bytes // 8)
@@ -140,7 +140,7 @@ def _remount_read_only(path: str, more: int, *, nodev: bool = True) -> None:
 
 
 def image_env(init_pid: int) -> dict[str, str]:
-    """What the image sets for every process: the environment Apptainer gave the first one, without its own names."""
+    """The image's environment for every process: that of the first process, without Apptainer's own variables."""
     env: dict[str, str] = {}
     for entry in Path(f"/proc/{init_pid}/environ").read_bytes().split(b"\0"):
         name, found, value = entry.decode("utf-8", "surrogateescape").partition("=")
@@ -155,15 +155,15 @@ def image_env(init_pid: int) -> dict[str, str]:
 # -- Construction --------------------------------------------------------------------------------------------------
 
 MOVES_IDS = False
-"""Apptainer looks for its files by paths that only the user outside can reach."""
+"""Boxes cannot have their own user ids: Apptainer finds its files by paths that only the user outside can access."""
 _GO = b"g"
 
 
 async def build(plan: BoxPlan) -> BuiltBox:
-    """Make a box. Whatever goes wrong, nothing of it is left but files below ``plan.directory``.
+    """Create a box. On failure, nothing of it is left except files below ``plan.directory``.
 
     Raises:
-        BuildError: with the reason.
+        BuildError: the box could not be created; the message gives the reason.
     """
     for name in ("root", "parts", "files"):
         (plan.directory / name).mkdir(exist_ok=True)
@@ -175,7 +175,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
     stderr_read, stderr_write = os.pipe()
     program = linux.open_program()
     ready, ready_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    # The kernel says who wrote, with the process id that it has here: the one of the box's first process.
+    # The kernel adds the sender's pid, as valid in this pid namespace: that of the box's first process.
     ready.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     ready.setblocking(False)
     arguments = _arguments(plan, binds, program)
@@ -244,7 +244,7 @@ async def _becomes_readable(descriptor: int) -> bool:
 
 
 async def _first_process(ready: socket.socket) -> int:
-    """The id of the box's first process once it runs; 0 when it never will."""
+    """Wait until the box's first process runs and return its pid; 0 if it did not start."""
     await processes.readable(ready.fileno())
     data, ancillary, _, _ = ready.recvmsg(16, socket.CMSG_SPACE(struct.calcsize("3i")))
     if data != linux.READY:
@@ -256,7 +256,7 @@ async def _first_process(ready: socket.socket) -> int:
 
 
 def _binds(plan: BoxPlan) -> list[tuple[str, str, bool]]:
-    """(outside, inside, whether it can be written), in the order they are mounted."""
+    """The bind mounts in order: (path outside, path inside, whether it is writable)."""
     binds = [(str(plan.directory / "parts" / o.part), f"/{o.part}", True) for o in plan.overlays if o.part != "root"]
     for number, (path, data) in enumerate(plan.network_files.items()):
         file = plan.directory / "files" / str(number)
@@ -290,7 +290,7 @@ def _become_apptainer(
     stderr_fd: int,
     program: int,
 ) -> None:
-    """In the child: mount the box's files, enter a user namespace, start Apptainer beside us, and leave."""
+    """In the child: mount the box's files, enter a user namespace, start Apptainer in a sibling process, and exit."""
     step = "mounting"
     try:
         os.setsid()
@@ -300,7 +300,7 @@ def _become_apptainer(
             files.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
         for overlay in plan.overlays:
             step = f"overlay {overlay.part}"
-            # Side by side, and not one in another: only a mount without others in it can become Apptainer's root.
+            # Mount the overlays side by side, not nested: only a mount without submounts can become Apptainer's root.
             target = plan.directory / ("root" if overlay.part == "root" else f"parts/{overlay.part}")
             target.mkdir(exist_ok=True)
             mount_overlay(plan, overlay, target)
@@ -312,9 +312,9 @@ def _become_apptainer(
         if os.read(go_fd, 1) != _GO:
             os._exit(1)
         processes.limit_counters()
-        # Inside, nobody may make further user namespaces: they are how most kernel holes are reached.
+        # Nothing inside may create further user namespaces: most kernel vulnerabilities are reached through them.
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
-        # Apptainer and its box are in a process namespace whose process 1 watches both the supervisor and them.
+        # Apptainer and its box run in a pid namespace whose process 1 ends when the supervisor or Apptainer ends.
         linux.unshare(linux.CLONE_NEWPID)
         pid = linux.fork_as_sibling()
         if pid:
@@ -322,11 +322,11 @@ def _become_apptainer(
             os._exit(0)
         linux.die_with_parent()
         os.close(said_fd)
-        if os.read(go_fd, 1) != _GO:  # the supervisor died before it could be told of our death
+        if os.read(go_fd, 1) != _GO:  # the supervisor died before it opened a pidfd of this process
             os._exit(1)
         step = "apptainer"
         linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWCGROUP)
-        # Apptainer finds its own processes by the numbers that they have in here.
+        # Apptainer looks up its own processes in /proc by their pids in this namespace.
         linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | _MS_NOEXEC)
         os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
         os.dup2(ready_fd, 1)
@@ -344,8 +344,8 @@ def _become_apptainer(
 
 
 def _fork_and_watch() -> None:
-    """Fork; the child returns to become Apptainer, and the parent ends when that does. Apptainer cannot be process 1
-    itself: the kernel forgets whose death a program is to die of when it is started by a thread, as it starts its own.
+    """Fork. The child returns, to become Apptainer; the parent exits when the child does. Apptainer itself cannot be
+    process 1: it starts its own program from a thread, and the kernel then drops the setting to die with its parent.
     """
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""`ApptainerProvider`: boxes that Apptainer makes, held by a supervisor of their own."""
+"""`ApptainerProvider`: boxes that Apptainer creates, held by a supervisor process."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from nemo_gym.sandbox.providers.local.provider import LocalProvider
 
 @dataclass(frozen=True)
 class ApptainerOptions(SupervisedOptions):
-    """Settings of the apptainer provider: those of every provider with a supervisor, and Apptainer's own."""
+    """Settings of the apptainer provider: those that all providers with a supervisor share, and Apptainer's own."""
 
     provider: ClassVar[str] = "apptainer"
     builder: ClassVar[str] = "nemo_gym.sandbox.providers.apptainer.construction"
 
     state_dir: Path = field(default_factory=lambda: default_state_dir("apptainer"))
-    """Directory of the supervisor and of what boxes write; one supervisor per directory."""
+    """Directory of the supervisor and of the files that boxes write. Each directory has its own supervisor."""
     image_dir: Path = field(default_factory=lambda: default_image_dir("apptainer"))
-    """Directory of images that were committed or unpacked."""
+    """Directory of committed and unpacked images."""
     apptainer: str = "apptainer"
     """Name or path of Apptainer, 1.1 or later."""
 
@@ -61,13 +61,13 @@ _SQUASHFS = re.compile(r"\|(\d+)-\d+\s*\|FS \(Squashfs/\*System")
 
 
 def image_from_path(image: str, store: ImageStore, options: SupervisedOptions) -> str:
-    """The supervisor's name for an image that is given as a path; other names are returned as they are. Blocking.
+    """Return the supervisor's name for an image given as a path; return other names unchanged. Blocks.
 
-    A file is unpacked once for all boxes: without root, Apptainer would do that again for each. A file that changed
-    is another image.
+    A file is unpacked once for all boxes; without root, Apptainer would unpack it again for each. A changed file is a
+    new image.
 
     Raises:
-        SandboxCreateError: there is nothing there, or it cannot be unpacked.
+        SandboxCreateError: the path does not exist, or the file cannot be unpacked.
     """
     kind = next((prefix for prefix in _ARCHIVES if image.startswith(prefix)), "")
     path = Path(image.removeprefix(kind)).expanduser()
@@ -119,7 +119,7 @@ def _unpack_once(
 
 
 def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:
-    """The root filesystem of an image file as ``staged/root``."""
+    """Unpack the root filesystem of an image file into ``staged/root``."""
     if source.startswith(_ARCHIVES):
         configuration = staged / "apptainer.conf"
         configuration.write_text(CONFIGURATION)
@@ -127,7 +127,7 @@ def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:
         _run([options.program(), *build], source, options)
         configuration.unlink()
         return
-    # Apptainer would unpack a SIF file in a container of its own, which takes capabilities that root may lack.
+    # Apptainer would unpack a SIF file inside a container, which needs capabilities that root may lack.
     unsquashfs = shutil.which("unsquashfs", path="/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
     if unsquashfs is None:
         raise SandboxCreateError(
@@ -138,7 +138,8 @@ def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:
     if found is None:
         raise SandboxCreateError(f"'{source}' is no SIF file with a squashfs system in it", provider=options.provider)
     command = [unsquashfs, "-quiet", "-no-progress", "-offset", found[1], "-dest", str(staged / "root"), source]
-    # Owners and attributes that only root can set are none that an ordinary user's boxes could have.
+    # Exit code 2 means that owners or attributes were not set. Only root can set these, and an ordinary user's boxes
+    # could not have them anyway.
     _run(command, source, options, accepted=(0,) if os.geteuid() == 0 else (0, 2))
 
 
@@ -159,11 +160,11 @@ def _run(command: Sequence[str], source: str, options: SupervisedOptions, *, acc
 
 
 class ApptainerProvider(LocalProvider):
-    """Boxes of Apptainer on this machine. Images are ``host``, committed ones, or the path of a SIF file, of an
+    """Boxes of Apptainer on this machine. An image is ``host``, a committed image, or the path of a SIF file, of an
     archive that Apptainer reads (``docker-archive:…``, ``oci-archive:…``), or of a directory with a root filesystem.
 
     Args:
-        options: the fields of `ApptainerOptions`. Unknown ones raise `ConfigError`.
+        options: the fields of `ApptainerOptions`. Unknown options raise `ConfigError`.
     """
 
     name = "apptainer"

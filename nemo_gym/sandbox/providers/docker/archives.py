@@ -1,4 +1,4 @@
-"""Files in and out of a box as tar streams, packed and unpacked by the engine, never by a program of the box."""
+"""Transfer of files as tar streams. The engine packs and unpacks them; no program in the box is involved."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
 _GO_MODE_DIR = 1 << 31
 MAX_IMPLIED_DIRECTORIES = 20_000
-"""That members are put into and the archive does not contain: the engine is asked about each of them."""
+"""Maximum number of parent directories that an archive may leave out. Each of them costs a request to the engine."""
 
 
 class Upload:
-    """A tar stream on its way into a box: judged while it arrives, kept until all of it was, then sent.
+    """A tar stream on its way into a box. It is checked as it arrives, stored until it is complete, then sent.
 
-    The engine would unpack members as they come, so a bad one at the end would leave the first ones behind.
+    The engine unpacks members as they arrive, so a bad member at the end would leave the earlier ones in the box.
     """
 
     def __init__(self, path: str) -> None:
@@ -46,10 +46,10 @@ class Upload:
         self._size = 0
         self._named: set[tuple[str, ...]] = set()
         self.implied: set[tuple[str, ...]] = set()
-        """Directories that members are put into although the archive does not contain them."""
+        """Directories that members lie in although the archive does not contain them."""
 
     def feed(self, data: bytes) -> None:
-        """Take some of the stream. Raises `SandboxArchiveError` at the first member that leaves the target."""
+        """Check and store a chunk of the stream. Raises `SandboxArchiveError` if a member would leave the target."""
         try:
             out = self._filter.feed(data)
             self._write(out)
@@ -71,7 +71,7 @@ class Upload:
                 for n in range(len(parts) - 1, 0, -1):
                     above = tuple(parts[:n])
                     if above in self.implied or above in self._named:
-                        break  # and so is all that is above it
+                        break  # so are all of its parents
                     self.implied.add(above)
                 if len(self.implied) > MAX_IMPLIED_DIRECTORIES:
                     raise ArchiveError(
@@ -81,10 +81,10 @@ class Upload:
         self._size += self._spool.write(out)
 
     def send(self, engine: Engine, container_id: str) -> None:
-        """Hand the stream to the engine; blocks.
+        """Send the stream to the engine; blocks.
 
         Raises:
-            SandboxArchiveError: the target is not a directory, or a link of the box stands where a directory should.
+            SandboxArchiveError: the target is not a directory, or the box has a link or file in place of a directory.
             SandboxLostError: the box is gone.
         """
         try:
@@ -96,7 +96,7 @@ class Upload:
                     )
             for attempt in range(2):
                 self._spool.seek(0)
-                # What fits in memory goes out in one piece; a file object would be sent in blocks of 16 KiB.
+                # Send an archive that fits in memory in one piece; a file object would go out in blocks of 16 KiB.
                 data = self._spool.read() if self._size <= _IN_MEMORY_BYTES else self._spool
                 try:
                     engine.client.put_archive(container_id, self.path, data)
@@ -116,11 +116,11 @@ class Upload:
 
 
 def stat(engine: Engine, container_id: str, path: str) -> dict[str, Any] | None:
-    """What the engine knows of a path in a box (the path's own entry, links not followed); ``None`` when absent."""
+    """Return the engine's data on a path in a box, without following a final link; ``None`` if the path is missing."""
     client = engine.client
     response = client.head(_archive_url(client, container_id), params={"path": path}, timeout=client.timeout)
     if response.status_code == 404:
-        # A HEAD has no body to tell a missing path from a missing box.
+        # A HEAD response has no body that tells a missing path from a missing box; this raises if the box is missing.
         client.inspect_container(container_id)
         return None
     response.raise_for_status()
@@ -128,7 +128,7 @@ def stat(engine: Engine, container_id: str, path: str) -> dict[str, Any] | None:
 
 
 def make_directories(engine: Engine, container_id: str, path: str) -> None:
-    """Create a directory with all that is missing above it, and leave what exists as it is."""
+    """Create a directory and its missing parents. Existing directories stay unchanged."""
     missing: list[str] = []
     existing = path
     while existing != "/" and stat(engine, container_id, existing) is None:
@@ -145,7 +145,7 @@ def make_directories(engine: Engine, container_id: str, path: str) -> None:
 
 
 def files_archive(files: Mapping[str, str]) -> bytes:
-    """The spec's files as one archive for ``/``."""
+    """Pack the spec's files into one archive, to be unpacked at ``/``."""
     data = b""
     for path, text in files.items():
         content = text.encode("utf-8", "surrogateescape")
@@ -158,14 +158,14 @@ def files_archive(files: Mapping[str, str]) -> bytes:
 def download(
     engine: Engine, container_id: str, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
 ) -> Generator[bytes, None, None]:
-    """What is at ``path`` (a final link is followed) as a tar stream; blocks until the engine has sent all of it.
+    """Yield the file or tree at ``path`` (a final link is followed) as a tar stream, after the engine has sent it all.
 
-    The engine keeps a container locked while it packs: held up by a slow reader, it would let nobody inspect or remove
-    the box meanwhile. So its stream is taken at full speed, and given out from memory or a temporary file.
+    The engine locks a container while it packs, so a slow reader would keep everyone from inspecting or removing the
+    box. This function therefore reads the engine's stream at full speed into memory or a temporary file first.
 
     Raises:
-        SandboxArchiveTooLargeError: the stream would pass ``max_bytes``. Without one it may fill the disk for
-            temporary files: a file of a box may be as large as its holes.
+        SandboxArchiveTooLargeError: the stream would exceed ``max_bytes``. Without that limit the stream may fill the
+            disk for temporary files: a sparse file is sent with all its holes.
         SandboxArchiveError: there is nothing at ``path``.
         SandboxLostError: the box is gone.
     """
@@ -196,17 +196,17 @@ def download(
 
 
 def _spool(chunks: Iterator[bytes], spool: IO[bytes]) -> None:
-    # `SpooledTemporaryFile.writelines` moves to the disk only at its end: until then all of it is in memory.
+    # Not `SpooledTemporaryFile.writelines`: it keeps everything in memory and moves to the disk only at its end.
     for chunk in chunks:
         spool.write(chunk)
 
 
 @contextlib.contextmanager
 def _reading(engine: Engine, container_id: str, path: str) -> Iterator[tuple[Iterator[bytes], str]]:
-    """The engine's stream of a path, and what the path points to when it is a link (else nothing).
+    """The engine's stream of a path, and the path's target if it is a link (else an empty string).
 
-    The SDK's own call leaves its connection open until garbage is collected, and until then the engine keeps the
-    container locked: it could not even be removed.
+    The SDK's own call leaves its connection open until garbage collection. Until then the engine keeps the container
+    locked, so the container could not even be removed.
     """
     client = engine.client
     response = client.get(
@@ -228,7 +228,7 @@ def _archive_url(client: Any, container_id: str) -> str:
 
 
 def _raise_for_status(response: Any) -> None:
-    """Raise the SDK's error for an answer that says one, in the engine's words."""
+    """Raise the SDK's error, with the engine's message, for a response with an error status."""
     from docker.errors import create_api_error_from_http_exception
     from requests import HTTPError
 
@@ -243,7 +243,7 @@ def _decoded_stat(response: Any) -> dict[str, Any]:
 
 
 def _renamed(chunks: Iterator[bytes], first: str) -> Iterator[bytes]:
-    """The stream with another first component in all its names."""
+    """Replace the first component of every member's name by ``first``."""
     parser = TarParser()
     padding = 0
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What can be configured about the docker provider."""
+"""The configuration of the docker provider."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_gym.contract.sandbox import SandboxResources
 PullPolicy = Literal["never", "missing", "always"]
 
 BUILD_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-"""What package managers need to install things as root."""
+"""The Linux capabilities that package managers need to install packages as root."""
 
 
 @dataclass(frozen=True)
@@ -22,30 +22,30 @@ class DockerConfig:
     """Options of `DockerProvider`; all have defaults."""
 
     base_url: str | None = None
-    """The engine: ``unix:///path``, ``tcp://host:port`` or ``https://host:port``. ``None`` takes ``DOCKER_HOST``, then
+    """The engine: ``unix:///path``, ``tcp://host:port`` or ``https://host:port``. ``None`` tries ``DOCKER_HOST``, then
     the default socket, then the engine that ``scripts/dockerd`` starts."""
     default_image: str = "host"
-    """Image of specs that name none. ``host`` is built from this machine's own packages when first asked for."""
+    """Image of specs that name none. ``host`` is built from this machine's own packages on first use."""
     pull: PullPolicy = "missing"
-    """When to ask a registry for an image by name."""
+    """When to pull an image from a registry."""
     pull_timeout_s: float = 1800.0
     request_timeout_s: float = 120.0
-    """Longest silence of the engine within one request."""
+    """Longest time that the engine may send nothing during one request."""
     max_concurrent_creates: int = 8
-    """Containers created and started at once; the others wait their turn within their own ``ready_timeout_s``."""
+    """Containers created and started at once. Others wait; the wait counts towards their ``ready_timeout_s``."""
     capabilities: Sequence[str] = ()
-    """Linux capabilities added to every box; all others are dropped."""
+    """Linux capabilities added to boxes without an open network; all others are dropped."""
     build_capabilities: Sequence[str] = BUILD_CAPABILITIES
-    """Linux capabilities added to boxes with ``network: open``, which install packages."""
+    """Linux capabilities added to boxes with ``network: open`` instead, because these install packages."""
     default_resources: SandboxResources = field(default_factory=SandboxResources)
-    """Limits of boxes whose spec leaves them open; what is open here too is the suite's default."""
+    """Limits of boxes whose spec sets none. A limit that is not set here either has the suite's default."""
     runtime: str | None = None
-    """The engine's name of a container runtime (for example ``runsc``); ``None`` is the engine's default."""
+    """The engine's name of a container runtime (for example ``runsc``); ``None`` selects the engine's default."""
     seccomp: Literal["suite", "engine"] = "suite"
-    """The system call profile: this suite's, where the engine can take it, or the engine's own."""
+    """The system call profile: this suite's, if the engine supports it, or the engine's own."""
     watchdog: bool = True
-    """Start the process that removes boxes whose lease ended, and ends those that write too much. Only turn it off
-    where something else does that."""
+    """Start the process that removes boxes whose lease ended or which wrote more than their disk limit. Turn this off
+    only where something else does so."""
 
     def __post_init__(self) -> None:
         if self.pull not in get_args(PullPolicy):
@@ -66,7 +66,7 @@ class DockerConfig:
 
     @property
     def lets_boxes_nest(self) -> bool:
-        """Whether processes in a box may make namespaces and mounts, as container engines do."""
+        """Whether processes in a box may create namespaces and mounts, as container engines do."""
         names = {name.upper().removeprefix("CAP_") for name in self.capabilities}
         return bool(names & {"SYS_ADMIN", "ALL"}) and self.seccomp == "engine"
 

@@ -1,4 +1,4 @@
-"""Create one container for one spec, and undo it: its system call filter, its first process and its watchdog."""
+"""Creation of one container for one spec, and its reversal: system call filter, first process and watchdog."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.docker.names import SPEC_KEY, container_labels, container_name, key_digest
 
 # -- System call filter --------------------------------------------------------------------------------------------
-# The system call profile of boxes: what neither dropped capabilities nor namespaces keep from a process.
+# The system call profile of boxes: it denies what dropped capabilities and namespaces do not.
 #
-# The engine's own profile differs by release; before release 23 it lets VM sockets through, which lead to the
-# machine's hypervisor whatever the network namespace. This one says the same on every engine. Calls that need a
-# capability are refused by the kernel, for boxes have none.
+# The engine's own profile differs by release; before release 23 it permits VM sockets, which reach the machine's
+# hypervisor from any network namespace. This profile is the same on every engine. It need not list the calls that
+# require a capability: the kernel refuses those, because boxes have no capabilities.
 
 OLDEST_ENGINE = (20, 10, 10)
-"""Earlier ones cannot answer a call with an error of the profile's choice, which new C libraries rely on."""
+"""Earlier engines cannot return an error code chosen by the profile, which recent C libraries rely on."""
 
 _CLONE_NEWUSER = 0x10000000
 _FAMILIES = 64
-"""More address families than the kernel has; those above are refused together."""
+"""More than the kernel's number of address families. One rule refuses all families from this number on."""
 _ABSENT = ("io_uring_setup", "io_uring_enter", "io_uring_register", "clone3", "socketcall")
-"""Answered as by a kernel without them, so that programs take the older way, whose arguments can be seen."""
+"""Calls that fail with ENOSYS, as if the kernel lacked them. Programs then fall back to older calls, whose arguments a
+filter can inspect."""
 _REFUSED = (
     *("add_key", "request_key", "keyctl"),  # the host session's keyrings are in no namespace
     *("bpf", "perf_event_open", "userfaultfd", "lookup_dcookie", "kcmp", "process_vm_readv", "process_vm_writev"),
@@ -61,7 +62,7 @@ _REFUSED = (
 
 @cache
 def profile() -> str:
-    """The profile as the JSON that the engine takes."""
+    """The profile in the engine's JSON format."""
     rules = [_rule(_REFUSED, errno.EPERM), _rule(_ABSENT, errno.ENOSYS)]
     rules.append(_rule(("clone",), errno.EPERM, _masked(0, _CLONE_NEWUSER)))
     calls = ("socket", "socketpair")
@@ -76,7 +77,7 @@ def profile() -> str:
 
 
 def supports_profile(version: str) -> bool:
-    """Whether an engine of this release can be given the profile."""
+    """Whether an engine of this release supports the profile."""
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     return found is not None and tuple(int(part or 0) for part in found.groups()) >= OLDEST_ENGINE
 
@@ -94,18 +95,18 @@ def _masked(index: int, bits: int) -> dict[str, Any]:
 
 
 # -- First process -------------------------------------------------------------------------------------------------
-# The first process of a local engine's boxes: the program of the local provider's, as a file for them to mount.
+# The first process of a local engine's boxes: the local provider's program, as a file that boxes mount.
 #
-# A box lives as long as its first process. An idle command of the image's is a process among others there: `kill -9
-# -1` would end the box, which then looks lost through no fault of its contents, and a lost box is tried again. Only
-# process 1 itself is safe from signals of its own box, and only an unreadable program from being traced there.
+# A box lives as long as its first process. An idle command from the image would be an ordinary process of the box:
+# `kill -9 -1` would end the box, which would then be taken for lost through no fault of its contents, and be retried.
+# Only process 1 itself is safe from signals of its own box, and only an unreadable program from being traced there.
 
 
 def program_path() -> Path | None:
-    """The program, written when it is not there yet; ``None`` for a type of processor it does not exist for.
+    """The path of the program, which is written if it is missing; ``None`` if this type of processor has no program.
 
     Raises:
-        SandboxCreateError: the cache directory cannot be written.
+        SandboxCreateError: the cache directory is not writable.
     """
     try:
         image = elf_image(platform.machine())
@@ -135,8 +136,8 @@ def program_path() -> Path | None:
 
 
 def lock_path(engine_url: str) -> Path:
-    """The file that the watchdog of an engine keeps locked. One of another release may be at work beside it: it does
-    not know what ours has to do, and removes nothing that ours would not."""
+    """The file that an engine's watchdog keeps locked. The name contains a digest of the watchdog's code, so watchdogs
+    of several releases can run side by side: each does what its release requires and removes no box too early."""
     configured = os.environ.get("XDG_CACHE_HOME")
     digest = hashlib.sha256(engine_url.encode() + b"\0" + Path(watchdog.__file__).read_bytes())
     cache = Path(configured) if configured else Path("~").expanduser() / ".cache"
@@ -144,10 +145,10 @@ def lock_path(engine_url: str) -> Path:
 
 
 def ensure_watchdog(engine_url: str) -> None:
-    """Start the watchdog of an engine unless it runs. Cheap when it does.
+    """Start the watchdog of an engine unless it runs; that check is cheap.
 
     Raises:
-        SandboxCreateError: it cannot be started, so leases could not be kept.
+        SandboxCreateError: the watchdog cannot be started, so nothing would enforce leases.
     """
     path = lock_path(engine_url)
     try:
@@ -179,23 +180,23 @@ def ensure_watchdog(engine_url: str) -> None:
 
 # -- Container -----------------------------------------------------------------------------------------------------
 
-# For an engine of another machine, which has no program of ours: `sleep` where the image has it, else a read that
-# never ends, as standard input is held open. Ten days are far beyond any lease, and end a box that everybody forgot.
-# It is not the box's first process, so the box's contents can kill it.
+# For an engine on another machine, which cannot mount our program: `sleep` if the image has it, else a read that never
+# ends, because standard input is held open. Ten days are far longer than any lease, and end a box that was forgotten.
+# This command is not the box's first process, so the box's contents can kill it.
 _IDLE = ["/bin/sh", "-c", "command -v sleep >/dev/null 2>&1 && exec sleep 864000; while read -r _; do :; done"]
 _FIRST_PROCESS = "/.nemo-gym-init"
-"""Where the box sees `program_path`, its entry point with a local engine."""
+"""Path in the box of the file `program_path`, which is the box's entry point on a local engine."""
 _MIB = 1024 * 1024
 _ULIMITS = {"sigpending": 4096, "msgqueue": 204_800}
-"""Kernel objects of one user, which user 0 of every box and the engine's host are together: a share of what the host
-may hold, so that something is left to it when boxes hold all that they may."""
+"""Limits of kernel objects that are counted per user. User 0 of every box and of the engine's host are one user to the
+kernel, so each limit is a share of the host's: the host has some left when boxes use all that they may."""
 _NAME_TAKEN_PATIENCE_S = 30.0
 _FIRST_MOMENTS_S = 0.5
-"""How long an entry point of the spec's must have gone on before the box counts as started."""
+"""How long the spec's entry point must have run before the box counts as started."""
 
 
 class Creation:
-    """Creates the container of one spec. `discard` removes it again, whatever stage it reached."""
+    """Creates the container of one spec. `discard` removes the container at any stage of its creation."""
 
     def __init__(self, engine: Engine, images: Images, config: DockerConfig, spec: SandboxSpec) -> None:
         self._engine = engine
@@ -206,10 +207,10 @@ class Creation:
         self._image = ""
         self._first_process: Path | None = None
         self.created = False
-        """Whether this call made the container (another may have, for the same idempotency key)."""
+        """Whether this object created the container. Another call with the same idempotency key may have done so."""
 
     def check(self) -> None:
-        """Refuse what can be refused without the engine.
+        """Check everything that can be checked without the engine.
 
         Raises:
             ConfigError: an unknown provider option.
@@ -224,13 +225,13 @@ class Creation:
             self._first_process = program_path()
 
     def prepare_image(self) -> None:
-        """Resolve the image's name, and ask a registry for it where the pull policy says so."""
+        """Resolve the image's name, and pull the image if the pull policy is ``always``."""
         self._image = self._images.reference(self._spec.image)
         if self._config.pull == "always" and not self._image.startswith("nemo-gym/"):
             self._images.pull(self._image)
 
     def pull_missing(self) -> None:
-        """The image was not there: pull it or say what is missing."""
+        """Pull an image that the engine lacks, or raise `SandboxCreateError` if the image may not be pulled."""
         if self._config.pull == "never":
             raise self._images.missing(self._image, "this provider is configured with pull: never")
         if self._image.startswith("nemo-gym/"):
@@ -238,7 +239,7 @@ class Creation:
         self._images.pull(self._image)
 
     def find_existing(self) -> dict[str, Any] | None:
-        """The running container that an earlier create with the same idempotency key made."""
+        """The running container that an earlier create with the same idempotency key made, or ``None``."""
         if not self._spec.idempotency_key:
             return None
         label = f"{SPEC_KEY}={key_digest(self._spec.idempotency_key)}"
@@ -252,7 +253,7 @@ class Creation:
         return None
 
     def _adopt(self, container_id: str) -> dict[str, Any] | None:
-        """A container another create made, started if that one has not come to it; ``None`` when it has died."""
+        """Wait for a container that another create made to run, and describe it. If it died, remove it: ``None``."""
         client = self._engine.client
         deadline = time.monotonic() + _NAME_TAKEN_PATIENCE_S
         while True:
@@ -272,10 +273,10 @@ class Creation:
             time.sleep(0.05)
 
     def run(self) -> dict[str, Any]:
-        """Create, fill and start the container; the engine's description of it.
+        """Create the container, write its files and start it; return the engine's description of it.
 
         Raises:
-            SandboxCreateError: with the reason; the container is removed.
+            SandboxCreateError: a step failed, and the container is removed again. The message gives the reason.
         """
         client = self._engine.client
         deadline = time.monotonic() + _NAME_TAKEN_PATIENCE_S
@@ -296,7 +297,7 @@ class Creation:
                         raise translate(inner, "waiting for the same box", kind=SandboxCreateError) from inner
                     if found is not None:
                         return found
-                    # The name is taken a moment before the container can be found by it, and freed one after.
+                    # The engine reserves a name shortly before, and frees it shortly after, the name can be looked up.
                     time.sleep(0.05)
                 else:
                     raise translate(
@@ -328,7 +329,7 @@ class Creation:
             raise
 
     def _settled(self, container_id: str) -> dict[str, Any]:
-        """The engine's description of a started container; of one whose entry point ends at once, after its end."""
+        """The description of a started container, taken late enough to show an entry point that ended at once."""
         deadline = time.monotonic() + (0 if self._spec.entrypoint is None else _FIRST_MOMENTS_S)
         while True:
             found = dict(self._engine.client.inspect_container(container_id))
@@ -337,13 +338,13 @@ class Creation:
             time.sleep(0.05)
 
     def discard(self) -> None:
-        """Remove the container this call made, if any."""
+        """Remove the container if this object created it."""
         if not self.created:
             return
         try:
             self._engine.client.remove_container(self.name, force=True, v=True)
         except sdk_errors() as error:
-            # Gone, or going: the engine removes it while it answers this.
+            # 404: the container is gone. 409: another request is removing it.
             if status_of(error) not in (404, 409):
                 raise translate(error, "removing a box that was not wanted any more") from error
 
@@ -358,7 +359,7 @@ class Creation:
         limits = spec.resources
         options: dict[str, Any] = {}
         if limits.memory_mib is not None:
-            # Both the same: no swap on top.
+            # Equal limits mean that the box may use no swap.
             options["mem_limit"] = options["memswap_limit"] = int(limits.memory_mib) * _MIB
         if limits.cpu is not None:
             options["nano_cpus"] = int(limits.cpu * 1e9)
@@ -385,7 +386,7 @@ class Creation:
             **options,
         )
         expires_at = time.time() + (DEFAULT_TTL_S if spec.ttl_s is None else spec.ttl_s)
-        # From here on it may exist, also when the answer never reaches us.
+        # From here on the container may exist, even if the engine's response is lost.
         self.created = True
         try:
             made = client.create_container(
@@ -408,7 +409,7 @@ class Creation:
                 platform=spec.provider_options.get("platform"),
             )
         except sdk_errors() as error:
-            # An answer of the engine, other than its own failure, says that nothing was made by this request.
+            # A response with a status below 500 means that this request created nothing.
             status = status_of(error)
             self.created = status is None or status >= 500
             if self.created:

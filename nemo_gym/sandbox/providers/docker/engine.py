@@ -26,14 +26,14 @@ START_HINT = "start one with 'scripts/dockerd start', or point DOCKER_HOST (or t
 
 
 def private_engine_socket() -> str:
-    """Where ``scripts/dockerd`` puts the socket of the engine it starts."""
+    """The path of the socket of the engine that ``scripts/dockerd`` starts."""
     state = os.environ.get("NEMO_GYM_DOCKER_DIR")
     directory = Path(state) if state else Path("~").expanduser() / ".cache" / "nemo-gym" / "docker"
     return str(directory / "engine.sock")
 
 
 def engine_url(configured: str | None) -> str:
-    """The engine's URL: as configured, else ``DOCKER_HOST``, the default socket, or the private engine's socket."""
+    """The engine's URL: as configured, else ``DOCKER_HOST``, else the default or the private engine's socket."""
     if configured:
         return configured
     if host := os.environ.get("DOCKER_HOST"):
@@ -56,10 +56,10 @@ class Engine:
 
     @property
     def client(self) -> Any:
-        """The SDK's client (``docker.APIClient``, whose type stubs lag behind it), connected when first asked for.
+        """The SDK's client (``docker.APIClient``, whose type stubs are out of date), connected on first use.
 
         Raises:
-            SandboxError: the ``docker`` package is missing, or no engine answers.
+            SandboxError: the ``docker`` package is missing, or no engine responds.
         """
         if self._client is None:
             try:
@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def release(self) -> str:
-        """The engine's own version, for example ``20.10.24``; asked once."""
+        """The engine's version, for example ``20.10.24``; requested once."""
         if self._release is None:
             self._release = str(self.client.version().get("Version", ""))
         return self._release
@@ -115,7 +115,7 @@ class Engine:
             self._client = None
 
     def is_local(self) -> bool:
-        """Whether the engine's processes, and so its containers', have process ids here."""
+        """Whether the engine's processes, and thus those of its containers, have process ids on this machine."""
         if not self.url.startswith("unix://"):
             return False
         try:
@@ -128,21 +128,21 @@ class Engine:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason of an SDK error, without the layers of request libraries around it."""
+    """The innermost cause of an SDK error, without the wrappers of request libraries."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return str(error) or type(error).__name__
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status the engine answered with; ``None`` when it did not answer."""
+    """The HTTP status of the engine's response; ``None`` if there was no response."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     return status if isinstance(status, int) else None
 
 
 def explain(error: BaseException) -> str:
-    """What the engine said, in its own words."""
+    """The engine's own error text."""
     said = getattr(error, "explanation", None)
     return str(said.decode(errors="replace") if isinstance(said, bytes) else said or error).strip()
 
@@ -154,7 +154,7 @@ def is_full_disk(text: str) -> bool:
 def translate(
     error: Exception, doing: str, *, kind: type[SandboxError] = SandboxError, **details: Any
 ) -> SandboxError:
-    """An SDK or transport error as one of ours: ``doing`` completes "docker: while …"."""
+    """Convert an SDK or transport error into one of ours; ``doing`` completes the phrase "while …" in its message."""
     said = explain(error)
     if is_full_disk(said):
         return kind(
@@ -173,7 +173,7 @@ def translate(
 
 
 def sdk_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """What SDK calls raise: the engine's answers, transport errors of the request library below it, and ``more``."""
+    """The exceptions that SDK calls raise (the engine's errors and transport errors), plus ``more``."""
     import docker.errors
     import requests
 
@@ -183,8 +183,8 @@ def sdk_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
 # -- An exec's attached streams ------------------------------------------------------------------------------------
 # The attached streams of one exec: the engine's upgraded HTTP connection, read on the event loop.
 #
-# Not the SDK's, which blocks a thread for as long as the command runs and drops bytes that arrive together with the
-# response's header; nor aiodocker's, which cannot close standard input without losing the output (measured with 0.27).
+# The SDK's own streams block a thread as long as the command runs, and drop bytes that arrive together with the
+# response's header. aiodocker's cannot close standard input without losing the output (measured with version 0.27).
 
 _READ_LIMIT = 1024 * 1024
 _STREAMS: dict[int, Literal["stdout", "stderr"]] = {1: "stdout", 2: "stderr"}
@@ -206,7 +206,7 @@ class Attachment:
         self._writer = writer
 
     async def frames(self) -> AsyncIterator[ExecOutput]:
-        """Output as it arrives; ends when the engine closes the stream, for whatever reason."""
+        """Yield output as it arrives, until the engine closes the stream for any reason."""
         try:
             while True:
                 header = await self._reader.readexactly(8)
@@ -222,7 +222,7 @@ class Attachment:
             return
 
     async def feed(self, data: bytes) -> None:
-        """Write all of standard input and close it; a command that does not read it is no error."""
+        """Write all of standard input and close it. It is no error if the command does not read it."""
         try:
             self._writer.write(data)
             await self._writer.drain()
@@ -232,7 +232,7 @@ class Attachment:
 
     @property
     def can_feed(self) -> bool:
-        """Whether standard input can be closed by itself, which TLS connections cannot."""
+        """Whether standard input can be closed while output stays open, which TLS does not support."""
         return self._writer.can_write_eof()
 
     def close(self) -> None:
@@ -249,10 +249,10 @@ def _tls_context() -> ssl.SSLContext:
 
 
 async def attach(engine_url: str, api_version: str, engine_exec_id: str) -> Attachment:
-    """Start an exec that was created before, attached to its streams.
+    """Start a previously created exec, and attach to its streams.
 
     Raises:
-        AttachRefused: the engine answered with an error; the command was not started.
+        AttachRefused: the engine responded with an error; the command was not started.
         OSError: the engine could not be reached.
     """
     if engine_url.startswith("unix://"):

@@ -1,4 +1,4 @@
-"""A container as this process holds it, and one exec in it from its start to its one end."""
+"""This process's state of a container (`DockerBox`), and one exec from its start to its end (`DockerExec`)."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _SIGNAL_CODES = {
         signals.SIGSYS,
     )
 }
-"""The engine reports a signal as 128 + its number, as shells do. Codes that programs also choose by themselves (129:
-git's usage errors; 130) count as exits."""
+"""Exit codes that count as deaths by signal. The engine reports a signal as 128 + its number, as shells do. Codes that
+programs also choose themselves (129: git's usage errors; 130) count as exits."""
 
 _DRAIN_S = 2.0
-"""How long a killed command's remaining output is waited for."""
+"""How long to wait for the remaining output of a command that timed out."""
 
 _DYING_S = 0.3
-"""Within this time of its commands' end, a killed box is known to be dead."""
+"""The engine knows that a killed box is dead at most this long after the box's commands ended."""
 
-# Run inside the box where the host cannot see its processes. $1 is the mark, $2 the signal.
+# Runs inside the box if the host cannot see the box's processes. $1 is the exec's mark, $2 the signal.
 _SIGNAL_SCRIPT = """
 for d in /proc/[0-9]*; do
   p=${d#/proc/}
@@ -58,7 +58,7 @@ done
 
 @dataclass
 class DockerBox:
-    """What `SandboxHandle.raw` is."""
+    """The type of `SandboxHandle.raw`."""
 
     container_id: str
     name: str
@@ -66,9 +66,9 @@ class DockerBox:
     env: Mapping[str, str]
     """The spec's environment, added to every exec."""
     init_pid: int
-    """The host's number of the box's first process; 0 when the engine's processes are not visible here."""
+    """The host's pid of the box's first process; 0 if the engine's processes are not visible here."""
     control: BoxControl | None
-    """``None`` where the host does not show the box's processes."""
+    """``None`` if the box's processes are not visible here or may not be signalled."""
     has_memory_limit: bool
     running: dict[str, DockerExec] = field(default_factory=dict)
     doors: dict[str, DoorServer | EgressProxy] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def box_of(handle: SandboxHandle) -> DockerBox:
 
 
 class DockerExec:
-    """A running command (`ExecProcess`). ``truncated`` names the streams of which output was dropped."""
+    """A running command (`ExecProcess`). ``truncated`` names the streams whose output was cut."""
 
     def __init__(self, engine: Engine, box: DockerBox, request: ExecRequest) -> None:
         self.exec_id = uuid.uuid4().hex
@@ -120,7 +120,7 @@ class DockerExec:
     # ------------------------------------------------------------------------------------------------- starting
 
     async def start(self) -> None:
-        """Start the command. A box that is gone makes it an exec whose only event is ``LOST``."""
+        """Start the command. If the box is gone, the exec's only event is an end with ``LOST``."""
         request, box = self._request, self._box
         if box.control is not None:
             self._oom_before = box.control.oom_kills()
@@ -150,7 +150,7 @@ class DockerExec:
                 raise SandboxError(f"docker: the engine refused to run a command: {error}") from error
             self._lost = True
         except BaseException:
-            # Cancelled, it may have started all the same.
+            # The command may have started although this call was cancelled.
             await finish(self.kill())
             self._close()
             raise
@@ -175,7 +175,7 @@ class DockerExec:
     # ------------------------------------------------------------------------------------------------ streaming
 
     async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
-        """Output in order, and then exactly one `ExecEnd`; once. Whoever stops listening early kills the command."""
+        """Yield the output in order, then one `ExecEnd`. Can be iterated once; stopping early kills the command."""
         if self._consumed:
             raise SandboxError("the events of an exec can be read once")
         self._consumed = True
@@ -218,24 +218,24 @@ class DockerExec:
         if code is None:
             return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
         if code == 128 + signals.SIGKILL:
-            # Whoever kills a box kills its commands like this too, and so does the kernel when memory runs out.
+            # A box that is killed takes its commands with it by SIGKILL, and so does the kernel when memory runs out.
             if await self._ran_out_of_memory():
                 control = self._box.control
                 if self._box.has_memory_limit and control is not None and not control.was_full():
-                    # It was the host's memory, so its end says nothing of the command.
+                    # The host ran out of memory, not the box, so the command is not to blame.
                     return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
                 return ExecEnd(ExecOutcome.OUT_OF_MEMORY, signal=int(signals.SIGKILL), duration_s=duration_s)
             if not await self._box_is_alive():
                 return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
         if code in (126, 127) and not await self._box_is_alive():
-            # The engine reports a box that ended while the exec was starting as a command that cannot be run.
+            # If the box ends while an exec starts, the engine reports that the command cannot be run.
             return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
         if code in _SIGNAL_CODES:
             return ExecEnd(ExecOutcome.SIGNALED, signal=code - 128, duration_s=duration_s)
         return ExecEnd(ExecOutcome.EXITED, return_code=code, duration_s=duration_s)
 
     async def _exit_code(self) -> int | None:
-        """Wait for the engine to know the exit code; ``None`` when it does not, because box or engine are gone."""
+        """Wait for the engine to report the exit code; ``None`` if box or engine are gone, or after a timeout."""
         backoff = Backoff(first_s=0.002, longest_s=0.25)
         while True:
             try:
@@ -247,13 +247,13 @@ class DockerExec:
                 return code if isinstance(code, int) else None
             if self._timed_out:
                 return None
-            # The streams end a moment before the engine hears of the exit, or long before when they were closed.
+            # The streams end shortly before the engine notices the exit, or long before if the command closed them.
             await backoff.again()
 
     async def _box_is_alive(self) -> bool:
         if self._box.control is not None:
             return self._box.control.is_alive()
-        # Commands of a box that is being killed end a moment before it does.
+        # The commands of a box that is being killed end shortly before the box does.
         await asyncio.sleep(_DYING_S)
         try:
             found = await self._engine.call(self._engine.client.inspect_container, self._box.container_id)
@@ -269,9 +269,9 @@ class DockerExec:
         return await self._engine.call(self._saw_oom_event)
 
     def _saw_oom_event(self) -> bool:
-        """Ask the engine's recent events, for engines whose counters are not readable from here."""
-        # The engine's clock may differ from ours by some seconds; an exec of the same box that ended this way in
-        # them is a lesser evil than an unnoticed one.
+        """Search the engine's recent events for an out-of-memory kill, if the box's counters are not readable here."""
+        # The engine's clock may differ from ours by some seconds, so search from 2 s earlier. Blaming this exec for
+        # another exec's kill in these seconds is better than missing a kill.
         began = time.time() - (time.monotonic() - self._began) - 2
         filters = {"container": [self._box.container_id], "event": ["oom"]}
         with contextlib.suppress(*sdk_errors()):
@@ -301,7 +301,7 @@ class DockerExec:
         )
 
     async def kill(self) -> None:
-        """Kill the command's whole process tree, daemons that left its session included. Idempotent."""
+        """Kill the command's whole process tree, including daemons that left its session. Idempotent."""
         if self._lost or not self._engine_exec_id:
             return
         control = self._box.control
@@ -322,19 +322,19 @@ class DockerExec:
                 if gone:
                     break
         if not gone:
-            # Better no box than one with a command in it that cannot be stopped.
+            # Kill the box: losing it is better than keeping one with a command that cannot be stopped.
             with contextlib.suppress(*sdk_errors()):
                 await self._engine.call(self._engine.client.kill, self._box.container_id)
 
     async def _main_pid(self) -> int | None:
-        """The host's number of the command itself; ``None`` when it does not run (any more)."""
+        """The host's pid of the command itself; ``None`` if the command is not running."""
         deadline = time.monotonic() + 5
         while True:
             try:
                 found = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
             except sdk_errors(SandboxError):
                 return None
-            # The engine answers before it starts the command: until then it neither runs nor has it ended.
+            # The engine responds before it starts the command; until then the command neither runs nor has ended.
             starting = not found["Pid"] if found["Running"] else found["ExitCode"] is None
             if starting and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
@@ -357,6 +357,6 @@ def _argv(request: ExecRequest) -> list[str]:
     argv: Sequence[str]
     argv = ["/bin/sh", "-c", request.command] if isinstance(request.command, str) else list(request.command)
     if request.merge_stderr:
-        # One pipe for both keeps the order in which they were written; two streams of the engine would not.
+        # A single pipe keeps the order in which both streams were written; the engine's two streams do not.
         argv = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *argv]
     return list(argv)

@@ -22,14 +22,14 @@ from nemo_gym.sandbox.providers.docker.names import IMAGE_LABELS, image_referenc
 
 
 class Images:
-    """Blocking; call through `Engine.call`."""
+    """Images in the engine. All methods block; call them through `Engine.call`."""
 
     def __init__(self, engine: Engine, config: DockerConfig) -> None:
         self._engine = engine
         self._config = config
 
     def reference(self, image: str | None) -> str:
-        """The engine's name for the image a spec names. Builds the ``host`` image when that is asked for and absent.
+        """The engine's name for an image named in a spec. Builds the ``host`` image if it is requested and missing.
 
         Raises:
             SandboxCreateError: the ``host`` image cannot be built here.
@@ -46,10 +46,10 @@ class Images:
             raise translate(error, f"looking for the image '{reference}'") from error
 
     def pull(self, reference: str) -> None:
-        """Ask a registry for an image; waits up to ``pull_timeout_s`` for each step of it.
+        """Pull an image from a registry. Each step of the pull may take up to ``pull_timeout_s``.
 
         Raises:
-            SandboxCreateError: naming the image and what can be done.
+            SandboxCreateError: the pull failed. The message names the image and suggests remedies.
         """
         repository, tag = _split(reference)
         timeout_s = self._engine.client.timeout
@@ -62,7 +62,7 @@ class Images:
             self._engine.client.timeout = timeout_s
 
     def missing(self, reference: str, why: str) -> SandboxCreateError:
-        """The error for an image that is not there."""
+        """Build the error for an image that the engine lacks."""
         return SandboxCreateError(
             f"docker: there is no image '{reference}' in the engine at {self._engine.url}, and {why}. Prepare it "
             "first (ng_prepare for a benchmark's environments, 'docker load' or 'docker pull' for others), or name an "
@@ -71,8 +71,8 @@ class Images:
         )
 
     def commit(self, container_id: str, image: str, labels: Mapping[str, str]) -> None:
-        """Store a container's files as ``image``. What belongs to the box alone (its labels, its idle command) does
-        not become the image's: labels it had are blanked, as the engine cannot remove them.
+        """Store a container's files as ``image``, without the box's own labels and idle command. The box's labels are
+        set to empty strings, because the engine cannot remove them.
 
         Raises:
             SandboxError: the engine refused, or its disk is full.
@@ -88,7 +88,7 @@ class Images:
             blank = dict.fromkeys(found["Config"].get("Labels") or {}, "")
             stored = {**blank, **(base.get("Labels") or {}), IMAGE_LABELS: json.dumps(dict(labels))}
             conf: dict[str, Any] = {
-                # An empty list would be filled with the box's own entry point; a blank one is not.
+                # The engine replaces an empty list by the box's own entry point, but keeps a blank string.
                 "Entrypoint": base.get("Entrypoint") or [""],
                 "Cmd": base.get("Cmd") or ["/bin/sh"],
                 "Labels": stored,
@@ -103,7 +103,7 @@ class Images:
             raise translate(error, f"committing the image '{image}'") from error
 
     def labels(self, image: str) -> dict[str, str] | None:
-        """The labels given to `commit`; ``None`` when there is no such image."""
+        """The labels given to `commit`; ``None`` if there is no such image."""
         found = self.inspect(image_reference(image))
         if found is None:
             return None
@@ -118,8 +118,8 @@ class Images:
         except sdk_errors() as error:
             if status_of(error) != 404:
                 raise translate(error, f"removing the image '{image}'") from error
-        # An image that a box still used has only lost its name. Those of earlier removals can go by now; not young
-        # ones, as a commit has no name for a moment either.
+        # An image that a box still uses has only lost its name. Delete such images of earlier removals, but none that
+        # is younger than 10 minutes: an image that is being committed has no name for a moment either.
         unused = {"dangling": True, "label": [IMAGE_LABELS], "until": ["10m"]}
         with contextlib.suppress(*sdk_errors()):
             self._engine.client.prune_images(filters=unused)
@@ -138,14 +138,14 @@ def _split(reference: str) -> tuple[str, str]:
 # -- The image of this host ----------------------------------------------------------------------------------------
 # The image ``host``: a root filesystem of this machine's own Debian packages, made without any registry.
 #
-# It holds the files of the packages below and of all they depend on, and what their installation generated (the
-# certificate store, alternatives, user tables). Nothing that did not come with a package is in it: no homes, no
-# configuration of this machine's services, no Python of another origin, not this suite.
+# It contains the files of the packages below and of all their dependencies, and the files that their installation
+# generated (the certificate store, alternatives, user tables). It contains nothing else: no home directories, no
+# configuration of this machine's services, no Python from another source, and not this suite.
 
 HOST_IMAGE = "host"
 REPOSITORY = "nemo-gym/host"
 _RECIPE = "1"
-"""Part of the image's name; raise it when the same packages give another image."""
+"""Part of the image's name. Increase it when the same packages give a different image."""
 
 _WANTED = """
     base-files bash bsdutils bzip2 ca-certificates coreutils curl dash debianutils diffutils file findutils
@@ -154,13 +154,13 @@ _WANTED = """
     util-linux xz-utils zip
 """
 WANTED = tuple(_WANTED.split())
-"""Those of them that are installed here."""
+"""Packages of the image. Those that are not installed here are left out."""
 REQUIRED = ("bash", "coreutils", "python3", "git", "tar", "patch", "sed", "grep", "findutils")
 UNWANTED = {"perl", "perl-modules-5.36", "dpkg", "apt", "debconf", "systemd", "dbus"}
-"""Left out although something depends on them: large, or of use only to install packages."""
+"""Packages left out although others depend on them: they are large, or only serve to install packages."""
 _SKIPPED = ("/usr/share/doc/", "/usr/share/man/", "/usr/share/locale/", "/usr/share/info/", "/usr/share/lintian/")
 _NPM = "/usr/lib/node_modules/npm"
-"""Comes with the nodejs package, but is often brought up to date by itself."""
+"""Comes with the nodejs package, but is often updated separately."""
 _GENERATED = ("/etc/ld.so.cache", "/etc/ssl/certs", "/usr/local/share/ca-certificates", "/etc/localtime", _NPM)
 _USERS = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
 _GROUPS = "root:x:0:\ntty:x:5:\nstaff:x:50:\nnogroup:x:65534:\n"
@@ -182,7 +182,7 @@ _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
-    # Python packages carry their own certificates unless told of the machine's, which may hold a local authority.
+    # Python packages use their own certificates unless told to use the machine's, which may include a local authority.
     "SSL_CERT_FILE": _CERTIFICATES,
     "REQUESTS_CA_BUNDLE": _CERTIFICATES,
     "PIP_CERT": _CERTIFICATES,
@@ -195,7 +195,7 @@ def _run(*argv: str) -> str:
 
 
 def _installed() -> dict[str, tuple[str, list[list[str]]]]:
-    """Package → its version, and its dependencies, each a list of alternatives. Virtual packages are included."""
+    """Package → its version, and its dependencies, each as a list of alternatives. Includes virtual packages."""
     fields = "${Package}\t${db:Status-Status}\t${Version}\t${Pre-Depends}, ${Depends}\t${Provides}\n"
     packages: dict[str, tuple[str, list[list[str]]]] = {}
     provided: dict[str, str] = {}
@@ -218,10 +218,10 @@ def _installed() -> dict[str, tuple[str, list[list[str]]]]:
 
 
 def closure() -> dict[str, str]:
-    """The packages of the image with their versions: those wanted and installed, and all they depend on.
+    """The packages of the image with their versions: the installed packages of `WANTED`, and all their dependencies.
 
     Raises:
-        SandboxCreateError: this is no Debian-like machine, or a required package is not installed.
+        SandboxCreateError: this machine has no Debian packages, or a required package is not installed.
     """
     hint = "set default_image to an image the engine has, or name one in the spec"
     try:
@@ -250,7 +250,7 @@ def closure() -> dict[str, str]:
 
 
 def reference(packages: dict[str, str]) -> str:
-    """The image's name: the same packages, versions and certificates give the same one."""
+    """The image's name: a digest of the packages, their versions and the machine's certificates."""
     digest = hashlib.sha256(_RECIPE.encode())
     for name, version in packages.items():
         digest.update(f"{name}={version}\n".encode())
@@ -260,7 +260,7 @@ def reference(packages: dict[str, str]) -> str:
 
 
 def _alternatives(files: set[str]) -> Iterable[str]:
-    """Links like /usr/bin/awk, which installation made to point at one of several packages' programs."""
+    """Yield links such as /usr/bin/awk, which installation points at one of several programs, and their targets."""
     for directory in ("/usr/bin", "/usr/sbin"):
         for entry in os.scandir(directory):
             if not entry.is_symlink():
@@ -272,12 +272,12 @@ def _alternatives(files: set[str]) -> Iterable[str]:
 
 
 def _real_place(path: str) -> str:
-    """The path with links among its directories followed (``/bin/sh`` lies in ``/usr/bin``), the last part kept."""
+    """Resolve links in a path's directories, but not its last part (``/bin/sh`` becomes ``/usr/bin/sh``)."""
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))  # noqa: PTH118, PTH119, PTH120
 
 
 def image_files(packages: dict[str, str]) -> list[str]:
-    """Every path of the image that is copied from this machine, directories before what is in them."""
+    """All paths that are copied from this machine into the image; directories precede their contents."""
     listed = _run("dpkg", "-L", *packages).splitlines()
     places = {_real_place(p) for p in listed if p.startswith("/") and p != "/." and not p.startswith(_SKIPPED)}
     places |= set(_alternatives(places))
@@ -287,7 +287,7 @@ def image_files(packages: dict[str, str]) -> list[str]:
             places |= {str(p) for p in Path(generated).rglob("*")} if Path(generated).is_dir() else set()
     for path in list(places):
         places |= {str(parent) for parent in Path(path).parents}
-    # Links at the top (/bin -> usr/bin) are how packages still name their files.
+    # Packages still name their files by way of links in the root directory (/bin -> usr/bin).
     places |= {str(entry) for entry in Path("/").iterdir() if entry.is_symlink()}
     return sorted(p for p in places if p != "/" and os.path.lexists(p))
 
@@ -333,8 +333,8 @@ def _add(tar: tarfile.TarFile, name: str, kind: bytes, mode: int, data: bytes = 
 
 
 def ensure_host_image(engine: Engine) -> str:
-    """The reference of the ``host`` image, which is built when the engine does not have it. Takes seconds, once; of
-    several processes that ask at once, one builds.
+    """Return the reference of the ``host`` image, and build the image if the engine lacks it, which takes seconds. If
+    several processes call this at once, one of them builds.
 
     Raises:
         SandboxCreateError: see `closure`; or the engine refused, or a disk is full.
@@ -358,7 +358,7 @@ def ensure_host_image(engine: Engine) -> str:
                     changes = [f"ENV {key}={value}" for key, value in _ENV.items()]
                     name, _, tag = image.partition(":")
                     engine.client.import_image(src=root, repository=name, tag=tag, changes=[*changes, "CMD /bin/bash"])
-                    # The engine reports a failed import within a successful answer.
+                    # The engine reports a failed import inside a successful response, so check that the image exists.
                     engine.client.inspect_image(image)
         except sdk_errors() as error:
             raise translate(error, "building the image 'host'", kind=SandboxCreateError) from error
@@ -367,4 +367,4 @@ def ensure_host_image(engine: Engine) -> str:
 
 
 _known: dict[str, str] = {}
-"""Engine URL → reference, so that each create does not ask dpkg again."""
+"""Engine URL → reference of its ``host`` image, so that not every create runs dpkg."""

@@ -1,8 +1,8 @@
-"""How boxes and images are named and labelled in the engine, which is the only record of them.
+"""Names and labels of boxes and images in the engine, which is the only record of them.
 
-A container's labels cannot change, but its name can. So the first lease's end is a label, and a renewal renames the
-container to ``<base>.<unix seconds>``: everybody who can list containers sees the lease as it is, without any state
-beside the engine. ``watchdog.py`` reads the same names and is not allowed to import this module; a test compares them.
+A container's labels cannot change, but its name can. So a label holds the end of the first lease, and a renewal
+renames the container to ``<base>.<unix seconds>``. Everyone who can list containers sees the current lease; there is
+no state outside the engine. ``watchdog.py`` reads the same names but cannot import this module; a test compares them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from nemo_gym.sandbox.base import BoxLabel
 
 SPEC_ENV = "nemo_gym.docker.env"
-"""The spec's environment, as JSON: given to each exec, and kept out of images committed from the box."""
+"""The spec's environment, as JSON. Each exec gets it; images committed from the box do not."""
 GIVEN_LABELS = "nemo_gym.docker.labels"
-"""The creator's labels, as JSON; beside them a container carries those of its image."""
+"""The creator's labels, as JSON, to tell them from the labels that the container inherits from its image."""
 SPEC_KEY = "nemo_gym.docker.key"
 """Digest of the spec's idempotency key."""
 DISK_BYTES = "nemo_gym.docker.disk_bytes"
-"""What the box may write; the watchdog ends it when that is more."""
+"""Bytes that the box may write. The watchdog removes a box that has written more."""
 IMAGE_LABELS = "nemo_gym.docker.image_labels"
-"""On a committed image: the caller's labels, as JSON."""
+"""Label of a committed image: the caller's labels, as JSON."""
 EXEC_MARK = "NEMO_GYM_EXEC_ID"
-"""Environment variable by which the processes of one exec are found."""
+"""Environment variable that identifies the processes of one exec."""
 
 _REFERENCE = re.compile(
     r"(?=.{1,255}\Z)"
@@ -42,17 +42,17 @@ def key_digest(idempotency_key: str) -> str:
 
 
 def container_name(idempotency_key: str | None) -> str:
-    """The name a box is created under: one name for one idempotency key, else a fresh one."""
+    """The name for creating a box: always the same for one idempotency key, random if there is no key."""
     return f"nemo-gym-{key_digest(idempotency_key) if idempotency_key else uuid.uuid4().hex}"
 
 
 def renewed_name(name: str, expires_at: float) -> str:
-    """The name that says that the lease ends at ``expires_at`` (Unix seconds, rounded up)."""
+    """The container name for a lease that ends at ``expires_at`` (Unix seconds, rounded up)."""
     return f"{name.lstrip('/').partition('.')[0]}.{int(-(-expires_at // 1))}"
 
 
 def lease_end(name: str, labels: Mapping[str, str]) -> float | None:
-    """When a container's lease ends, in Unix seconds."""
+    """When a container's lease ends, in Unix seconds; ``None`` if neither its name nor its label gives a time."""
     renewed = name.partition(".")[2]
     for text in (renewed, labels.get(BoxLabel.EXPIRES_AT, "")):
         try:
@@ -63,7 +63,7 @@ def lease_end(name: str, labels: Mapping[str, str]) -> float | None:
 
 
 def image_reference(image: str) -> str:
-    """The engine's name of an image: ``image`` itself where that is a valid one, else a name derived from it."""
+    """The engine's name of an image: ``image`` itself if it is a valid reference, else a name derived from it."""
     if _REFERENCE.match(image):
         return image
     return f"nemo-gym/named:{hashlib.sha256(image.encode()).hexdigest()[:32]}"
@@ -82,13 +82,13 @@ def container_labels(
     labels |= {BoxLabel.MANAGED: "true", BoxLabel.EXPIRES_AT: repr(expires_at), SPEC_ENV: json.dumps(dict(env))}
     if idempotency_key:
         labels[SPEC_KEY] = key_digest(idempotency_key)
-    # Always there: a committed image hands its container's labels on to the boxes made of it.
+    # Always set, to override the value that the box would inherit from an image committed from a container.
     labels[DISK_BYTES] = "" if disk_bytes is None else str(disk_bytes)
     return labels
 
 
 def public_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
-    """A container's labels as its creator gave them, with those every box of ours has."""
+    """A container's labels as its creator gave them, plus the labels that every box of this suite has."""
     held = labels or {}
     given: dict[str, Any] = json.loads(held.get(GIVEN_LABELS) or "{}")
     public = {str(key): str(value) for key, value in given.items()}
@@ -96,6 +96,6 @@ def public_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def spec_env(labels: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the spec a container was created for."""
+    """The environment in the spec that a container was created for."""
     stored: dict[str, Any] = json.loads(labels.get(SPEC_ENV) or "{}")
     return {str(key): str(value) for key, value in stored.items()}

@@ -1,9 +1,9 @@
-"""A box's processes as the host sees them: which belong to one exec, signalling them, and memory kills.
+"""A box's processes on the host: finding those of one exec, signalling them, and counting memory kills.
 
-Only where the engine's processes have ids here (`Engine.is_local`). An exec's processes are its descendants, those
-that carry its mark in their environment, and those of the sessions that either of these opened. A process that
-detached, dropped its environment and opened a session of its own is found by elimination: it began during the exec,
-and no other exec ran meanwhile.
+This works only if the engine's processes have ids on this machine (`Engine.is_local`). The processes of an exec are
+its descendants, processes with its mark in their environment, and processes in a session that either of these opened.
+A process that detached, dropped its environment and opened a session of its own is found by elimination: it belongs
+to the exec if it began during the exec and no other exec ran meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROC = Path("/proc")
 _KILL_PATIENCE_S = 10.0
 _PF_EXITING = 0x4
 _FULL_WITHIN_BYTES = 4 * 1024 * 1024
-"""The kernel charges memory in batches, so what does not fit may leave some of it free."""
+"""Tolerance for a full box: the kernel charges memory in batches, so some may be free when an allocation fails."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Process:
 
 @dataclass(frozen=True)
 class BoxControl:
-    """Where the host keeps the counters and the process list of one container."""
+    """The host's files with the counters and the process list of one container."""
 
     init_pid: int
     process_list: Path
-    """Its ``cgroup.procs``."""
+    """The ``cgroup.procs`` of the container's control group."""
     memory_events: Path | None
-    """The file with its ``oom_kill`` counter."""
+    """The file with the container's ``oom_kill`` counter."""
 
     @classmethod
     def find(cls, init_pid: int, container_id: str) -> BoxControl | None:
-        """``None`` when the container's processes are not visible or not ours to signal."""
+        """Find a container's files; ``None`` if its processes are not visible, or this process may not signal them."""
         groups = _cgroup_paths(init_pid)
         own = {name: path for name, path in groups.items() if container_id in path.name or container_id in str(path)}
         for name in ("pids", "memory", "unified"):
@@ -69,7 +69,7 @@ class BoxControl:
         return cls(init_pid=init_pid, process_list=path / "cgroup.procs", memory_events=events)
 
     def is_alive(self) -> bool:
-        """Whether the box's first process lives; when it begins to end, the kernel kills all others."""
+        """Whether the box's first process lives. When that begins to exit, the kernel kills all others."""
         try:
             fields = (_PROC / str(self.init_pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
@@ -77,22 +77,22 @@ class BoxControl:
         return fields[0] not in "ZX" and not int(fields[6]) & _PF_EXITING
 
     def oom_kills(self) -> int | None:
-        """Processes of this box the kernel killed for memory so far; ``None`` when that is unknown or it is gone."""
+        """How many of the box's processes the kernel killed for memory; ``None`` if unknown or the box is gone."""
         return None if self.memory_events is None else _counter(self.memory_events, "oom_kill")
 
     def was_full(self) -> bool:
-        """Whether the box has ever reached its memory limit. Where not, it was the host that ran out."""
+        """Whether the box has ever reached its memory limit. If not, a memory kill means that the host ran out."""
         if self.memory_events is None:
             return False
         if self.memory_events.name == "memory.events":
             return bool(_counter(self.memory_events, "oom"))
-        # Not its failcnt, which Linux 6.18 does not count where memory and swap have one limit.
+        # Not the group's failcnt: Linux 6.18 does not count it if memory and swap have the same limit.
         limit = _counter(self.memory_events.with_name("memory.limit_in_bytes")) or 0
         peak = _counter(self.memory_events.with_name("memory.max_usage_in_bytes")) or 0
         return peak > limit - _FULL_WITHIN_BYTES
 
     def pids(self) -> list[int]:
-        """Every process of the box, its nested control groups included."""
+        """The ids of all processes of the box, including those in nested control groups."""
         found: list[int] = []
         root = self.process_list.parent
         for directory, _, _ in os.walk(root):
@@ -101,14 +101,14 @@ class BoxControl:
         return found
 
     def processes(self) -> list[Process]:
-        """Every process of the box but those of its first one's session: that one only waits and reaps, and the idle
-        command below it is the box's life. An exec begins in a session of its own and cannot enter this one."""
+        """All processes of the box outside the session of its first process, which only waits and reaps; the idle
+        command below it keeps the box alive. An exec starts in its own session and cannot enter this one."""
         found = (read_process(pid) for pid in self.pids() if pid != self.init_pid)
         return [process for process in found if process is not None and process.session != self.init_pid]
 
 
 def _counter(file: Path, name: str = "") -> int | None:
-    """A counter of a control group: the one of that name, or the only one; ``None`` when it cannot be read."""
+    """Read the counter ``name`` from a control group's file, or its only counter; ``None`` if it is not readable."""
     with contextlib.suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
             word, _, value = line.rpartition(" ")
@@ -145,7 +145,7 @@ def _cgroup_paths(pid: int) -> dict[str, Path]:
 
 
 def read_process(pid: int) -> Process | None:
-    """``None`` for one that is gone or only waits to be reaped."""
+    """Read a process's data; ``None`` if the process is gone or a zombie."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
         environ = (_PROC / str(pid) / "environ").read_bytes()
@@ -161,18 +161,18 @@ def read_process(pid: int) -> Process | None:
 
 
 def now_ticks() -> int:
-    """The present on the clock of `Process.started_ticks`."""
+    """The current time on the clock of `Process.started_ticks`."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def select(
     processes: Collection[Process], *, exec_id: str, main_pid: int | None, began_ticks: int, others: Collection[str]
 ) -> set[int]:
-    """The pids that belong to one exec.
+    """Return the pids of one exec's processes.
 
     Args:
-        main_pid: the command itself, as the engine knows it.
-        began_ticks: when the exec was asked for.
+        main_pid: the pid of the command itself, according to the engine.
+        began_ticks: when the exec was requested.
         others: ids of execs that ran in the same box at any moment since then.
     """
     by_pid = {p.pid: p for p in processes}
@@ -188,7 +188,7 @@ def select(
     chains = {p.pid: ancestry(p) for p in processes}
 
     def owner(pid: int) -> str | None:
-        """The nearest mark says most: an exec's own process may have started another exec's by accident of reuse."""
+        """The exec whose mark is nearest. A mark further up may be another exec's, by an accidental reuse of a pid."""
         return next(
             (exec_id if p.pid == main_pid else p.mark for p in chains[pid] if p.mark or p.pid == main_pid), None
         )
@@ -196,7 +196,7 @@ def select(
     ours = {pid for pid in chains if owner(pid) == exec_id}
     sessions = {by_pid[pid].session for pid in ours}
     for pid, chain in chains.items():
-        # What descends from something older than the exec was not begun by it.
+        # A process with an ancestor older than the exec was not started by the exec.
         unclaimed = owner(pid) is None and chain[-1].started_ticks >= began_ticks
         if unclaimed and (by_pid[pid].session in sessions or not others):
             ours.add(pid)
@@ -204,7 +204,7 @@ def select(
 
 
 def send(control: BoxControl, pids: Collection[int], number: int) -> None:
-    """Signal processes of the box, and never one that took over a number meanwhile."""
+    """Signal processes of the box, but no process outside it that has reused one of the pids since."""
     descriptors: dict[int, int] = {}
     try:
         for pid in pids:
@@ -229,8 +229,8 @@ def signal_exec(
     began_ticks: int,
     others: Collection[str],
 ) -> None:
-    """Signal every process of one exec, once; parents first, as one that sees its child's end may end before its own
-    signal comes."""
+    """Signal every process of one exec once. Parents come first: a parent that notices its child's end might otherwise
+    exit before its own signal arrives."""
     processes = control.processes()
     began = {process.pid: (process.started_ticks, process.pid) for process in processes}
     found = select(processes, exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
@@ -240,13 +240,13 @@ def signal_exec(
 def kill_exec(
     control: BoxControl, *, exec_id: str, main_pid: int | None, began_ticks: int, others: Collection[str]
 ) -> bool:
-    """Kill every process of one exec; whether none is left. Blocks for at most some seconds."""
+    """Kill every process of one exec; return whether none is left. Blocks for about 10 seconds at most."""
     backoff = Backoff(first_s=0.002, longest_s=0.1, patience_s=_KILL_PATIENCE_S)
     while True:
         left = select(control.processes(), exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
         if not left:
             return True
-        # Stopped first, so that nothing forks between being listed and being killed.
+        # Stop the processes first, so that none forks between being listed and being killed.
         send(control, left, signals.SIGSTOP)
         send(control, left, signals.SIGKILL)
         if not backoff.again_blocking():

@@ -45,7 +45,7 @@ _NO_NESTING = (
 
 
 def why_users_are_shared(info: Mapping[str, Any]) -> str:
-    """Why a box can use up what the kernel counts per user, by what the engine says of itself."""
+    """Why a box can exhaust the resources that the kernel counts per user, given the engine's ``info``."""
     options = (str(option).split(",") for option in info.get("SecurityOptions") or ())
     remapped = any("name=userns" in option for option in options)
     whose = (
@@ -57,7 +57,7 @@ def why_users_are_shared(info: Mapping[str, Any]) -> str:
 
 
 class DockerProvider(StreamingProvider):
-    """Boxes as containers, with their leases kept by a watchdog process.
+    """Boxes as containers. A watchdog process enforces their leases.
 
     Args:
         options: see `DockerConfig`.
@@ -78,7 +78,7 @@ class DockerProvider(StreamingProvider):
 
     @cached_property
     def capabilities(self) -> SandboxCapabilities:
-        """Asks the engine, once. Raises `SandboxError` when none answers."""
+        """The engine's abilities, asked for once. Raises `SandboxError` if no engine responds."""
         try:
             info = self._engine.client.info()
         except sdk_errors() as error:
@@ -134,14 +134,14 @@ class DockerProvider(StreamingProvider):
                     self._creating = asyncio.Semaphore(self.config.max_concurrent_creates)
                 async with self._creating:
                     found = await self._run_creation(creation)
-                # From here on the container is this call's to remove, whatever it waits for when it is cancelled.
+                # From here on this call must remove the container if it is cancelled at any later point.
                 box: DockerBox | None = None
                 try:
                     box = await self._engine.call(DockerBox.from_inspection, found, local=self._local)
                     for door in spec.doors:
                         await self._open_door(box, door)
                     if self.config.watchdog:
-                        # It may have been about to leave when we looked first.
+                        # At the first check the watchdog may have been about to exit.
                         await self._engine.call(ensure_watchdog, self._engine.url)
                 except BaseException:
                     await finish(self._abandon(box, creation))
@@ -154,7 +154,7 @@ class DockerProvider(StreamingProvider):
         return SandboxHandle(sandbox_id=box.container_id, provider_name=self.name, raw=box)
 
     async def _run_creation(self, creation: Creation) -> dict[str, Any]:
-        """Create the container; when cancelled meanwhile, wait for the engine to finish and remove it."""
+        """Create the container. If cancelled meanwhile, wait for the engine to finish, then remove the container."""
         existing = await self._engine.call(creation.find_existing)
         if existing is not None:
             return existing
@@ -200,7 +200,7 @@ class DockerProvider(StreamingProvider):
             try:
                 client.rename(box.container_id, name)
             except sdk_errors():
-                # Whoever renews it at the same time, here or in another process, may have given it this very name.
+                # A concurrent renewal, in this or another process, may have given the container the same name.
                 if client.inspect_container(box.container_id)["Name"].lstrip("/") != name:
                     raise
 
@@ -227,7 +227,7 @@ class DockerProvider(StreamingProvider):
             except sdk_errors() as error:
                 if status_of(error) == 404:
                     return
-                # Another removal is on its way: gone only when it is done.
+                # 409 means that another removal is in progress: wait until it is complete.
                 if status_of(error) != 409 or time.monotonic() > deadline:
                     raise translate(error, f"removing box {container_id[:12]}") from error
             time.sleep(0.05)
@@ -240,7 +240,7 @@ class DockerProvider(StreamingProvider):
         except sdk_errors() as error:
             raise translate(error, "listing boxes") from error
         infos = [_info(container) for container in found]
-        # The engine also looks at labels that a container has from its image.
+        # The engine also matches labels that a container inherited from its image.
         return [info for info in infos if wanted.items() <= info.labels.items()]
 
     async def reap(self, labels: Mapping[str, str]) -> List[str]:
@@ -287,7 +287,7 @@ class DockerProvider(StreamingProvider):
         reading: asyncio.Future[bytes | None] | None = None
 
         async def close() -> None:
-            # A reader that was cancelled has left its read running on a thread, and what runs cannot be closed.
+            # A cancelled reader leaves its read running on a thread, and a running generator cannot be closed.
             if reading is not None and not reading.done():
                 await asyncio.wait({reading})
             await self._engine.call(chunks.close)
@@ -315,7 +315,7 @@ class DockerProvider(StreamingProvider):
         return {name: server.statistics for name, server in box_of(handle).doors.items()}
 
     async def _open_door(self, box: DockerBox, door: Door) -> None:
-        """Serve a door on a listener made in the container's network namespace."""
+        """Serve a door on a listener created in the container's network namespace."""
         from nemo_gym.sandbox.doors import door_server
         from nemo_gym.sandbox.linux import listen_in_network_namespace
 

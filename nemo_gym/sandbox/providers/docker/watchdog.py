@@ -1,9 +1,10 @@
-"""The process that removes boxes whose lease ended, though every process of this suite may be dead, and boxes that
-wrote more than they may, as engines have no quota to rely on.
+"""The process that removes boxes whose lease ended, even if every other process of this suite is dead. It also removes
+boxes that wrote more than their disk limit, because engines have no reliable quota.
 
-One per engine and user, whoever starts it first. It is run by its path in an isolated interpreter (``python -I -S``),
-so it imports nothing but the standard library: it costs about 10 MB and starts in some 30 ms. What it knows it reads
-from the engine: a container's lease is its label, or its name once it was renewed (see ``names.py``).
+There is one watchdog per engine and user; the first process that needs it starts it. It is run by its path in an
+isolated interpreter (``python -I -S``) and imports only the standard library, so it takes about 10 MB and starts in
+some 30 ms. It reads everything from the engine: a container's lease is its label, or its name after a renewal (see
+``names.py``).
 
     python -I -S watchdog.py LOCK_FILE ENGINE_URL [CERTIFICATES_DIRECTORY]
 """
@@ -30,9 +31,9 @@ DISK_BYTES = "nemo_gym.docker.disk_bytes"
 POLL_S = 1.0
 DISK_POLL_S = 0.5
 DISK_IDLE_SHARE = 4
-"""Measuring takes at most a fifth of the time, however many files there are."""
+"""Pause after a measurement, as a multiple of its duration: measuring takes at most a fifth of the time."""
 LINGER_S = 120.0
-"""How long it waits for new boxes when there are none."""
+"""How long the watchdog waits for new boxes before it exits."""
 _UNREACHABLE_LIMIT_S = 3600.0
 _GRACE_S = 0.5
 
@@ -54,7 +55,7 @@ class Engine:
         self._certificates = certificates
 
     def request(self, method: str, path: str) -> tuple[int, Any]:
-        """Status and decoded body. Raises `OSError` or `http.client.HTTPException` when the engine does not answer."""
+        """Return status and decoded body. Raises `OSError` or `http.client.HTTPException` if there is no response."""
         connection = self._connection()
         try:
             connection.request(method, path)
@@ -75,7 +76,7 @@ class Engine:
         return http.client.HTTPConnection(url.hostname or "", url.port or 2375, timeout=60)
 
     def containers(self, options: str) -> list[dict[str, Any]]:
-        """The engine's list of this suite's containers."""
+        """This suite's containers, as the engine lists them."""
         filters = quote(json.dumps({"label": [f"{MANAGED}=true"]}))
         status, found = self.request("GET", f"/containers/json?{options}&filters={filters}")
         if status != 200:
@@ -83,7 +84,7 @@ class Engine:
         return list(found)
 
     def boxes(self) -> dict[str, tuple[str, float | None]]:
-        """Container id → name and end of lease (Unix seconds), of every container of this suite."""
+        """Container id → name and end of lease (Unix seconds), for every container of this suite."""
         boxes = {}
         for container in self.containers("all=1"):
             name = ((container.get("Names") or [""])[0] or "").lstrip("/")
@@ -95,7 +96,7 @@ class Engine:
 
 
 def lease_end(name: str, labels: dict[str, str]) -> float | None:
-    """When a container's lease ends, in Unix seconds; a name that says so is newer than the label."""
+    """When a container's lease ends, in Unix seconds. A time in the name is newer than the label's."""
     for text in (name.partition(".")[2], labels.get(EXPIRES_AT, "")):
         try:
             return float(text)
@@ -105,19 +106,19 @@ def lease_end(name: str, labels: dict[str, str]) -> float | None:
 
 
 def now_s() -> float:
-    """A clock that nobody sets, and that runs while the machine sleeps."""
+    """Return the time of a clock that cannot be set and that keeps running while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Watchdog:
-    """Remembers, for each lease it has seen, when it ends on a clock that does not jump."""
+    """Removes boxes whose lease ended. Keeps each lease's end on a clock that does not jump."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._deadlines: dict[str, tuple[float, float]] = {}
 
     def look(self) -> int:
-        """Remove what has ended; how many boxes are left."""
+        """Remove the boxes whose lease ended; return how many boxes are left."""
         boxes = self._engine.boxes()
         for gone in set(self._deadlines) - set(boxes):
             del self._deadlines[gone]
@@ -131,7 +132,7 @@ class Watchdog:
         for container_id, (end, deadline) in list(self._deadlines.items()):
             if now_s() < deadline + _GRACE_S:
                 continue
-            # It may have been renewed since it was listed.
+            # The lease may have been renewed since the boxes were listed.
             if self._engine.boxes().get(container_id, ("", None))[1] not in (end, None):
                 continue
             with contextlib.suppress(OSError, http.client.HTTPException):
@@ -141,15 +142,15 @@ class Watchdog:
 
 
 def over_disk_limit(engine: Engine) -> dict[str, tuple[int, int]]:
-    """Container id → bytes written and bytes allowed, of every running box that wrote more."""
+    """Container id → bytes written and bytes allowed, for every running box that wrote more than it may."""
     over = {}
-    # Measuring walks through what each box wrote, so it is not asked for where nothing is limited.
+    # To measure, the engine walks through all files of each box, so skip this if no box has a limit.
     if any((found.get("Labels") or {}).get(DISK_BYTES) for found in engine.containers("all=0")):
         for container in engine.containers("all=0&size=1"):
             limit = (container.get("Labels") or {}).get(DISK_BYTES)
             if not limit or int(container.get("SizeRw") or 0) <= int(limit):
                 continue
-            # Engines add up what files say of themselves; a sparse file takes less than that.
+            # Engines add up the apparent sizes of files; a sparse file takes less space.
             taken = on_disk(engine, str(container["Id"]))
             written = int(container["SizeRw"]) if taken is None else taken
             if written > int(limit):
@@ -158,7 +159,7 @@ def over_disk_limit(engine: Engine) -> dict[str, tuple[int, int]]:
 
 
 def on_disk(engine: Engine, container_id: str) -> int | None:
-    """Bytes that a box's files take on this host; ``None`` where its engine keeps them out of our sight."""
+    """Bytes that a box's files take on this host's disk; ``None`` if this process cannot read them."""
     status, found = engine.request("GET", f"/containers/{container_id}/json")
     layer = ((found.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") if status == 200 else None
     if not layer or not os.access(layer, os.R_OK | os.X_OK):
@@ -173,7 +174,7 @@ def on_disk(engine: Engine, container_id: str) -> int | None:
 
 
 def watch_disks(engine: Engine) -> None:
-    """Remove boxes that wrote too much, for ever. A thread of its own: leases must not wait for measuring."""
+    """Remove boxes that wrote too much, for ever. Needs a thread of its own: leases must not wait for measuring."""
     while True:
         began = now_s()
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
@@ -185,7 +186,7 @@ def watch_disks(engine: Engine) -> None:
 
 
 def try_lock(path: str) -> int | None:
-    """A descriptor that holds the lock for as long as it is open; ``None`` when another process has it."""
+    """Return a descriptor that holds the lock as long as it is open; ``None`` if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,7 +197,7 @@ def try_lock(path: str) -> int | None:
 
 
 def watch(lock_path: str, lock: int, watchdog: Watchdog) -> None:
-    """Look again and again; return when there have been no boxes, or no engine, for long."""
+    """Enforce leases until there have been no boxes for `LINGER_S`, or no engine for `_UNREACHABLE_LIMIT_S`."""
     last_box = last_answer = now_s()
     while True:
         try:
@@ -207,7 +208,8 @@ def watch(lock_path: str, lock: int, watchdog: Watchdog) -> None:
             if now_s() - last_answer > _UNREACHABLE_LIMIT_S:
                 return
         if now_s() - last_box > LINGER_S:
-            # Whoever created a box and then saw the lock held relies on us: so give it up first and look once more.
+            # A process that created a box and then found the lock taken relies on this watchdog. So release the lock
+            # first, then check for boxes once more.
             os.close(lock)
             with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
                 if not watchdog.look():
@@ -223,7 +225,7 @@ def main(lock_path: str, url: str, certificates: str | None = None) -> int:
     lock = try_lock(lock_path)
     if lock is None:
         return 0
-    # The starter waits for this process, and finds the lock held when it has returned; the child goes on.
+    # The starter waits for this process to exit and then finds the lock taken; the child keeps it and runs on.
     os.set_inheritable(lock, True)
     if os.fork():
         return 0

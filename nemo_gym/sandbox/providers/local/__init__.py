@@ -1,8 +1,8 @@
 """The `local` sandbox provider: boxes of bubblewrap, overlayfs, cgroups and namespaces, with no daemon to install.
 
-One supervisor process per state directory holds the boxes and enforces their leases; clients start it when they need
-it, and it leaves when nothing is left to do. Its half of this package uses the standard library alone, because it
-runs isolated from every installed package; that is why the client's half is imported on first use here.
+One supervisor process per state directory holds the boxes and enforces their leases. Clients start the supervisor when
+they need it, and it exits when it has neither boxes nor clients. The supervisor runs isolated from all installed
+packages, so its half of this package uses only the standard library, and the client's half is imported on first use.
 """
 
 from __future__ import annotations

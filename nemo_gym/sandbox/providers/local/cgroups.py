@@ -1,7 +1,8 @@
-"""Control groups of boxes and of their commands, on cgroup v1, v2 and both at once; standard library only.
+"""Control groups of boxes and of their commands, on cgroup v1, v2 and both at once. Uses only the standard library.
 
-A box's group carries its limits. Each command has a group inside it, so that a command's whole process tree can be
-killed (a daemon leaves its session and its parent, never its group) and an out-of-memory kill is seen as its own.
+A box's group carries the box's limits. Each command has its own group inside, for two purposes: to kill the command's
+whole process tree (a daemon can leave its session and its parent, but not its group), and to attribute an
+out-of-memory kill to the command.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LIMITS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
 _REMOVE_DEADLINE_S = 5.0
 _FULL_WITHIN_BYTES = 4 * 1024 * 1024
-"""The kernel charges memory in batches, so what does not fit may leave some of it free."""
+"""Tolerance for a full box: the kernel charges memory in batches, so some may be free when an allocation fails."""
 _HOW_TO_DELEGATE = "run as root, or start the client with `systemd-run --user --scope -p Delegate=yes …`"
 
 
@@ -27,12 +28,12 @@ class _Mounted:
     version: int
     controllers: frozenset[str]
     own: Path
-    """Where this process is in the hierarchy."""
+    """The directory of this process's group in the hierarchy."""
     top: Path
 
 
 def _mounted_hierarchies() -> list[_Mounted]:
-    """The cgroup hierarchies this process can see, with its place in each."""
+    """The cgroup hierarchies that this process can see, with its group in each."""
     own: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, names, path = line.split(":", 2)
@@ -64,7 +65,7 @@ def _mounted_hierarchies() -> list[_Mounted]:
 
 
 class Cgroups:
-    """The groups one supervisor may make: ``<somewhere>/<name>/<box>/<command>`` in each usable hierarchy."""
+    """Creates a supervisor's groups: ``<some group>/<name>/<box>/<command>`` in each usable hierarchy."""
 
     def __init__(self, name: str, *, enabled: bool = True) -> None:
         self.reasons: dict[str, str] = {}
@@ -88,7 +89,7 @@ class Cgroups:
                 self.reasons.setdefault(limit, f"no mounted cgroup hierarchy has the '{limit}' controller")
 
     def _claim(self, mounted: _Mounted, wanted: list[str], name: str) -> None:
-        """Take the place nearest to this process where most of the wanted limits can be set."""
+        """Create the group ``name`` as near to this process as possible, where most wanted limits can be set."""
         best: tuple[Path, list[str]] | None = None
         problem = ""
         places = [mounted.own, *(p for p in mounted.own.parents if p.is_relative_to(mounted.top))]
@@ -130,16 +131,16 @@ class Cgroups:
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Which of `LIMITS` hold here."""
+        """The limits, of `LIMITS`, that can be enforced here."""
         return frozenset(self._limits)
 
     @property
     def tracks_processes(self) -> bool:
-        """Whether a command's process tree is known by its group."""
+        """Whether groups track the processes of each command."""
         return self._tracker is not None
 
     def create_box(self, box_id: str, *, memory_mib: int | None, pids: int | None, cpu: float | None) -> BoxGroups:
-        """Make a box's groups and set its limits. Raises `OSError` when the kernel refuses one."""
+        """Create a box's groups and set its limits. Raises `OSError` if the kernel refuses a limit."""
         directories: dict[str, Path] = {}
         wanted = {"memory": memory_mib, "pids": pids, "cpu": cpu}
         for limit, value in wanted.items():
@@ -165,7 +166,7 @@ class Cgroups:
         return groups
 
     def remove(self) -> None:
-        """Remove the supervisor's own groups, once no box is left."""
+        """Remove the supervisor's own groups. Call this when no box is left."""
         for base in self.bases:
             remove_tree(base)
 
@@ -178,7 +179,7 @@ class BoxGroups:
         self._memory_version = memory_version
 
     def create_command(self, exec_id: str) -> CommandGroups:
-        """Groups of one command inside the box's."""
+        """Create the groups of one command inside the box's groups."""
         tracker, memory = self._directories.get("tracker"), self._directories.get("memory")
         own = {d / exec_id for d in (tracker, memory) if d is not None}
         for directory in own:
@@ -209,12 +210,12 @@ class BoxGroups:
             kill_group(self._directories["tracker"])
 
     def try_remove(self) -> bool:
-        """Remove the groups; ``False`` when processes are left in them, which are then killed."""
+        """Remove the groups. If processes are left in them, kill these and return ``False``."""
         left = [directory for directory in set(self._directories.values()) if not try_remove_tree(directory)]
         return not left
 
     def remove(self) -> None:
-        """Remove the groups, and wait until that is done."""
+        """Remove the groups, and wait until they are gone."""
         for directory in set(self._directories.values()):
             remove_tree(directory)
 
@@ -226,16 +227,16 @@ class CommandGroups:
     tracker: Path | None
     memory: Path | None
     box_memory: Path | None
-    """The group of the whole box, which has the limit."""
+    """The memory group of the whole box, which carries the limit."""
     memory_version: int
     join: list[Path]
 
     def open_joins(self) -> list[int]:
-        """Descriptors to write ``0`` to, by the process that joins; they work in any mount namespace."""
+        """Open descriptors through which a process joins the groups by writing ``0``, in any mount namespace."""
         return [os.open(directory / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for directory in self.join]
 
     def processes(self) -> list[int]:
-        """Ids of the processes alive in the tree."""
+        """The ids of the command's live processes."""
         return group_processes(self.tracker) if self.tracker is not None else []
 
     def kill(self) -> None:
@@ -243,24 +244,24 @@ class CommandGroups:
             kill_group(self.tracker)
 
     def oom_kills(self) -> int:
-        """How many processes of the tree the kernel killed because memory ran out."""
+        """How many of the command's processes the kernel killed because memory ran out."""
         if self.memory is None:
             return 0
         name = "memory.events" if self.memory_version == 2 else "memory.oom_control"
         return _counter(self.memory / name, "oom_kill")
 
     def box_was_full(self) -> bool:
-        """Whether the box has ever reached its memory limit. Where not, it was the host that ran out."""
+        """Whether the box has ever reached its memory limit. If not, a memory kill means that the host ran out."""
         if self.box_memory is None:
             return False
         if self.memory_version == 2:
             return _counter(self.box_memory / "memory.events", "oom") > 0
-        # Not its failcnt, which Linux 6.18 does not count where memory and swap have one limit.
+        # Not the group's failcnt: Linux 6.18 does not count it if memory and swap have the same limit.
         limit = _counter(self.box_memory / "memory.limit_in_bytes")
         return _counter(self.box_memory / "memory.max_usage_in_bytes") > limit - _FULL_WITHIN_BYTES
 
     def remove_if_empty(self) -> bool:
-        """Remove the groups; ``False`` when processes are left in them."""
+        """Remove the groups; return ``False`` if processes are left in them."""
         for directory in {d for d in (self.tracker, self.memory) if d is not None}:
             try:
                 directory.rmdir()
@@ -272,7 +273,7 @@ class CommandGroups:
 
 
 def _counter(file: Path, name: str = "") -> int:
-    """A counter of a control group: the one of that name, or the only one; 0 when the group is gone."""
+    """Read the counter ``name`` from a control group's file, or its only counter; 0 if the group is gone."""
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
             word, _, value = line.rpartition(" ")
@@ -282,7 +283,7 @@ def _counter(file: Path, name: str = "") -> int:
 
 
 def group_processes(directory: Path) -> list[int]:
-    """Ids of the processes in a group and in those below it."""
+    """The ids of the processes in a group and in the groups below it."""
     found: list[int] = []
     for path, _, _ in os.walk(directory):
         with contextlib.suppress(OSError):
@@ -291,7 +292,7 @@ def group_processes(directory: Path) -> list[int]:
 
 
 def kill_group(directory: Path) -> None:
-    """Send SIGKILL to every process in a group and below, in a way that forking cannot outrun where possible."""
+    """Kill every process in a group and below it; if possible atomically or frozen, so that no fork escapes."""
     with contextlib.suppress(OSError):
         (directory / "cgroup.kill").write_text("1")
         return
@@ -310,7 +311,7 @@ def kill_group(directory: Path) -> None:
 
 
 def try_remove_tree(directory: Path) -> bool:
-    """Remove a group and those below it; ``False`` when processes are left in them, which are then killed."""
+    """Remove a group and those below it. If processes are left in them, kill these and return ``False``."""
     for path, _, _ in os.walk(directory, topdown=False):
         with contextlib.suppress(OSError):
             Path(path).rmdir()
@@ -321,7 +322,7 @@ def try_remove_tree(directory: Path) -> bool:
 
 
 def remove_tree(directory: Path) -> None:
-    """`try_remove_tree` until it is done; gives up on what the kernel cannot end."""
+    """Repeat `try_remove_tree` until the group is gone. Give up after 5 s: the kernel cannot end some processes."""
     deadline = time.monotonic() + _REMOVE_DEADLINE_S
     while not try_remove_tree(directory) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -344,7 +345,7 @@ def _enable(directory: Path, controller: str) -> bool:
 
 
 def _prove_joinable(base: Path, version: int) -> None:
-    """Raise `OSError` unless processes of ours may be moved into a group below ``base``."""
+    """Raise `OSError` unless a child of this process can join a group below ``base``."""
     probe = base / f"probe-{os.getpid()}"
     probe.mkdir()
     try:
@@ -368,7 +369,7 @@ def _limit_memory(directory: Path, version: int, size: int) -> None:
         ("memory.max", "memory.swap.max") if version == 2 else ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
     )
     (directory / names[0]).write_text(str(size))
-    with contextlib.suppress(FileNotFoundError):  # kernels that do not account swap cannot swap a group out either
+    with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting has no such file
         (directory / names[1]).write_text("0" if version == 2 else str(size))
 
 

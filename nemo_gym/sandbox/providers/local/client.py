@@ -1,4 +1,4 @@
-"""The conversation with a supervisor, which the first client starts; and a command in a box, as its client sees it."""
+"""The client's side of a supervisor: its start, the connection and requests to it, and running commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SYSTEM_ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
 def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
-    """The request that makes a box. Raises `ConfigError` or `SandboxError` naming what is wrong with the spec."""
+    """Build the request that creates a box. Raises `ConfigError` or `SandboxError` for an invalid spec."""
     box_id = uuid.uuid4().hex[:12]
     for path in (*spec.files, *([spec.workdir] if spec.workdir else []), *(m.target for m in spec.mounts)):
         absolute(path)
@@ -98,7 +98,7 @@ def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
 
 
 def _hidden_paths() -> list[str]:
-    """Where this suite and its environment are, as far as that is below the host's system directories."""
+    """The paths of this suite and its Python environment that lie below the host's system directories."""
     package = INSTALL_ROOT / "nemo_gym"
     candidates = [package.parent / name for name in _SUITE_PACKAGES]
     for directory in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(package.parent)}:
@@ -130,7 +130,7 @@ def stdin_file(data: bytes | None) -> int:
 
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 _PASSED_ON = ("LD_LIBRARY_PATH",)
-"""What a Python that was not installed where it was built may need to start."""
+"""Variables that a Python installation may need to start if it is not in the directory that it was built for."""
 _ERRORS: dict[str, type[NemoGymError]] = {
     "create": SandboxCreateError,
     "archive": SandboxArchiveError,
@@ -141,8 +141,8 @@ _ERRORS: dict[str, type[NemoGymError]] = {
 
 @functools.cache
 def release() -> str:
-    """A name for the supervisor's code as it is. Each has a directory of its own below the state directory, so that
-    clients of a new release start a new supervisor while boxes of the old one live out their leases."""
+    """A name for the current version of the supervisor's code. Each version has its own directory below the state
+    directory, so clients of a new release start a new supervisor while the old one's boxes live out their leases."""
     digest = hashlib.sha256(f"{PROTOCOL_VERSION} {sys.version}".encode())
     package = INSTALL_ROOT / "nemo_gym" / "sandbox"
     local, apptainer = package / "providers" / "local", package / "providers" / "apptainer"
@@ -153,10 +153,10 @@ def release() -> str:
 
 
 def prepare_state_dir(path: Path) -> None:
-    """Make the directory of a supervisor, private to this user.
+    """Create the directory of a supervisor, private to this user.
 
     Raises:
-        SandboxCreateError: it cannot be made, or belongs to somebody else.
+        SandboxCreateError: the directory cannot be created, or belongs to another user.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -173,9 +173,9 @@ def prepare_state_dir(path: Path) -> None:
 
 
 class SupervisorClient:
-    """A connection to the supervisor of one state directory, made when it is first needed and again when it broke.
+    """A connection to the supervisor of one state directory. It connects on first use, and again after a break.
 
-    Bound to the event loop it is first used on.
+    A client is bound to the event loop that first uses it.
     """
 
     def __init__(self, options: SupervisedOptions) -> None:
@@ -191,11 +191,11 @@ class SupervisorClient:
         self.greeting: Message = {}
 
     async def request(self, message: Message, descriptors: Sequence[int] = ()) -> Message:
-        """Ask, and wait for the answer. ``descriptors`` are closed here in every case.
+        """Send a request and wait for the response. This method always closes ``descriptors``.
 
         Raises:
-            SandboxLostError: the supervisor is gone, or the box is.
-            SandboxCreateError, SandboxArchiveError, SandboxError: the supervisor said no.
+            SandboxLostError: the supervisor or the box is gone.
+            SandboxCreateError, SandboxArchiveError, SandboxError: the supervisor reported an error.
         """
         answer, received = await self.request_with_descriptors(message, descriptors)
         close_all(received)
@@ -204,7 +204,7 @@ class SupervisorClient:
     async def request_with_descriptors(
         self, message: Message, descriptors: Sequence[int] = ()
     ) -> tuple[Message, list[int]]:
-        """`request`, for answers that bring descriptors; they are the caller's."""
+        """Like `request`, for responses with descriptors, which the caller must close."""
         try:
             connection = await self._connected()
         except BaseException:
@@ -234,28 +234,28 @@ class SupervisorClient:
         return answer, received
 
     def expect_end(self, exec_id: str, callback: Callable[[Message | None], None]) -> None:
-        """Have ``callback`` told how a command ended; ``None`` when the supervisor was lost before."""
+        """Register ``callback`` for a command's end event, which is ``None`` if the supervisor is lost first."""
         self._ends[exec_id] = callback
 
     def forget_end(self, exec_id: str) -> None:
         self._ends.pop(exec_id, None)
 
     def notify(self, message: Message) -> None:
-        """Ask without waiting; nothing happens when there is no connection."""
+        """Send a request without waiting for the response. Without a connection, do nothing."""
         if self._connection is not None and not self._connection.closed:
             self._connection.send({**message, "id": 0})
 
     def ask_for_greeting(self) -> Message:
-        """What the supervisor says of itself and this machine; blocking, with a connection of its own.
+        """Request the supervisor's description of itself and this machine. Blocks, and uses a separate connection.
 
         Raises:
-            SandboxLostError: several supervisors in a row ended before they answered; asking again may help.
+            SandboxLostError: several supervisors in a row exited before they answered; another call may succeed.
         """
         backoff = _start_attempts()
         while True:
             with self._start_and_connect() as sock:
-                # A supervisor that is leaving takes no more connections, and ends those it has: the next round starts
-                # another.
+                # A supervisor that is about to exit accepts no connections and closes those it has. The next round
+                # starts another supervisor.
                 packet = b""
                 with contextlib.suppress(ConnectionError):
                     sock.send(b"P" + json.dumps({"op": "hello", "id": 0}).encode())
@@ -267,7 +267,7 @@ class SupervisorClient:
                 raise SandboxLostError(f"{self._name} is gone", retryable=True)
 
     async def close(self) -> None:
-        """End the conversation; boxes stay until their leases end."""
+        """Close the connection. Boxes stay until their leases end."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -288,7 +288,7 @@ class SupervisorClient:
                 try:
                     self.greeting, _ = await self._ask(connection, {"op": "hello"})
                 except SandboxLostError as error:
-                    # It was leaving when we came; the next round starts another.
+                    # The supervisor was about to exit; the next round starts another.
                     if await backoff.again():
                         continue
                     raise SandboxCreateError(
@@ -323,7 +323,7 @@ class SupervisorClient:
         return sock
 
     def _start_and_connect(self) -> socket.socket:
-        """Start a supervisor unless somebody else just did. Blocking; runs in a thread."""
+        """Start a supervisor, unless another process just did, and connect to it. Blocks; runs in a thread."""
         prepare_state_dir(self.root)
         prepare_state_dir(self.state_dir)
         lock = os.open(self.state_dir / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -400,7 +400,7 @@ _CHUNK_BYTES = 256 * 1024
 
 
 async def write_stream(descriptor: int, chunks: AsyncIterator[bytes]) -> None:
-    """Write a stream into a pipe and close it. When nobody reads any more, the reader has said why."""
+    """Write a stream into a pipe and close it. A reader that is gone is no error here: it has reported the cause."""
     loop = asyncio.get_running_loop()
     try:
         async for chunk in chunks:
@@ -450,12 +450,12 @@ _PIPE_BYTES = 256 * 1024
 
 
 class LocalProcess:
-    """A running command (`nemo_gym.sandbox.base.ExecProcess`). The pipes reach from the command straight to here."""
+    """A running command (`nemo_gym.sandbox.base.ExecProcess`). Pipes connect the command directly to this process."""
 
     def __init__(self, client: SupervisorClient, box_id: str, exec_id: str, *, max_output_bytes: int) -> None:
         self.exec_id = exec_id
         self.truncated: set[str] = set()
-        """Streams of which more than ``max_output_bytes`` were written."""
+        """Streams to which the command wrote more than ``max_output_bytes``."""
         self._client = client
         self._box_id = box_id
         self._left = {"stdout": max_output_bytes, "stderr": max_output_bytes}
@@ -468,7 +468,7 @@ class LocalProcess:
         self._loop = asyncio.get_running_loop()
 
     def add_stream(self, name: Literal["stdout", "stderr"], descriptor: int) -> None:
-        """Read a stream from a pipe, which is this object's from then on."""
+        """Read a stream from a pipe. This object owns the descriptor from then on."""
         os.set_blocking(descriptor, False)
         with contextlib.suppress(OSError):  # there is a limit on the pipe memory of a user
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -476,7 +476,7 @@ class LocalProcess:
         self._loop.add_reader(descriptor, self._readable, name)
 
     def ended(self, message: Message | None) -> None:
-        """Take the supervisor's word on how it ended; ``None`` when the supervisor is gone."""
+        """Handle the supervisor's end event for the command; ``None`` means that the supervisor is gone."""
         if self._end is not None:
             return
         for name in list(self._streams):
@@ -495,7 +495,7 @@ class LocalProcess:
         self._wake.set()
 
     async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
-        """Output in the order it came, then the end. Whoever stops listening early kills the command."""
+        """Yield the output in order of arrival, then the end. Stopping early kills the command."""
         try:
             while True:
                 while self._queue:
@@ -524,7 +524,7 @@ class LocalProcess:
         await self.signal(signal.SIGKILL)
 
     def abandon(self) -> None:
-        """Kill it without waiting, and listen no more."""
+        """Kill the command without waiting, and stop reading its output."""
         if self._end is None:
             self._client.notify(
                 {"op": "signal", "box": self._box_id, "exec": self.exec_id, "signal": int(signal.SIGKILL)}
@@ -547,7 +547,7 @@ class LocalProcess:
             self._paused.clear()
 
     def _read_once(self, name: Literal["stdout", "stderr"]) -> bool:
-        """Take what one read gives; whether there may be more."""
+        """Read once from a stream; return whether there may be more data."""
         try:
             data = os.read(self._streams[name], _READ_BYTES)
         except BlockingIOError:
@@ -568,15 +568,15 @@ class LocalProcess:
         return True
 
     def _read_what_is_there(self, name: Literal["stdout", "stderr"]) -> None:
-        """All that the command wrote is in the pipe when it has ended. A pipe that something left behind fills as fast
-        as we read gives up to what a pipe holds, twice over."""
+        """Read the rest of an ended command's output, which is all in the pipe. The number of reads has a bound: a
+        process that the command left behind may fill the pipe as fast as this process reads."""
         for _ in range(2 * _PIPE_BYTES // 4096):
             if name not in self._streams or not self._read_once(name):
                 return
 
     def _hand_to_drain(self, name: Literal["stdout", "stderr"]) -> None:
-        """The command is over, but something it left in the background still has the pipe: keep reading to nowhere,
-        so that it neither blocks nor is killed by writing."""
+        """Read and discard what comes through an ended command's pipe. A background process that the command left may
+        still hold the pipe; without a reader it would block or be killed when it writes."""
         descriptor = self._streams.pop(name)
         self._loop.remove_reader(descriptor)
         loop = self._loop

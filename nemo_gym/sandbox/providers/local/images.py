@@ -1,4 +1,4 @@
-"""Images of local boxes: directories of layers, and the one made of this host's own system."""
+"""Images of local boxes: directories of layers, and the ``host`` image of this host's own system."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 # -- The image of this host ----------------------------------------------------------------------------------------
-# The lowest layer of the built-in ``host`` image: everything that is not a system directory; standard library only.
+# The lowest layer of the built-in ``host`` image, without the system directories. Uses only the standard library.
 #
 # The host's system directories (``/usr`` and what belongs to it) are used in place, read-only. This layer holds the
-# rest of the root: links such as ``/bin``, empty directories, and of ``/etc`` only what programs need to run.
-# Everything else of the host, homes and configuration above all, is not hidden but absent.
+# rest of the root: links such as ``/bin``, empty directories, and only those parts of ``/etc`` that programs need to
+# run. Everything else of the host, above all homes and configuration, is not merely hidden but absent.
 
 _CANDIDATES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libo32")
 _EMPTY = ("boot", "home", "media", "mnt", "opt", "srv", "sys", "proc", "dev", "run", "etc", "var")
@@ -93,7 +93,7 @@ def _fill_etc(target: Path) -> None:
 
 
 def _copy_readable(source: Path, target: Path) -> None:
-    """Copy what everybody may read; secrets have narrower permissions wherever an administrator put them."""
+    """Copy only what every user may read, because secrets have narrower permissions wherever they are."""
     with contextlib.suppress(FileNotFoundError, PermissionError):
         info = source.lstat()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def _copy_readable(source: Path, target: Path) -> None:
 
 
 def _accounts(source: Path, fallback: str) -> str:
-    """System accounts only: whose they are and where they live is nothing a box should know of people."""
+    """Return the lines of system accounts only: a box should not see people's names and home directories."""
     try:
         lines = source.read_text(errors="replace").splitlines(keepends=True)
     except OSError:
@@ -123,13 +123,13 @@ def _accounts(source: Path, fallback: str) -> str:
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
-# Images of the local provider: named stacks of read-only layers in a directory; standard library only.
+# Images of the local provider: named stacks of read-only layers in a directory. Uses only the standard library.
 #
 #     <image_dir>/images/<quoted name>.json   manifest: base, layers from the bottom up, labels
-#     <image_dir>/layers/<id>/<part>/         what a box wrote, in overlayfs form; part ``root`` is ``/``
-#     <image_dir>/staging/                    what is not complete yet
+#     <image_dir>/layers/<id>/<part>/         files that a box wrote, in overlayfs form; part ``root`` is ``/``
+#     <image_dir>/staging/                    incomplete layers and manifests
 #
-# A manifest is written last and renamed into place, so a name has all of its layers or does not exist.
+# A manifest is written last and renamed into place, so an image either has all of its layers or does not exist.
 
 HOST_IMAGE = "host"
 _MANIFEST_VERSION = 1
@@ -141,7 +141,7 @@ class ImageError(Exception):
 
 @dataclass(frozen=True)
 class ImageManifest:
-    """What an image is made of."""
+    """The components of an image."""
 
     name: str
     host_base: bool
@@ -150,33 +150,33 @@ class ImageManifest:
     """Ids of layers, the lowest first."""
     labels: dict[str, str] = field(default_factory=dict)
     xattrs: str = "trusted"
-    """Where overlayfs keeps its notes in the layers: ``trusted`` (made by root) or ``user``."""
+    """Namespace of overlayfs's extended attributes in the layers: ``trusted`` (made by root) or ``user``."""
     created_at: float = 0.0
     base_dir: str | None = None
-    """A directory that holds a whole root filesystem below the layers, used where it is."""
+    """A directory with a complete root filesystem below the layers, used in place."""
     version: int = _MANIFEST_VERSION
 
 
 class ImageStore:
-    """The images below one directory. Safe for several processes at once."""
+    """The images below one directory. Several processes can use it at once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.layers = root / "layers"
 
     def prepare(self) -> None:
-        """Make the directories. Raises `OSError`."""
+        """Create the directories. Raises `OSError`."""
         for directory in (self.root, self.root / "images", self.layers, self.root / "staging"):
             directory.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        """Every image that can be named, the built-in one included."""
+        """The names of all images, including the built-in one."""
         directory = self.root / "images"
         found = [unquote(p.stem) for p in directory.glob("*.json")] if directory.is_dir() else []
         return sorted({HOST_IMAGE, *found})
 
     def manifest(self, name: str) -> ImageManifest | None:
-        """The manifest of an image; ``None`` when there is none. Raises `ImageError` when it cannot be read."""
+        """The manifest of an image; ``None`` if there is no such image. Raises `ImageError` if it is not readable."""
         try:
             data: dict[str, Any] = json.loads(self._path(name).read_text())
             if data.get("version") != _MANIFEST_VERSION:
@@ -190,10 +190,11 @@ class ImageStore:
             ) from error
 
     def resolve(self, name: str, xattrs: str) -> ImageManifest:
-        """The manifest of an image a box is to be made of.
+        """Return the manifest of an image, and check that a box can use the image.
 
         Raises:
-            ImageError: there is no such image, a layer is missing, or it was made with other rights than ours.
+            ImageError: there is no such image, a layer is missing, or only the other kind of user (root or ordinary)
+                can use the image.
         """
         manifest = self.manifest(name)
         if manifest is None:
@@ -211,7 +212,7 @@ class ImageStore:
 
     @contextlib.contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
-        """Hold the store still: shared to pick layers, exclusive to publish or collect them."""
+        """Lock the store: shared to pick layers, exclusive to publish or collect them."""
         self.prepare()
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -221,7 +222,7 @@ class ImageStore:
             os.close(descriptor)
 
     def hold_layers(self, manifest: ImageManifest) -> list[int]:
-        """Descriptors that keep the image's layers from being collected until they are closed."""
+        """Open descriptors that protect the image's layers from `collect` until they are closed."""
         held: list[int] = []
         try:
             for layer in manifest.layers:
@@ -234,14 +235,14 @@ class ImageStore:
         return held
 
     def new_staging(self) -> Path:
-        """An empty directory to build a layer in; `publish` it or `discard` it."""
+        """Create an empty directory to build a layer in. The caller must `publish` or delete it."""
         self.prepare()
         path = self.root / "staging" / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         path.mkdir(mode=0o755)
         return path
 
     def add_tree(self, name: str, tree: Path, labels: Mapping[str, str]) -> None:
-        """Make a copy of a directory that holds a whole root filesystem the image ``name``."""
+        """Create the image ``name`` from a copy of a directory with a complete root filesystem."""
         staged = self.new_staging()
         try:
             copy_layer(tree, staged / "root")
@@ -252,13 +253,13 @@ class ImageStore:
                 remove_directory(staged)
 
     def add_base(self, name: str, directory: Path, labels: Mapping[str, str]) -> None:
-        """Make a directory that holds a whole root filesystem the image ``name``, without a copy."""
+        """Create the image ``name`` from a directory with a complete root filesystem, without copying it."""
         manifest = ImageManifest(name, host_base=False, labels=dict(labels), base_dir=str(directory))
         with self.locked(exclusive=True):
             self._write(replace(manifest, created_at=time.time()))
 
     def publish(self, name: str, parent: ImageManifest, staged: Path, labels: Mapping[str, str], xattrs: str) -> None:
-        """Make the staged layer, on top of ``parent``'s, the image ``name``; replaces an older one of that name."""
+        """Create the image ``name`` from ``parent``'s layers and the staged one on top. Replaces an existing image."""
         layer = uuid.uuid4().hex[:12]
         with self.locked(exclusive=True):
             staged.rename(self.layers / layer)
@@ -283,10 +284,10 @@ class ImageStore:
         temporary.replace(self._path(manifest.name))
 
     def remove(self, name: str) -> None:
-        """Forget an image and delete the layers nobody uses any more. Boxes made of it keep theirs until they close.
+        """Remove an image and delete the layers that are no longer used. Its boxes keep their layers until they close.
 
         Raises:
-            ImageError: it is the built-in image.
+            ImageError: ``name`` is the built-in image.
         """
         if name == HOST_IMAGE:
             raise ImageError(f"'{HOST_IMAGE}' is built in and cannot be removed")
@@ -309,7 +310,7 @@ class ImageStore:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     doomed.append(path.rename(self.root / "staging" / f"removed-{path.name}"))
                 except BlockingIOError:
-                    continue  # a box is made of it; a later collection gets it
+                    continue  # a box uses this layer; a later collection deletes it
                 finally:
                     os.close(descriptor)
         for path in doomed:
@@ -324,10 +325,10 @@ class ImageStore:
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a tree, directories without permissions included; what cannot be deleted raises `OSError`.
+    """Delete a tree, including directories without permissions. Raises `OSError` if something cannot be deleted.
 
-    However deep it is: names, descriptors and calls have limits, and a box may make a tree that passes them all. So
-    every directory is moved up to the top before it is emptied.
+    The tree may be of any depth. A box can nest directories deeper than the limits on path lengths, descriptors and
+    recursion allow, so every directory is moved up to the top before it is emptied.
     """
     if not os.path.lexists(path):
         return
@@ -346,7 +347,7 @@ def remove_directory(path: Path) -> None:
             elif directory == path:
                 waiting.append(Path(entry.path))
             else:
-                Path(entry.path).chmod(0o700)  # moving a directory changes its entry for the one above it
+                Path(entry.path).chmod(0o700)  # moving a directory writes to it, as its ".." entry changes
                 waiting.append(Path(entry.path).rename(next(names)))
         if directory != path:
             directory.rmdir()
@@ -354,7 +355,7 @@ def remove_directory(path: Path) -> None:
 
 
 def copy_layer(source: Path, target: Path) -> None:
-    """Copy a tree in overlayfs form: owners, modes, times, extended attributes, hard links and whiteouts are kept."""
+    """Copy a tree in overlayfs form, with owners, modes, times, extended attributes, hard links and whiteouts."""
     links: dict[tuple[int, int], Path] = {}
     _copy_entry(source, target, links)
 
@@ -383,7 +384,7 @@ def _copy_entry(source: Path, target: Path, links: dict[tuple[int, int], Path]) 
     if (own := target.lstat()) and (own.st_uid, own.st_gid) != (info.st_uid, info.st_gid):
         os.chown(target, info.st_uid, info.st_gid, follow_symlinks=False)
     for name in os.listxattr(source, follow_symlinks=False):
-        # Security labels are the file system's to set; all others must survive.
+        # The file system may refuse security labels, which it sets itself; all other attributes must be copied.
         with contextlib.suppress(PermissionError) if name.startswith("security.") else contextlib.nullcontext():
             os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
     if kind != stat.S_IFLNK:
@@ -392,7 +393,7 @@ def _copy_entry(source: Path, target: Path, links: dict[tuple[int, int], Path]) 
 
 
 def _copy_content(source: Path, target: Path, size: int) -> None:
-    """Copy a file's data, and not its holes."""
+    """Copy a file's data, but not its holes."""
     with source.open("rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:
         os.truncate(writer.fileno(), size)
         position = 0

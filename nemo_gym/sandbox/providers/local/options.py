@@ -1,4 +1,4 @@
-"""Configuration of the local provider, and what this machine lets it enforce."""
+"""Configuration of the local provider and of other providers with a supervisor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_gym.contract.sandbox import SandboxResources
 
 
 def default_state_dir(provider: str = "local") -> Path:
-    """Where boxes live by default: on a disk, private to the user."""
+    """The default directory of boxes: on a disk, private to the user."""
     if os.geteuid() == 0:
         return Path("/var/lib/nemo-gym") / provider
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
@@ -30,29 +30,29 @@ def default_image_dir(provider: str = "local") -> Path:
 
 @dataclass(frozen=True)
 class SupervisedOptions:
-    """Settings of every provider whose boxes a supervisor holds. Paths may begin with ``~``."""
+    """Settings that all providers with a supervisor share. Paths may begin with ``~``."""
 
     provider: ClassVar[str]
     builder: ClassVar[str]
-    """Module whose ``build`` makes a box in the supervisor."""
+    """Module whose function ``build`` creates a box in the supervisor."""
 
     state_dir: Path = field(default_factory=default_state_dir)
-    """Directory of the supervisor and of what boxes write; one supervisor per directory."""
+    """Directory of the supervisor and of the files that boxes write. Each directory has its own supervisor."""
     image_dir: Path = field(default_factory=default_image_dir)
     """Directory of images."""
     default_image: str = "host"
     """Image of specs that name none."""
     default_resources: SandboxResources = field(default_factory=SandboxResources)
-    """Limits of boxes whose spec leaves them open; what is open here too is the suite's default."""
+    """Limits of boxes whose spec sets none. A limit that is not set here either has the suite's default."""
     hide: tuple[str, ...] = ()
-    """Further paths below the host's system directories that boxes of the ``host`` image must not see."""
+    """Additional paths below the host's system directories to hide from boxes of the ``host`` image."""
     linger_s: float = 10.0
-    """Seconds the supervisor stays when it has neither boxes nor clients."""
+    """Seconds after which a supervisor without boxes and clients exits."""
     use_cgroups: bool = True
-    """``False`` does without cgroups: no limits, and process trees are followed by their parents."""
+    """``False`` means no cgroups: there are no limits, and process trees are found through the processes' parents."""
 
     def program(self) -> str:
-        """The path of the program that makes boxes.
+        """The path of the program that creates boxes.
 
         Raises:
             SandboxCreateError: it is not installed; the message says how to install it.

@@ -1,4 +1,4 @@
-"""Messages between a client and its supervisor: JSON objects with file descriptors; standard library only.
+"""Messages between a client and its supervisor: JSON objects with file descriptors. Uses only the standard library.
 
 A SOCK_SEQPACKET socket keeps message boundaries and delivers descriptors with the message they belong to. A message
 too large for one packet travels in a memory file whose descriptor comes last.
@@ -27,14 +27,14 @@ Message = dict[str, Any]
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors, those already closed included."""
+    """Close descriptors; ignore those that are already closed."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
 def memory_file(data: bytes, name: str) -> int:
-    """A descriptor of an anonymous file in memory that holds ``data``, positioned at its start."""
+    """Create an anonymous file in memory that contains ``data``; return its descriptor, positioned at the start."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         write_all(descriptor, data)
@@ -46,7 +46,7 @@ def memory_file(data: bytes, name: str) -> int:
 
 
 class Connection:
-    """One end of the conversation on an asyncio loop. Descriptors given to `send` belong to it from then on."""
+    """One end of the connection on an asyncio loop. It takes ownership of descriptors passed to `send`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Connection:
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Queue one message. On a closed connection it is dropped, and its descriptors are closed."""
+        """Queue one message. On a closed connection, drop the message and close its descriptors."""
         owned = list(descriptors)
         if self.closed:
             close_all(owned)
@@ -81,7 +81,7 @@ class Connection:
             self._writable()
 
     def close(self) -> None:
-        """Stop; idempotent. ``on_close`` is called once, whoever ended the conversation."""
+        """Close the connection; idempotent. ``on_close`` is called once, whichever side closed it."""
         if self.closed:
             return
         self.closed = True

@@ -1,4 +1,4 @@
-"""`LocalProvider`: boxes on this machine, held by a supervisor of their own."""
+"""`LocalProvider`: boxes on this machine, held by a supervisor process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LIMIT_NAMES = {"memory": "memory_limit", "pids": "pids_limit", "cpu": "cpu_limi
 
 @dataclasses.dataclass
 class _LocalBox:
-    """What this process knows of a box."""
+    """This process's data on a box."""
 
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workdir: str | None = None
@@ -60,7 +60,7 @@ class LocalProvider(StreamingProvider):
     """Boxes of bubblewrap, overlayfs, cgroups and namespaces on this machine.
 
     Args:
-        options: the fields of `LocalOptions`. Unknown ones raise `ConfigError`.
+        options: the fields of `LocalOptions`. Unknown options raise `ConfigError`.
     """
 
     name = "local"
@@ -75,10 +75,10 @@ class LocalProvider(StreamingProvider):
 
     @property
     def capabilities(self) -> SandboxCapabilities:
-        """What this machine lets us do; starts the supervisor to ask it, until one has answered.
+        """The abilities of this machine. Starts a supervisor to ask it, and caches its answer.
 
         Raises:
-            SandboxLostError: supervisor after supervisor left before it answered, which says nothing of the machine.
+            SandboxLostError: several supervisors in a row exited before they answered, so the abilities are unknown.
         """
         if self._capabilities is not None:
             return self._capabilities
@@ -124,7 +124,7 @@ class LocalProvider(StreamingProvider):
 
     @property
     def supervisor_dir(self) -> Path:
-        """Directory of the supervisor this provider talks to, below ``state_dir``; its log is there."""
+        """Directory of this provider's supervisor, below ``state_dir``. It contains the supervisor's log."""
         return self._new_client().state_dir
 
     # -------------------------------------------------------------------------------------------------- life
@@ -172,7 +172,7 @@ class LocalProvider(StreamingProvider):
 
     async def close(self, handle: SandboxHandle) -> None:
         box = _box_of(handle)
-        with contextlib.suppress(SandboxLostError):  # with its supervisor, every box is gone too
+        with contextlib.suppress(SandboxLostError):  # if the supervisor is gone, so is every box of it
             await self._client().request({"op": "close", "box": handle.sandbox_id})
         for name in list(box.doors):
             await self.close_door(handle, name)
@@ -246,7 +246,7 @@ class LocalProvider(StreamingProvider):
                 self._client().request({"op": "put", "box": handle.sandbox_id, "path": absolute(path)}, [read_end])
             )
             try:
-                # The caller's stream failing ends the pipe early, which the other side refuses: the cause comes first.
+                # If the caller's stream fails, the supervisor reports a damaged archive. Raise the cause instead.
                 await asyncio.wait({writing, unpacking}, return_when=asyncio.FIRST_EXCEPTION)
                 if writing.done() and not writing.cancelled() and (error := writing.exception()) is not None:
                     raise error
@@ -290,7 +290,7 @@ class LocalProvider(StreamingProvider):
     # ------------------------------------------------------------------------------------------------- doors
 
     async def open_door(self, handle: SandboxHandle, door: Door) -> None:
-        """Serve a door from this process, on a listener inside the box; it ends with the box or with this process."""
+        """Serve a door from this process, on a listener inside the box, until the box or this process ends."""
         box = _box_of(handle)
         if door.name in box.doors:
             raise SandboxError(f"sandbox {handle.sandbox_id} has a door '{door.name}' already")
@@ -336,7 +336,7 @@ class LocalProvider(StreamingProvider):
             raise SandboxError(str(error)) from error
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
-        """Plain data for `connect` by the same user on this machine; the supervisor knows users, not scopes."""
+        """Plain data for `connect` by the same user on this machine. The supervisor checks the user, not the scope."""
         box = _box_of(handle)
         return {
             "provider": self.name,
@@ -373,11 +373,11 @@ class LocalProvider(StreamingProvider):
         return self._clients[loop]
 
     async def _with_image(self, spec: SandboxSpec) -> SandboxSpec:
-        """The spec with an image that the supervisor knows."""
+        """Return the spec with the supervisor's name for its image."""
         return spec
 
     async def _checked(self, spec: SandboxSpec) -> SandboxSpec:
-        """The spec with all its limits, if it can be served."""
+        """Return the spec with all limits filled in; raise if this provider cannot serve the spec."""
         capabilities = await asyncio.to_thread(lambda: self.capabilities)
         if not capabilities.network_policies:
             raise SandboxCreateError(capabilities.reasons["network_none"], provider=self.name)

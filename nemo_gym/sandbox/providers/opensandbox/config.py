@@ -1,4 +1,4 @@
-"""What can be configured about the opensandbox provider."""
+"""The configuration of the opensandbox provider."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ class OpenSandboxConfig:
     api_key: str | None = field(default=None, repr=False)
     """The server's key; ``None`` takes ``OPEN_SANDBOX_API_KEY``. Never sent into a box."""
     use_server_proxy: bool = False
-    """Reach boxes through the server instead of at the addresses it gives. Needed where those cannot be reached."""
+    """Access boxes through the server. Needed if this process cannot reach the addresses that the server returns."""
     default_image: str | None = None
-    """Image of specs that name none; ``None`` is ``host`` where an ``engine`` is given, and else refuses them."""
+    """Image of specs that name none. ``None`` means ``host`` if ``engine`` is set; else such specs are refused."""
     engine: str | None = None
-    """The Docker Engine behind the server, where this process can reach it (``unix:///path``, ``tcp://host:port``):
-    boxes become images there, those of the docker provider's names and labels, and ``host`` is one."""
+    """The Docker Engine behind the server, if this process can reach it (``unix:///path``, ``tcp://host:port``). It
+    stores committed boxes as images with the docker provider's names and labels, and it has the ``host`` image."""
     default_resources: SandboxResources = field(default_factory=SandboxResources)
-    """Limits of boxes whose spec leaves them open; what is open here too is the suite's default."""
+    """Limits of boxes whose spec sets none. A limit that is not set here either has the suite's default."""
     limits: Sequence[str] = LIMITS
-    """Which of ``cpu`` and ``memory`` the server's boxes really have enforced. Nobody can ask the server for it."""
+    """The limits (``cpu``, ``memory``) that the server really enforces. The server offers no way to ask it."""
     egress_policy: bool = False
-    """The server puts an egress sidecar beside its boxes, so that ``network: none`` can be kept. It is asked after
-    each create whether it denies everything; a box where it does not is destroyed."""
+    """Whether the server puts an egress sidecar beside its boxes, which ``network: none`` requires. After each create
+    with that policy, the provider checks that the sidecar denies everything, and otherwise destroys the box."""
     exec_user: bool = True
-    """Commands can run as other users than the one the server's daemon runs as in the boxes."""
+    """Whether commands can run as other users than the one that the server's daemon runs as in the boxes."""
     request_timeout_s: float = 60.0
-    """Longest silence of the server within one request that does not wait for a box."""
+    """Longest time that the server may send nothing during one request that does not wait for a box."""
     silence_s: float = 45.0
-    """A command that is silent for this long is lost; the helper sends a heartbeat every 10 seconds."""
+    """A command counts as lost after this time without any message. The helper sends a heartbeat every 10 seconds."""
     box_directory: str = "/.nemo-gym"
-    """Where in each box this suite's helper program lies. Whoever commands run as must be able to run programs
-    there, and the server's own daemon to write there."""
+    """Directory in each box of this suite's helper program. The users of commands must be able to run programs there,
+    and the server's own daemon must be able to write there."""
     box_architecture: str | None = None
-    """``amd64`` or ``arm64``; ``None`` is this machine's."""
+    """``amd64`` or ``arm64``; ``None`` selects this machine's architecture."""
 
     def __post_init__(self) -> None:
         url = urlsplit(self.url)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 # -- Labels as the server's metadata -------------------------------------------------------------------------------
-# A box's labels as the backend's metadata, which takes only what Kubernetes takes: short words of few characters.
+# A box's labels as the backend's metadata, which accepts only what Kubernetes does: short words of few characters.
 #
-# So all labels travel together, encoded, in as many numbered entries as they need; beside them each one has an entry
-# of its own, named by its digest, that the server can select by.
+# So all labels are encoded together and split into as many numbered entries as needed. In addition, each label has an
+# entry of its own, named by its digest, by which the server can select boxes.
 
 PREFIX = "nemo-gym"
 KEY = f"{PREFIX}.key"
-"""Digest of the create that made the box: of the spec's idempotency key, or a random one."""
+"""Metadata entry with the digest of the key of the create: the spec's idempotency key, or a random key."""
 _SELECT = f"{PREFIX}.is."
 _DATA = f"{PREFIX}.data."
 _PIECE = 60
@@ -48,7 +48,7 @@ def digest(text: str) -> str:
 
 
 def labels_to_metadata(labels: Mapping[str, str], *, key: str) -> dict[str, str]:
-    """Metadata of a box with these labels, made by the create with this ``key``."""
+    """Encode the metadata of a box with these labels that the create with this ``key`` makes."""
     given = {str(name): str(value) for name, value in labels.items()} | {BoxLabel.MANAGED: "true"}
     packed = base64.b32encode(zlib.compress(json.dumps(given).encode(), 9)).decode().rstrip("=")
     metadata = {f"{_DATA}{n // _PIECE}": packed[n : n + _PIECE] for n in range(0, len(packed), _PIECE)}
@@ -56,12 +56,12 @@ def labels_to_metadata(labels: Mapping[str, str], *, key: str) -> dict[str, str]
 
 
 def select(labels: Mapping[str, str]) -> dict[str, str]:
-    """The metadata that boxes with these labels have, to filter a listing by."""
+    """The metadata entries of boxes with these labels, to filter a listing."""
     return {_SELECT + digest(f"{name}={value}"): "1" for name, value in labels.items()}
 
 
 def metadata_to_labels(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
-    """The labels that were encoded; ``None`` when this is no box of this suite."""
+    """Decode the labels; ``None`` if the box does not belong to this suite."""
     held = metadata or {}
     pieces: list[str] = []
     while (piece := held.get(f"{_DATA}{len(pieces)}")) is not None:
@@ -78,7 +78,7 @@ def metadata_to_labels(metadata: Mapping[str, str] | None) -> dict[str, str] | N
 
 
 class ServedDoor(Protocol):
-    """A door that this process serves, see `RelayedDoor`."""
+    """A door that this process serves; see `RelayedDoor`."""
 
     @property
     def door(self) -> Door: ...
@@ -93,19 +93,19 @@ class ServedDoor(Protocol):
 class OpenSandboxBox:
     sandbox_id: str
     directory: str
-    """Where in the box this suite's helper program lies."""
+    """Directory in the box of this suite's helper program."""
     sdk: Sandbox | None = field(default=None, repr=False)
-    """The SDK's object, made on ``loop`` and of use only there."""
+    """The SDK's object, created on ``loop`` and usable only there."""
     loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
     doors: dict[str, ServedDoor] = field(default_factory=dict, repr=False)
-    """Those that this process serves, by name."""
+    """The doors that this process serves, by name."""
 
     @property
     def tool(self) -> str:
         return f"{self.directory}/boxtool"
 
     def incoming(self, name: str) -> str:
-        """Where a file is put that the helper program reads once and removes."""
+        """The path for a file that the helper program reads once and removes."""
         return f"{self.directory}/in/{name}"
 
 
@@ -120,19 +120,19 @@ def box_of(handle: SandboxHandle) -> OpenSandboxBox:
 # -- Connection ----------------------------------------------------------------------------------------------------
 
 KEEPALIVE_S = 3.0
-"""Below the 5 s after which common servers drop an idle connection: a request that meets one being closed would look
-like a command that ended without a word."""
+"""Less than the 5 s after which common servers close an idle connection: a request on a connection that is just being
+closed would look like a command that ended without any message."""
 NEVER_STARTED = "BACKEND_CONNECTION_FAILED"
-"""The one code by which the server's proxy says that a request did not reach the box."""
+"""The only code of the server's proxy which means that a request did not reach the box."""
 _PAGE = 200
 _EGRESS_PORT = 18080
-"""Where a box's egress sidecar answers, in the network they share."""
+"""Port of a box's egress sidecar, in the network namespace that both share."""
 _CREATE_TIMEOUT_S = 600.0
 _SWEEPS = 50
 
 
 class Connection:
-    """The SDK's objects of one provider, on one event loop."""
+    """One provider's SDK objects, for one event loop at a time."""
 
     def __init__(self, config: OpenSandboxConfig) -> None:
         self.config = config
@@ -146,15 +146,15 @@ class Connection:
 
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            # Connections of another event loop are of no use here, and cannot be closed from here either.
+            # Connections of another event loop can neither be used nor be closed here.
             self._loop, self._transport, self._manager = loop, None, None
-            # What it logs as errors, with stack traces, it also raises; a lost command is not worth a page.
+            # The SDK logs errors with stack traces and also raises them; a lost command needs no page of log.
             logging.getLogger("opensandbox").setLevel(logging.CRITICAL)
         if self._transport is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S)
             inner = httpx.AsyncHTTPTransport(limits=limits)
-            # It repeats only what may be repeated: GET, DELETE and PUT, and what never left this machine. Commands
-            # do not pass through it at all.
+            # This transport retries only GET, DELETE and PUT, and requests that never left this machine. Commands do
+            # not use it at all.
             self._transport = RetryAsyncTransport(inner, RetryPolicy(max_retries=3), owns_inner=True)
         return self._transport
 
@@ -162,8 +162,8 @@ class Connection:
         from opensandbox.config import ConnectionConfig
 
         url = urlsplit(self.config.url)
-        # The key goes to the server alone: in its proxy's requests too, and never to an address of a box. Which of
-        # both a request is the SDK knows by use_server_proxy; headers given here would go to either.
+        # The key must go only to the server, including its proxy, and never to a box's own address. The SDK tells
+        # these apart by use_server_proxy; headers passed here would be sent to both.
         return ConnectionConfig(
             api_key=self.config.key,
             domain=url.netloc,
@@ -183,7 +183,7 @@ class Connection:
         return self._manager
 
     async def attach(self, sandbox_id: str, *, timeout_s: float) -> Sandbox:
-        """The SDK's object of a box that exists and answers."""
+        """Connect the SDK to an existing box that responds."""
         from opensandbox.sandbox import Sandbox
 
         return await Sandbox.connect(
@@ -191,11 +191,11 @@ class Connection:
         )
 
     async def create_config(self) -> ConnectionConfig:
-        """For creates, which last as long as the server pulls an image."""
+        """The SDK's configuration for creates, which take as long as the server needs to pull an image."""
         return await self.sdk_config(timeout_s=_CREATE_TIMEOUT_S)
 
     async def info(self, sandbox_id: str) -> BackendInfo | None:
-        """What the server knows of a box; ``None`` when it knows nothing (any more)."""
+        """The server's description of a box; ``None`` if the server does not know the box."""
         try:
             return await (await self.manager()).get_sandbox_info(sandbox_id)
         except sdk_errors() as error:
@@ -204,12 +204,12 @@ class Connection:
             raise
 
     async def egress(self, sdk: Sandbox) -> dict[str, Any]:
-        """What the sidecar beside a box says it does. The SDK's own question leaves out how it does it."""
+        """The policy that a box's egress sidecar reports. The SDK's own request omits the enforcement mode."""
         import httpx
 
         endpoint = await sdk.get_endpoint(_EGRESS_PORT)
         config = await self.sdk_config()
-        # Not closed: that would close the transport, which others use.
+        # Do not close this client: that would close the shared transport.
         client = httpx.AsyncClient(transport=await self._shared(), timeout=self.config.request_timeout_s)
         answer = await client.get(
             f"{config.protocol}://{endpoint.endpoint}/policy", headers=endpoint.build_request_headers(config)
@@ -219,13 +219,13 @@ class Connection:
         return found if isinstance(found, dict) else {}
 
     async def kill(self, sandbox_id: str) -> None:
-        """Destroy a box; gone is as good."""
+        """Destroy a box. It is no error if the box is gone."""
         try:
             await (await self.manager()).kill_sandbox(sandbox_id)
         except sdk_errors() as error:
             if is_gone(error):
                 return
-            # Two at once: the server fails the second while the first is under way.
+            # The server rejects a second removal while the first is in progress.
             if await self._vanishes(sandbox_id):
                 return
             raise translate(error, f"destroying box {sandbox_id}") from error
@@ -239,7 +239,7 @@ class Connection:
         return False
 
     async def list_boxes(self, metadata: dict[str, str]) -> list[BackendInfo]:
-        """All boxes with this metadata, over all pages."""
+        """List all boxes with this metadata, on all pages."""
         from opensandbox.models.sandboxes import SandboxFilter
 
         found: dict[str, BackendInfo] = {}
@@ -253,7 +253,7 @@ class Connection:
             page += 1
 
     async def boxes_created_by(self, key: str) -> list[BackendInfo]:
-        """The boxes that creates with this key have made."""
+        """List the boxes made by creates with this key."""
         return await self.list_boxes({KEY: digest(key)})
 
     async def aclose(self) -> None:
@@ -273,7 +273,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def sdk_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """What the SDK raises, and ``more``, for ``except`` clauses."""
+    """The exceptions that the SDK raises, plus ``more``, for ``except`` clauses."""
     import httpx
     from opensandbox.exceptions import SandboxException
 
@@ -285,7 +285,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """The server's own code, without the name of its backend in front (``DOCKER::SANDBOX_NOT_FOUND``)."""
+    """The server's error code, without the prefix of its backend (as in ``DOCKER::SANDBOX_NOT_FOUND``)."""
     code = str(getattr(getattr(error, "error", None), "code", "") or "")
     body = getattr(error, "response_body", None)
     if body:
@@ -298,13 +298,13 @@ def code_of(error: BaseException) -> str:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether the server says that there is no such box."""
+    """Whether the error means that there is no such box."""
     return status_of(error) == 404 and code_of(error) in ("SANDBOX_NOT_FOUND", "NOT_FOUND", "UNEXPECTED_RESPONSE")
 
 
 def never_started(error: BaseException) -> bool:
-    """Whether a request surely never reached the box. The SDK's own ``is_retryable`` says yes to every 502, also to
-    one that came after the request was sent; it is not asked."""
+    """Whether a request certainly never reached the box. Does not use the SDK's ``is_retryable``, which is true for
+    every 502, even for one that arrived after the request was sent."""
     import httpx
 
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -318,7 +318,7 @@ def never_started(error: BaseException) -> bool:
 def translate(
     error: BaseException, doing: str, *, kind: type[SandboxError] = SandboxError, **details: Any
 ) -> SandboxError:
-    """The SDK's error as one of this suite."""
+    """Convert the SDK's error into one of this suite's."""
     said = str(error) or type(error).__name__
     if is_gone(error) and kind is SandboxError:
         return SandboxLostError(f"opensandbox: {doing}: the box is gone", **details)
@@ -335,7 +335,7 @@ def translate(
 
 @contextlib.asynccontextmanager
 async def errors_translated(doing: str, *, kind: type[SandboxError] = SandboxError) -> AsyncIterator[None]:
-    """Turns the SDK's errors into this suite's."""
+    """Convert the SDK's errors in the ``with`` block into this suite's."""
     try:
         yield
     except sdk_errors() as error:

@@ -1,4 +1,4 @@
-"""Create one box of an OpenSandbox server for one spec, and undo it."""
+"""Creation of one box of an OpenSandbox server for one spec, and its reversal."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ NO_ENGINE = (
 
 
 class EngineImages:
-    """Images by the names that the docker provider gives them, in the engine that ``engine`` names.
+    """Images in the Docker Engine that the option ``engine`` names, with the docker provider's names.
 
     Raises (every method):
         SandboxCapabilityError: the configuration names no engine.
-        SandboxError: it does not answer, or refused.
+        SandboxError: the engine does not respond, or refused.
     """
 
     def __init__(self, config: OpenSandboxConfig) -> None:
@@ -70,14 +70,14 @@ class EngineImages:
         return self._engine, self._images
 
     async def reference(self, image: str | None) -> str | None:
-        """What the server has to be told to get an image; ``image`` itself without an engine to ask."""
+        """The server's name for an image. Without a configured engine, ``image`` itself."""
         if self._config.engine is None:
             return image
         engine, images = self._connected()
         return await engine.call(images.reference, image)
 
     async def commit(self, box: OpenSandboxBox, image: str, labels: Mapping[str, str]) -> None:
-        """The server's and this suite's own programs in the box are in the image too."""
+        """Store the box's files as an image, including the server's and this suite's programs in the box."""
         engine, images = self._connected()
         await engine.call(images.commit, f"sandbox-{box.sandbox_id}", image, labels)
 
@@ -96,23 +96,23 @@ class EngineImages:
 
 
 # -- Creation ------------------------------------------------------------------------------------------------------
-# From a spec to a box that runs commands, on a backend whose create may not be repeated and cannot be taken back.
+# Creation of a box that runs commands, on a backend whose create cannot be retried safely or cancelled.
 #
-# Every create is marked in the box's metadata with its key: the spec's, or one of its own. By that mark a box is found
-# again when the answer to its create was lost: to be adopted when the spec has an idempotency key, else destroyed.
+# Each create stores its key in the box's metadata: the spec's idempotency key, or a random one. If the response to a
+# create is lost, the key identifies the box, which is adopted if the spec has an idempotency key, else destroyed.
 
 _SHORTEST_TIMEOUT_S = 60
-"""What a create may ask for at least; a renewal may set less."""
-# Waits, and takes in the orphans of the box, for which the backend's usual first process does not care.
+"""The shortest lease that the server accepts in a create. A renewal may set a shorter one."""
+# Waits, and reaps the orphans of the box, which the backend's usual first process does not.
 _IDLE = ["/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; done"]
 _LATE_S = 20.0
-"""How long the box of a create that failed without an answer is looked for: the server may still be making it."""
+"""How long to look for the box of a create that failed without a response: the server may still be creating it."""
 _ADOPT_S = 10.0
 _DEAD = frozenset(("failed", "terminated", "stopping"))
 
 
 class Creation:
-    """Creates the box of one spec. `discard` destroys it again, whatever stage it reached."""
+    """Creates the box of one spec. `discard` destroys the box at any stage of its creation."""
 
     def __init__(self, connection: Connection, images: EngineImages, spec: SandboxSpec) -> None:
         self._connection = connection
@@ -122,16 +122,16 @@ class Creation:
         self.key = spec.idempotency_key or uuid.uuid4().hex
         self._image = spec.image or connection.config.default_image
         self.created: str | None = None
-        """The box this call made (another may have, for the same idempotency key)."""
+        """The id of the box that this object created. Another call with the same idempotency key may have made it."""
         self._late_s: float | None = None
-        """How long a box of this create may still appear; ``None`` when none can."""
+        """Seconds during which a box of this create may still appear; ``None`` if none can."""
 
     def check(self) -> None:
-        """Refuse what can be refused without the server.
+        """Check everything that can be checked without the server.
 
         Raises:
             ConfigError: an unknown provider option.
-            SandboxCreateError: there is no image, or a file's path is not absolute.
+            SandboxCreateError: the spec names no image and there is no default, or a file's path is not absolute.
         """
         reject_unknown_keys(self._spec.provider_options, ["extensions"], where="opensandbox provider_options")
         if self._image is None and self._config.engine is None:
@@ -142,7 +142,7 @@ class Creation:
             absolute(path)
 
     async def run(self, deadline: float) -> OpenSandboxBox:
-        """Find the box of the spec's idempotency key, or make one; ready for commands when this returns."""
+        """Return the box of the spec's idempotency key, or create one. The returned box is ready for commands."""
         if self._spec.idempotency_key and (found := await self._first()) is not None:
             return await self._adopt(found.id, deadline)
         self._image = await self._images.reference(self._image)
@@ -150,13 +150,13 @@ class Creation:
         if self._spec.idempotency_key:
             winner = await self._first()
             if winner is not None and winner.id != sandbox_id:
-                # Another create with this key was under way, and its box is the older one.
+                # A concurrent create with the same key made an older box.
                 await self.discard()
                 return await self._adopt(winner.id, deadline)
         return await self._install_helper(sandbox_id, deadline, files=True)
 
     async def _first(self) -> BackendInfo | None:
-        """The box that all creates with this key agree on: the oldest one that lives."""
+        """The oldest live box with this key, which all creates with the key use."""
         async with errors_translated("looking for a box with the same idempotency key", kind=SandboxCreateError):
             found = [
                 i for i in await self._connection.boxes_created_by(self.key) if i.status.state.lower() not in _DEAD
@@ -177,7 +177,7 @@ class Creation:
             resource["memory"] = f"{int(spec.resources.memory_mib)}Mi"
         self._late_s = _LATE_S
         try:
-            # Not `Sandbox.create`, which gives every box limits where none are wanted.
+            # Not `Sandbox.create`, which sets limits on every box even if the spec has none.
             service = AdapterFactory(await self._connection.create_config()).create_sandbox_service()
             made = await service.create_sandbox(
                 SandboxImageSpec(str(self._image)),
@@ -195,7 +195,7 @@ class Creation:
                 or None,
             )
         except sdk_errors() as error:
-            # An answer of the server itself says that it is done with this request; one that it refused made nothing.
+            # After a response of the server itself, no box can appear later; a refused request created no box at all.
             status = status_of(error)
             if status is not None and status not in (502, 503, 504):
                 self._late_s = 0.0 if status >= 500 else None
@@ -209,7 +209,7 @@ class Creation:
         return str(made.id)
 
     async def _install_helper(self, sandbox_id: str, deadline: float, *, files: bool) -> OpenSandboxBox:
-        """Put a helper of this call's own into the box, and the spec's files, and at last the mark that they are."""
+        """Write this call's helper and (with ``files``) the spec's files into the box, and finally the ready mark."""
         from opensandbox.models.filesystem import WriteEntry
 
         spec = self._spec
@@ -236,12 +236,12 @@ class Creation:
 
     @property
     def _ready_mark(self) -> str:
-        # Of this create alone: its box may be made of another that became an image.
+        # The name contains the key of this create: the image may contain the mark of the box that it was made from.
         return f"{self._config.box_directory.rstrip('/')}/ready-{connection.digest(self.key)}"
 
     async def _verify(self, box: OpenSandboxBox) -> None:
-        """The box must really run the helper: a missing program, a wrong processor type or an entry point that has
-        ended show here, and not in somebody's command."""
+        """Check that the box runs the helper, so that a missing program, a wrong processor type or an ended entry
+        point fails the create and not a later command."""
         try:
             found = await run_helper(self._connection, box, "signal", "0", "0")
         except SandboxLostError as error:
@@ -255,8 +255,8 @@ class Creation:
             raise SandboxCreateVerificationError(f"opensandbox: the new box is not usable: {found.get('error')}")
 
     async def _adopt(self, sandbox_id: str, deadline: float) -> OpenSandboxBox:
-        """A box that another create made. That one may have died before it made the box ready, so it is not waited
-        for long."""
+        """Use a box that another create made. Wait only `_ADOPT_S` for that create's ready mark, because its process
+        may have died; then make the box ready here."""
         patience = min(time.monotonic() + _ADOPT_S, deadline)
         box = OpenSandboxBox(sandbox_id, self._config.box_directory.rstrip("/"))
         while True:
@@ -274,17 +274,17 @@ class Creation:
             await asyncio.sleep(0.1)
 
     async def discard(self) -> None:
-        """Destroy what this call made. Where the server never told, its box is looked for by its mark until it has
-        had time to appear.
+        """Destroy the box that this object created. If the server's response was lost, search for the box by its key
+        until the time in which it can appear is over.
 
         Raises:
-            SandboxError: it could not be destroyed; its lease will.
+            SandboxError: the box could not be destroyed; it ends with its lease.
         """
         if self.created is not None:
             await self._connection.kill(self.created)
             self.created = None
         if self._late_s is None or self._spec.idempotency_key:
-            # A box with an idempotency key may belong to another create by now; its lease ends it.
+            # Another create may use a box with an idempotency key by now, so let its lease end it.
             return
         deadline = time.monotonic() + self._late_s
         last: SandboxError | None = None
@@ -306,7 +306,7 @@ class Creation:
 
 
 def _check_egress(said: Mapping[str, Any]) -> None:
-    """Raises `SandboxCreateVerificationError` where a box's sidecar lets anything out."""
+    """Raise `SandboxCreateVerificationError` if a box's egress sidecar lets any traffic out."""
     policy = said.get("policy") or {}
     if str(policy.get("defaultAction")).lower() != "deny" or policy.get("egress"):
         raise SandboxCreateVerificationError(
@@ -325,7 +325,7 @@ def _closed(spec: SandboxSpec) -> bool:
 
 
 def helper_program(architecture: str | None) -> bytes:
-    """The program that works inside boxes. Raises `SandboxCreateError` where there is none for ``architecture``."""
+    """The helper program for boxes. Raises `SandboxCreateError` if there is none for ``architecture``."""
     try:
         from nemo_gym_boxtool import program
 

@@ -1,4 +1,4 @@
-"""Loopback doors of boxes that this host cannot enter: a relay in the box carries their connections."""
+"""Loopback doors of boxes that this host cannot enter. A relay in the box forwards their connections."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from nemo_gym.sandbox.providers.opensandbox.tool import END, STARTED, STDOUT, To
 # -- Relay ---------------------------------------------------------------------------------------------------------
 # The outside end of a relay: messages to and from the helper program that listens on a port in a box.
 #
-# What the box's clients send comes as output of the helper; what is for them goes into the box as numbered files, each
-# with all messages that came together while the one before was on its way. A file may be sent again: the helper takes
-# each number once. See ``boxtool/nemo_gym_boxtool/source/relay.go``.
+# Data from the box's clients arrives as output of the helper. Data for them is written into the box as numbered files;
+# each file contains all messages that accumulated while the previous file was being written. A file may be sent again,
+# because the helper processes each number once. See ``boxtool/nemo_gym_boxtool/source/relay.go``.
 
 OPEN, DATA, FINISH, RESET, CREDIT, QUIT, _DONE = b"c", b"d", b"f", b"r", b"w", b"q", b"z"
 WINDOW_BYTES = 1024 * 1024
-"""That may be on their way in one direction of a connection."""
+"""Maximum bytes in transit in one direction of a connection."""
 ANY = "-"
-"""Instead of the id of an earlier relay: any that holds the port."""
+"""Stands for the id of any earlier relay that holds the port."""
 _IN_FRAME, _IN_FILE, _COUNT = struct.Struct(">cI"), struct.Struct(">cII"), struct.Struct(">I")
 _SENDS = 5
 _QUIT_S = 5.0
 
 
 class PortTakenError(SandboxError):
-    """Something else listens on the port, in the box."""
+    """Another program listens on the port in the box."""
 
 
 @dataclass(frozen=True)
 class Message:
     kind: bytes
     number: int
-    """Of the connection."""
+    """Number of the connection."""
     data: bytes = b""
 
     @property
@@ -57,10 +57,10 @@ class Message:
 
 
 class Relay:
-    """One run of the helper as a relay. `start` first, then `next` until it raises, and `aclose` always.
+    """One run of the helper as a relay. Call `start`, then `next` until it raises, and always `aclose`.
 
     Args:
-        port: where it listens, on the box's 127.0.0.1.
+        port: the port on the box's 127.0.0.1 where the relay listens.
     """
 
     def __init__(self, connection: Connection, box: OpenSandboxBox, port: int) -> None:
@@ -75,11 +75,11 @@ class Relay:
         self._sender: asyncio.Task[None] | None = None
 
     async def start(self, previous: str) -> None:
-        """Listen. Takes the port from an earlier relay with the id ``previous``, for `ANY` from any.
+        """Listen. Takes over the port from an earlier relay with the id ``previous`` (`ANY`: from any relay).
 
         Raises:
-            PortTakenError: by something that is not such a relay.
-            SandboxLostError: the box does not answer.
+            PortTakenError: the port is in use, and not by such a relay.
+            SandboxLostError: the box does not respond.
         """
         self._running = ToolRun(self._connection, self._box, "relay", str(self._port), self.id, previous)
         self._running.begin()
@@ -94,7 +94,7 @@ class Relay:
         self._sender = asyncio.create_task(self._send())
 
     async def next(self) -> Message:
-        """The next message. Raises `SandboxLostError` when there will be no more."""
+        """Return the next message. Raises `SandboxLostError` if there will be no more."""
         assert self._running is not None, "start() comes first"
         while True:
             frame = await self._running.next()
@@ -105,7 +105,7 @@ class Relay:
                 return Message(kind, number, frame.data[_IN_FRAME.size :])
 
     def send(self, kind: bytes, number: int, data: bytes = b"") -> None:
-        """Send soon, after everything before it."""
+        """Queue a message. Messages are sent in order."""
         self._waiting += _IN_FILE.pack(kind, number, len(data)) + data
         self._wake.set()
 
@@ -125,7 +125,7 @@ class Relay:
             try:
                 await self._put(f"{self._inbox}/{file}", data)
             except SandboxError:
-                # The relay is useless without it; the reader of the next message learns that it has ended.
+                # Without this file the relay is useless. Close it, so that `next` raises.
                 if self._running is not None:
                     await self._running.close()
                 return
@@ -143,11 +143,11 @@ class Relay:
                     raise
 
     async def aclose(self, *, quits: bool) -> None:
-        """Stop. With ``quits`` the helper is told to quit and read to its end, so that its port is free; without, it
-        notices by itself that it has no reader."""
+        """Stop. With ``quits``, tell the helper to quit and wait for its end, so that its port is free. Otherwise the
+        helper notices later that it has no reader."""
         if quits and self._sender is not None and not self._sender.done():
             self.send(QUIT, 0)
-            # A box that does not answer keeps its port; it has nobody to talk to there.
+            # If the box does not respond, its relay keeps the port, but nobody serves its connections.
             with contextlib.suppress(SandboxError, TimeoutError):
                 async with asyncio.timeout(_QUIT_S):
                     while True:
@@ -160,10 +160,10 @@ class Relay:
 
 
 # -- Doors ---------------------------------------------------------------------------------------------------------
-# Doors of boxes that nothing outside can be put beside: a relay in the box, and the door's server here.
+# A door of a box whose network namespace cannot be entered: a relay in the box, and the door's server in this process.
 #
-# The server is the one of every other provider, on a socket that only this process can reach. It is given the
-# connections that processes of the box make to the relay, byte for byte.
+# The server is the same as for other providers, on a socket that only this process can reach. The relay's connections
+# from processes of the box are forwarded to the server byte for byte.
 
 log = structlog.get_logger(__name__)
 
@@ -175,8 +175,8 @@ _GONE = frozenset(("failed", "terminated", "stopping"))
 class RelayedDoor:
     """One door of one box, open from `start` to `aclose`, or until its box is gone.
 
-    When the connection to the relay breaks, another relay is started on the same port; the box's connections that
-    were open break. Nothing is ever sent to the target twice by this.
+    If the connection to the relay breaks, another relay is started on the same port, and the box's open connections
+    break. So no request is ever sent to the target twice.
     """
 
     def __init__(self, connection: Connection, box: OpenSandboxBox, door: Door) -> None:
@@ -195,12 +195,12 @@ class RelayedDoor:
         return self._server.statistics if self._server is not None else DoorStatistics()
 
     async def start(self) -> None:
-        """Open the door. One that cannot be opened leaves nothing.
+        """Open the door. If that fails, nothing is left of it.
 
         Raises:
-            ConfigError: the door's target or patterns make no sense.
-            PortTakenError: something in the box listens on its port.
-            SandboxLostError: the box does not answer.
+            ConfigError: the door's target or patterns are invalid.
+            PortTakenError: another program in the box listens on the port.
+            SandboxLostError: the box does not respond.
         """
         try:
             listener = socket.socket(socket.AF_UNIX)
@@ -223,7 +223,7 @@ class RelayedDoor:
         return relay
 
     async def _serve(self) -> None:
-        """Carry connections until the box is gone, with one relay after another."""
+        """Forward connections until the box is gone, and start a new relay whenever one breaks."""
         while self._relay is not None:
             relay = self._relay
             try:
@@ -240,7 +240,7 @@ class RelayedDoor:
             self._take(relay, await relay.next())
 
     def _take(self, relay: Relay, message: Message) -> None:
-        """What the box says is not trusted: connections it has not opened, or more than it may send, break."""
+        """Handle a message from the untrusted box: ignore unknown connections, break one that exceeds its window."""
         if message.kind == OPEN:
             if message.number not in self._streams:
                 self._streams[message.number] = _Stream(self, relay, message.number, self._directory / "door")
@@ -253,8 +253,8 @@ class RelayedDoor:
         self._streams.pop(stream.number, None)
 
     async def _again(self, previous: str) -> Relay | None:
-        """Another relay in the place of the one with the id ``previous``; none when the box is gone, or the port is
-        somebody else's by now (another process has opened the door)."""
+        """Start a relay that replaces the one with the id ``previous``. Return ``None`` if the box is gone, or if the
+        port is no longer ours (another process has opened the door)."""
         backoff = Backoff(first_s=0.1, longest_s=_LONGEST_PAUSE_S)
         while True:
             try:
@@ -274,7 +274,7 @@ class RelayedDoor:
         await asyncio.gather(*(stream.aclose() for stream in streams))
 
     async def aclose(self, *, quits: bool) -> None:
-        """Close the door and every connection through it; idempotent. With ``quits`` the box's port is free then."""
+        """Close the door and all connections through it; idempotent. With ``quits``, also free the box's port."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -292,7 +292,7 @@ class RelayedDoor:
 
 
 class _Stream:
-    """One connection of the box, on its way to the door's server and back."""
+    """One connection from the box to the door's server."""
 
     def __init__(self, owner: RelayedDoor, relay: Relay, number: int, path: Path) -> None:
         self.number = number
@@ -315,7 +315,7 @@ class _Stream:
         elif message.kind == FINISH:
             self._arrived.put_nowait(b"")
         elif message.kind == CREDIT:
-            # Never more than was promised at first, whatever the box says: what it takes slowly waits in memory.
+            # Cap the window at its initial size whatever the box sends, because unsent data waits in memory.
             self._room = min(self._room + message.credit, WINDOW_BYTES)
             self._more_room.set()
         elif message.kind == RESET:
@@ -331,7 +331,7 @@ class _Stream:
                 both.create_task(self._out(reader))
             ended = True
         except* OSError as errors:
-            # The door has closed, or its server hung up; the box sees its connection break.
+            # The door was closed, or its server hung up; the connection in the box breaks.
             log.debug("opensandbox_door_connection", error=str(errors.exceptions[0]))
         finally:
             self._owner.forget(self)

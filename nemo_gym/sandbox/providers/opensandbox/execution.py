@@ -1,4 +1,4 @@
-"""One command in a box, from its start to its one end."""
+"""One command in a box, from its start to its end."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _SIGNAL_TIMEOUT_S = 30.0
 
 
 class OpenSandboxExec:
-    """A running command (`ExecProcess`). ``truncated`` names the streams of which output was dropped.
+    """A running command (`ExecProcess`). ``truncated`` names the streams whose output was cut.
 
-    The command runs below a helper program in the box, which alone says how it ended. What the backend says of the
-    helper's own end (0 where a connection merely closed, -1 for any kill) is never taken for the command's.
+    The command runs below a helper program in the box; only the helper's end frame tells how it ended. The exit code
+    that the backend reports for the helper (0 if a connection merely closed, -1 for any kill) is not the command's.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class OpenSandboxExec:
         self._began = time.monotonic()
 
     async def start(self) -> None:
-        """Start the command. A box that is gone makes it an exec whose only event is ``LOST``.
+        """Start the command. If the box is gone, the exec's only event is an end with ``LOST``.
 
         Raises:
-            SandboxError: there is no such user in the box.
+            SandboxError: the helper could not run the command, for example because the box has no such user.
         """
         try:
             await self._submit()
@@ -105,7 +105,7 @@ class OpenSandboxExec:
         self._running.begin()
 
     async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
-        """Output in order, and then exactly one `ExecEnd`. Can be iterated once."""
+        """Yield the output in order, then exactly one `ExecEnd`. Can be iterated once."""
         if self._consumed:
             raise SandboxError("the events of an exec can be read once")
         self._consumed = True
@@ -150,7 +150,7 @@ class OpenSandboxExec:
         outcome = _OUTCOMES.get(found["outcome"])
         duration_s = time.monotonic() - self._began
         if found["outcome"] == "refused" and self._killed:
-            # The kill came first, and kept it from starting.
+            # A kill arrived before the command started, and prevented the start.
             return ExecEnd(ExecOutcome.SIGNALED, signal=int(signals.SIGKILL), duration_s=duration_s)
         if outcome is None:
             return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
@@ -162,7 +162,7 @@ class OpenSandboxExec:
         )
 
     async def _lost_end(self) -> ExecEnd:
-        """Lost, unless the server says that memory ran out, which kills the helper as it may any process."""
+        """Return ``LOST``, or ``OUT_OF_MEMORY`` if the server reports that: the kernel may also kill the helper."""
         duration_s = time.monotonic() - self._began
         with contextlib.suppress(*sdk_errors(TimeoutError)):
             async with asyncio.timeout(10):
@@ -172,7 +172,7 @@ class OpenSandboxExec:
         return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
 
     def _abandon(self) -> None:
-        """Nobody listens any more: what still runs is killed, and only then the connection given up."""
+        """Kill the command if it still runs, then close the connection, all in the background."""
 
         async def finish() -> None:
             try:
@@ -203,9 +203,9 @@ class OpenSandboxExec:
                 self._connection, self._box, "signal", self.exec_id, str(int(number)), timeout_s=_SIGNAL_TIMEOUT_S
             )
             if found["outcome"] == "error":
-                # Better no box than one with a command in it that cannot be stopped.
+                # Destroy the box: losing it is better than keeping one with a command that cannot be stopped.
                 await self._connection.kill(self._box.sandbox_id)
 
     async def kill(self) -> None:
-        """Kill the command's whole process tree, daemons that left its session included. Idempotent."""
+        """Kill the command's whole process tree, including daemons that left its session. Idempotent."""
         await self.signal(signals.SIGKILL)

@@ -53,7 +53,7 @@ _STATES = {
 
 
 class OpenSandboxProvider(StreamingProvider):
-    """Boxes of an OpenSandbox server, whose leases the server keeps.
+    """Boxes of an OpenSandbox server, which enforces their leases.
 
     Args:
         options: see `OpenSandboxConfig`.
@@ -61,7 +61,7 @@ class OpenSandboxProvider(StreamingProvider):
 
     name = "opensandbox"
     image_store = "docker"
-    """Whose images these are: what the docker provider makes in the same engine is here too."""
+    """The provider that shares its images with this one, if both use the same engine."""
 
     def __init__(self, **options: Any) -> None:
         self.config = OpenSandboxConfig.from_mapping(options)
@@ -72,7 +72,7 @@ class OpenSandboxProvider(StreamingProvider):
 
     @cached_property
     def capabilities(self) -> SandboxCapabilities:
-        """What the configuration says of the server, which cannot be asked for it; nothing is sent anywhere."""
+        """The server's abilities according to the configuration, because the server cannot be asked. Sends nothing."""
         config = self.config
         found = {
             "memory_limit": "memory" in config.limits,
@@ -117,8 +117,8 @@ class OpenSandboxProvider(StreamingProvider):
         creation = Creation(self._connection, self._images, spec)
         creation.check()
         timeout_s = DEFAULT_READY_TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
-        # The server goes on with a create whose client has left. So this call's goes on too, until it knows the box
-        # that it must destroy.
+        # The server finishes a create even if its client disconnects. So an abandoned create continues here as well,
+        # until it knows the box to destroy.
         creating = asyncio.ensure_future(self._make(creation, spec, time.monotonic() + timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
@@ -133,7 +133,7 @@ class OpenSandboxProvider(StreamingProvider):
             raise
         except SandboxCreateError as error:
             if error.retryable:
-                # What the server made may show only later; the caller does not wait for that.
+                # The server's box may appear only later; do not make the caller wait for it.
                 self._in_background(self._take_back(creation, creating))
             else:
                 await self._take_back(creation, creating)
@@ -172,7 +172,7 @@ class OpenSandboxProvider(StreamingProvider):
         return SandboxStatus.STOPPED if info is None else _status(info)
 
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
-        """Let the box live ``ttl_s`` seconds from now, which may be less than it had."""
+        """End the lease ``ttl_s`` seconds from now, whether that is later or earlier than before."""
         await self._running(handle.sandbox_id, "renewing the lease of")
         async with errors_translated(f"renewing the lease of box {handle.sandbox_id}"):
             manager = await self._connection.manager()
@@ -251,7 +251,7 @@ class OpenSandboxProvider(StreamingProvider):
         return {name: door.statistics for name, door in box_of(handle).doors.items()}
 
     async def _open_door(self, box: OpenSandboxBox, door: Door) -> None:
-        """Serve a door here, on connections that a helper in the box takes in on the box's loopback."""
+        """Serve a door in this process. A helper in the box accepts and relays connections on the box's loopback."""
         for other in box.doors.values():
             if other.door.name == door.name:
                 raise SandboxError(f"opensandbox: the box already has a door named '{door.name}'")
@@ -270,7 +270,7 @@ class OpenSandboxProvider(StreamingProvider):
         self._doors.add(relayed)
 
     async def _close_doors(self, box: OpenSandboxBox) -> None:
-        """Those of a box that is to go: its ports need not become free."""
+        """Close all doors of a box that is about to be destroyed, so its ports need not become free."""
         doors = [*box.doors.values()]
         box.doors.clear()
         self._doors.difference_update(doors)
@@ -279,7 +279,7 @@ class OpenSandboxProvider(StreamingProvider):
     # -------------------------------------------------------------------------------- ports and other processes
 
     async def endpoint(self, handle: SandboxHandle, port: int) -> str:
-        """Raises `SandboxError` when the provider goes through the server's proxy; see its capabilities."""
+        """Return the URL of a box's port. Raises `SandboxError` with ``use_server_proxy``; see `capabilities`."""
         if self.config.use_server_proxy:
             raise SandboxError(f"opensandbox: no port is given out: {self.capabilities.reasons['endpoint']}")
         async with errors_translated(f"asking for port {port} of box {handle.sandbox_id}"):
@@ -289,7 +289,7 @@ class OpenSandboxProvider(StreamingProvider):
         return f"{scheme}://{found.endpoint}"
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
-        """Names the box; the server's key is not in it, whoever connects needs their own."""
+        """Plain data that identifies the box, without the server's key: a process that connects needs its own key."""
         box = box_of(handle)
         return {
             "provider": self.name,
@@ -317,7 +317,7 @@ class OpenSandboxProvider(StreamingProvider):
     # ----------------------------------------------------------------------------------------------- internals
 
     async def _running(self, sandbox_id: str, doing: str) -> BackendInfo:
-        """The server's description of a box that runs. Raises `SandboxLostError` when it does not."""
+        """The server's description of a running box. Raises `SandboxLostError` if the box does not run."""
         async with errors_translated(f"{doing} box {sandbox_id}"):
             info = await self._connection.info(sandbox_id)
         if info is None or _status(info) in (SandboxStatus.STOPPED, SandboxStatus.ERROR):
@@ -330,7 +330,7 @@ class OpenSandboxProvider(StreamingProvider):
 
     @staticmethod
     async def _errors_logged(work: Awaitable[None]) -> None:
-        # No caller waits for it, so errors go to the log; the lease ends what this could not.
+        # No caller waits for this work, so log its errors. A box that could not be destroyed ends with its lease.
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await work
@@ -343,7 +343,7 @@ def _status(info: BackendInfo) -> SandboxStatus:
 
 
 def _info(info: BackendInfo) -> SandboxInfo | None:
-    """A box as the contract lists it; ``None`` when it is not of this suite."""
+    """Convert the server's description of a box; ``None`` if the box does not belong to this suite."""
     given = metadata_to_labels(info.metadata)
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""The helper program in a box: its orders, its frames, and archives in and out."""
+"""The helper program in a box: its requests, its output frames, and the transfer of archives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Frame:
     data: bytes
 
     def ending(self) -> dict[str, Any]:
-        """The content of an ``END`` frame. Raises `ValueError` when it is none."""
+        """Decode the content of an ``END`` frame. Raises `ValueError` if the content is invalid."""
         found = json.loads(self.data)
         if not isinstance(found, dict) or not isinstance(found.get("outcome"), str):
             raise ValueError("an end without an outcome")  # noqa: TRY004  the text's fault, not its caller's
@@ -52,8 +52,8 @@ class Frame:
 
 
 class FrameParser:
-    """Puts frames together again. What is no frame is noise of the box's (a dynamic linker's warning, say): dropped,
-    and a frame it damaged is missing, which only ever makes a command lost."""
+    """Reassembles frames. Text that is not a frame is noise from the box (a dynamic linker's warning, say) and is
+    dropped. A frame damaged by noise is dropped too; the worst effect is that a command counts as lost."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -72,18 +72,18 @@ class FrameParser:
 # -- Orders --------------------------------------------------------------------------------------------------------
 
 _QUIET_S = 15.0
-"""Longer than the helper's heartbeat: then the server is asked whether the box still runs (earlier, where less silence
-than this is allowed at all)."""
+"""After this much silence, longer than the helper's heartbeat, the server is asked whether the box still runs. A short
+`silence_s` lowers it to a third of that option."""
 _QUEUED_FRAMES = 64
 _TRIES = 4
 _LONGEST_ARGUMENT = 60_000
-"""Of a request in base64; the kernel allows 128 KiB for one argument."""
+"""Longest base64 request that is passed as an argument. The kernel allows 128 KiB for one argument."""
 _ATTACH_S = 30.0
 _ALIVE = frozenset(("pending", "running", "pausing", "paused", "resuming"))
 
 
 async def sdk_of(connection: Connection, box: OpenSandboxBox, *, timeout_s: float = _ATTACH_S) -> Sandbox:
-    """The SDK's object of a box, for the event loop that runs."""
+    """The SDK's object of a box, for the running event loop."""
     loop = asyncio.get_running_loop()
     if box.sdk is None or box.loop is not loop:
         box.sdk, box.loop = await connection.attach(box.sandbox_id, timeout_s=timeout_s), loop
@@ -91,9 +91,9 @@ async def sdk_of(connection: Connection, box: OpenSandboxBox, *, timeout_s: floa
 
 
 async def put_file(connection: Connection, box: OpenSandboxBox, data: Any, name: str) -> str:
-    """Write bytes, or what an open binary file holds, where the helper program reads it; its path in the box.
+    """Write bytes, or the content of an open binary file, for the helper program to read; return the path in the box.
 
-    ``name`` may be a whole path, of a directory that the helper told of.
+    ``name`` may be an absolute path, in a directory that the helper has named.
 
     Raises:
         SandboxLostError: the box is gone, or cannot be reached.
@@ -109,7 +109,7 @@ async def put_file(connection: Connection, box: OpenSandboxBox, data: Any, name:
 
 
 async def _raise_lost(connection: Connection, box: OpenSandboxBox, error: BaseException) -> None:
-    """Raise `SandboxLostError` unless the server says that the box runs as it should."""
+    """Raise `SandboxLostError` unless the server reports that the box is alive."""
     try:
         info = await connection.info(box.sandbox_id)
     except sdk_errors() as asked:
@@ -120,7 +120,7 @@ async def _raise_lost(connection: Connection, box: OpenSandboxBox, error: BaseEx
 
 
 class ToolRun:
-    """What one run of the helper says. ``begin`` first, then ``next`` until its `END`, and ``close`` always."""
+    """The frames of one run of the helper. Call ``begin``, then ``next`` until the `END` frame; always ``close``."""
 
     def __init__(self, connection: Connection, box: OpenSandboxBox, *arguments: str) -> None:
         self._connection = connection
@@ -140,11 +140,11 @@ class ToolRun:
         self._task = asyncio.create_task(self._run())
 
     async def next(self) -> Frame:
-        """The next frame, heartbeats left out.
+        """Return the next frame other than a heartbeat.
 
         Raises:
-            SandboxLostError: the helper's end was not heard, and will not be: the box is gone, the stream ended
-                without it (whatever the backend takes that for), or there was silence for too long.
+            SandboxLostError: the helper's end frame will not arrive: the box is gone, the stream ended without the
+                frame (whatever the backend reports), or there was no message for too long.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -167,7 +167,8 @@ class ToolRun:
         return SandboxLostError(f"opensandbox: what ran in box {self._box.sandbox_id} ended without its end{why}")
 
     async def _check_silence(self, quiet_s: float) -> None:
-        """A box that is paused, and one whose daemon died without its connection ending, just say nothing."""
+        """Raise `SandboxLostError` after too long a silence, or if the box does not run. A paused box, or one whose
+        daemon died without closing the connection, is merely silent."""
         if quiet_s < self._quiet_s:
             return
         if quiet_s >= self._connection.config.silence_s:
@@ -201,7 +202,7 @@ class ToolRun:
         except sdk_errors() as error:
             self._failure = error
         finally:
-            # A reader that waits must hear of the end; one that is slow finds it when it has read the rest.
+            # Wake a waiting reader. If the queue is full, the reader sees `_ended` once it has read the queued frames.
             self._ended = True
             with contextlib.suppress(asyncio.QueueFull):
                 self._frames.put_nowait(None)
@@ -216,18 +217,18 @@ class ToolRun:
                 await self._frames.put(frame)
 
         sdk = await sdk_of(self._connection, self._box)
-        # No timeout of the backend's: it would kill the helper, and look like a kill by anybody.
+        # Set no timeout in the backend: it would kill the helper, which looks like any other kill.
         await sdk.commands.run(self._argv, handlers=ExecutionHandlers(on_stdout=listen, skip_accumulation=True))
 
     async def close(self) -> None:
-        """Stop listening. What runs in the box is not stopped by this (though a backend may)."""
+        """Stop listening. This does not stop the helper in the box, though a backend may."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({self._task})
 
     async def settle(self, timeout_s: float = 1.0) -> None:
-        """After the end frame: read the rest of the answer, so that its connection can be used again."""
+        """After the end frame, read the rest of the response, so that its connection can be reused."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_s)
         await self.close()
@@ -236,10 +237,10 @@ class ToolRun:
 async def run_helper(
     connection: Connection, box: OpenSandboxBox, *arguments: str, timeout_s: float | None = None
 ) -> dict[str, Any]:
-    """Run the helper for something that has no output, to its end.
+    """Run the helper for a task without output, and return the content of its end frame.
 
     Raises:
-        SandboxLostError: see `ToolRun.next`; also after ``timeout_s`` seconds.
+        SandboxLostError: see `ToolRun.next`; also raised after ``timeout_s`` seconds.
     """
     running = ToolRun(connection, box, *arguments)
     running.begin()
@@ -263,7 +264,7 @@ def ending(frame: Frame) -> dict[str, Any]:
 
 
 async def request_argument(connection: Connection, box: OpenSandboxBox, request: Mapping[str, Any]) -> str:
-    """A request as the helper takes it: in its arguments, or where it is too long for them in a file."""
+    """Encode a request as an argument for the helper. A request that is too long is written to a file in the box."""
     data = json.dumps(request).encode("utf-8", "surrogateescape")
     encoded = base64.b64encode(data).decode()
     if len(encoded) <= _LONGEST_ARGUMENT:
@@ -272,10 +273,10 @@ async def request_argument(connection: Connection, box: OpenSandboxBox, request:
 
 
 # -- Archives ------------------------------------------------------------------------------------------------------
-# Trees in and out of a box as tar streams.
+# Transfer of files as tar streams.
 #
-# Packing and unpacking are the helper program's, so no program of the box is needed. What goes in is judged here
-# first, whole: a member that would leave its target is refused before anything of the archive is in the box.
+# The helper packs and unpacks, so no program of the box is needed. An archive for the box is first checked here as a
+# whole: if a member would leave the target, the archive is refused before any of it is in the box.
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 
@@ -284,7 +285,7 @@ async def put(connection: Connection, box: OpenSandboxBox, path: str, tar: Async
     """See `SandboxProvider.put_archive`."""
     path = absolute(path)
     through = TarFilter()
-    # The backend takes files of a known length only; what does not fit in memory waits in a file of this machine.
+    # The backend accepts only files of known length, so spool the archive in memory or a local file.
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:
         try:
             async for chunk in tar:
@@ -307,7 +308,7 @@ async def get(
     path = absolute(path)
     strip = 0 if posixpath.basename(path) == "" else 1
     try:
-        # What the box sends is filtered like what any backend packs: headers are encoded anew, the cap is kept here.
+        # Filter the box's archive like any backend's: encode its headers anew, and enforce ``max_bytes`` here.
         through = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip)
     except ArchiveError as error:
         raise SandboxArchiveError(str(error)) from error

@@ -1,8 +1,8 @@
-"""HTTP to a broker: one session per event loop, bounded retries of what may be repeated, problems as errors.
+"""HTTP to a broker: one session per event loop, bounded retries, and conversion of problems into errors.
 
-A request is sent again when it had no effect (no connection could be made, or the broker says ``started: no``
-with a retryable code), or when it is *repeatable*: repeating it changes nothing, because its effect is keyed by an id
-that this side chose. Everything else is sent once.
+A request is retried if it had no effect (no connection could be made, or the broker responded with ``started: no``
+and a retryable code), or if it is *repeatable*: repeating it changes nothing, because an id that the client chose
+identifies its effect. All other requests are sent once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
 
 @dataclass
 class RemoteBox:
-    """``raw`` of a handle of the remote provider."""
+    """The type of ``SandboxHandle.raw`` of the remote provider."""
 
     broker_url: str
     sandbox_id: str
     token: str = field(repr=False)
     scope: LeaseScope
     expires_at: float
-    """Of the lease, by the broker's clock, as last heard."""
+    """End of the lease by the broker's clock, as of the last response."""
     lent: set[str] = field(default_factory=set)
-    """Ids of leases that were minted by this handle."""
+    """Ids of leases that were created with this handle."""
     doors: dict[str, DoorStatistics] = field(default_factory=dict)
-    """Doors that this side opened, and their latest statistics."""
+    """Doors that this process opened, and their latest statistics."""
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -56,7 +56,7 @@ class RemoteBox:
         return self.broker_url + path
 
     def update_doors(self, view: DoorsView) -> None:
-        """Take over the broker's counts, in the objects that others already hold."""
+        """Copy the broker's statistics into the existing objects, which callers may hold."""
         for name, counted in view.doors.items():
             if counted is None:
                 self.doors.pop(name, None)
@@ -76,19 +76,19 @@ def box_of(handle: SandboxHandle) -> RemoteBox:
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 3.0
-"""Below what servers keep an idle connection for (5 s and more), so that a request rarely meets one being closed."""
+"""Less than the 5 s or more for which servers keep idle connections: requests rarely use one that is being closed."""
 _WAITS = frozenset({"quota", "no_room", "draining", "create_in_progress", "backend_unreachable", "not_a_problem"})
-"""Codes that say: later. Another retryable error is the caller's to judge."""
+"""Codes that are retried here after a pause. Other retryable errors are raised, for the caller to decide."""
 
 
 class BrokerUnreachableError(SandboxError):
-    """The broker did not answer, for as long as it was tried. ``details['started']`` is ``no`` or ``unknown``."""
+    """The broker did not respond to any of the attempts. ``details['started']`` is ``no`` or ``unknown``."""
 
     code = "broker_unreachable"
 
 
 class SourceError(Exception):
-    """Reading the stream to send failed with ``error``; the connection did not."""
+    """The caller's stream, not the connection, failed with ``error`` while it was being sent."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -96,7 +96,7 @@ class SourceError(Exception):
 
 
 def retries(patience_s: float) -> Backoff:
-    """Tries of one request, for ``patience_s`` seconds."""
+    """The pauses between attempts of one request, for ``patience_s`` seconds in all."""
     return Backoff(first_s=0.05, longest_s=2.0, patience_s=patience_s, jitter=NETWORK_JITTER)
 
 
@@ -104,8 +104,8 @@ class BrokerConnection:
     """Requests to one or more brokers.
 
     Args:
-        request_timeout_s: longest silence within a request.
-        patience_s: how long it is tried again.
+        request_timeout_s: longest time without data within a request.
+        patience_s: for how long a failed request is retried.
     """
 
     def __init__(self, *, request_timeout_s: float, patience_s: float) -> None:
@@ -113,10 +113,10 @@ class BrokerConnection:
         self._sessions: dict[
             tuple[asyncio.AbstractEventLoop, bool], tuple[aiohttp.ClientSession, AsyncGenerator[None]]
         ] = {}
-        """With each session, the generator that closes it."""
+        """(Event loop, whether connections are fresh) → the session, and the generator that closes it."""
 
     async def aclose(self) -> None:
-        """Close the running loop's connections; those of loops that ended were closed with them."""
+        """Close the running loop's connections. Those of ended loops were closed together with their loop."""
         for fresh in (False, True):
             _, owner = self._sessions.pop((asyncio.get_running_loop(), fresh), (None, None))
             if owner is not None:
@@ -136,18 +136,18 @@ class BrokerConnection:
         silence_s: float | None = None,
         patience_s: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A successful answer whose body is still to be read. A body that breaks off raises aiohttp's errors.
+        """Yield a successful response, whose body the caller reads. A body that breaks off raises aiohttp's errors.
 
         Args:
-            stream: the request's body as it comes; it is asked for once, so such a request is repeated only while
-                nothing of it was taken.
-            silence_s: instead of ``request_timeout_s``.
-            patience_s: instead of the connection's; 0 tries once.
+            stream: returns the request's body in chunks. It can be read only once, so such a request is retried only
+                if reading has not begun.
+            silence_s: overrides ``request_timeout_s``.
+            patience_s: overrides the connection's value; 0 means a single attempt.
 
         Raises:
-            BrokerUnreachableError: no answer.
-            SourceError: what went wrong in ``stream``.
-            NemoGymError: the error the broker answered with, see `nemo_gym.sandbox.wire.problems`.
+            BrokerUnreachableError: there was no response.
+            SourceError: ``stream`` raised an error.
+            NemoGymError: the broker responded with this error; see `nemo_gym.sandbox.wire.problems`.
         """
         backoff = retries(self.patience_s if patience_s is None else patience_s)
         sent = _Sent(stream)
@@ -192,7 +192,8 @@ class BrokerConnection:
             response.release() if response.content.at_eof() else response.close()
 
     async def ask(self, method: str, url: str, **options: Any) -> bytes:
-        """The whole body of a successful answer; options as in `open`. A broken-off body is another try's reason."""
+        """Return the whole body of a successful response; options as in `open`. Retries a broken-off body too, if the
+        request is repeatable."""
         backoff = retries(self.patience_s if (given := options.pop("patience_s", None)) is None else given)
         while True:
             try:
@@ -203,8 +204,8 @@ class BrokerConnection:
                     raise _unreachable(method, url, error, started="unknown") from error
 
     def _session(self, *, fresh: bool) -> aiohttp.ClientSession:
-        """The session to use. ``fresh`` connections for what is sent once: a kept one may be closed by the other side
-        just as it is used again."""
+        """The session to use. ``fresh`` selects one without keepalive, for requests that are sent only once: a kept
+        connection may be closed by the broker just as it is reused."""
         key = (asyncio.get_running_loop(), fresh)
         session, _ = self._sessions.get(key, (None, None))
         if session is None or session.closed:
@@ -222,7 +223,7 @@ class BrokerConnection:
 
 
 class _Sent:
-    """A streamed request body: whether anything of it was taken, and what went wrong in it."""
+    """A streamed request body, which records whether reading has begun and the error that the stream raised."""
 
     def __init__(self, stream: Callable[[], AsyncIterator[bytes]] | None) -> None:
         self._stream = stream
@@ -236,7 +237,7 @@ class _Sent:
             async for chunk in self._stream():
                 if chunk:  # an empty chunk would end a chunked body
                     yield chunk
-        except Exception as error:  # not ours: whoever made the stream gets its own error back
+        except Exception as error:  # the stream's own error, which its creator gets back
             self._error = error
             raise
 
@@ -246,7 +247,7 @@ class _Sent:
 
 
 def encode(body: BaseModel) -> bytes:
-    """JSON of a body; raises `InvalidBodyError` for text that is none (lone surrogates) and what has no JSON form."""
+    """Encode a body as JSON. Raises `InvalidBodyError` for lone surrogates and for values without a JSON form."""
     try:
         return body.model_dump_json(exclude_defaults=True).encode()
     except (PydanticSerializationError, UnicodeError) as error:
@@ -255,7 +256,7 @@ def encode(body: BaseModel) -> bytes:
 
 @contextlib.contextmanager
 def refusals() -> Any:
-    """What a body's own bounds refuse, as the suite's error."""
+    """Convert a body's validation errors in the ``with`` block into the suite's error."""
     try:
         yield
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Statistics of the doors of remote boxes, fetched from the broker and kept fresh enough here."""
+"""Statistics of the doors of remote boxes, fetched from the broker and refreshed here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DoorCounts:
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     async def refresh(self, box: RemoteBox) -> None:
-        """Ask the broker now. Statistics are evidence beside a result, which stands without them."""
+        """Fetch the statistics now. Failures are only logged, because results are valid without statistics."""
         if not box.doors:
             return
         try:
@@ -42,7 +42,7 @@ class DoorCounts:
             log.info("remote_doors_not_heard", sandbox_id=box.sandbox_id, error=str(error))
 
     def watch(self, box: RemoteBox) -> None:
-        """Ask from now on about twice a second, until `forget`."""
+        """Refresh the statistics about twice a second until `forget`."""
         if box.doors and box.sandbox_id not in self._watching:
             self._watching[box.sandbox_id] = asyncio.create_task(self._watch(box), name=f"doors {box.sandbox_id}")
 

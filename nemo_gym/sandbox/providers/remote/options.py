@@ -1,4 +1,4 @@
-"""Options of the remote provider, the brokers they name, and what those brokers can do."""
+"""Options of the remote provider, the brokers that they name, and the abilities of these brokers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from nemo_gym.sandbox.wire.problems import error_of, parse_problem
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """Options of `RemoteProvider`. One of ``url`` and ``server`` says where the broker is; without either, boxes can
-    be borrowed (a reference names its broker) and none created."""
+    """Options of `RemoteProvider`. Either ``url`` or ``server`` selects the broker. Without both, boxes can be
+    borrowed (a reference contains its broker's URL), but not created."""
 
     url: str | None = None
     """The broker's root, ``http://`` or ``https://``."""
     server: str | Mapping[str, Any] | None = None
-    """The broker as a server of the same stack: its instance name, or ``{type: resources_servers, name: …}``. Its
-    address and the credential for it come with this process's launch."""
+    """The broker as a server of the same stack: its instance name, or ``{type: resources_servers, name: …}``. This
+    process gets the broker's address and credential at launch."""
     token: str | None = field(default=None, repr=False)
-    """Of a caller that is no server of the broker's stack; one of the broker's ``caller_tokens``."""
+    """One of the broker's ``caller_tokens``, for a process that is not a server of the broker's stack."""
     request_timeout_s: float = 60.0
-    """Longest silence of the broker within a request that does not wait for a box."""
+    """Longest time that the broker may send nothing within a request that does not wait for a box."""
     patience_s: float = 60.0
-    """How long a broker that cannot be reached is tried again, until what ran behind it counts as lost."""
+    """For how long to retry an unreachable broker before its boxes and commands count as lost."""
 
     def __post_init__(self) -> None:
         if self.url is not None and self.server is not None:
@@ -56,7 +56,7 @@ class RemoteOptions:
 
     @property
     def server_name(self) -> str | None:
-        """The broker's instance name, where it is a server of the stack."""
+        """The broker's instance name if it is a server of the stack, else ``None``."""
         if isinstance(self.server, Mapping):
             return str(self.server.get("name") or "") or None
         return self.server or None
@@ -70,15 +70,15 @@ class RemoteOptions:
 
 @dataclass(frozen=True)
 class Broker:
-    """Where a broker is, and what this process shows it as a caller."""
+    """A broker's address, and the headers with this process's credential."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """For the routes that take a caller's credential; sent to this broker only."""
+    """Headers for the routes that require a caller's credential; sent to this broker only."""
 
 
 def find_broker(options: RemoteOptions) -> Broker | None:
-    """The configured broker; ``None`` when none is. Raises `ConfigError` when a ``server`` is not of this stack."""
+    """The configured broker, or ``None``. Raises `ConfigError` if ``server`` is not in this stack."""
     headers = {} if options.token is None else {"Authorization": f"Bearer {options.token}"}
     if options.url is not None:
         return Broker(options.url.rstrip("/"), headers)
@@ -101,11 +101,11 @@ def find_broker(options: RemoteOptions) -> Broker | None:
 # -- Brokers -------------------------------------------------------------------------------------------------------
 
 NEXT_BROKER_AFTER_S = 5.0
-"""How long a broker that cannot be reached, or has no room, is tried while there is another one."""
+"""For how long to retry a broker that cannot be reached, or has no capacity, before trying the next one."""
 
 
 def find_brokers(options: RemoteOptions) -> Brokers | None:
-    """The configured brokers; ``None`` when none are. Raises `ConfigError` when a ``server`` is not of this stack."""
+    """The configured brokers, or ``None``. Raises `ConfigError` if ``server`` is not in this stack."""
     first = find_broker(options)
     if first is None:
         return None
@@ -126,25 +126,25 @@ class Brokers:
         self._chooser = Chooser()
 
     def in_order(self, key: str | None = None) -> Iterator[tuple[Broker, float | None]]:
-        """Each broker, with how patient to be with it (``None``: as configured), in the order to be tried for
-        something new: the same for the same ``key``, in turn without one."""
+        """Yield each broker and its retry time (``None``: as configured), in the order to try them for a new box. The
+        order is the same for the same ``key``; without a key, brokers take turns."""
         *others, last = (self.all[number] for number in self._chooser.order(self._urls, key))
         yield from ((broker, NEXT_BROKER_AFTER_S) for broker in others)
         yield last, None
 
     def patience_of(self, broker: Broker) -> float | None:
-        """How patient to be with one that is asked although another could do (``None``: as configured)."""
+        """For how long to retry a request to a broker where others could serve instead (``None``: as configured)."""
         if len(self.all) == 1:
             return None
         return 0.0 if self._chooser.is_left_out(broker.url) else NEXT_BROKER_AFTER_S
 
     def unreachable(self, broker: Broker) -> None:
-        """Ask the others first for a while."""
+        """For a while, try the other brokers first."""
         self._chooser.unreachable(broker.url)
 
     def url_of(self, told: str) -> str | None:
-        """Where a broker is that a reference calls ``told``: of one broker, the address that is configured here (an
-        address may differ between machines); of several, that one; ``None`` for one that is not configured."""
+        """The configured address of the broker with the URL ``told`` in a reference. A single broker's address may
+        differ from ``told`` (between machines, say); several brokers must include ``told``, else return ``None``."""
         if len(self.all) == 1:
             return self.all[0].url
         url = told.rstrip("/")
@@ -158,18 +158,18 @@ _CARRIED: Mapping[str, str | None] = {
     "idempotent_create": None,
     "endpoint": "a port of a box is reached from the broker's host only; use exec, or a door for the way out",
 }
-"""Abilities that do not depend on the broker's backend: see `CapabilitiesView.to_capabilities`."""
+"""Abilities that do not depend on the broker's backend; see `CapabilitiesView.to_capabilities`."""
 
 
 class Abilities:
-    """Asks once, whichever broker answers: those of one provider have backends of the same kind."""
+    """The brokers' abilities. Asks a single broker, once: all brokers of a provider have the same kind of backend."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self.known: SandboxCapabilities | None = None
 
     def ask_blocking(self, brokers: Brokers) -> SandboxCapabilities:
-        """For who has no event loop. Raises `BrokerUnreachableError`, or what the broker answers."""
+        """Like `ask`, for callers without an event loop. Raises `BrokerUnreachableError`, or the broker's error."""
         for broker, patience_s in brokers.in_order():
             try:
                 return self._ask_blocking(broker)
@@ -182,7 +182,8 @@ class Abilities:
     def _ask_blocking(self, broker: Broker) -> SandboxCapabilities:
         if self.known is None:
             request = urllib.request.Request(broker.url + routes.CAPABILITIES, headers=dict(broker.headers))
-            # As the asynchronous connections: no proxy of the environment's, and a credential follows no redirection.
+            # Like the asynchronous connections, ignore proxies in the environment, and follow no redirection, so that
+            # the credential goes nowhere else.
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection)
             try:
                 with opener.open(request, timeout=self._connection.request_timeout_s) as answer:
@@ -196,7 +197,7 @@ class Abilities:
         return self.known
 
     async def ask(self, brokers: Brokers) -> SandboxCapabilities:
-        """Raises `SandboxCreateError` when no broker can be reached: it is asked for the sake of a box."""
+        """Ask for the abilities, for a create. Raises `SandboxCreateError` if no broker can be reached."""
         if self.known is not None:
             return self.known
         for broker, patience_s in brokers.in_order():

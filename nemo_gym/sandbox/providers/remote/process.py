@@ -1,4 +1,4 @@
-"""Commands and archives of a box behind a broker: streams that survive broken connections."""
+"""Commands and archives of a box behind a broker. A command's output stream survives broken connections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 _SILENCE_S = 3 * PING_INTERVAL_S
 _KILL_PATIENCE_S = 10.0
-"""A command whose submission was broken off may still arrive at the broker for this long."""
+"""For how long a command whose submission was interrupted may still arrive at the broker."""
 _FRAMES = {"Accept": routes.OCTET_STREAM}
 
 
@@ -40,8 +40,8 @@ class RemoteProcess:
     """A running command (`nemo_gym.sandbox.base.ExecProcess`).
 
     Args:
-        before_end: awaited when the command has ended, before its end is passed on.
-        in_background: runs work that must be done without a caller waiting.
+        before_end: awaited after the command has ended and before its end is yielded.
+        in_background: runs work for which no caller waits.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RemoteProcess:
     ) -> None:
         self.exec_id = f"e-{uuid.uuid4().hex}"
         self.truncated: set[str] = set()
-        """Streams of which more was written than kept."""
+        """Streams whose output was cut."""
         with refusals():
             self._submission = ExecSubmission.of(request)
         self._stdin = request.stdin
@@ -67,8 +67,8 @@ class RemoteProcess:
         self._opened = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Submit it. Raises `SandboxLostError` when the box or its broker is gone; nothing runs then, as far as we
-        know. Cancelled, it is killed if it started."""
+        """Submit the command. Raises `SandboxLostError` if the box or its broker is gone; as far as is known, nothing
+        runs then. If this call is cancelled, the command is killed in case it started."""
         try:
             if self._stdin is not None:
                 await self._ask("PUT", self._path(), body=self._submission, headers={"Accept": routes.JSON})
@@ -83,7 +83,7 @@ class RemoteProcess:
             raise
 
     async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
-        """Output in the order it came, then the end. Whoever stops listening early kills the command."""
+        """Yield the output in order of arrival, then the end. Stopping early kills the command."""
         try:
             if self._end is None:
                 async with contextlib.aclosing(self._resumed()) as output:
@@ -103,7 +103,7 @@ class RemoteProcess:
             path = routes.exec_signal(self._box.sandbox_id, self.exec_id)
             with refusals():
                 body = SignalExec(signal=int(number))
-            # Twice the same signal is not the same as once, but for the one that nothing survives.
+            # Sending a signal twice differs from sending it once, except for SIGKILL.
             await self._ask("POST", path, body=body, repeatable=number == signal.SIGKILL)
 
     async def kill(self) -> None:
@@ -112,7 +112,7 @@ class RemoteProcess:
             await self.signal(signal.SIGKILL)
 
     def abandon(self) -> None:
-        """Kill it without waiting, and listen no more."""
+        """Kill the command without waiting."""
         self._in_background(self._kill_wherever_it_is())
 
     async def _kill_wherever_it_is(self) -> None:
@@ -128,7 +128,7 @@ class RemoteProcess:
                     return
 
     async def _resumed(self) -> AsyncGenerator[ExecOutput, None]:
-        """All output, over as many connections as it takes. `_end` is set afterwards, unless the exec is lost."""
+        """Yield all output, over as many connections as needed. Afterwards `_end` is set, unless the exec is lost."""
         backoff = retries(self._connection.patience_s)
         while True:
             before = self._offset
@@ -177,7 +177,8 @@ class RemoteProcess:
         self._end = end.to_end()
 
     async def _open(self, patience_s: float) -> None:
-        """Connect to the output from `_offset` on. Submitting again is how: it runs once, however often."""
+        """Connect to the output from `_offset` on. Without standard input, this submits the exec, which the broker
+        runs only once, however often it is submitted."""
         has_stdin = self._stdin is not None
         opening = self._connection.open(
             "GET" if has_stdin else "PUT",
@@ -216,7 +217,7 @@ class RemoteProcess:
 
 
 async def put(connection: BrokerConnection, box: RemoteBox, path: str, tar: AsyncIterator[bytes]) -> None:
-    """See `SandboxProvider.put_archive`. A stream that was begun is not sent again."""
+    """See `SandboxProvider.put_archive`. The request is not retried once reading ``tar`` has begun."""
     with _lost_when_unreachable():
         try:
             await connection.ask(
@@ -257,7 +258,7 @@ async def get(
 async def _why(
     connection: BrokerConnection, box: RemoteBox, path: str, request_id: str, broken: BaseException
 ) -> NemoGymError:
-    """Why an archive broke off: once an answer has begun, only the broker can say, and only when it is asked."""
+    """Ask the broker why an archive broke off. A response that has begun can no longer report an error itself."""
     try:
         answer = await connection.ask(
             "GET",

@@ -55,15 +55,15 @@ from nemo_gym.sandbox.wire.models import (
 log = structlog.get_logger(__name__)
 
 _ADMISSION_S = 300.0
-"""What a broker may let a create wait for room, beyond the box's own ``ready_timeout_s``."""
+"""How long a create may wait at the broker for capacity, in addition to the box's own ``ready_timeout_s``."""
 _COMMIT_TIMEOUT_S = 1800.0
 
 
 class RemoteProvider(StreamingProvider):
-    """Boxes behind a broker, or behind several of one name.
+    """Boxes behind a broker, or behind several replicas of it.
 
     Args:
-        options: the fields of `RemoteOptions`. Unknown ones raise `ConfigError`.
+        options: the fields of `RemoteOptions`. Unknown options raise `ConfigError`.
     """
 
     name = "remote"
@@ -80,7 +80,7 @@ class RemoteProvider(StreamingProvider):
 
     @property
     def capabilities(self) -> SandboxCapabilities:
-        """What the broker's backend can and the wire carries. Asks the broker, once; blocks while it does."""
+        """The abilities of the broker's backend that the wire protocol supports. Asks the broker once; blocks."""
         return self._abilities.ask_blocking(self._configured())
 
     # -------------------------------------------------------------------------------------------------- life
@@ -149,7 +149,7 @@ class RemoteProvider(StreamingProvider):
         box.expires_at = LeaseView.model_validate_json(answer).expires_at
 
     async def close(self, handle: SandboxHandle) -> None:
-        """Destroy the box, with an owner's handle; let go of it, with a borrower's."""
+        """Destroy the box if this handle's lease has the owner's scope; otherwise only release the handle."""
         box = box_of(handle)
         await self._doors.forget(box)
         box.doors.clear()
@@ -189,7 +189,7 @@ class RemoteProvider(StreamingProvider):
             )
             for broker in self._configured().all
         )
-        # Boxes of one that cannot be reached are no reason to leave those of another.
+        # If one broker cannot be reached, still destroy the boxes of the others.
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -230,7 +230,7 @@ class RemoteProvider(StreamingProvider):
     # ------------------------------------------------------------------------------------------------- doors
 
     async def open_door(self, handle: SandboxHandle, door: Door) -> None:
-        """The broker serves the door: it dials the target, so the target's address must mean the same there."""
+        """Open a door that the broker serves. The broker connects to the target, whose address must be valid there."""
         box = box_of(handle)
         with refusals():
             body = DoorModel.of(door)
@@ -243,7 +243,7 @@ class RemoteProvider(StreamingProvider):
         box.doors.pop(name, None)
 
     def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
-        """What the broker counted: exact when a command has just ended, at most a second old otherwise."""
+        """The broker's statistics: current when a command has just ended, otherwise at most about a second old."""
         box = box_of(handle)
         self._doors.watch(box)
         return box.doors
@@ -259,7 +259,7 @@ class RemoteProvider(StreamingProvider):
         )
 
     async def image_labels(self, image: str) -> Mapping[str, str] | None:
-        """Of several brokers: where each that can be reached has it, for any may be asked for a box of it."""
+        """Return the image's labels if every reachable broker has it, because a create may go to any of them."""
         brokers = self._configured()
         labels: Mapping[str, str] | None = None
         unreachable: BrokerUnreachableError | None = None
@@ -292,7 +292,7 @@ class RemoteProvider(StreamingProvider):
             )
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
-        """A `SandboxRef`: with a lease minted for ``scope``, or with this handle's own where the scope is the same."""
+        """Return a `SandboxRef` with a new lease for ``scope``, or with this handle's lease if it has that scope."""
         box = box_of(handle)
         try:
             wanted = LeaseScope(scope)
@@ -300,7 +300,7 @@ class RemoteProvider(StreamingProvider):
             raise SandboxError(f"a box is lent with the scope {', '.join(LeaseScope)}, not with '{scope}'") from None
         token, expires_at = box.token, box.expires_at
         if wanted is not box.scope:
-            # A lease whose token was lost on the way does no harm: it ends with the box.
+            # Repeating this request may leave a lease whose token was lost. It does no harm and ends with the box.
             answer = await self._on(
                 box, "POST", routes.leases(box.sandbox_id), body=MintLease(scope=wanted), repeatable=True
             )
@@ -317,18 +317,18 @@ class RemoteProvider(StreamingProvider):
         return ref.model_dump(mode="json")
 
     async def fence(self, handle: SandboxHandle) -> None:
-        """End the leases that `serialize_handle` minted of this handle; a reference with its own lease stays."""
+        """End the leases that `serialize_handle` created. References that use this handle's own lease stay valid."""
         box = box_of(handle)
         for lease_id in list(box.lent):
             await self._on(box, "DELETE", routes.one_lease(box.sandbox_id, lease_id), repeatable=True)
             box.lent.discard(lease_id)
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
-        """A handle on a box that somebody else lends. The broker's address is this provider's own where it has one
-        (an address may differ between machines), else the reference's.
+        """Return a handle on a borrowed box. The broker's address in this provider's configuration takes precedence
+        over the reference's, because addresses may differ between machines.
 
         Raises:
-            SandboxError: this is no `SandboxRef`, or its broker is none of several that are configured.
+            SandboxError: the descriptor is no `SandboxRef`, or several brokers are configured but not the reference's.
             SandboxLostError: the box is gone, or the lease has ended or was replaced.
         """
         try:
@@ -373,12 +373,12 @@ class RemoteProvider(StreamingProvider):
         return SandboxView.model_validate_json(answer)
 
     def _take_back(self, broker: Broker, key: str, spec: SandboxSpec) -> None:
-        # With a key of the caller's own, another create may already use the box: its lease ends it.
+        # With the caller's idempotency key, another create may already use the box, so let its lease end it.
         if spec.idempotency_key is None:
             self._background.start(self._discard(broker, key))
 
     async def _discard(self, broker: Broker, key: str) -> None:
-        """Take back an abandoned create, whether or not it has reached the broker yet."""
+        """Revoke an abandoned create, whether or not it has reached the broker yet."""
         try:
             await self._connection.ask(
                 "DELETE",

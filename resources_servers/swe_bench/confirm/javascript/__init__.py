@@ -1,1 +1,1 @@
-"""Blinded renderings of tests in JavaScript and TypeScript, which leave the records that those of Python leave."""
+"""Blinded renderings of JavaScript and TypeScript tests, which write the same kind of records as those of Python."""

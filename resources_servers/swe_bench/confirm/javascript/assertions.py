@@ -1,7 +1,7 @@
-"""Assertions of JavaScript's test packages taken apart: what a test asks, and what it expects, as two expressions.
+"""Splits assertions of JavaScript test packages into the value that the code computes and the expected value.
 
-Read are ``assert`` (Node's and chai's), methods of a test's own argument (tape, tap, ava), and chains of ``expect``
-and ``should`` (jest, vitest, jasmine, chai).
+Supported are ``assert`` (Node's and chai's), methods of a test's own argument (tape, tap, ava), and chains of
+``expect`` and ``should`` (jest, vitest, jasmine, chai).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Blinding:
 
     mode: Mode
     token: Callable[[str], str]
-    """What the rendering calls the site of a key."""
+    """Returns the name of a key's site in the rendering."""
     dropped_sides: Mapping[str, Side]
     probes: dict[str, Probe] = field(default_factory=dict)
     dropped: list[Node] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Assertions:
         self._constants = _constants(code)
 
     def rewrite(self, node: Node, emit: Emit) -> str | None:
-        """The probes in place of an assertion; ``None`` for a node that is none."""
+        """Return the probes that replace an assertion, or ``None`` for a node that is not an assertion."""
         if node.type not in ("call_expression", "member_expression"):
             return None
         key = key_of(node)
@@ -171,7 +171,8 @@ class Assertions:
         return f"({found}, {tester}.pass())" if tester and self._with_pass else found
 
     def _asserted(self, function: Node) -> tuple[str | None, str]:
-        """The name of the assertion that a function is, and the test's argument that it is a method of."""
+        """Return the name of the assertion that ``function`` is, or ``None``, and the test's argument if it is a
+        method of that argument."""
         if function.type == "identifier":
             text = self.code.text(function)
             return ("ok" if text in self._objects else self._functions.get(text)), ""
@@ -245,7 +246,7 @@ class Assertions:
     def _end(
         self, key: str, name: str, subject: _Operand, given: list[Node] | None, emit: Emit, *, negated: bool
     ) -> str:
-        """One assertion of a chain."""
+        """Return the probe of one assertion in a chain."""
         if name in _THROWS or name in _REJECTS:
             if negated:
                 name = "doesNotThrow" if name in _THROWS else "doesNotReject"
@@ -363,7 +364,7 @@ class Assertions:
         return f"_ng_truth({self._site(key)}, {text})"
 
     def _alike(self, key: str, text: str, dropped: Sequence[Node] = ()) -> str:
-        """What no rule knows: gold's answer serves."""
+        """Return the probe of an assertion without a rule. Gold's answer is the expected one."""
         self.blinding.probes[key] = Probe(key, "like", "right")
         self.blinding.dropped += dropped
         helper = "alike" if self.blinding.mode == "discover" else "put"
@@ -442,7 +443,7 @@ class Assertions:
 
 
 def is_constant(code: Code, node: Node, names: Iterable[str] = ()) -> bool:
-    """Whether an expression is written out: no code of the product computes it."""
+    """Whether an expression is a constant that no code of the product computes."""
     node = bare(node)
     if node.type in _LITERALS:
         return True
@@ -473,7 +474,7 @@ def is_constant(code: Code, node: Node, names: Iterable[str] = ()) -> bool:
 
 
 def _constants(code: Code) -> set[str]:
-    """Names that are given constants alone, and once."""
+    """Return the names that are assigned exactly once, with a constant."""
     values: dict[str, list[Node | None]] = {}
     for node in walk(code.root):
         if node.type == "variable_declarator":
@@ -495,7 +496,7 @@ def _constants(code: Code) -> set[str]:
 
 
 def _packages(code: Code) -> dict[str, tuple[str, str]]:
-    """Names that come from a package of assertions: the package, and what they are there (empty for all of it)."""
+    """Return name → the assertion package that it comes from and its name there (empty for the whole package)."""
     found: dict[str, tuple[str, str]] = {}
     for node in walk(code.root):
         if node.type == "import_statement":
@@ -554,7 +555,8 @@ def _first_parameter(code: Code, function: Node) -> str:
 
 
 def _chain(code: Code, node: Node) -> tuple[Node | None, list[tuple[str, list[Node] | None]]] | None:
-    """``expect(subject).a.b(…)`` or ``subject.should.a(…)``: the subject, and each name with its arguments."""
+    """Parse ``expect(subject).a.b(…)`` or ``subject.should.a(…)``. Return the subject, and each name with its
+    arguments (``None`` if it is not called)."""
     parts: list[tuple[str, list[Node] | None]] = []
     current = node
     while True:

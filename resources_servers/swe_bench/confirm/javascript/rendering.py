@@ -1,4 +1,4 @@
-"""Renderings of a test file in JavaScript: chosen tests in other words and another layout, with probes in place of
+"""Renders a JavaScript test file: chosen tests in other words and another layout, with probes in place of
 assertions."""
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _HELPERS = (
 _PRAGMA = re.compile(r"@(jest|vitest)-|@jsx|@ts-|@flow|istanbul|c8 ignore")
 _PATH_CALL = re.compile(r"require|resolve|\bjoin$|readFile|readdir|existsSync|fixture|[mM]ock$|import", re.IGNORECASE)
 _OPAQUE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]")
-"""In a regular expression: what names a kind of character."""
+"""The parts of a regular expression that are not relabelled: escapes and character classes."""
 _NEEDS_RUNNER = re.compile(r"\b(jest|vi|jasmine|sinon|cy|browser)\.|from ['\"]@?(jest|vitest|ava)\b|['\"]ava['\"]")
 
 
 def render_javascript(source: str, chosen: Chosen, order: Order) -> Rendered | None:
-    """Render one file; ``None`` when nothing of it can be.
+    """Render one file. Return ``None`` if nothing in it can be rendered.
 
     Raises:
-        SyntaxError: the file is no code of its language.
-        ValueError: what its tests expect cannot be taken out.
-        VerifierError: there is no parser.
+        SyntaxError: the file cannot be parsed in its language.
+        ValueError: the expectations of its tests cannot be removed.
+        VerifierError: no parser is installed.
     """
     if order.plain and (_NEEDS_RUNNER.search(source) or not order.path.endswith((".js", ".cjs", ".mjs"))):
         return None
@@ -82,7 +82,7 @@ def render_javascript(source: str, chosen: Chosen, order: Order) -> Rendered | N
 
 
 class _Writer:
-    """Writes a file anew: everything as it is, except what a rendering has otherwise."""
+    """Writes a copy of a file with the changes of a rendering."""
 
     def __init__(self, code: Code, order: Order, every: Iterable[Test], chosen: Collection[Test]) -> None:
         self.code, self.order = code, order
@@ -153,11 +153,11 @@ class _Writer:
 
     @property
     def _labels(self) -> Labels | None:
-        """Other orders vary Python's data, which is no concern of this language."""
+        """The order's labels. A `Variation` is ignored, because it applies to Python data only."""
         return self.order.labels if isinstance(self.order.labels, Labels) else None
 
     def property_name(self, name: str) -> str:
-        """What the rendering calls a property."""
+        """Return a property's name in the rendering."""
         labels = self._labels
         return name if labels is None or name in self._fixed_names else labels.text(name)
 
@@ -180,7 +180,7 @@ class _Writer:
 
 
 def _unchosen(code: Code, every: Iterable[Test], chosen: Collection[Test]) -> set[int]:
-    """Nodes of tests, and of suites of nothing but such tests, that no rendering needs."""
+    """Return the ids of nodes that no rendering needs: tests that are not chosen, and suites of only such tests."""
     wanted = [test.call for test in chosen]
 
     def is_near(node: Node) -> bool:
@@ -231,7 +231,7 @@ def is_path_call(code: Code, call: Node) -> bool:
 
 
 def _fixed_names(code: Code) -> set[str]:
-    """Names of properties that are names of variables as well."""
+    """Return the names that are not renamed as properties, because they are names of variables as well."""
     kinds = ("shorthand_property_identifier", "shorthand_property_identifier_pattern", "identifier")
     return {code.text(node) for node in walk(code.root) if node.type in kinds}
 
@@ -246,7 +246,7 @@ def relabelled_pattern(labels: Labels, pattern: str) -> str:
 
 
 def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[str], dict[str, set[str]]]:
-    """Words (lower case) and numbers in the data of a file: of all of it, and of what each test may use."""
+    """Return the words (lower case) and numbers in the data that the tests may use: of all tests, and of each test."""
     by_place: list[tuple[int, str]] = []
 
     def visit(node: Node) -> None:
@@ -282,7 +282,7 @@ def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[st
 
 
 def _other_names(text: str, path: str, rng: random.Random) -> str:
-    """Other names for the variables of each test."""
+    """Give the variables of each test other names."""
     code = Code.parse(text, path)
     fixed = {
         code.text(node)
@@ -321,7 +321,7 @@ def _other_names(text: str, path: str, rng: random.Random) -> str:
 
 
 def _other_order(text: str, path: str, rng: random.Random) -> str:
-    """Tests of each suite in another order, in the places that tests have."""
+    """Shuffle the tests of each suite among their places."""
     code = Code.parse(text, path)
     groups: dict[int, list[Node]] = {}
     for body in _test_bodies(code):
@@ -367,7 +367,8 @@ def _script(name: str) -> str:
 
 
 def _with_recorder(code: Code, text: str, order: Order) -> tuple[str, dict[str, str]]:
-    """The recorder in front of a file, or as a module of its own that a module imports first."""
+    """Return the file with the recorder before it. If the file is a module, it imports the recorder from a second
+    file, which is returned as path → text."""
     script = _script("recorder.js")
     driver = _script("driver.js") if order.plain else ""
     names = ", ".join(f"{name}: _ng_{name}" for name in _HELPERS)
@@ -392,14 +393,14 @@ def _renamed(text: str, module: str, order: Order) -> tuple[str, str]:
 
 
 def _prologue(code: Code, text: str) -> tuple[str, str]:
-    """What has to stay first: a line for the shell, pragmas and ``"use strict"``."""
+    """Split the text after the lines that must stay first: the shebang, comments such as pragmas, ``"use strict"``."""
     match = re.match(r"""(?:\s|#![^\n]*\n|//[^\n]*\n|/\*.*?\*/|(['"])use strict\1;?)*""", text, re.DOTALL)
     end = match.end() if match else 0
     return text[:end] + ("\n" if end else ""), text[end:]
 
 
 def _ending(code: Code) -> str:
-    """How a file names the modules beside it: with a suffix, or without one."""
+    """Return the suffix with which a file imports modules beside it; empty if it uses none."""
     sources = [
         string_of(code, source) or ""
         for node in code.root.children

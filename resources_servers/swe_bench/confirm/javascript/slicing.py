@@ -1,4 +1,4 @@
-"""Takes out of a test file what only its expected sides needed: constants, columns of tables, arguments of helpers."""
+"""Removes from a test file what only the expected sides used: constants, columns of tables, arguments of helpers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ITERATING = frozenset({"forEach", "map", "each"})
 
 
 class _Dropped:
-    """Names and properties that expressions which were left out had read."""
+    """The names and properties that the removed expressions read."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.parts: set[tuple[str, str]] = set()
-        """``(owner, property)``."""
+        """``(owner, property)`` pairs."""
         self.tables: set[str] = set()
-        """Names that something was looked up in."""
+        """Names of the objects in subscript expressions."""
         self.looking = ""
-        """The name, or ``owner.property``, whose values are being taken out."""
+        """The name, or ``owner.property``, whose values are being removed."""
         self.reached: set[str] = set()
-        """Those whose values were found."""
+        """The values of ``looking`` for which values were found."""
 
     def add(self, code: Code, node: Node) -> None:
         for one in walk(node):
@@ -56,13 +56,13 @@ class _Dropped:
 def slice_away(
     text: str, path: str, source: Code, left_out: Iterable[Node], property_name: Callable[[str], str]
 ) -> str:
-    """``text``, a rendering of ``source``, without what nothing in it reads any more as far as ``left_out`` leads.
+    """Return ``text``, a rendering of ``source``, without definitions that only the ``left_out`` expressions used.
 
     Args:
-        property_name: what the rendering calls a property of the source.
+        property_name: returns the rendering's name for a property of the source.
 
     Raises:
-        ValueError: what a test expects would stay in the file.
+        ValueError: an expectation of a test would stay in the file.
     """
     dropped = _Dropped()
     for node in left_out:
@@ -104,7 +104,7 @@ def _refuse_leftovers(code: Code, dropped: _Dropped) -> None:
 
 
 def _iterates(code: Code, name: Node) -> bool:
-    """Whether a binding runs through cases: of ``for … of``, ``forEach`` and ``map``, ``it.each``."""
+    """Whether a binding iterates over cases, in ``for … of``, ``forEach``, ``map`` or ``it.each``."""
     node, above = name, name.parent
     while above is not None and above.type.endswith(("_pattern", "_parameter")):
         node, above = above, above.parent
@@ -157,7 +157,7 @@ def _gone(name: str, dropped: _Dropped, reads: Counter[str]) -> bool:
 
 
 def _reads(code: Code) -> Counter[str]:
-    """How often each name is read; where it is declared or assigned it is not."""
+    """Return how often each name is read. Declarations and assignments do not count."""
     found: Counter[str] = Counter()
     for node in walk(code.root):
         if node.type == "shorthand_property_identifier" or (node.type == "identifier" and not _is_binding(node)):
@@ -218,7 +218,7 @@ def _remove(code: Code, node: Node, dropped: _Dropped) -> Iterator[Edit]:
 
 
 def _empty_column(code: Code, name: Node, dropped: _Dropped) -> Iterator[Edit]:
-    """Edits where a parameter or a part of a pattern gets its values from."""
+    """Yield edits that remove the values of a parameter or of a part of a pattern, at the places they come from."""
     steps: list[int | str] = []
     node: Node = name
     above = node.parent
@@ -258,7 +258,7 @@ def _empty_column(code: Code, name: Node, dropped: _Dropped) -> Iterator[Edit]:
 def _empty_argument(
     code: Code, function: Node, place: int, steps: list[int | str], dropped: _Dropped
 ) -> Iterator[Edit]:
-    """What calls of a function give for one of its parameters."""
+    """Yield edits that remove what calls of a function pass for one of its parameters."""
     above = function.parent
     if function.type in FUNCTIONS and above is not None and above.type == "arguments":
         call = above.parent
@@ -336,7 +336,7 @@ def _empty_at(code: Code, node: Node, steps: list[int | str], dropped: _Dropped)
 
 
 def _empty_property(code: Code, owner: str, part: str, dropped: _Dropped) -> Iterator[Edit]:
-    """Edits where ``owner.part`` got its value from, when ``owner`` is a constant or runs through a table."""
+    """Yield edits that remove the values of ``owner.part``, if ``owner`` is a constant or iterates over a table."""
     for node in walk(code.root):
         if node.type != "identifier" or code.text(node) != owner or not _is_binding(node):
             continue
@@ -358,7 +358,7 @@ def _empty_property(code: Code, owner: str, part: str, dropped: _Dropped) -> Ite
 
 
 def _place(holder: Node, node: Node) -> int:
-    """Number of an element in a pattern or list, holes counted."""
+    """Return the index of an element in a pattern or list, counting holes."""
     number = 0
     for one in holder.children:
         if one == node:
@@ -369,7 +369,7 @@ def _place(holder: Node, node: Node) -> int:
 
 
 def _resolved(code: Code, node: Node) -> Node:
-    """The literal behind a name that is declared once."""
+    """Return the value of a name that is declared once; any other node unchanged."""
     node = bare(node)
     if node.type != "identifier":
         return node
@@ -385,7 +385,7 @@ def _resolved(code: Code, node: Node) -> Node:
 
 
 def _applied(code: Code, edits: Iterable[Edit]) -> str:
-    """The text with edits made; of two that touch, the outer one."""
+    """Return the text with the edits applied. Of two overlapping edits, the outer one is applied."""
     out: list[str] = []
     at = 0
     for start, end, new in sorted(set(edits), key=lambda one: (one[0], -one[1])):
@@ -398,7 +398,7 @@ def _applied(code: Code, edits: Iterable[Edit]) -> str:
 
 
 def leaves_expectations(code: Code) -> bool:
-    """Whether the file holds a table that this module cannot take columns out of."""
+    """Whether the file holds a table from which this module cannot remove columns."""
     return any(
         node.type == "call_expression"
         and (given := node.child_by_field_name("arguments")) is not None

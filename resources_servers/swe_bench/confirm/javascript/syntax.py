@@ -1,4 +1,4 @@
-"""JavaScript and TypeScript as syntax trees, and the tests in them."""
+"""Parses JavaScript and TypeScript into syntax trees and finds the tests in them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Code:
     @classmethod
     def parse(cls, text: str, path: str) -> Code:
         """Raises:
-        SyntaxError: the file is no code of its language.
+        SyntaxError: the file cannot be parsed in its language.
         """
         data = text.encode("utf-8", "surrogatepass")
         root = _parser(PurePosixPath(path).suffix).parse(data).root_node
@@ -79,7 +79,7 @@ class Code:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """``node`` and everything below it, in the order of the text."""
+    """Yield ``node`` and everything below it, in the order of the text."""
     waiting = [node]
     while waiting:
         one = waiting.pop()
@@ -92,7 +92,7 @@ def key_of(node: Node) -> str:
 
 
 def arguments_of(call: Node) -> list[Node]:
-    """The arguments of a call; a template behind a function is none."""
+    """Return the arguments of a call; none for a tagged template."""
     holder = call.child_by_field_name("arguments")
     if holder is None or holder.type != "arguments":
         return []
@@ -100,7 +100,7 @@ def arguments_of(call: Node) -> list[Node]:
 
 
 def bare(node: Node) -> Node:
-    """What stands in parentheses, behind ``await``, or before a type."""
+    """Return the expression inside parentheses, after ``await``, or before a type."""
     while node.type in ("parenthesized_expression", "await_expression", "as_expression", "non_null_expression"):
         inner = [one for one in node.named_children if one.type != "comment"]
         if not inner:
@@ -110,13 +110,13 @@ def bare(node: Node) -> Node:
 
 
 def names_in(code: Code, node: Node) -> set[str]:
-    """Identifiers that are read below ``node``."""
+    """Return the identifiers below ``node``."""
     kinds = ("identifier", "shorthand_property_identifier")
     return {code.text(one) for one in walk(node) if one.type in kinds}
 
 
 def string_of(code: Code, node: Node) -> str | None:
-    """The value of a string literal."""
+    """Return the value of a string literal, or ``None`` for any other node."""
     if node.type not in ("string", "template_string"):
         return None
     out: list[str] = []
@@ -148,18 +148,18 @@ class Test:
 
     call: Node
     body: Node
-    """The function that is the test."""
+    """The test's function."""
     title: str
-    """A pattern, as far as it is not written out."""
+    """A regular expression for the title, with ``.*`` for computed parts."""
     written: bool
-    """Whether the title is all literal."""
+    """Whether the whole title is literal."""
     suites: tuple[str, ...]
-    """Patterns of the titles around it."""
+    """Regular expressions for the titles of the enclosing suites."""
     key: str
 
 
 def tests_of(code: Code) -> list[Test]:
-    """Every test that is registered with a function written in the call."""
+    """Return every test whose function is written in the call that registers it."""
     makers = _TESTS | _imported_makers(code)
     found: list[Test] = []
     seen: dict[str, int] = {}
@@ -195,7 +195,7 @@ def is_suite(code: Code, call: Node) -> bool:
 
 
 def _imported_makers(code: Code) -> set[str]:
-    """Names that a file gives to the ``test`` of its test package, and what holds subtests."""
+    """Return the names that a file imports from its test package, and ``t``, which registers subtests."""
     found: set[str] = {"t"}
     for node in walk(code.root):
         source: Node | None = None
@@ -225,7 +225,8 @@ def _imported_makers(code: Code) -> set[str]:
 
 
 def _root_name(code: Code, call: Node) -> tuple[str, bool]:
-    """``it`` of ``it.only(…)`` and ``it.each(…)(…)``, and whether it is the latter; of a subtest ``t``."""
+    """Return the root name, such as ``it`` for ``it.only(…)`` and ``it.each(…)(…)`` and ``t`` for a subtest, and
+    whether the call has the form of the second example."""
     function = call.child_by_field_name("function")
     each = False
     if function is not None and function.type == "call_expression":
@@ -286,9 +287,9 @@ def _title(code: Code, node: Node, *, each: bool) -> tuple[str, bool]:
 
 
 def choose(code: Code, ids: tuple[str, ...], touched: Collection[int] = ()) -> dict[str, tuple[str, ...]]:
-    """Test → those of ``ids`` that mean it. Log parsers spell ids in many ways: a title alone, behind those of its
-    suites, the file's path, or what an assertion says. Ids that mean none of the file's tests mean those in which the
-    lines ``touched`` are."""
+    """Return test → the ids in ``ids`` that refer to it. Log parsers write ids in many ways: as the title alone, after
+    the titles of its suites, as the file's path, or as an assertion's message. Ids that match none of the file's tests
+    refer to the tests that contain the lines ``touched``."""
     tests = tests_of(code)
     found: dict[str, list[str]] = {}
     for one in ids:
@@ -306,7 +307,7 @@ def choose(code: Code, ids: tuple[str, ...], touched: Collection[int] = ()) -> d
 
 
 def _innermost(tests: list[Test], lines: Collection[int]) -> list[Test]:
-    """The tests that begin in such lines, else those around them, without those that only hold such tests."""
+    """Return the tests that begin in ``lines``; if there are none, the innermost test around each line."""
     begun = [test for test in tests if test.call.start_point[0] + 1 in lines]
     if begun:
         return begun

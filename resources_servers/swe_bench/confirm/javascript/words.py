@@ -1,4 +1,4 @@
-"""Words that keep their meaning when a test in JavaScript is relabelled."""
+"""The words that stay unchanged when a JavaScript test is relabelled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SKIPPED = re.compile(r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|`(?:\\.|[^`\\
 SELECTS_BY_TITLE = re.compile(
     r"\s(-g|-t|-f|-m|--grep|--fgrep|--match|--filter|--testNamePattern|--test-name-pattern)\b"
 )
-"""Options of test runners."""
+"""The options of test runners that select tests by title."""
 _MAX_PARSED = 500_000
 _TELLING = frozenset(
     {
@@ -40,8 +40,8 @@ JAVASCRIPT_WORDS = frozenset(
 
 
 def words_of_code(text: str, path: str) -> set[str]:
-    """Words that a program's behaviour may depend on: those in its strings, patterns and names of properties. Names of
-    variables are nobody's business."""
+    """Return the words that a program's behaviour may depend on: those in its strings, patterns and property names.
+    Names of variables do not matter."""
     try:
         code = Code.parse(text, path) if len(text) <= _MAX_PARSED else None
     except (SyntaxError, RecursionError):

@@ -1,11 +1,11 @@
-"""A small real model behind the wires of real engines, for proofs of token truth.
+"""A small real model behind the wires of real engines, to prove that trajectories hold the tokens that were sampled.
 
     policies.py     whole policies on disk, of several template families: `make_policy`
     model.py        the transformer; prefixes.py: its prefix cache; sampling.py, generation.py: one call in it
-    engine.py       `TinyVllmEngine`, `TinySglangEngine`: they sample really, or are forced along a script
-    script.py       what a script is told and answers; rules.py: scripts as files; rendering.py: answers as tokens
-    log.py          the engine's own account of every call
-    truth.py        `check_truth` compares trajectories with it; cover.py: which calls sampled which tokens
+    engine.py       `TinyVllmEngine`, `TinySglangEngine`: they sample from the model, or follow a script
+    script.py       a script's input and output; rules.py: scripts as files; rendering.py: answers as tokens
+    log.py          the engine's own record of every call
+    truth.py        `check_truth` compares trajectories with that record; cover.py: which calls sampled which tokens
 
 ``python -m nemo_gym_testing.gateway.tiny --help`` serves one. Needs the ``gateway`` extra.
 """

@@ -1,4 +1,4 @@
-"""Which calls of an engine's log a run of sampled tokens is made of."""
+"""Find the calls of an engine's log that sampled a given run of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_gym_testing.gateway.tiny.log import EngineCall
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The first ``count`` tokens of a call, which stand at ``start`` of a trajectory's tokens."""
+    """The first ``count`` tokens of a call, at position ``start`` of a trajectory's tokens."""
 
     call: EngineCall
     start: int
@@ -19,12 +19,12 @@ class Piece:
 
     @property
     def broken(self) -> bool:
-        """Whether the call did not bring its answer to an end."""
+        """Whether the call ended before its answer was complete."""
         return not self.call.answered
 
 
 class Covering:
-    """Finds each call's place once: a call that is used up covers nothing else."""
+    """Finds the calls that cover tokens, and uses each call only once."""
 
     def __init__(self, calls: Iterable[EngineCall]) -> None:
         self._by_length: dict[int, list[EngineCall]] = {}
@@ -32,10 +32,10 @@ class Covering:
             if call.token_ids:
                 self._by_length.setdefault(len(call.prompt_ids), []).append(call)
         self.used: set[str] = set()
-        """Keys of the calls that have a place."""
+        """Keys of the calls that already cover tokens."""
 
     def cover(self, tokens: array[int], start: int, end: int) -> tuple[list[Piece], str | None]:
-        """The calls that ``tokens[start:end]`` consist of, which count as used from now on; or what is wrong."""
+        """Return the calls that ``tokens[start:end]`` consist of, and mark them as used; or return what is wrong."""
         found = self._search(tokens, start, end, self.used)
         if found is not None:
             self.used.update(piece.call.key for piece in found)
@@ -51,7 +51,7 @@ class Covering:
     def _search(self, tokens: array[int], start: int, end: int, used: set[str]) -> list[Piece] | None:
         if start == end:
             return []
-        # Whole answers first: most runs are one of them.
+        # Complete answers first: most runs are exactly one of them.
         for call in sorted(self._behind(tokens, start, used), key=lambda call: not call.answered):
             count = len(call.token_ids)
             agreeing = _agreeing(call, tokens, start, end)
@@ -79,7 +79,7 @@ class Covering:
 
 
 def spans(mask: bytes, offset: int) -> Iterator[tuple[int, int]]:
-    """``(start, end)`` of each run of ones, counted from ``offset``."""
+    """Yield ``(start, end)`` of each run of ones, counted from ``offset``."""
     start: int | None = None
     for at, one in enumerate([*mask, 0]):
         if one and start is None:
@@ -90,7 +90,7 @@ def spans(mask: bytes, offset: int) -> Iterator[tuple[int, int]]:
 
 
 def _agreeing(call: EngineCall, tokens: array[int], start: int, end: int) -> int:
-    """How many of the call's tokens stand at ``start``."""
+    """Return how many of the call's first tokens equal those at ``start``."""
     count = min(len(call.token_ids), end - start)
     if tokens[start : start + count] == call.token_ids[:count]:
         return count
@@ -98,8 +98,8 @@ def _agreeing(call: EngineCall, tokens: array[int], start: int, end: int) -> int
 
 
 def _may_end(call: EngineCall, count: int) -> bool:
-    """Whether an answer may end with the first ``count`` tokens of this call: the caller was told that it is whole,
-    or could tell by itself."""
+    """Whether an answer may end with the first ``count`` tokens of this call: the engine told the client that it is
+    complete, or the client could infer it."""
     if call.answered:
         return count == len(call.token_ids)
     whole = count == len(call.token_ids) and (call.sent is None or call.sent >= count)

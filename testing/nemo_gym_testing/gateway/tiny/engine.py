@@ -1,9 +1,9 @@
 """Servers that sample from a tiny policy's model, on the wires of real engines.
 
 Logprobs are those of the raw distribution, at temperature 1 and before truncation, whatever the request's sampling
-parameters: what vLLM returns by default and SGLang where it is set to return original logprobs, and what trainers
-recompute. All forward passes run in one thread beside the event loop, in small pieces by turns, so concurrent calls
-share the model, and one whose caller leaves stops within a token.
+parameters. vLLM returns these by default, SGLang if it is set to return original logprobs, and trainers recompute
+them. All forward passes run in one thread beside the event loop, in small pieces by turns, so concurrent calls share
+the model, and a call whose client disconnects stops within a token.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from nemo_gym_testing.gateway.vllm import FakeVllmEngine
 
 T = TypeVar("T")
 _PIECE_TOKENS = 16
-"""Tokens that one call samples before the others have their turn."""
+"""Tokens that one call samples before other calls have their turn."""
 
 
 class TinyEngine(FakeTokenEngine):
-    """``async with TinyVllmEngine(policy_dir) as engine`` serves at ``engine.url``. ``engine.log.calls`` is its own
-    account of what it sampled; with ``log`` it is a file as well, for `check_truth` and for other processes."""
+    """``async with TinyVllmEngine(policy_dir) as engine`` serves at ``engine.url``. ``engine.log.calls`` records what
+    it sampled; with ``log`` the record is also a file, for `check_truth` and for other processes."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class TinyEngine(FakeTokenEngine):
         max_context_tokens: int = 131_072,
         **server: Any,
     ) -> None:
-        """``seed``: of calls that bring none; each call draws differently. ``tokens_per_second``: slower than the
-        model, for each call. ``server``: as for the fake engine of the same wire.
+        """``seed``: for calls without a seed of their own; each call draws differently. ``tokens_per_second``: limits
+        the speed of each call. ``server``: arguments of the fake engine of the same wire.
 
         Raises `ConfigError` for an incomplete policy directory.
         """
@@ -131,7 +131,7 @@ class TinyEngine(FakeTokenEngine):
                 self._thread.submit(generation.release)
 
     async def _pieces(self, generation: Generation, entry: EngineCall, call: CallLog) -> AsyncIterator[None]:
-        """Advances the generation; each time new tokens are in the logs, or it is done."""
+        """Advance the generation; yield each time new tokens are in the logs, and when it is done."""
         await asyncio.sleep(self._first_token_delay_s)
         budget = call.fault.after_tokens if isinstance(call.fault, Abort) else None
         while generation.finish is None:
@@ -156,7 +156,7 @@ class TinyEngine(FakeTokenEngine):
                 await asyncio.sleep(self._token_delay_s)
 
     async def _in_thread(self, work: Callable[[], T], cancel: Callable[[], None] = lambda: None) -> T:
-        """Run in the model's thread. When this task is cancelled, the work is told, and waited for."""
+        """Run ``work`` in the model's thread. If this task is cancelled, call ``cancel`` and wait for ``work``."""
         if self._thread is None:
             raise ConnectionError("the engine is stopped")
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -190,12 +190,12 @@ class TinyEngine(FakeTokenEngine):
         prompt_ids = asked.prompt_ids[:at]
         answer = self.script(CallView(self.policy.decode(prompt_ids), prompt_ids, number, self._renderer))
         ids = self._renderer.ids(answer) if answer is not None else []
-        # An answer that broke off on another engine goes on where it was; what was not forced there is not here.
+        # Continue an answer that broke off on another engine where it was, unless it was not forced there.
         return ids[len(begun) :] if len(ids) > len(begun) and ids[: len(begun)] == begun else None
 
 
 class _Delivery:
-    """One answer on its way to the caller: what was written, and where a fault cuts it off."""
+    """The sending of one response: what was written, and where a fault cuts it off."""
 
     def __init__(self, engine: TinyEngine, request: web.Request, call: CallLog, asked: Asked) -> None:
         self._engine, self._request, self._call, self._asked = engine, request, call, asked
@@ -206,7 +206,7 @@ class _Delivery:
         self.cut = False
 
     async def send(self) -> None:
-        """The events of the tokens that are new."""
+        """Send the events of the new tokens."""
         call = self._call
         if self._reply is None:
             self._reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -220,7 +220,7 @@ class _Delivery:
             await self._write(self._engine.event(call, self._asked, 0, 0, last=True))
 
     async def end(self) -> web.StreamResponse:
-        """The end of a stream, or the whole answer."""
+        """Send the end of a stream, or the complete response."""
         if self._reply is None:
             whole = web.json_response(self._engine.whole(self._call, self._asked))
             if self._limit is not None:
@@ -252,11 +252,11 @@ class _Delivery:
 
 
 class TinyVllmEngine(TinyEngine, FakeVllmEngine):
-    """On vLLM's wire."""
+    """A tiny engine on vLLM's wire."""
 
 
 class TinySglangEngine(TinyEngine, FakeSglangEngine):
-    """On SGLang's wire; ``incremental`` as in `FakeSglangEngine`."""
+    """A tiny engine on SGLang's wire; ``incremental`` as in `FakeSglangEngine`."""
 
 
 Wire = Literal["vllm", "sglang"]

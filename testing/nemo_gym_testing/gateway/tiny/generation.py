@@ -18,7 +18,7 @@ _TAIL_TOKENS = 32
 
 
 class Generation:
-    """Runs in the engine's model thread; ``cancel`` may come from any."""
+    """Runs in the engine's model thread; ``cancel`` may be called from any thread."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Generation:
             self._step()
 
     def release(self) -> None:
-        """Leave what was computed to later calls."""
+        """Keep the computed keys and values in the prefix cache, for later calls."""
         if self._cache is not None and self._cache.count:
             self._prefixes.keep(np.concatenate([self._prompt, np.array(self.token_ids, dtype=np.int64)]), self._cache)
 
@@ -115,5 +115,5 @@ class Generation:
         return next((one for one in self.asked.stop if one in text), None)
 
     def _prompt_set(self) -> Sequence[int]:
-        # Walking over the prompt is only worth it where something depends on it.
+        # The set of prompt tokens is only built if the penalty needs it.
         return self._prompt.tolist() if self.asked.draw.repetition_penalty != 1 else ()

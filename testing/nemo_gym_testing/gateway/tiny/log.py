@@ -1,6 +1,6 @@
-"""The engine's own account of every call: what truth is checked against.
+"""The engine's own record of every call, with which trajectories are compared.
 
-JSON lines, each written before the tokens it tells of are sent, so that a killed engine has told of all it gave away:
+JSON lines, each written before its tokens are sent, so that a killed engine has recorded everything that it sent:
 ``{event: "call", key, request_id, prompt_ids, max_tokens, forced, fault}``, then any number of
 ``{event: "tokens", key, ids, logprobs, finish}``, then ``{event: "end", key, outcome, finish, sent, cached_tokens}``.
 """
@@ -29,16 +29,16 @@ class EngineCall:
     prompt_ids: array[int]
     max_tokens: int
     forced: bool = False
-    """Whether a script said what to answer."""
+    """Whether a script determined the answer."""
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     outcome: str = "killed"
-    """``answered``; ``cancelled`` (the caller left), ``faulted`` (on purpose), ``refused``, ``failed`` (a defect, or a
-    wrong script) or ``killed`` (the log ends before the call does)."""
+    """``answered``; ``cancelled`` (the client disconnected), ``faulted`` (on purpose), ``refused``, ``failed`` (a
+    defect, or a wrong script) or ``killed`` (the log ends before the call does)."""
     finish: str | None = None
     """``stop``, ``length`` or ``abort``, once sampling has ended by itself."""
     sent: int | None = None
-    """Tokens written to the caller's socket; nothing when killed."""
+    """Tokens written to the client's socket; ``None`` if the engine was killed."""
     fault: str | None = None
     cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache."""
@@ -49,7 +49,7 @@ class EngineCall:
 
 
 class EngineLog:
-    """Appends to a file, or only remembers when there is none. One line is one write."""
+    """Keeps the calls in memory, and appends them to a file if there is one. One line is one write."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.calls: list[EngineCall] = []
@@ -76,7 +76,7 @@ class EngineLog:
         self._write("end", call, tail)
 
     def close(self) -> None:
-        """An engine that is started again goes on in the same file."""
+        """Close the file. An engine that is started again appends to the same file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -91,7 +91,7 @@ class EngineLog:
 def read_log(*paths: str | Path) -> list[EngineCall]:
     """The calls of one or more engines' logs, in order. A line cut off by a kill ends its file.
 
-    Raises `RowError` naming a line that is none of an engine's log.
+    Raises `RowError` naming a line that does not belong to an engine's log.
     """
     return [call for path in paths for call in _read(Path(path))]
 

@@ -20,7 +20,7 @@ from nemo_gym.contract.errors import ConfigError
 Floats: TypeAlias = NDArray[np.float32]
 Logprobs: TypeAlias = NDArray[np.float64]
 CHUNK = 512
-"""Tokens per forward pass of a prefill: bounds what the attention scores take to ``CHUNK`` × context × 4 bytes."""
+"""Tokens per forward pass of a prefill. Limits the attention scores to ``CHUNK`` × context × 4 bytes."""
 _WEIGHTS = "model.npz"
 _CONFIG = "config.json"
 
@@ -46,13 +46,13 @@ class KeyValues:
 
     def __init__(self, shape: ModelShape, capacity: int = 256) -> None:
         self.count = 0
-        """Tokens in it."""
+        """Number of tokens stored."""
         self.keys: Floats = np.empty((shape.layers, shape.heads, capacity, shape.head_width), np.float32)
         # The last column is one, so that the product with the scores' exponentials also gives their sum.
         self.values: Floats = np.ones((shape.layers, shape.heads, capacity, shape.head_width + 1), np.float32)
 
     def reserve(self, more: int) -> None:
-        """Room for ``more`` tokens."""
+        """Make room for ``more`` tokens."""
         capacity = self.keys.shape[2]
         if self.count + more <= capacity:
             return
@@ -60,7 +60,7 @@ class KeyValues:
         self.keys, self.values = (self._grown(old, capacity) for old in (self.keys, self.values))
 
     def copy(self, count: int) -> KeyValues:
-        """A copy of the first ``count`` tokens, to go on from."""
+        """Return a copy of the first ``count`` tokens, to continue from."""
         made = object.__new__(KeyValues)
         made.count = count
         made.keys, made.values = (self._grown(old, count + CHUNK, count) for old in (self.keys, self.values))
@@ -76,7 +76,7 @@ class KeyValues:
 
 
 class TinyModel:
-    """The model of a policy directory. ``forward`` is pure but for the given keys and values."""
+    """The model of a policy directory. ``forward`` changes nothing but the given keys and values."""
 
     def __init__(self, shape: ModelShape, weights: dict[str, Floats]) -> None:
         self.shape = shape
@@ -102,7 +102,7 @@ class TinyModel:
         }
         ends = list(end_ids)
         weights["bias"][ends] = shape.end_logit
-        weights["head"][:, ends] *= 0.25  # likely at every place alike: answers have a few dozen tokens
+        weights["head"][:, ends] *= 0.25  # equally likely at every position: answers have a few dozen tokens
         for layer in range(shape.layers):
             for name in ("q", "k", "v"):
                 weights[f"{layer}.{name}"] = matrix(shape.width, inner)
@@ -110,7 +110,7 @@ class TinyModel:
             weights[f"{layer}.gate"] = matrix(shape.width, shape.hidden)
             weights[f"{layer}.up"] = matrix(shape.width, shape.hidden)
             weights[f"{layer}.down"] = matrix(shape.hidden, shape.width)
-            # Sharper than uniform attention, so that what was said far back matters.
+            # Sharper than uniform attention, so that tokens far back matter.
             weights[f"{layer}.sharpness"] = np.full(shape.heads, 2.0, np.float32)
         return cls(shape, weights)
 
@@ -169,8 +169,8 @@ class TinyModel:
         made: Floats = np.empty((heads, count, values.shape[2] - 1), np.float32)
         for head in range(heads):
             scores = q[head] @ keys[head].T
-            # Queries and keys have a fixed length, so scores are small: their exponentials need no shift by the
-            # largest.
+            # Queries and keys have a fixed length, so scores are small, and subtracting the largest before the
+            # exponential is unnecessary.
             np.exp(scores, out=scores)
             if count > 1:
                 scores[:, end - count :] *= np.tri(count, dtype=np.float32)
@@ -194,8 +194,8 @@ def log_softmax(logits: Floats) -> Logprobs:
 def recompute(
     model: TinyModel | str | Path, ids: Sequence[int] | NDArray[np.int64], wanted: NDArray[np.bool_] | None = None
 ) -> Logprobs:
-    """The logprob of every token given those before it, by a forward pass from the start, of a model or a policy
-    directory: ``float64 [len(ids)]``. NaN for the first, which nothing precedes, and for those not ``wanted``."""
+    """Return the logprob of every token given those before it, from a forward pass of a model or a policy directory:
+    ``float64 [len(ids)]``. NaN for the first token, which nothing precedes, and for tokens that are not ``wanted``."""
     model = model if isinstance(model, TinyModel) else TinyModel.load(model)
     tokens: NDArray[np.int64] = np.asarray(ids, dtype=np.int64)
     cache = KeyValues(model.shape, len(tokens))

@@ -1,4 +1,4 @@
-"""Whole policies on disk, as a model repository holds them: tokenizer, chat template, stop tokens and weights."""
+"""Complete policies on disk, as a model repository holds them: tokenizer, chat template, stop tokens and weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).with_name("families")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A way of writing conversations that real policies have. ``special``: tokens that stand for themselves."""
+    """A conversation format that real policies use. ``special``: its special tokens."""
 
     special: tuple[str, ...]
     bos: str
@@ -51,12 +51,12 @@ FAMILIES: Mapping[str, Family] = {
     "bar_tokens": Family(_BARS, _BARS[0], _BARS[1]),
     "header_stop": Family((*_HEADERS, "<tool_call>", "</tool_call>"), "<sop>", "<|endoftext|>"),
 }
-"""All take tools. ``chatml_think`` reasons; ``llama_headers`` makes one call at a time; ``header_stop`` ends an answer
-with the header of the message it expects next."""
+"""All support tools. ``chatml_think`` reasons; ``llama_headers`` makes one call at a time; ``header_stop`` ends an
+answer with the header of the message it expects next."""
 
 
 def chat_template(family: str) -> str:
-    """The Jinja text of a family's chat template."""
+    """Return the Jinja text of a family's chat template."""
     return (_FOLDER / f"{_known(family)}.jinja").read_text(encoding="utf-8")
 
 

@@ -18,12 +18,12 @@ class _Entry:
 
 
 class PrefixCache:
-    """Keys and values of earlier calls, by their tokens. Every call works on a copy of its own, so calls that share a
-    beginning cannot touch each other. Not thread-safe."""
+    """Keys and values of earlier calls, by their tokens. Every call works on its own copy, so calls that share a
+    prefix cannot affect each other. Not thread-safe."""
 
     def __init__(self, shape: ModelShape, max_tokens: int = 250_000) -> None:
-        """``max_tokens``: bound on the tokens kept over all entries, about 0.5 KiB each; the longest unused go
-        first."""
+        """``max_tokens``: limit of the tokens kept over all entries, about 0.5 KiB each; the least recently used
+        entries are dropped first."""
         self._shape = shape
         self._max_tokens = max_tokens
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
@@ -32,8 +32,8 @@ class PrefixCache:
         """Tokens kept now."""
 
     def start(self, ids: NDArray[np.int64]) -> KeyValues:
-        """Keys and values of the longest known beginning of ``ids``, short of the last token, whose output is what
-        the next one is sampled from."""
+        """Return keys and values of the longest cached prefix of ``ids``, never with the last token, whose output must
+        be computed to sample the next one."""
         best, longest = None, 0
         for key, entry in self._entries.items():
             shared = common_prefix(entry.ids, ids[:-1])
@@ -45,7 +45,7 @@ class PrefixCache:
         return self._entries[best].cache.copy(longest)
 
     def keep(self, ids: NDArray[np.int64], cache: KeyValues) -> None:
-        """Remember what a call has computed: ``cache`` of the first ``cache.count`` of ``ids``."""
+        """Store what a call has computed: ``cache`` of the first ``cache.count`` of ``ids``."""
         kept = ids[: cache.count].astype(np.int32)
         for key, entry in list(self._entries.items()):
             if len(entry.ids) <= len(kept) and np.array_equal(entry.ids, kept[: len(entry.ids)]):
@@ -65,7 +65,7 @@ class PrefixCache:
 
 
 def common_prefix(first: NDArray[np.integer], second: NDArray[np.integer]) -> int:
-    """Number of leading tokens that are the same."""
+    """Return the number of leading tokens that are the same."""
     count = min(len(first), len(second))
     if not count or first[0] != second[0]:
         return 0

@@ -1,4 +1,4 @@
-"""What a policy would have to sample to give an answer, and what an engine can tell of a prompt's conversation."""
+"""The tokens that a policy would have to sample for a given answer, and what a prompt tells about its conversation."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class AnswerRenderer:
         self._openings = [self._opening_ids(messages) for messages in ([_ASK], _TOLD)]
 
     def ids(self, answer: Message | str) -> list[int]:
-        """Token ids of an assistant message (``content``, ``tool_calls``, ``reasoning_content``) as the chat template
-        writes it, or of text as it stands; with the token that ends a turn in both cases.
+        """Return the token ids of an assistant message (``content``, ``tool_calls``, ``reasoning_content``) as the
+        chat template writes it, or of unchanged text; in both cases followed by the token that ends a turn.
 
-        Raises `ConfigError` for a message that the template does not take.
+        Raises `ConfigError` for a message that the template refuses.
         """
         if isinstance(answer, str):
             end = self._policy.turn_end or next(iter(self._policy.stops))
@@ -47,7 +47,7 @@ class AnswerRenderer:
         if calls:
             follows = [{"role": "tool", "tool_call_id": calls[0]["id"], "content": "out"}]
         try:
-            # What follows an answer is what ends it in some families; others write the last answer differently.
+            # In some families, the next message ends an answer; others write the last answer differently.
             alone = self._policy.render([_ASK, answer], add_generation_prompt=False, now=_NOW)
             if self._policy.turn_end is None:
                 alone = self._policy.render([_ASK, answer, *follows], now=_NOW)
@@ -62,17 +62,17 @@ class AnswerRenderer:
         return [*self._policy.encode(alone[len(self._opening) : at]), self._policy.stops[stop]]
 
     def answers_in(self, prompt: str) -> int:
-        """Number of answers that the conversation of ``prompt`` already holds."""
+        """Return the number of answers that the conversation of ``prompt`` already holds."""
         return max(0, prompt.count(self._marker) - self._markers_ahead)
 
     def split(self, prompt_ids: Sequence[int]) -> int:
-        """Where in a prompt the answer begins: before its end when the prompt goes on with an answer that broke off
-        elsewhere."""
+        """Return where in a prompt the answer begins: at its end, or before it if the prompt ends with part of an
+        answer that broke off on another engine."""
         places = [self._last(prompt_ids, opening) for opening in self._openings]
         return max((place for place in places if place is not None), default=len(prompt_ids))
 
     def _opening_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The last special token of a prompt and what follows it."""
+        """Return the last special token of a prompt and what follows it."""
         ids = self._policy.encode(self._policy.render(messages, now=_NOW))
         at = max(
             (at for at, one in enumerate(ids) if not self._policy.decode([one], skip_special_tokens=True)),
@@ -89,7 +89,7 @@ class AnswerRenderer:
         return None
 
     def _answer_marker(self) -> tuple[str, int]:
-        """A text that stands once for every answer, and how often it stands in a prompt beside them."""
+        """Return a text that occurs once per answer, and how often it occurs in a prompt besides."""
         bare = self._policy.render([_ASK], add_generation_prompt=False, now=_NOW)
         header = self._opening.removeprefix(bare)
         said = {"role": "assistant", "content": "said"}
@@ -102,7 +102,7 @@ class AnswerRenderer:
 
 
 def tools_in(prompt: str) -> tuple[str, ...]:
-    """Names of the function tools whose definitions stand in ``prompt`` as JSON, in order."""
+    """Return the names of the function tools that ``prompt`` defines as JSON, in order."""
     found: dict[str, None] = {}
     decoder = json.JSONDecoder()
     for match in _FUNCTION.finditer(prompt):
@@ -116,7 +116,7 @@ def tools_in(prompt: str) -> tuple[str, ...]:
 
 
 def _whole_calls(answer: Message) -> list[dict[str, Any]]:
-    """Calls in the form of Chat Completions; ``{name, arguments}`` will do in a script."""
+    """Return calls in the form of Chat Completions; scripts may shorten a call to ``{name, arguments}``."""
     calls = []
     for number, call in enumerate(answer.get("tool_calls") or ()):
         function = call.get("function", call)

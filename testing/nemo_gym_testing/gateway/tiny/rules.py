@@ -1,4 +1,4 @@
-"""Scripts as YAML or JSON files: the first rule that fits a call says how it is answered.
+"""Scripts as YAML or JSON files: the first rule that fits a call determines the answer.
 
     rules:
       - name: compaction
@@ -14,11 +14,11 @@
           - {think: "First look.", say: "I look.", call: {name: Bash, arguments: {command: "echo MARK-0"}}}
           - {calls: [{name: Read, arguments: {file_path: "$path"}}]}
           - {say: "Done."}
-        after: repeat                                    # behind the last step: repeat it (default), or sample
+        after: repeat                                    # after the last step: repeat it (default), or sample
 
-A step is ``{say, think, call | calls}``, or ``{text: ...}`` (forced as it stands), or ``{sample: true}``. ``$name`` in
-its strings stands for a named group of ``when`` or a capture; other dollar signs stay. ``limit`` bounds how often a
-rule answers. A call that no rule fits is sampled.
+A step is ``{say, think, call | calls}``, or ``{text: ...}`` (forced unchanged), or ``{sample: true}``. ``$name`` in
+its strings is replaced by a named group of ``when`` or a capture; other dollar signs are kept. ``limit`` bounds how
+often a rule answers. A call that no rule fits is sampled.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Step(_Strict):
 
 
 class Rule(_Strict):
-    """When it fits, and what is answered then."""
+    """The conditions under which a rule fits a call, and its answers."""
 
     name: str = ""
     when: re.Pattern[str] | None = None
@@ -79,7 +79,7 @@ class Rule(_Strict):
     chars: int = Field(4000, gt=0)
     tools: list[str] = Field(default_factory=list)
     no_tools: bool = False
-    """Fits only prompts that define no tool."""
+    """Whether the rule fits only prompts that define no tool."""
     captures: dict[str, re.Pattern[str]] = Field(default_factory=dict)
     step: re.Pattern[str] | None = None
     steps: list[Step] = Field(min_length=1)
@@ -101,7 +101,7 @@ class Rule(_Strict):
         return self
 
     def fits(self, view: CallView) -> dict[str, str] | None:
-        """What it captures from a call that it fits."""
+        """Return the captures from a call that the rule fits, or ``None`` if it does not fit."""
         if (self.no_tools and view.tools) or not {*self.tools} <= {*view.tools}:
             return None
         found: dict[str, str] = {}
@@ -117,7 +117,7 @@ class Rule(_Strict):
         return found
 
     def at(self, view: CallView) -> Step | None:
-        """The step whose turn it is; nothing when the call is to be sampled."""
+        """Return the step that answers a call, or ``None`` if the call is to be sampled."""
         number = view.answers
         if self.step is not None:
             matches = [*self.step.finditer(view.prompt)]
@@ -132,7 +132,7 @@ class _File(_Strict):
 
 
 def load_script(path: str | Path) -> Script:
-    """The script of a YAML or JSON file. Raises `ConfigError` naming the entry that is wrong."""
+    """Load the script of a YAML or JSON file. Raises `ConfigError` naming the entry that is wrong."""
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         return rules_script(_File.model_validate(given).rules)
@@ -143,7 +143,7 @@ def load_script(path: str | Path) -> Script:
 
 
 def rules_script(rules: list[Rule]) -> Script:
-    """The first rule that fits answers; ``limit`` counts the answers of this script."""
+    """Return a script in which the first rule that fits answers; ``limit`` counts the answers of this script."""
     used = [0] * len(rules)
 
     def script(view: CallView) -> Mapping[str, Any] | str | None:

@@ -14,8 +14,8 @@ from nemo_gym_testing.gateway.tiny.model import Floats, Logprobs
 def draw_token(
     logits: Floats, draw: Draw, seen: Counter[int], prompt: frozenset[int], rng: np.random.Generator
 ) -> int:
-    """An id. ``seen``: how often each token was sampled in this answer; ``prompt``: the prompt's tokens (counted by
-    the repetition penalty only)."""
+    """Return a token id. ``seen``: how often each token was sampled in this answer; ``prompt``: the prompt's tokens
+    (used by the repetition penalty only)."""
     scores = _penalised(logits.astype(np.float64), draw, seen, prompt)
     if draw.temperature <= 0:
         return int(np.argmax(scores))

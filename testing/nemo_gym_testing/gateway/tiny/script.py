@@ -1,4 +1,4 @@
-"""What a script is told of a call, and what it may answer."""
+"""A script's input, a view of a call, and its output, an answer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nemo_gym_testing.gateway.tiny.rendering import AnswerRenderer, tools_in
 
 @dataclass(frozen=True)
 class CallView:
-    """One call as a script sees it: all of it is read from the prompt, so a retry gets the same answer."""
+    """The view of one call. Except ``number``, it depends on the prompt alone, so a retry gets the same answer."""
 
     prompt: str
     """The decoded prompt, special tokens included."""
     prompt_ids: Sequence[int]
     number: int
-    """Calls that this engine had before."""
+    """Calls that this engine has received before."""
     renderer: AnswerRenderer
 
     @cached_property
@@ -33,6 +33,6 @@ class CallView:
 
 
 Script = Callable[[CallView], "Mapping[str, Any] | str | None"]
-"""An assistant message (``content``, ``reasoning_content``, ``tool_calls`` as in Chat Completions or as ``{name,
-arguments}``), which the policy's chat template writes; or text, which is forced as it stands; or nothing, and the
-model samples."""
+"""Returns an assistant message (``content``, ``reasoning_content``, ``tool_calls`` as in Chat Completions or as
+``{name, arguments}``), which the policy's chat template writes; or text, which is forced unchanged; or ``None``, and
+the model samples."""

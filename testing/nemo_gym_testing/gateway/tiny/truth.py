@@ -1,4 +1,4 @@
-"""Whether trajectories hold what the engine sampled: each token once, behind the prompt it was sampled from.
+"""Check that trajectories hold what the engine sampled: each token once, after the prompt it was sampled from.
 
     report = check_truth(trajectories, log, policy_dir)
     assert report.true, report
@@ -27,25 +27,25 @@ from nemo_gym_testing.gateway.tiny.model import TinyModel, recompute
 
 TOLERANCE = 1e-4
 _FLOAT32 = 1e-6
-"""What storing a logprob in 32 bits may change, relative to it."""
+"""Largest relative change of a logprob when it is stored in 32 bits."""
 
 
 @dataclass(slots=True)
 class TruthReport:
-    """What was compared, and everything that did not agree."""
+    """The figures of a comparison, and all differences found."""
 
     trajectories: int = 0
     calls: int = 0
-    """In the engine's logs."""
+    """Calls in the engines' logs."""
     answered: int = 0
     resumed: int = 0
-    """Broken calls whose tokens another call went on from."""
+    """Broken calls whose tokens another call continued."""
     excused: int = 0
     """Answered calls that were allowed to be missing, and are."""
     sampled_tokens: int = 0
-    """With mask 1, over all trajectories."""
+    """Tokens with mask 1, over all trajectories."""
     largest_logprob_error: float = 0.0
-    """Between the trajectories' logprobs and the model's own, recomputed."""
+    """Largest difference between the trajectories' logprobs and those recomputed with the model."""
     violations: list[str] = field(default_factory=list)
 
     @property
@@ -66,10 +66,10 @@ def check_truth(
 ) -> TruthReport:
     """Compare trajectories (or rows of `as_row`, or a JSONL file of them) with the log of every engine that answered.
 
-    Each answered call's tokens must stand exactly once with mask 1, in one piece, behind exactly the prompt that the
-    engine read, with the engine's logprobs; nothing else may have mask 1. A broken call's tokens may stand only where
-    another call went on from them. ``excused``: request ids of calls that an engine answered and nobody took, because
-    the caller left at that moment. ``tolerance``: for recomputed logprobs, absolute.
+    Each answered call's tokens must occur exactly once with mask 1, in one piece, after exactly the prompt that the
+    engine read, with the engine's logprobs; nothing else may have mask 1. A broken call's tokens may occur only where
+    another call continued them. ``excused``: request ids of answered calls that may be missing, because the client
+    disconnected at that moment. ``tolerance``: the absolute tolerance for recomputed logprobs.
     """
     found = _trajectories(trajectories)
     calls = _calls(log)
@@ -113,7 +113,7 @@ def _calls(given: str | Path | Sequence[str | Path | EngineCall]) -> list[Engine
 
 
 def _structure(trajectory: Trajectory) -> Iterable[str]:
-    """What a trajectory says of itself must agree."""
+    """Yield the contradictions within a trajectory."""
     mask = trajectory.response_mask
     if len(mask) != len(trajectory.response_ids):
         yield f"{len(mask)} mask entries for {len(trajectory.response_ids)} response tokens"
@@ -153,7 +153,7 @@ def _recompute(
     wanted = np.concatenate([np.zeros(len(trajectory.prompt_ids), dtype=bool), sampled])
     own = recompute(model, ids, wanted)[wanted]
     errors = np.abs(np.array(trajectory.logprobs, dtype=np.float64)[sampled] - own)
-    if not np.all(errors <= tolerance):  # also when one is no number
+    if not np.all(errors <= tolerance):  # also if one of them is NaN
         wrong = int(np.sum(~(errors <= tolerance)))
         report.violations.append(f"{where}: {wrong} logprobs differ from the model's own, by up to {errors.max():.2g}")
     report.largest_logprob_error = max(report.largest_logprob_error, float(errors.max()))

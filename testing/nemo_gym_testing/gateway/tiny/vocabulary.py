@@ -1,7 +1,7 @@
 """The tokenizer of the tiny policies: byte-level BPE whose merges were learnt once, from this project's
 text, Python's documentation and made-up tool calls.
 
-``merges.txt`` holds them, so that a policy made twice is the same policy and takes milliseconds. To learn them anew:
+``merges.txt`` holds the merges, so that making a policy is reproducible and takes milliseconds. To learn them anew:
 
     python -m nemo_gym_testing.gateway.tiny.vocabulary FILE... > merges.txt
 """
@@ -17,13 +17,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 MERGES = 3_800
 """With the bytes and the special tokens, a vocabulary just under 4,096."""
-# Line breaks are words of their own, as in current policies: a prompt's end does not depend on the answer behind it.
+# Line breaks are separate words, as in current policies: a prompt's last tokens do not depend on the answer after it.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _FILE = Path(__file__).with_name("merges.txt")
 
 
 def tokenizer(special: Sequence[str]) -> Tokenizer:
-    """The tokenizer with ``special`` as its first ids."""
+    """Return the tokenizer with ``special`` as its first ids."""
     merges = [tuple(line.split(" ")) for line in _FILE.read_text(encoding="utf-8").splitlines()]
     pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
@@ -33,7 +33,7 @@ def tokenizer(special: Sequence[str]) -> Tokenizer:
 
 
 def learn(texts: Iterable[str]) -> list[str]:
-    """Merges of ``texts``, the most useful first, one ``left right`` each."""
+    """Learn the merges of ``texts``: the most useful first, each as ``left right``."""
     learner = _split(Tokenizer(models.BPE()))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

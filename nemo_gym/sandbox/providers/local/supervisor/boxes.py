@@ -28,7 +28,7 @@ _KILL_DEADLINE_S = 10.0
 
 
 class StartError(Exception):
-    """A command that was never started; ``kind`` is ``user``, ``out_of_memory`` or ``lost``."""
+    """A command could not be started; ``kind`` is ``user`` or ``lost``."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class StartError(Exception):
 
 
 class RunningCommand:
-    """One command, from its start until its end was told."""
+    """One command, from its start until its end is reported."""
 
     def __init__(self, groups: CommandGroups | None, init_pid: int, on_end: Callable[[dict[str, Any]], None]) -> None:
         self.groups = groups
@@ -55,10 +55,10 @@ class RunningCommand:
         self._killing: asyncio.Task[None] | None = None
 
     async def start(self, command: Command, init_fd: int, timeout_s: float | None) -> None:
-        """Start it. The descriptors of ``command`` stay the caller's.
+        """Start the command. The caller keeps the descriptors in ``command`` and must close them.
 
         Raises:
-            StartError: it was never started.
+            StartError: the command was not started.
         """
         joins = self.groups.open_joins() if self.groups is not None else []
         report_read, report_write = os.pipe()
@@ -99,7 +99,7 @@ class RunningCommand:
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """Kill the whole tree; the end is told when it is gone. Idempotent."""
+        """Kill the whole tree. The end is reported once the tree is gone. Idempotent."""
         if self._killed:
             return
         self._killed = True
@@ -124,7 +124,7 @@ class RunningCommand:
             self.signal(signal.SIGKILL)
 
     async def _kill_watched(self) -> None:
-        """Without cgroups: while its watcher is stopped, nobody leaves the tree by losing its parent."""
+        """Kill the tree without cgroups. A stopped watcher cannot exit, so orphans stay in its tree meanwhile."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGSTOP)
         await self._await_empty()
@@ -137,7 +137,7 @@ class RunningCommand:
         processes = _processes()
         if any(pid == self._pid for pid, _, _ in processes):
             return _descendants(processes, self._pid)
-        # The watcher was killed from within the box: what process 1 inherited since this command began is the rest.
+        # The watcher was killed from within the box: find the processes that process 1 inherited since the start.
         strays = [p for p, parent, ticks in processes if parent == self._init_pid and ticks >= self._started_ticks]
         return [pid for stray in strays for pid in (stray, *_descendants(processes, stray))]
 
@@ -159,7 +159,7 @@ class RunningCommand:
             if self.groups is not None and self.groups.box_was_full():
                 end.update(outcome="out_of_memory")
             else:
-                # Nothing in the box need have caused that, so its end says nothing of the command.
+                # The host ran out of memory, not the box, so the command is not to blame.
                 end.update(outcome="lost", reason="the host ran out of memory")
         self.ended.set()
         self._on_end(end)
@@ -176,7 +176,7 @@ class RunningCommand:
         return status
 
     async def _await_empty(self) -> None:
-        """Kill until nothing of the tree is left; gives up on what the kernel cannot end (a process stuck in I/O)."""
+        """Kill until the tree is empty. Give up after a deadline: the kernel cannot end a process stuck in I/O."""
         deadline = time.monotonic() + _KILL_DEADLINE_S
         while self._tree() and time.monotonic() < deadline:
             self._kill_tree()
@@ -188,7 +188,7 @@ def _uptime_ticks() -> int:
 
 
 def _processes() -> list[tuple[int, int, int]]:
-    """Id, parent and start time (ticks since boot) of every live process that can be seen."""
+    """Return pid, parent pid and start time (ticks since boot) of every visible live process."""
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208 - names are wanted, not paths
         if not name.isdigit():
@@ -228,7 +228,7 @@ _REMOVE_ATTEMPTS = 5000
 
 
 class Box:
-    """A running box. `destroy` ends it; what is left of it then is a line in the supervisor's list of the dead."""
+    """A running box. After `destroy`, only an entry in the supervisor's list of dead boxes is left."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class Box:
         self.commands: dict[str, RunningCommand] = {}
         self.termination_reason: str | None = None
         self.watched_disk_bytes: int | None = None
-        """What it may write, where no disk of its own bounds that."""
+        """Bytes that the box may write, if it has no separate disk of that size."""
         self._built = built
         self._layer_locks = layer_locks
         self._open_network = open_network
@@ -280,7 +280,7 @@ class Box:
         return max(0.0, self._expires_at - time.monotonic())
 
     def renew(self, ttl_s: float, on_expired: Callable[[Box], object] | None = None) -> None:
-        """Let the lease end ``ttl_s`` seconds from now, by a clock that nobody sets."""
+        """Let the lease end ``ttl_s`` seconds from now, on a clock that cannot be set."""
         if on_expired is not None:
             self._on_expired = on_expired
         self._expires_at = time.monotonic() + ttl_s
@@ -289,7 +289,7 @@ class Box:
     def _arm(self) -> None:
         if self._lease is not None:
             self._lease.cancel()
-        # The loop's clock stops while the machine sleeps, as does ours; a day at a time keeps its timers small.
+        # The loop's clock, like the lease's, stops while the machine sleeps. No timer is longer than a day.
         self._lease = asyncio.get_running_loop().call_later(min(self.expires_in_s, 86400.0), self._check_lease)
 
     def _check_lease(self) -> None:
@@ -305,10 +305,10 @@ class Box:
         descriptors: tuple[int, int, int],
         on_end: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Start a command with the given standard descriptors, which stay the caller's.
+        """Start a command with the given standard descriptors, which the caller must close.
 
         Raises:
-            StartError: it never ran.
+            StartError: the command was not started.
         """
         self._finished = [groups for groups in self._finished if not groups.remove_if_empty()]
         groups = self.groups.create_command(exec_id)
@@ -346,18 +346,18 @@ class Box:
             raise
 
     def listen(self, port: int) -> socket.socket:
-        """A listener on the box's loopback. Raises `OSError` when the port is taken."""
+        """Open a listener on the box's loopback interface. Raises `OSError` if the port is taken."""
         if self._open_network:
             return linux.listen_on_loopback(port)
-        # Not by entering it ourselves: an ordinary user's supervisor could not come back.
+        # The supervisor does not enter the network namespace itself: as an ordinary user it could not come back.
         return linux.listen_in_network_namespace(f"/proc/self/fd/{self._built.network_fd}", port)
 
     def is_dying(self) -> bool:
-        """Whether the box's processes are being killed because it ends, though nobody closed it."""
+        """Whether the box is ending by itself, so that the kernel is killing its processes."""
         return any(_is_exiting(pid) for pid in (self._built.monitor_pid, self._built.init_pid))
 
     async def died(self) -> None:
-        """Wait until the box's processes are gone, whatever ended them."""
+        """Wait until the box's processes are gone, for any reason."""
         await self._gone.wait()
 
     async def _watch(self) -> None:
@@ -365,7 +365,7 @@ class Box:
         self._gone.set()
 
     async def destroy(self, reason: str) -> None:
-        """End the box: processes, groups, files. Every caller waits for the same one end."""
+        """End the box: remove its processes, groups and files. All callers wait for the same removal."""
         if self._destroying is None:
             self.termination_reason = reason
             self._destroying = asyncio.create_task(self._destroy())
@@ -379,7 +379,7 @@ class Box:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.monitor_fd, signal.SIGKILL)
         for command in list(self.commands.values()):
-            # They die with process 1 of their pid namespace; only their ends must still be told.
+            # Commands die with process 1 of their pid namespace; wait until their ends have been reported.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(10.0):
                     await command.ended.wait()
@@ -398,7 +398,7 @@ class Box:
 
 
 def _is_exiting(pid: int) -> bool:
-    """Whether a process has ended or is about to: a box's first process waits for all others before it ends."""
+    """Whether a process has ended or is exiting. A box's first process, when it exits, waits for all others to end."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -407,7 +407,7 @@ def _is_exiting(pid: int) -> bool:
 
 
 async def remove_files(directory: Path) -> None:
-    """Delete a box's files without keeping the supervisor from its other work."""
+    """Delete a box's files in a child process, so that the supervisor is not blocked."""
     doomed = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(FileNotFoundError):
         directory.rename(doomed)

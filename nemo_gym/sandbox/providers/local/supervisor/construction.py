@@ -1,4 +1,4 @@
-"""Making a box's file system and namespaces: overlays in a mount namespace of its own, then bubblewrap."""
+"""Creation of a box's file system and namespaces: overlays in a mount namespace of its own, then bubblewrap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_gym.sandbox.providers.local.protocol import close_all, memory_file
 from nemo_gym.sandbox.providers.local.supervisor import files, processes
 
 MOVES_IDS = True
-"""Boxes can have user ids of their own; see `user_ids`."""
+"""This builder can give boxes their own user ids; see "User ids" in `processes`."""
 SHM_BYTES = 1024 * 1024 * 1024
 RUN_BYTES = 64 * 1024 * 1024
 PROC_READ_ONLY = ("/proc/sys", "/proc/fs")
@@ -30,57 +30,57 @@ PROC_ABSENT = (
 
 
 class BuildError(Exception):
-    """A box that could not be made; the message says why and what to do."""
+    """A box could not be created; the message gives the reason and a remedy."""
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """One overlay of a box: lower directories from the top down, and where it appears."""
+    """One overlay of a box: the directory where it appears (``part``), and its lower directories from the top down."""
 
     part: str
     lowers: Sequence[str]
-    """Relative to the directory of layers, or absolute."""
+    """Paths relative to the directory of layers, or absolute paths."""
 
 
 @dataclass(frozen=True)
 class BoxPlan:
-    """Everything that decides what a box is."""
+    """Everything that determines a box."""
 
     directory: Path
     layers: Path
     overlays: Sequence[Overlay]
     program: str
-    """Path of what makes the box's namespaces."""
+    """Path of the program that creates the box's namespaces."""
     hostname: str
     open_network: bool
     mounts: Sequence[tuple[str, str]] = ()
     hidden: Sequence[str] = ()
     memory_bytes: int | None = None
     disk_bytes: int | None = None
-    """Size of the disk for what the box writes; ``None`` is the state directory's own."""
+    """Size of a separate disk for the files that the box writes; ``None`` uses the state directory's disk."""
     user_overlays: bool = False
-    """Whether overlayfs is mounted by an ordinary user (in a user namespace)."""
+    """Whether an ordinary user mounts overlayfs (in a user namespace)."""
     identity: str = "0 0 1"
-    """The box's user ids as the kernel's map line, where they are not moved."""
+    """The box's user ids as a line of the kernel's id map, if the box does not have its own range of ids."""
     first_id: int | None = None
-    """The host's number of the box's user 0, in a range that is the box's alone; see `user_ids`."""
+    """The host's id of the box's user 0, if the box has its own range of ids; see "User ids" in `processes`."""
     stage: str = ""
-    """Where the box's mounts are put together, with ``first_id``: nobody but root can reach ``directory``."""
+    """With ``first_id``: the directory where the box's mounts are assembled, as only root can reach ``directory``."""
     network_files: dict[str, bytes] = field(default_factory=dict)
     """Path in the box → content, for boxes on the host's network."""
 
     @property
     def writable(self) -> Path:
-        """Where the overlays' upper directories are."""
+        """The directory that contains the overlays' upper directories."""
         return self.directory if self.disk_bytes is None else self.directory / "disk"
 
     @property
     def root(self) -> str:
-        """Where the box's root is put together."""
+        """The directory where the box's root is assembled."""
         return str(self.directory / "root") if self.first_id is None else f"{self.stage}/root"
 
     def source(self, number: int) -> str:
-        """Where the box finds what ``mounts[number]`` shows."""
+        """The path from which the source of ``mounts[number]`` is mounted into the box."""
         return self.mounts[number][0] if self.first_id is None else f"{self.stage}/mount-{number}"
 
 
@@ -89,22 +89,22 @@ class BuiltBox:
     """The processes of a new box."""
 
     monitor_pid: int
-    """bubblewrap outside; a child of ours."""
+    """bubblewrap's process outside the box, a child of this process."""
     monitor_fd: int
     init_fd: int
-    """pidfd of the box's process 1, whose namespaces are the box."""
+    """pidfd of the box's process 1, whose namespaces make up the box."""
     init_pid: int
     network_fd: int
-    """The box's network namespace."""
+    """Descriptor of the box's network namespace."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """What the image sets for every process."""
+    """Environment that the image sets for every process."""
 
 
 async def build(plan: BoxPlan) -> BuiltBox:
-    """Make a box. Whatever goes wrong, nothing of it is left but files below ``plan.directory``.
+    """Create a box. On failure, nothing of it is left except files below ``plan.directory``.
 
     Raises:
-        BuildError: with the reason.
+        BuildError: the box could not be created; the message gives the reason.
     """
     (plan.directory / "root").mkdir(exist_ok=True)
     error_read, error_write = os.pipe()
@@ -169,7 +169,7 @@ def _become_bwrap(
     stderr_fd: int,
     inherited: Sequence[int],
 ) -> None:
-    """In the child: mount the box's files, enter a user namespace without rights outside, become bubblewrap."""
+    """In the child: mount the box's files, enter a user namespace without rights outside, and execute bubblewrap."""
     parent = os.getppid()
     step = "mounting"
     try:
@@ -200,7 +200,7 @@ def _become_bwrap(
             processes.limit_counters()
         os.close(unshared_fd)
         linux.die_with_parent(parent)
-        # Inside, nobody may make further user namespaces: they are how most kernel holes are reached.
+        # Nothing inside may create further user namespaces: most kernel vulnerabilities are reached through them.
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
         step = "bwrap"
         os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
@@ -214,7 +214,7 @@ def _become_bwrap(
 
 
 def _move_ids(plan: BoxPlan, namespace: int) -> None:
-    """Mount all that the box is made of where everybody can reach it, with the ids that it has in the box."""
+    """Mount all of the box's directories with shifted ids below ``plan.stage``, where every user can reach them."""
     trees = {"layers": linux.clone_mount(str(plan.layers), namespace)}
     trees["writable"] = linux.clone_mount(str(plan.writable), namespace)
     for number, lower in enumerate(_foreign_lowers(plan)):
@@ -222,7 +222,7 @@ def _move_ids(plan: BoxPlan, namespace: int) -> None:
     for number, (source, _) in enumerate(plan.mounts):
         try:
             trees[f"mount-{number}"] = linux.clone_mount(source, namespace, recursive=True)
-        except OSError:  # a file system that cannot have its ids moved; what all may read of it is enough
+        except OSError:  # the file system does not support shifted ids; files that all may read are enough
             trees[f"mount-{number}"] = linux.clone_mount(source, recursive=True)
     linux.mount("tmpfs", plan.stage, "tmpfs", linux.MS_NODEV | linux.MS_NOSUID, "mode=755,size=1M")
     for name, tree in trees.items():
@@ -235,18 +235,18 @@ def _move_ids(plan: BoxPlan, namespace: int) -> None:
     Path(plan.root).mkdir()
     for overlay in plan.overlays:
         _make_upper(plan, overlay)
-    # Overlayfs makes files as whoever mounts it, and user 0 of the host does not exist below it.
+    # Overlayfs creates files as the user who mounts it, and user 0 of the host does not exist below it.
     assert plan.first_id is not None
     linux.become_for_files(plan.first_id, plan.first_id)
 
 
 def _foreign_lowers(plan: BoxPlan) -> list[str]:
-    """Lower directories that are not in the directory of layers."""
+    """The lower directories outside the directory of layers."""
     return [lower for overlay in plan.overlays for lower in overlay.lowers if lower.startswith("/")]
 
 
 def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
-    """Mount one overlay of a box; its upper directory is made as the lower one is."""
+    """Mount one overlay of a box. Its upper directory gets the mode and owner of the topmost lower one."""
     lowers = list(overlay.lowers)
     if plan.first_id is None:
         upper, work = _make_upper(plan, overlay)
@@ -259,7 +259,7 @@ def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
         "lowerdir=" + ":".join(_escape(path) for path in lowers),
         f"upperdir={_escape(str(upper))}",
         f"workdir={_escape(str(work))}",
-        # Nothing of a box survives a crash, so nothing in it needs to wait for the disk.
+        # A box does not survive a crash, so its writes need not wait for the disk.
         "volatile",
         "index=off",
         "userxattr" if plan.user_overlays else "redirect_dir=on,metacopy=off",
@@ -268,8 +268,8 @@ def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
 
 
 def _make_upper(plan: BoxPlan, overlay: Overlay) -> tuple[Path, Path]:
-    """Make the directories that an overlay writes to, the upper one as the lower one is. Leaves the process in the
-    directory of layers."""
+    """Create the directories that an overlay writes to; the upper one gets the mode and owner of the top lower one.
+    Changes the current directory to the directory of layers."""
     os.chdir(plan.layers)
     upper, work = plan.writable / "upper" / overlay.part, plan.writable / "work" / overlay.part
     for directory in (upper, work):
@@ -294,7 +294,7 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
     arguments += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
     arguments += ["--hostname", plan.hostname, "--bind", plan.root, "/"]
     arguments += ["--proc", "/proc", *_protect_proc(), "--dev", "/dev"]
-    # Files in memory count as memory that nobody can reclaim, so they must leave room for a process to delete them.
+    # Files in memory count as memory that cannot be reclaimed, so leave room for a process that deletes them.
     shm, run = SHM_BYTES, RUN_BYTES
     if plan.memory_bytes is not None:
         shm, run = min(shm, plan.memory_bytes // 2), min(run, plan.memory_bytes // 8)
@@ -309,7 +309,7 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
     for path, descriptor in files.items():
         arguments += ["--ro-bind-data", str(descriptor), path]
     for number, (_, target) in enumerate(plan.mounts):
-        # The mounter's own way would make missing parents for root alone.
+        # bubblewrap would create missing parents with access for root alone.
         for parent in [*reversed(PurePosixPath(target).parents)][1:]:
             arguments += ["--perms", "0755", "--dir", str(parent)]
         arguments += ["--ro-bind", plan.source(number), target]
@@ -317,7 +317,7 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
 
 
 def _protect_proc() -> list[str]:
-    """A box's user 0 may be the host's by number, and files of /proc that concern the whole machine go by that."""
+    """Protect the files of /proc that concern the whole machine, which a box's user 0 might access as the host's."""
     arguments: list[str] = []
     for path in PROC_READ_ONLY:
         if os.path.exists(path):  # noqa: PTH110 - plain strings throughout
@@ -331,7 +331,7 @@ def _protect_proc() -> list[str]:
 
 
 def explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
-    """The error message: what failed, and what to do."""
+    """Build the error message: the cause of the failure, and a remedy."""
     if problem is None:
         text = said.decode("utf-8", "replace").strip() or "it ended without a word"
         return f"{plan.program} could not make the box: {text}"

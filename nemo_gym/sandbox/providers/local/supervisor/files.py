@@ -1,7 +1,7 @@
-"""Work on a box's files in short-lived children of ours: archives, files of the spec, layers; and limits of disks.
+"""Work on a box's files in short-lived children: archives, files of the spec and layers. Also disk limits.
 
-A child enters the box's mount namespace and not its pid namespace: it sees the box's files as the box does, runs none
-of its programs, and nothing in the box sees it.
+A child enters the box's mount namespace, but not its pid namespace: it sees the box's files as the box does, runs none
+of the box's programs, and is not visible in the box.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENTER = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
 
 
 async def put_archive(init_fd: int, path: str, stream: int) -> dict[str, Any] | None:
-    """Unpack the tar stream from the pipe ``stream`` below ``path`` of the box; the problem, or ``None``."""
+    """Unpack the tar stream from the pipe ``stream`` below ``path`` of the box; return the problem, or ``None``."""
 
     def job(report_fd: int) -> None:
         with _reporting(report_fd, f"unpacking into {path}"):
@@ -44,7 +44,7 @@ async def put_archive(init_fd: int, path: str, stream: int) -> dict[str, Any] | 
 async def get_archive(
     init_fd: int, path: str, stream: int, exclude: Sequence[str], max_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Pack ``path`` of the box into the pipe ``stream``; the problem, or ``None``."""
+    """Pack ``path`` of the box into the pipe ``stream``; return the problem, or ``None``."""
 
     def job(report_fd: int) -> None:
         with _reporting(report_fd, f"packing {path}"):
@@ -53,14 +53,14 @@ async def get_archive(
                 for chunk in archive.pack(path, exclude=exclude, max_bytes=max_bytes):
                     write_all(stream, chunk)
             except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-                # What is at the path is the box's contents: no failure of ours.
+                # The box's contents cause these errors; they are no failure of the supervisor.
                 raise archive.ArchiveError(f"there is nothing to pack at '{path}': {error.strerror}") from error
 
     return await processes.run(job, keep=[init_fd, stream])
 
 
 async def write_files(init_fd: int, files: Mapping[str, str], directory: str | None) -> dict[str, Any] | None:
-    """Write the spec's files and make its working directory, in a box where nothing has run yet."""
+    """Create the spec's working directory and write its files, in a box where nothing has run yet."""
 
     def job(report_fd: int) -> None:
         _enter(init_fd)
@@ -78,11 +78,11 @@ async def write_files(init_fd: int, files: Mapping[str, str], directory: str | N
 
 
 async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged: Path) -> dict[str, Any] | None:
-    """Copy what a box wrote into ``staged``, one directory per part; the problem, or ``None``."""
+    """Copy the files that a box wrote into ``staged``, one directory per part; return the problem, or ``None``."""
 
     def job(report_fd: int) -> None:
         with _reporting(report_fd, "copying the box's files"):
-            # The box's disk may be mounted only where its overlays were mounted.
+            # The box's disk may be mounted only in the mount namespace where its overlays were mounted.
             linux.setns(monitor_fd, linux.CLONE_NEWNS)
             for part in parts:
                 copy_layer(upper / part, staged / part)
@@ -95,7 +95,7 @@ async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged:
 
 
 def _enter(init_fd: int) -> None:
-    """Enter a box's mounts, as its user 0."""
+    """Enter a box's mount namespace, as the box's user 0."""
     linux.setns(init_fd, _ENTER)
     processes.become_root()
 
@@ -109,7 +109,7 @@ def _empty(directory: Path) -> None:
 
 
 class _reporting(contextlib.AbstractContextManager["_reporting"]):  # noqa: N801 - reads as a statement
-    """Report an error of the block to the parent, and end the child."""
+    """Report an error in the ``with`` block to the parent, and end the child."""
 
     def __init__(self, descriptor: int, step: str) -> None:
         self._descriptor = descriptor
@@ -125,10 +125,10 @@ class _reporting(contextlib.AbstractContextManager["_reporting"]):  # noqa: N801
 
 
 # -- Disk limits ---------------------------------------------------------------------------------------------------
-# A disk of limited size for what a box writes: a file system in a sparse file, mounted through a loop device.
+# A disk of limited size for the files that a box writes: a file system in a sparse file, mounted via a loop device.
 #
-# Only root can mount one. It exists in the mount namespace of its box alone, and goes with it. Elsewhere boxes share
-# the disk of the state directory, and what they write is measured.
+# Only root can mount one. It exists only in its box's mount namespace, and ends with the box. Where this is not
+# possible, boxes share the disk of the state directory, and the supervisor measures what they write.
 
 _LOOP_CTL_GET_FREE = 0x4C82
 _LOOP_CONFIGURE = 0x4C0A
@@ -139,10 +139,10 @@ _PROBE_BYTES = 16 * 1024 * 1024
 
 
 def make_and_mount(file: Path, target: Path, size: int) -> None:
-    """Make a file system of ``size`` bytes in ``file`` and mount it on ``target``, in the calling process's namespace.
+    """Create a file system of ``size`` bytes in ``file``, and mount it on ``target`` in this process's namespace.
 
     Raises:
-        OSError: a step failed; the message names it.
+        OSError: a step failed; the message describes the failure.
     """
     if size < _MIN_BYTES:
         raise OSError(errno.EINVAL, f"a disk needs at least {_MIN_BYTES // 1024 // 1024} MiB")
@@ -151,8 +151,8 @@ def make_and_mount(file: Path, target: Path, size: int) -> None:
         raise OSError(errno.ENOENT, "mkfs.ext4 was not found; install the package e2fsprogs")
     with file.open("xb") as opened:
         os.truncate(opened.fileno(), size)
-    # Nothing on it survives a crash, so it keeps no journal, and nobody waits for the host's disk when it is unmounted
-    # (barrier=0); it never grows, and nobody else uses it, so nothing is reserved for that or for root.
+    # Its data need not survive a crash, so it has no journal, and unmounting it does not wait for the host's disk
+    # (barrier=0). It never grows and has one user, so no blocks are reserved for growth or for root.
     options = [
         "-q",
         "-F",
@@ -177,7 +177,7 @@ def make_and_mount(file: Path, target: Path, size: int) -> None:
 
 
 def _attach(file: Path) -> tuple[str, int]:
-    """A loop device of the file, which detaches itself at the last use; its path, and a descriptor that is one use."""
+    """Attach a loop device to the file; return its path and a descriptor. It detaches itself when no longer used."""
     backing = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     # struct loop_config: descriptor, block size, loop_info64 with its flags at byte 52, and 64 bytes reserved
@@ -190,7 +190,7 @@ def _attach(file: Path) -> tuple[str, int]:
                 fcntl.ioctl(device, _LOOP_CONFIGURE, config)
             except OSError as error:
                 os.close(device)
-                if error.errno != errno.EBUSY:  # somebody else was faster
+                if error.errno != errno.EBUSY:  # EBUSY: another process took the device first
                     raise
             else:
                 return path, device
@@ -201,8 +201,8 @@ def _attach(file: Path) -> tuple[str, int]:
 
 
 async def measure(directories: Sequence[str]) -> dict[str, int]:
-    """Bytes that each directory takes of its disk; those that are gone are left out."""
-    # A program for this: it is ten times as fast as we could be, and no depth or number of files is too much for it.
+    """Return the bytes that each directory takes on its disk. Omits directories that no longer exist."""
+    # du is ten times as fast as Python code, and handles any depth and number of files.
     process = await asyncio.create_subprocess_exec(
         *("du", "--summarize", "--one-file-system", "--block-size=1", "--null", "--", *directories),
         stdin=subprocess.DEVNULL,
@@ -220,7 +220,7 @@ async def measure(directories: Sequence[str]) -> dict[str, int]:
 
 
 async def why_not(directory: Path) -> str | None:
-    """Why disks cannot be limited here, found out by making one; ``None`` when they can."""
+    """Why disks cannot be limited here, determined by creating one; ``None`` if they can."""
 
     def job(report_fd: int) -> None:
         file = Path(tempfile.mkdtemp(prefix=".probe-", dir=directory))

@@ -1,8 +1,8 @@
-"""Starting and ending the supervisor: its namespaces, what a killed predecessor left, its socket.
+"""Start and end of the supervisor: its namespaces, the cleanup after a killed predecessor, and its socket.
 
-Started by a client as ``python -I -S -X utf8 -c BOOT``, with its options as JSON in the environment, which boxes
-cannot read as they can a command line. Standard output is read by the client until it closes: nothing when the socket
-is ready, else one line of JSON with the reason.
+A client starts the supervisor as ``python -I -S -X utf8 -c BOOT``. The options are JSON in the environment, which
+boxes cannot read, unlike a command line. The client reads the supervisor's standard output until it closes: it is
+empty if the socket is ready, else it is one line of JSON with the reason.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _detach() -> None:
-    """Leave the client's process tree and session, so that neither its end nor its terminal reaches us."""
+    """Leave the client's process tree and session, so that neither the client's end nor its terminal affects us."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -69,10 +69,10 @@ def _detach() -> None:
 
 
 def _confine(options: dict[str, Any]) -> NoReturn:
-    """Enter a mount namespace of our own (and, for ordinary users, a user namespace), and start again there.
+    """Enter a new mount namespace (and, as an ordinary user, a new user namespace), and start again there.
 
-    The interpreter is started again from a read-only mount: were a box's process to become this interpreter, it could
-    otherwise write through /proc/<pid>/exe to the host's file.
+    The interpreter is started again from a read-only mount. Otherwise a process of a box that runs this interpreter
+    could write to the host's file through /proc/<pid>/exe.
     """
     user, group = os.geteuid(), os.getegid()
     ordinary = False
@@ -109,7 +109,7 @@ def _confine(options: dict[str, Any]) -> NoReturn:
 def _supervise(options: dict[str, Any]) -> None:
     state_dir = Path(options["state_dir"])
     lock = os.open(state_dir / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # a predecessor that is leaving goes first
+    fcntl.flock(lock, fcntl.LOCK_EX)  # wait for a predecessor that is exiting
     name = group_name(lock)
     _sweep(state_dir, name)
     _sweep_other_releases(state_dir)
@@ -138,32 +138,32 @@ def _sweep_other_releases(state_dir: Path) -> None:
         try:
             lock = os.open(other / "supervisor.lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # no release's, or another supervisor that starts now was faster
+            continue  # not a release's directory, or another supervisor has just removed it
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _sweep(other, group_name(lock))
             remove_directory(other)
         except OSError:
-            continue  # alive, or just being started
+            continue  # its supervisor runs or is just starting
         finally:
             os.close(lock)
 
 
 def group_name(lock: int) -> str:
-    """The name of the control groups of the supervisor that holds this lock, which no other living one has.
+    """The name of the control groups of the supervisor that holds this lock. No other live supervisor has that name.
 
-    Not made from the directory's path, which is another directory in another mount namespace, while they may share
-    their control groups. A file that is held open is the only one with its numbers on this machine.
+    It is not derived from the directory's path: the path may be another directory in another mount namespace that
+    shares the control groups. The device and inode numbers of an open file are unique on a machine.
     """
     info = os.fstat(lock)
     return f"nemo-gym-{hashlib.sha256(f'{info.st_dev}:{info.st_ino}'.encode()).hexdigest()[:12]}"
 
 
 def _sweep(state_dir: Path, name: str) -> None:
-    """Remove what a supervisor that was killed left: its boxes died with it, and their mounts with them."""
+    """Remove the control groups and files of a killed supervisor. Its boxes died with it, and so did their mounts."""
     with contextlib.suppress(OSError, ValueError):
         for base in map(Path, json.loads((state_dir / "supervisor.json").read_text())["cgroups"]):
-            # A copied directory has the record of the one it was copied from, whose supervisor may live.
+            # A copied directory contains the record of the original, whose supervisor may be alive.
             if base.name == name:
                 remove_tree(base)
     for path in (state_dir / "boxes", state_dir / "host"):
@@ -214,7 +214,7 @@ async def _serve(options: dict[str, Any], state_dir: Path, cgroups: Cgroups, lis
         loop.add_signal_handler(number, supervisor.finished.set)
     loop.add_reader(listener.fileno(), accept)
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-    os.dup2(null, 1)  # the client reads our standard output to its end: we are ready
+    os.dup2(null, 1)  # closes our standard output, which tells the client that we are ready
     os.close(null)
     supervisor.consider_leaving()
     await supervisor.finished.wait()

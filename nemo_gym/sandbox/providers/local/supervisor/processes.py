@@ -1,4 +1,4 @@
-"""Processes of the supervisor: its children, the ids they run under, and how one enters a box."""
+"""Processes of the supervisor: its children, the user ids of boxes, and how a command enters a box."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGINT,
 
 def fork(function: Callable[[], None], *, keep: Sequence[int]) -> int:
     """Run ``function`` in a child that has only the descriptors in ``keep`` (and 0, 1, 2) and dies with the
-    supervisor. The child ends with 0 when the function returns and with 1 when it raises. Returns the child's id."""
+    supervisor. The child exits with 0 if the function returns and with 1 if it raises. Return the child's pid."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -56,18 +56,18 @@ def close_all_but(keep: Sequence[int]) -> None:
 
 
 def report(descriptor: int, problem: dict[str, Any]) -> None:
-    """Write what went wrong for the parent's `read_report`."""
+    """Write a problem to the pipe that the parent reads."""
     os.write(descriptor, json.dumps(problem).encode())
 
 
 def report_error(descriptor: int, step: str, error: OSError) -> NoReturn:
-    """Report a system call that failed in ``step``, and end the child."""
+    """Report a failed system call of the step ``step``, and end the child."""
     report(descriptor, {"step": step, "errno": error.errno, "message": error.strerror or str(error)})
     os._exit(1)
 
 
 async def readable(descriptor: int) -> None:
-    """Wait until a descriptor has data, or its end was reached."""
+    """Wait until a descriptor has data or is at its end."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     loop.add_reader(descriptor, lambda: None if ready.done() else ready.set_result(None))
@@ -96,12 +96,12 @@ async def read_all(descriptor: int) -> bytes:
 
 
 def reap(pid: int) -> int:
-    """Collect a child that has ended, or is about to; its wait status."""
+    """Reap a child that has ended or is about to end; return its wait status."""
     return os.waitpid(pid, 0)[1]
 
 
 async def wait_for_exit(pid: int, pidfd: int) -> int:
-    """Wait for a child of this process and reap it; its wait status. Closes ``pidfd``."""
+    """Wait for a child of this process and reap it; return its wait status. Closes ``pidfd``."""
     try:
         await readable(pidfd)
     finally:
@@ -110,9 +110,9 @@ async def wait_for_exit(pid: int, pidfd: int) -> int:
 
 
 async def run(function: Callable[[int], None], *, keep: Sequence[int] = ()) -> dict[str, Any] | None:
-    """Run a blocking job in a child; the problem it reported to the descriptor it was given, or ``None``.
+    """Run a blocking job in a child. Return the problem that it writes to its argument, a descriptor, or ``None``.
 
-    Cancelling kills the child. A child that dies without a report is a problem too.
+    Cancelling kills the child. A child that fails without a report is a problem too.
     """
     read_end, write_end = os.pipe()
     pid = fork(lambda: function(write_end), keep=[*keep, write_end])
@@ -135,22 +135,20 @@ async def run(function: Callable[[int], None], *, keep: Sequence[int] = ()) -> d
 
 
 # -- User ids ------------------------------------------------------------------------------------------------------
-# User ids of a box's own: a range of the host's for each, which no file has.
+# Separate user ids for each box: a range of the host's ids in which no file has an owner.
 #
-# The kernel counts inotify instances, queued signals, epoll watches, pipe buffers and more per user. With user 0 of a
-# box being the host's by number, one box that holds all of them leaves none to the host's root and to every other box.
-# So a box has a range of ids for itself, and its user namespace is made by the first of them, to whom the kernel then
-# charges what the box holds. Files keep the owners that they have: the file systems of a box are mounted with their
-# ids moved by as much (idmapped mounts, Linux 5.19 below overlayfs).
-#
-# Where that cannot be had, boxes have the host's ids, and a share of what one user may hold.
+# The kernel counts inotify instances, queued signals, epoll watches, pipe buffers and more per user. If user 0 of a
+# box were user 0 of the host, one box could use them all up and leave none to the host's root and to other boxes. So
+# each box has its own range of ids, whose first id creates the box's user namespace and is charged for its resources.
+# Files keep their owners, because a box's file systems are mounted with ids shifted into the range (idmapped mounts,
+# which need Linux 5.19 below overlayfs). Elsewhere boxes have the host's ids, and a share of what one user may hold.
 
 COUNT = 65536
 _FIRST = 0x7000_0000
-"""Container managers, systemd and useradd leave what lies between here and 2^31 alone."""
+"""First id of all ranges. Container managers, systemd and useradd do not use the ids from here to 2^31."""
 _RANGES = 0x1000_0000 // COUNT
 _REGISTER = Path("/run/nemo-gym-box-ids")
-"""A byte of it is locked for each range in use, so that supervisors share them out; locks end with their holder."""
+"""Supervisors lock one byte of this file for each range in use. The kernel releases the locks of a dead supervisor."""
 _STAGES = ("/run", "/mnt", "/srv", "/tmp")
 _SHARES = 4
 _COUNTED = ("max_inotify_instances", "max_inotify_watches")
@@ -158,7 +156,7 @@ _LIMITED = (resource.RLIMIT_SIGPENDING, resource.RLIMIT_MSGQUEUE)
 
 
 class IdRanges:
-    """The ranges that this supervisor's boxes have."""
+    """The id ranges of this supervisor's boxes."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
@@ -170,7 +168,7 @@ class IdRanges:
         self._moves: dict[frozenset[int], bool] = {}
 
     def take(self) -> int | None:
-        """The first id of a range that nobody has; ``None`` when there is none."""
+        """Reserve a free range and return its first id; ``None`` if none is available."""
         if self._register < 0:
             return None
         for number in range(_RANGES):
@@ -182,14 +180,14 @@ class IdRanges:
         return None
 
     def give_back(self, first: int | None) -> None:
-        """Let others have a range, once no process has an id of it."""
+        """Release a range. Call this when no process has an id in it."""
         if first is not None:
             number = (first - _FIRST) // COUNT
             self._taken.discard(number)
             fcntl.lockf(self._register, fcntl.LOCK_UN, 1, number)
 
     async def can_move(self, directories: Sequence[str]) -> bool:
-        """Whether the file systems of all these directories can be mounted with their ids moved."""
+        """Whether the file systems of all these directories support mounts with shifted ids."""
         if self._register < 0:
             return False
         devices = frozenset(os.stat(directory).st_dev for directory in directories)  # noqa: PTH116 - plain strings
@@ -209,7 +207,7 @@ class IdRanges:
 
 
 def _all_ids_exist() -> bool:
-    """Whether every id there is exists for us, as it does outside of any user namespace."""
+    """Whether all ids up to the end of the ranges exist here, as they do outside of any user namespace."""
     for name in ("uid_map", "gid_map"):
         first = Path("/proc/self", name).read_text().split()
         if (int(first[0]), int(first[1])) != (0, 0) or int(first[2]) < _FIRST + _RANGES * COUNT:
@@ -218,13 +216,13 @@ def _all_ids_exist() -> bool:
 
 
 def stage_for(directory: Path) -> str:
-    """A directory that everybody may enter, and that a box's own mounts can cover while it is made."""
+    """A directory that every user may enter and that the box's mounts can cover while the box is created."""
     return next(stage for stage in _STAGES if os.path.isdir(stage) and not directory.is_relative_to(stage))  # noqa: PTH112
 
 
 def user_namespace(first: int) -> int:
-    """A descriptor of a new user namespace with the ids from ``first`` on, whose maker the kernel takes for user
-    ``first``. Raises `OSError`."""
+    """Create a user namespace with the ids from ``first`` on, which the kernel regards as created by user ``first``.
+    Return its descriptor. Raises `OSError`."""
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
     pid = os.fork()
@@ -232,7 +230,7 @@ def user_namespace(first: int) -> int:
         try:
             os.close(done_write)
             os.setgroups([])
-            # Kept, as some systems let nobody without them make user namespaces.
+            # Keep capabilities, because some systems require them to create user namespaces.
             linux.prctl(linux.PR_SET_KEEPCAPS, 1)
             os.setresgid(first, first, first)
             os.setresuid(first, first, first)
@@ -260,13 +258,13 @@ def user_namespace(first: int) -> int:
 
 
 def become_root_of(namespace: int) -> None:
-    """Enter a user namespace, as its user 0."""
+    """Enter a user namespace and become its user 0."""
     linux.setns(namespace, linux.CLONE_NEWUSER)
     become_root()
 
 
 def become_root() -> None:
-    """Become user 0 of the user namespace just entered; before, the process has its outside user."""
+    """Become user 0 of the current user namespace. On entry, a process still has its user from outside."""
     with contextlib.suppress(PermissionError):  # an ordinary user's namespace has one group
         os.setgroups([])
     os.setresgid(0, 0, 0)
@@ -274,7 +272,7 @@ def become_root() -> None:
 
 
 def limit_counters() -> None:
-    """In a user namespace with the host's ids: let it hold a share of what its maker may hold, whoever of it does."""
+    """Limit this user namespace, which has the host's ids, to a share of the inotify objects that a user may hold."""
     for name in _COUNTED:
         file = Path("/proc/sys/user", name)
         with contextlib.suppress(OSError):  # kernels without it have no such counter
@@ -283,7 +281,7 @@ def limit_counters() -> None:
 
 
 def limit_process() -> None:
-    """The same for what the kernel limits by process; children have it too, and nobody in a box can raise it."""
+    """Likewise lower the limits that belong to a process. Children inherit these, and no box can raise them."""
     for kind in _LIMITED:
         _, hard = resource.getrlimit(kind)
         share = 1024 if hard == resource.RLIM_INFINITY else max(1, hard // _SHARES)
@@ -298,7 +296,7 @@ NOT_FOUND = 127
 
 @dataclass(frozen=True)
 class Command:
-    """One command as its child needs it."""
+    """One command, as passed to the child that executes it."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -310,11 +308,11 @@ class Command:
     namespaces: int
     """Mask of the box's namespaces to enter."""
     max_uid: int
-    """Highest user id that exists in the box."""
+    """Highest user and group id in the box."""
     first_id: int | None
-    """The host's number of the box's user 0, where its ids are the box's alone."""
+    """The host's id of the box's user 0, if the box has its own range of ids."""
     watched: bool
-    """Whether a watcher must keep hold of the process tree, because no cgroup does."""
+    """Whether a watcher process must keep the process tree together, because there is no cgroup for that."""
 
 
 @dataclass(frozen=True)
@@ -327,19 +325,19 @@ class Account:
 
 
 class UserError(Exception):
-    """A user the box does not have."""
+    """A user that does not exist in the box."""
 
 
 def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report_fd: int, status_fd: int) -> NoReturn:
-    """In a child of the supervisor: start the command as the supervisor's own child, and end.
+    """Start the command as a child of the supervisor, and exit. Runs in another child of the supervisor.
 
-    Writes ``{"pid": …}`` to ``report_fd``, then a problem if the command could not be started. With ``watched``,
-    the command's wait status goes to ``status_fd``.
+    Writes ``{"pid": …}`` to ``report_fd``, then a problem if the command cannot be started. With ``watched``, the
+    command's wait status is written to ``status_fd``.
     """
     if command.first_id is not None:
         for descriptor in (command.stdin, command.stdout, command.stderr):
             _own_stream(descriptor, command.first_id, command.first_id)
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # until the command itself runs, nothing in the box may look into us
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nothing in the box may inspect this process until it runs the command
     linux.setns(pidfd, command.namespaces)
     os.close(pidfd)
     pid = linux.fork_as_sibling()
@@ -350,7 +348,7 @@ def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report
 
 
 def _own_stream(descriptor: int, uid: int, gid: int) -> None:
-    """Give a pipe to the command's user, who may then open /dev/stdout; a device or a socket stays whose it is."""
+    """Give a pipe to the command's user, who may then open /dev/stdout. Devices and sockets keep their owners."""
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.fchown(descriptor, uid, gid)
 
@@ -392,7 +390,7 @@ def _start(command: Command, joins: Sequence[int], report_fd: int, status_fd: in
 
 def _become(account: Account) -> None:
     linux.drop_bounding_capabilities()
-    with contextlib.suppress(PermissionError):  # forbidden in an ordinary user's namespace, which has one group anyway
+    with contextlib.suppress(PermissionError):  # not permitted in an ordinary user's namespace, which has one group
         os.setgroups(account.groups)
     os.setresgid(account.gid, account.gid, account.gid)
     os.setresuid(account.uid, account.uid, account.uid)
@@ -419,8 +417,8 @@ def _execute(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _watch(status_fd: int) -> None:
-    """Fork; the child returns to become the command. The parent adopts the command's orphans, so that they stay its
-    descendants, reports the command's end, and leaves what is left to the box."""
+    """Fork. The child returns, to become the command. The parent adopts the command's orphans, so that they stay its
+    descendants, reports the command's wait status, and exits; the box's process 1 inherits the remaining processes."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
@@ -438,10 +436,10 @@ def _watch(status_fd: int) -> None:
 
 
 def find_account(user: str | None, max_uid: int) -> Account:
-    """The account a command runs as, looked up in the box's own files by our code.
+    """Look up the account for a command in the box's own files, without running a program of the box.
 
     Raises:
-        UserError: no such user, or its id does not exist in the box.
+        UserError: there is no such user or group, or its id does not exist in the box.
     """
     wanted, _, wanted_group = (user or "0").partition(":")
     entries = [line.rstrip("\n").split(":") for line in _lines("/etc/passwd")]
@@ -467,7 +465,7 @@ def find_account(user: str | None, max_uid: int) -> Account:
 
 
 def _lines(path: str) -> list[str]:
-    """Lines of a file of the box; none when it is missing, not a file, or unreasonably large."""
+    """The lines in the first MiB of a file of the box; none if the file is not readable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

@@ -1,4 +1,4 @@
-"""What clients can ask of the supervisor, each request answered exactly once while its connection lives."""
+"""The requests that the supervisor serves. Each gets exactly one response while its connection is open."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _REMEMBERED_DEAD = 4096
 _MAX_IDS = 65536
 _DISK_PAUSE_S = 0.5
 _DISK_IDLE_SHARE = 4
-"""Measuring takes at most a fifth of the time, however many files there are."""
+"""Pause after a measurement, as a multiple of its duration: measuring takes at most a fifth of the time."""
 
 
 class RequestError(Exception):
-    """An answer that is an error; ``kind`` tells the client which of its errors to raise."""
+    """An error response; ``kind`` selects the exception that the client raises."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class RequestError(Exception):
 
 
 class Client:
-    """One connection and what it has under way."""
+    """One client's connection, its running commands and its unfinished requests."""
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
@@ -99,7 +99,7 @@ class Supervisor:
         self.consider_leaving()
 
     def _left(self, client: Client) -> None:
-        """Nobody is left to read what the client's commands write, nor to hear how they end."""
+        """Kill the commands of a client that disconnected: nobody can read their output or learn how they end."""
         self._clients.discard(client)
         for box_id, exec_id in client.commands:
             box = self._boxes.get(box_id)
@@ -108,7 +108,7 @@ class Supervisor:
         self.consider_leaving()
 
     def consider_leaving(self) -> None:
-        """Leave after a while when there is neither a client nor a box."""
+        """Start the timer that ends the supervisor if there are neither clients nor boxes; else stop the timer."""
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None
@@ -290,13 +290,13 @@ class Supervisor:
         return box
 
     async def _makes_disks(self) -> bool:
-        """Whether boxes can have disks of a size, found out by making one when it is first wanted."""
+        """Whether boxes can have disks of limited size. The first call finds out by creating one."""
         if self._disk is None:
             self._disk = asyncio.create_task(files.why_not(self._boxes_dir))
         return await asyncio.shield(self._disk) is None
 
     async def _watch_disks(self) -> None:
-        """Measure what boxes without such disks have written, again and again, and end those with too much."""
+        """Measure what boxes without such disks have written, repeatedly, and end those that exceed their limit."""
         while watched := [box for box in self._boxes.values() if box.watched_disk_bytes is not None]:
             began = time.monotonic()
             sizes = await files.measure([str(box.upper) for box in watched])
@@ -317,7 +317,7 @@ class Supervisor:
         return found
 
     async def _skeleton_path(self) -> Path:
-        """The lowest layer of the host image, made on first use."""
+        """The lowest layer of the host image, built on first use."""
         if self._skeleton is None or (self._skeleton.done() and self._skeleton.exception() is not None):
             self._skeleton = asyncio.create_task(self._make_skeleton())
         return await asyncio.shield(self._skeleton)
@@ -474,13 +474,13 @@ class Supervisor:
             shutil.rmtree(staged, ignore_errors=True)
 
     def _hint(self, number: int | None, store: ImageStore) -> str:
-        """What to do about an error of the system, where we know."""
+        """Advice on a system error, to append to its message; empty if there is none."""
         if number in (errno.ENOSPC, errno.EDQUOT):
             return f"; free some on the disks of state_dir {self._state_dir} and image_dir {store.root}, or set others"
         return ""
 
     async def close_everything(self) -> None:
-        """Destroy every box and end every conversation."""
+        """Destroy all boxes and close all connections."""
         for client in list(self._clients):
             if client.connection is not None:
                 client.connection.close()
@@ -502,7 +502,7 @@ def _raise_for(problem: dict[str, Any] | None) -> None:
 
 
 def _network_files() -> dict[str, bytes]:
-    """The host's name resolution, for boxes that share its network."""
+    """The host's files for name resolution, for boxes that share its network."""
     found = {}
     for path in ("/etc/resolv.conf", "/etc/hosts"):
         with contextlib.suppress(OSError):
@@ -511,7 +511,7 @@ def _network_files() -> dict[str, bytes]:
 
 
 def _highest_id() -> int:
-    """The highest user and group id a box can have: as many as exist here, up to 65535."""
+    """The highest user and group id that boxes can have: the highest one that exists here, at most 65535."""
     highest = _MAX_IDS - 1
     for name in ("uid_map", "gid_map"):
         first = Path("/proc/self", name).read_text().split()

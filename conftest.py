@@ -43,10 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if lanes.is_full(item):
             item.add_marker("full")
-        found = sorted(lanes.lanes_of(item))
-        for lane in found:
+        marks = sorted(lanes.lanes_of(item))
+        for lane in marks:
             item.add_marker(lane)
-        if found:
+        if marks:
             # List the warning at the end of the run and fail no test: the garbage collector reports the remains of a
             # killed process in whichever test runs at that moment.
             item.add_marker(pytest.mark.filterwarnings("default::ResourceWarning"))

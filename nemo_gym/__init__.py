@@ -95,11 +95,11 @@ def _resolve_under_cwd_or_install(path: str | Path) -> Path:
     directory, the installation. A path that does not exist is taken relative to the working directory."""
     from nemo_gym.config.roots import plugin_roots
 
-    wanted = Path(path).expanduser()
-    if wanted.is_absolute():
-        return wanted
-    found = (root / wanted for root in plugin_roots())
-    return next((candidate for candidate in found if candidate.exists()), Path.cwd() / wanted)
+    relative = Path(path).expanduser()
+    if relative.is_absolute():
+        return relative
+    candidates = (root / relative for root in plugin_roots())
+    return next((candidate for candidate in candidates if candidate.exists()), Path.cwd() / relative)
 
 
 def component_search_roots() -> list[Path]:

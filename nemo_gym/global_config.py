@@ -127,18 +127,18 @@ class GlobalConfigDictParser:
 
         from nemo_gym.config.compose import compose
 
-        given = parse_config.initial_global_config_dict if parse_config is not None else None
-        container = OmegaConf.to_container(OmegaConf.create(given or {}))
+        initial = parse_config.initial_global_config_dict if parse_config is not None else None
+        container = OmegaConf.to_container(OmegaConf.create(initial or {}))
         values: dict[str, Any] = {str(key): value for key, value in dict(container).items()}  # type: ignore[arg-type]
         paths = [*(values.pop(CONFIG_PATHS_KEY_NAME, None) or ())]
         with tempfile.TemporaryDirectory() as scratch:
-            for more in ({POLICY_MODEL_KEY_NAME: _ANY_MODEL}, {}):
+            for fallback in ({POLICY_MODEL_KEY_NAME: _ANY_MODEL}, {}):
                 file = Path(scratch) / "given.yaml"
-                file.write_text(yaml.safe_dump({**more, **values}), encoding="utf-8")
+                file.write_text(yaml.safe_dump({**fallback, **values}), encoding="utf-8")
                 try:
                     return _placed(compose([f"+config_paths=[{','.join(map(str, [file, *paths]))}]"]))
                 except ConfigError:
-                    if not more:
+                    if not fallback:
                         raise
         raise AssertionError
 

@@ -102,11 +102,11 @@ def _check(nodes: Sequence[Node], tp_size: int) -> None:
         raise ConfigError(f"tp_size={tp_size} must be at least 1: it is the GPUs of one engine", key="tp_size")
     if not nodes:
         raise ConfigError("no nodes: name at least one, as NAME:GPUS or in nodes=FILE", key="nodes")
-    seen: set[str] = set()
+    names: set[str] = set()
     for node in nodes:
-        if node.name in seen:
+        if node.name in names:
             raise ConfigError(f"node '{node.name}' is named twice; a node has one agent server", key="nodes")
-        seen.add(node.name)
+        names.add(node.name)
         if node.gpus % tp_size:
             raise ConfigError(
                 f"node '{node.name}' has {node.gpus} GPUs, which tp_size={tp_size} does not divide:"

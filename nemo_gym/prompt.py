@@ -26,14 +26,14 @@ class PromptConfig(BaseModel):
 def load_prompt_config(path: str) -> PromptConfig:
     """Read a prompt file, searched for in ``NEMO_GYM_EXTRA_ROOTS``, the working directory and the installation.
     Raises `ConfigError`."""
-    found = resolve_path(path)
+    file = resolve_path(path)
     try:
-        return PromptConfig.model_validate(yaml.safe_load(found.read_text(encoding="utf-8")))
+        return PromptConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"prompt file '{path}' cannot be read: {error.strerror}", key="prompt_config") from error
     except (yaml.YAMLError, ValidationError) as error:
         raise ConfigError(
-            f"prompt file '{found}' must be YAML with 'user' and optionally 'system': {error}", key="prompt_config"
+            f"prompt file '{file}' must be YAML with 'user' and optionally 'system': {error}", key="prompt_config"
         ) from error
 
 

@@ -44,7 +44,7 @@ def _usage_detail(usage: Mapping[str, Any], details: str, name: str, *flat: str)
     nested = usage.get(details)
     places = [(nested, name)] if isinstance(nested, Mapping) else []
     return next(
-        (int(found[key]) for found, key in [*places, *((usage, key) for key in flat)] if found.get(key) is not None),
+        (int(place[key]) for place, key in [*places, *((usage, key) for key in flat)] if place.get(key) is not None),
         None,
     )
 
@@ -54,11 +54,11 @@ def _as_reported(usage: Mapping[str, Any]) -> dict[str, Any]:
     report, in place of the numbers that the gateway's accounting needs."""
     read = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
     prompt, completion = (details if isinstance(details, Mapping) else {} for details in read)
-    said: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "input_tokens_details": {"cached_tokens": prompt.get("cached_tokens")},
         "output_tokens_details": {"reasoning_tokens": completion.get("reasoning_tokens")},
     }
-    return said if usage.get("total_tokens") is None else {**said, "total_tokens": usage["total_tokens"]}
+    return reported if usage.get("total_tokens") is None else {**reported, "total_tokens": usage["total_tokens"]}
 
 
 class ResponsesConverter(BaseModel):
@@ -173,8 +173,8 @@ class ResponsesConverter(BaseModel):
                 output = {"call_id": message["tool_call_id"], "output": message.get("content") or ""}
                 items.append(_INPUT_ITEM.validate_python({"type": "function_call_output", **output}))
             else:
-                said = {"role": message.get("role"), "content": message.get("content") or ""}
-                items.append(_INPUT_ITEM.validate_python({"type": "message", **said}))
+                item_fields = {"role": message.get("role"), "content": message.get("content") or ""}
+                items.append(_INPUT_ITEM.validate_python({"type": "message", **item_fields}))
         return items
 
 

@@ -55,11 +55,11 @@ def numeric_fields(result: Mapping[str, Any]) -> dict[str, float]:
     response = result.get("response")
     usage = response.get("usage") if isinstance(response, Mapping) else None
     usage = usage if isinstance(usage, Mapping) else {}
-    given = result.get(GIVEN_NUMBERS_KEY) or ()
-    own = {key: value for key, value in result.items() if key not in given}
+    dataset_numbers = result.get(GIVEN_NUMBERS_KEY) or ()
+    fields = {key: value for key, value in result.items() if key not in dataset_numbers}
     return {
         key: int(value) if isinstance(value, bool) else value
-        for key, value in {**own, **usage}.items()
+        for key, value in {**fields, **usage}.items()
         if isinstance(value, int | float) and key not in _NOT_METRICS and math.isfinite(value)
     }
 
@@ -126,8 +126,8 @@ def _majority(answers: Sequence[Any], scores: Sequence[float]) -> float:
     votes = Counter((answer, score) for answer, score in zip(answers, scores, strict=True) if answer is not None)
     if not votes:
         return 0.0
-    most = max(votes.values())
-    return fmean(score for (_, score), count in votes.items() if count == most)
+    max_count = max(votes.values())
+    return fmean(score for (_, score), count in votes.items() if count == max_count)
 
 
 def compute_pass_majority_metrics(
@@ -153,30 +153,30 @@ def compute_pass_majority_metrics(
     for samples in tasks:
         of_task = []
         for result in samples:
-            named = {name: int(v) if isinstance(v, bool) else v for name, v in score_of(result).items()}
+            by_name = {name: int(v) if isinstance(v, bool) else v for name, v in score_of(result).items()}
             if answer_key is not None:
-                named[_NO_ANSWER] = int(result.get(answer_key) is None)
-            of_task.append(named)
+                by_name[_NO_ANSWER] = int(result.get(answer_key) is None)
+            of_task.append(by_name)
         scores.append(of_task)
-    names = sorted({name for of_task in scores for named in of_task for name in named})
+    names = sorted({name for of_task in scores for by_name in of_task for name in by_name})
     max_k = max(len(samples) for samples in tasks)
 
     metrics: dict[str, Any] = {}
     for k in range(1, max_k + 1):
         for name in names:
-            columns = [[named[name] for named in of_task if name in named] for of_task in scores]
+            columns = [[by_name[name] for by_name in of_task if name in by_name] for of_task in scores]
             _put_percentage(metrics, f"pass@{k}/{name}", [pass_at_k(v, k) for v in columns if len(v) >= k])
-            heads = [[named[name] for named in of_task[:k] if name in named] for of_task in scores]
-            _put_percentage(metrics, f"pass@1[avg-of-{k}]/{name}", [fmean(head) for head in heads if head])
+            firsts = [[by_name[name] for by_name in of_task[:k] if name in by_name] for of_task in scores]
+            _put_percentage(metrics, f"pass@1[avg-of-{k}]/{name}", [fmean(head) for head in firsts if head])
             if answer_key is not None:
                 votes = []
                 for samples, of_task in zip(tasks, scores, strict=True):
-                    seen = [
-                        (result.get(answer_key), named[name])
-                        for result, named in zip(samples[:k], of_task[:k], strict=True)
-                        if name in named
+                    pairs = [
+                        (result.get(answer_key), by_name[name])
+                        for result, by_name in zip(samples[:k], of_task[:k], strict=True)
+                        if name in by_name
                     ]
-                    votes.append(_majority([answer for answer, _ in seen], [score for _, score in seen]))
+                    votes.append(_majority([answer for answer, _ in pairs], [score for _, score in pairs]))
                 _put_percentage(metrics, f"majority@{k}/{name}", votes)
 
     by_run = {name: _run_means(scores, name, max_k) for name in names}
@@ -212,8 +212,8 @@ def add_avg_sample_std_dev(
     """Add ``pass@1[avg-of-k]/<score>/avg_sample_std_dev``: the mean over tasks of the spread within a task."""
     for k in range(2, max_k + 1):
         for name in score_names:
-            heads = [[named[name] for named in of_task[:k] if name in named] for of_task in all_score_dicts]
-            spreads = [stdev(head) for head in heads if len(head) >= 2]
+            firsts = [[by_name[name] for by_name in of_task[:k] if name in by_name] for of_task in all_score_dicts]
+            spreads = [stdev(head) for head in firsts if len(head) >= 2]
             if spreads:
                 metrics[f"pass@1[avg-of-{k}]/{name}/avg_sample_std_dev"] = fmean(spreads)
 
@@ -244,8 +244,8 @@ def highest_k_metrics(
 
     ``score_names`` keeps only these scores, ``exclude_names`` drops some. Spread figures are never included.
     """
-    before, found, after = pattern.partition("{k}")
-    if not found:
+    before, separator, after = pattern.partition("{k}")
+    if not separator:
         raise ValueError(f"pattern '{pattern}' has no '{{k}}'")
     regex = re.compile(f"{re.escape(before)}(\\d+){re.escape(after)}/(.+)")
     by_k: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -306,8 +306,8 @@ def compute_aggregate_metrics(
     metrics[INVALID_COUNT] = len(verify_responses) - len(valid)
 
     if compute_metrics_fn is not None:
-        kept = [[r for r in by_task[index] if is_valid_sample(r)] for index in sorted(by_task)]
-        custom = compute_metrics_fn([samples for samples in kept if samples])
+        valid_by_task = [[r for r in by_task[index] if is_valid_sample(r)] for index in sorted(by_task)]
+        custom = compute_metrics_fn([samples for samples in valid_by_task if samples])
         for of_task in custom.pop("per_task_metrics", None) or ():
             if (index := of_task.get(TASK_INDEX_KEY)) in groups:
                 groups[index].update(of_task)
@@ -315,8 +315,8 @@ def compute_aggregate_metrics(
 
     repeats = _repeats(valid, compute_repeat_metrics_fn) if compute_repeat_metrics_fn is not None else []
     for name in {name: None for repeat in repeats for name in numeric_fields(repeat)}:
-        found = [repeat[name] for repeat in repeats if name in repeat]
-        metrics[f"mean_across_repeats/{name}"] = sum(found) / len(found)
+        values = [repeat[name] for repeat in repeats if name in repeat]
+        metrics[f"mean_across_repeats/{name}"] = sum(values) / len(values)
 
     return AggregateMetrics(
         group_level_metrics=list(groups.values()),
@@ -334,11 +334,11 @@ def _repeats(results: Sequence[Result], compute: Callable[[Tasks], dict[str, Any
         by_repeat[result.get(ROLLOUT_INDEX_KEY, 0)].append([result])
     if len(by_repeat) < 2:
         return []
-    said = {index: metrics for index in sorted(by_repeat) if (metrics := compute(by_repeat[index]))}
-    unknown = {name for metrics in said.values() for name, value in metrics.items() if value is None}
+    by_index = {index: metrics for index in sorted(by_repeat) if (metrics := compute(by_repeat[index]))}
+    unknown = {name for metrics in by_index.values() for name, value in metrics.items() if value is None}
     return [
         {ROLLOUT_INDEX_KEY: index, **{name: value for name, value in metrics.items() if name not in unknown}}
-        for index, metrics in said.items()
+        for index, metrics in by_index.items()
     ]
 
 

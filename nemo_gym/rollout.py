@@ -157,8 +157,8 @@ class Attempt:
 
     def envelope(self, **members: Any) -> dict[str, Any]:
         """Return ``_ng_session`` of a request to the environment: the attempt's identity and ``members``."""
-        named = {"rollout": self.rollout, **members}
-        return named if self.row_ref is None else {**named, "row_ref": self.row_ref}
+        fields = {"rollout": self.rollout, **members}
+        return fields if self.row_ref is None else {**fields, "row_ref": self.row_ref}
 
     def agent_params(self) -> Mapping[str, Any]:
         """Return the agent's request parameters: the environment's, or else the public part of the row's."""
@@ -171,8 +171,8 @@ class Attempt:
             return
         root = self.span.context if self.span is not None else None
         rollout_id = str(self.rollout["rollout_id"])
-        named = rollout_context(rollout_id if ROLLOUT_ID_PATTERN.match(rollout_id) else None)
-        with named, within(root), step("close", has_span=False):
+        context = rollout_context(rollout_id if ROLLOUT_ID_PATTERN.match(rollout_id) else None)
+        with context, within(root), step("close", has_span=False):
             await finish(self._close(timeout_s))
 
     async def _close(self, timeout_s: float) -> None:
@@ -180,12 +180,12 @@ class Attempt:
         try:
             async with asyncio.timeout(timeout_s):
                 while self.closers:
-                    what = next(reversed(self.closers))
+                    resource = next(reversed(self.closers))
                     try:
-                        await self.closers[what]()
+                        await self.closers[resource]()
                     except Exception as error:  # noqa: BLE001 - one failed release must not prevent the others
-                        log.warning("release failed", rollout_id=rollout_id, what=what, error=str(error))
-                    self.closers.pop(what, None)
+                        log.warning("release failed", rollout_id=rollout_id, what=resource, error=str(error))
+                    self.closers.pop(resource, None)
         except TimeoutError:
             log.warning("release timed out", rollout_id=rollout_id, left=len(self.closers), timeout_s=timeout_s)
             self.closers.clear()
@@ -269,7 +269,7 @@ class RolloutSteps:
             body["engine"] = self._settings.engine
         if self._settings.model_limits:
             body["limits"] = self._settings.model_limits
-        opened = (await self._of(attempt).post(model, "/sessions", body)).json()
+        opened = (await self._peers_of(attempt).post(model, "/sessions", body)).json()
         attempt.session = session = ModelSession(
             session_id=required(opened, "session_id", model, "/sessions", StageName.INIT),
             base_url=required(opened, "base_url", model, "/sessions", StageName.INIT),
@@ -283,7 +283,7 @@ class RolloutSteps:
             if attempt.session is not None:  # not finalized
                 path = f"/sessions/{session.session_id}/abort"
                 token = session.control_token
-                await self._of(attempt).post(model, path, {}, control_token=token, idempotent=True)
+                await self._peers_of(attempt).post(model, path, {}, control_token=token, idempotent=True)
                 attempt.session = None
 
         attempt.closers["model session"] = abort
@@ -291,13 +291,13 @@ class RolloutSteps:
     async def seed(self, attempt: Attempt) -> None:
         servers, settings = attempt.servers, self._settings
         environment, path = servers.environment or "", "/seed_session"
-        asked = {
+        options = {
             "validation": settings.validation,
             "topology": settings.topology,
             "limits": settings.limits or None,
             "box_needs": servers.box_needs,
         }
-        session = attempt.envelope(**{name: value for name, value in asked.items() if value is not None})
+        session = attempt.envelope(**{name: value for name, value in options.items() if value is not None})
         try:
             reply = await self._post_environment(attempt, path, attempt.row_with(**{SESSION_KEY: session}))
         except PeerError as error:
@@ -389,7 +389,7 @@ class RolloutSteps:
         path, body, token = f"/sessions/{session.session_id}/finalize", reward_of(verdict), session.control_token
         try:
             async with asyncio.timeout(self._settings.finalize_timeout_s):
-                reply = await self._of(attempt).post(model, path, body, control_token=token, idempotent=True)
+                reply = await self._peers_of(attempt).post(model, path, body, control_token=token, idempotent=True)
         except (PeerError, TimeoutError) as error:
             log.warning("session not finalized", rollout_id=attempt.rollout["rollout_id"], error=str(error))
             return {"ng_model_session": {"error": str(error) or "timed out"}}
@@ -410,11 +410,11 @@ class RolloutSteps:
 
     # Requests
 
-    def _of(self, attempt: Attempt) -> Peers:
+    def _peers_of(self, attempt: Attempt) -> Peers:
         return self._peers.of_attempt(attempt.replicas)
 
     async def _post_environment(self, attempt: Attempt, path: str, body: Mapping[str, Any]) -> Reply:
-        return await self._of(attempt).post(
+        return await self._peers_of(attempt).post(
             attempt.servers.environment or "",
             path,
             body,
@@ -425,7 +425,7 @@ class RolloutSteps:
 
     async def _post_act(self, attempt: Attempt, body: dict[str, Any]) -> Reply:
         agent = attempt.servers.agent
-        return await self._of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
+        return await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
 
     # Heartbeats tell an environment that owns the sandbox that the attempt is still alive, from seed to harvest, also
     # while it is queued. They stop with this process, and then the lease of the sandbox expires too.
@@ -458,8 +458,8 @@ def reward_of(verified: Mapping[str, Any]) -> dict[str, Any]:
     ``reward_info``."""
     findings = verified.get("findings")
     kinds = [each.get("kind") for each in findings if isinstance(each, Mapping)] if isinstance(findings, list) else []
-    own = verified.get("reward_info")
-    info = {**(own if isinstance(own, Mapping) else {}), **({"findings": kinds} if kinds else {})}
+    reward_info = verified.get("reward_info")
+    info = {**(reward_info if isinstance(reward_info, Mapping) else {}), **({"findings": kinds} if kinds else {})}
     if verified.get("verification_skipped"):
         info["verification_skipped"] = True
     return {"reward": decide_validity(verified).reward, "reward_info": info}
@@ -497,10 +497,10 @@ def _seed_failed(reason: str) -> StageError:
 def _outcome(act: Mapping[str, Any], agent: str) -> AgentOutcome:
     """Return the agent's outcome. An unknown outcome raises `StageError`, whatever else the reply holds, because it
     does not tell whether the work may be graded."""
-    said = act.get("outcome", AgentOutcome.COMPLETED)
+    outcome = act.get("outcome", AgentOutcome.COMPLETED)
     try:
-        return AgentOutcome(said)
+        return AgentOutcome(outcome)
     except ValueError:
-        reason = f"{agent}/act answered the unknown outcome {said!r}"[:MAX_REASON_CHARS]
+        reason = f"{agent}/act answered the unknown outcome {outcome!r}"[:MAX_REASON_CHARS]
         failure = StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason, retryable=False)
         raise StageError(failure) from None

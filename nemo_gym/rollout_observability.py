@@ -233,13 +233,13 @@ class AgentObservationBundle(ObservationModel):
         if len(parents) != len(invocations):
             raise ValueError("two invocations have the same invocation_id")
         for start in parents:
-            seen = {start}
+            visited = {start}
             # A parent that was not observed ends the walk.
             current = parents[start]
             while current is not None and current in parents:
-                if current in seen:
+                if current in visited:
                     raise ValueError(f"invocation '{start}' is its own ancestor")
-                seen.add(current)
+                visited.add(current)
                 current = parents[current]
         return self
 
@@ -301,8 +301,8 @@ def join_model_call_observations(
         if invocation is not None and call.model_call_id and call.model_call_id not in owned:
             invocation.model_calls.append(_reference_to(call))
     for invocation in invocations.values():
-        known = [by_id.get(reference.model_call_id or "") for reference in invocation.model_calls]
-        if None not in known:
+        referenced = [by_id.get(reference.model_call_id or "") for reference in invocation.model_calls]
+        if None not in referenced:
             invocation.model_calls.sort(key=lambda reference: by_id[str(reference.model_call_id)].call_index)
     return observations.model_copy(update={"records": records, "gaps": list(observations.gaps)})
 

@@ -98,8 +98,8 @@ class TaskDataValidationReport:
     def summary(self) -> str:
         parts = [f"{self.dataset_fpath}: {self.error_rows} of {self.rows} rows do not fit {self.server_name}'s schema"]
         for name in ("unknown_keys", "conflicting_keys", "misplaced_keys"):
-            if found := getattr(self, name):
-                listed = ", ".join(f"{key} ({count})" for key, count in sorted(found.items()))
+            if counts := getattr(self, name):
+                listed = ", ".join(f"{key} ({count})" for key, count in sorted(counts.items()))
                 parts.append(f"{name.replace('_', ' ')}: {listed}")
         return "; ".join([*parts, *self.errors])
 
@@ -111,7 +111,7 @@ class TaskDataValidator:
         self.report = TaskDataValidationReport(server_name, dataset_fpath)
         self._adapter = adapter
         schema = _model_of(adapter)
-        self._known = frozenset(schema.model_fields) if schema is not None else None
+        self._known_fields = frozenset(schema.model_fields) if schema is not None else None
         self._legacy = legacy_metadata_fields(adapter)
 
     def validate_row(self, row_index: int, row: dict[str, Any]) -> None:
@@ -119,8 +119,8 @@ class TaskDataValidator:
         report.rows += 1
         fields, conflicts = normalize_task_fields(row)
         report.conflicting_keys.update(conflicts)
-        if self._known is not None:
-            report.unknown_keys.update(key for key in fields if key not in self._known)
+        if self._known_fields is not None:
+            report.unknown_keys.update(key for key in fields if key not in self._known_fields)
         inner = row.get(LEGACY_METADATA_KEY)
         nested = inner if isinstance(inner, Mapping) else {}
         if TASK_DATA_ROW_KEY not in row:
@@ -169,14 +169,14 @@ def materialize_task(
 ) -> dict[str, JsonValue]:
     """Return a row as ``{task_id: {taskset, task_id}, task_input: {responses_create_params, task_data}}``. The id of a
     row without its own name is the run's task index, or else ``task_index``."""
-    named = next((row[key] for key in _OF_THE_TASK if isinstance(row.get(key), str | int)), None)
-    if named is None:
-        named = row.get(TASK_INDEX_KEY, task_index)
-    if named is None:
+    task_id = next((row[key] for key in _OF_THE_TASK if isinstance(row.get(key), str | int)), None)
+    if task_id is None:
+        task_id = row.get(TASK_INDEX_KEY, task_index)
+    if task_id is None:
         raise ValueError(f"the row has neither {', '.join(_OF_THE_TASK)} nor a number; pass task_index")
     fields = {key: value for key, value in row.items() if key not in RESERVED_ROW_KEYS and key != TASK_DATA_ROW_KEY}
     inner = row.get(TASK_DATA_ROW_KEY)
     if isinstance(inner, Mapping):
         fields = {**fields, **inner}
     task_input: dict[str, JsonValue] = {PARAMS_KEY: row.get(PARAMS_KEY), "task_data": fields}
-    return {"task_id": {"taskset": taskset, "task_id": str(named)}, "task_input": task_input}
+    return {"task_id": {"taskset": taskset, "task_id": str(task_id)}, "task_input": task_input}

@@ -202,13 +202,13 @@ BROKER = str(ROOT / "resources_servers" / "sandbox" / "app.py")
 def lanes_of(item: pytest.Item) -> set[str]:
     """The marks of one test."""
     fitting = [place for place in PLACES if item.nodeid.startswith(place)]
-    found = set(PLACES[max(fitting, key=len)].split()) if fitting else set()
+    marks = set(PLACES[max(fitting, key=len)].split()) if fitting else set()
     for fixture in getattr(item, "fixturenames", ()):
-        found.update(FIXTURES.get(fixture, "").split())
+        marks.update(FIXTURES.get(fixture, "").split())
     parameters = getattr(item, "callspec", None)
     if parameters is not None and "docker" in parameters.id.split("-"):
-        found.add("docker")
-    return found
+        marks.add("docker")
+    return marks
 
 
 def has_no_fast_test(path: Path) -> bool:
@@ -220,7 +220,7 @@ def has_no_fast_test(path: Path) -> bool:
 def is_full(item: pytest.Item) -> bool:
     """Whether only `make test-full` runs the test."""
     places = (place.partition("*") for place in FULL)
-    return any(item.nodeid.startswith(start) and rest in item.nodeid for start, _, rest in places)
+    return any(item.nodeid.startswith(start) and later in item.nodeid for start, _, later in places)
 
 
 def order_of(item: pytest.Item) -> int:
@@ -242,36 +242,36 @@ class Guard:
     """Watches what this process starts, and fails a test that has no mark for it."""
 
     def __init__(self) -> None:
-        self._found: set[str] = set()
-        sys.addaudithook(self._see)
+        self._lanes: set[str] = set()
+        sys.addaudithook(self._on_event)
 
-    def _see(self, event: str, given: tuple[Any, ...]) -> None:
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen":
-            _, words, _, environment = given
-            self._started(_texts(words))
+            _, argv, _, environment = arguments
+            self._started(_texts(argv))
             if OPTIONS_VARIABLE in (environment or ()):
-                self._found.add("box")
+                self._lanes.add("box")
         elif event == "os.posix_spawn":
-            self._started(_texts(given[1]))
-        elif event == "socket.connect" and isinstance(given[1], str | bytes):
-            self._connected(os.path.basename(os.fsdecode(given[1])))  # noqa: PTH119 - may be abstract
+            self._started(_texts(arguments[1]))
+        elif event == "socket.connect" and isinstance(arguments[1], str | bytes):
+            self._connected(os.path.basename(os.fsdecode(arguments[1])))  # noqa: PTH119 - may be abstract
 
-    def _started(self, words: Iterable[str]) -> None:
-        for word in words:
-            if "nemo_gym.cli" in word or "nemo_gym.stack.nursery" in word or word == BROKER:
-                self._found.add("stack")
-            elif word.endswith("/scripts/dockerd"):
-                self._found.add("docker")
+    def _started(self, argv: Iterable[str]) -> None:
+        for argument in argv:
+            if "nemo_gym.cli" in argument or "nemo_gym.stack.nursery" in argument or argument == BROKER:
+                self._lanes.add("stack")
+            elif argument.endswith("/scripts/dockerd"):
+                self._lanes.add("docker")
 
     def _connected(self, name: str) -> None:
         if name in ("docker.sock", "engine.sock"):
-            self._found.add("docker")
+            self._lanes.add("docker")
         elif name == SOCKET_NAME:
-            self._found.add("box")
+            self._lanes.add("box")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None]:
-        self._found.clear()
+        self._lanes.clear()
         yield
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -279,7 +279,7 @@ class Guard:
         yield
         if nextitem is not None and _is_marked(item) and not _is_marked(nextitem):
             gc.collect()  # now, because in the next lane a ResourceWarning about leftovers of this one is an error
-        unmarked = sorted(lane for lane in self._found if item.get_closest_marker(lane) is None)
+        unmarked = sorted(lane for lane in self._lanes if item.get_closest_marker(lane) is None)
         if unmarked:
             pytest.fail(f"this test needs the mark {' and '.join(unmarked)}: add its place to tests/lanes.py", False)
 
@@ -288,5 +288,5 @@ def _is_marked(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in MARKS)
 
 
-def _texts(words: Any) -> list[str]:
-    return [os.fsdecode(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
+def _texts(argv: Any) -> list[str]:
+    return [os.fsdecode(arg) for arg in ([argv] if isinstance(argv, str | bytes | os.PathLike) else argv)]

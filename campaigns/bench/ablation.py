@@ -86,22 +86,22 @@ class Ablation:
     async def figures(self) -> dict[str, Any]:
         """Return, for each path, wall p50 and CPU per call with the mechanism, and what the mechanism saves."""
         await self.play(self._load.tool_answer())
-        found = {"instant": await self.instant(), "turn_200": await self.late()}
+        figures_by_path = {"instant": await self.instant(), "turn_200": await self.late()}
         await self.play(self._load.long_answer(LONG_TOKENS))
-        found["long_answer"] = await self.long_answers()
+        figures_by_path["long_answer"] = await self.long_answers()
         await self.play(self._load.tool_answer(delay_s=ENGINE_S, jitter=0.25))
-        found["realistic"] = await self.realistic()
+        figures_by_path["realistic"] = await self.realistic()
         for connection in self._connections.values():
             connection.close()
-        return {path: found[path] for path in PATHS}
+        return {path: figures_by_path[path] for path in PATHS}
 
     async def _conversation(self, number: int, turns: int, measured_from: int, spent: list[list[Spent]]) -> None:
         talks = [await door.open(self._connections[door], number) for door in self._doors]
         for turn in range(turns):
             for place in (0, 1) if turn % 2 else (1, 0):
-                one = await _turn(self._doors[place], talks[place])
+                cost = await _turn(self._doors[place], talks[place])
                 if turn >= measured_from:
-                    spent[place].append(one)
+                    spent[place].append(cost)
         for talk in talks:
             await talk.close()
 
@@ -184,32 +184,32 @@ def without(name: str | None) -> Iterator[None]:
 async def run(names: list[str], amount: int) -> tuple[dict[str, Any], list[Bar]]:
     raise_file_limit()
     conversations.results = tool_outputs
-    found: dict[str, Any] = {}
-    with contextlib.ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+    by_name: dict[str, Any] = {}
+    with contextlib.ExitStack() as resources:
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
         policy = make_large_policy(folder / "policy", cache_root() / "bench")
         load = Load(policy)
-        engine = held.enter_context(on_socket("engine.py"))
+        engine = resources.enter_context(on_socket("engine.py"))
         kinds = {"token": token_kind(engine.url, policy), "text": text_kind(engine.url)}
         for name in names:
             kind = MECHANISMS[name].kind
             # Start both anew: a gateway that has had a thousand sessions is slower by more than most mechanisms save.
-            with contextlib.ExitStack() as one:
-                plain = await asyncio.to_thread(one.enter_context, gateway(kinds[kind]))
+            with contextlib.ExitStack() as gateways:
+                plain = await asyncio.to_thread(gateways.enter_context, gateway(kinds[kind]))
                 with without(name):
-                    other = await asyncio.to_thread(one.enter_context, gateway(kinds[kind]))
-                figures = await Ablation(load, engine.url, (plain, other), amount).figures()
-                found[name] = {"files": MECHANISMS[name].files, "kept_for": MECHANISMS[name].kept_for, **figures}
-                await asyncio.to_thread(one.close)
+                    ablated = await asyncio.to_thread(gateways.enter_context, gateway(kinds[kind]))
+                figures = await Ablation(load, engine.url, (plain, ablated), amount).figures()
+                by_name[name] = {"files": MECHANISMS[name].files, "kept_for": MECHANISMS[name].kept_for, **figures}
+                await asyncio.to_thread(gateways.close)
             print(name, {path: figures[path]["cpu_saved_us"] for path in PATHS}, file=sys.stderr, flush=True)
-        await asyncio.to_thread(held.close)
-    return {"mechanisms": found}, _bars(found)
+        await asyncio.to_thread(resources.close)
+    return {"mechanisms": by_name}, _bars(by_name)
 
 
-def _bars(found: dict[str, Any]) -> list[Bar]:
-    alike = found.get("nothing")
+def _bars(by_name: dict[str, Any]) -> list[Bar]:
+    alike = by_name.get("nothing")
     bars = []
-    for name, figures in found.items():
+    for name, figures in by_name.items():
         if MECHANISMS[name].kept_for:
             continue
         worth = 0.0

@@ -57,18 +57,18 @@ async def bench(sandbox: str, folder: Path) -> AsyncIterator[Bench]:
     """Start the servers of a run, and make the measured repository as an image and on the host."""
     settings = await asyncio.to_thread(_settings, sandbox, folder)
     provider = create_provider({sandbox: settings})
-    async with AsyncExitStack() as held:
-        held.push_async_callback(provider.aclose)
+    async with AsyncExitStack() as resources:
+        resources.push_async_callback(provider.aclose)
         await task.make_image(provider)
         repository = folder / "repository"
         await asyncio.to_thread(task.make_repository, repository)
-        words = (
+        arguments = (
             *("agent=claude_code", "environment=swe_bench", "model=scripted", f"sandbox={sandbox}"),
             f"script={await asyncio.to_thread(task.script, folder / 'script.json')}",
             *(f"++sandbox.{sandbox}.{key}={value}" for key, value in settings.items()),
         )
-        stack = await held.enter_async_context(suite_stack(words))
-        held.push_async_callback(close_global_aiohttp_client)
+        stack = await resources.enter_async_context(suite_stack(arguments))
+        resources.push_async_callback(close_global_aiohttp_client)
         client: ServerClient = pipeline_client(stack)
         sessions = Sessions(client)
         state_dir = Path(settings.get("state_dir", folder))
@@ -100,9 +100,9 @@ async def overhead(setting: Bench, rounds: int) -> dict[str, Any]:
                 else:
                     seconds, answer = await setting.in_box.run(turns)
                     boxed.append(seconds)
-                    seen = answer.observations
-                    parts.append({"around_s": seconds - seen["seconds"], "setup_s": seen["setup_seconds"]})
-        ratios = [ours / theirs for ours, theirs in zip(boxed[1:], bare[1:], strict=True)]
+                    times = answer.observations
+                    parts.append({"around_s": seconds - times["seconds"], "setup_s": times["setup_seconds"]})
+        ratios = [boxed_s / bare_s for boxed_s, bare_s in zip(boxed[1:], bare[1:], strict=True)]
         figures[f"turns_{turns}"] = {
             "boxed_s": Samples(boxed[1:]).summary(3),
             "bare_s": Samples(bare[1:]).summary(3),
@@ -135,23 +135,23 @@ async def _at_once(side: InBox | OnHost, count: int) -> tuple[list[float], list[
         except RunFailedError as error:
             return str(error)
 
-    found = await asyncio.gather(*(one() for _ in range(count)))
-    return [one for one in found if isinstance(one, float)], [one for one in found if isinstance(one, str)]
+    outcomes = await asyncio.gather(*(one() for _ in range(count)))
+    return [one for one in outcomes if isinstance(one, float)], [one for one in outcomes if isinstance(one, str)]
 
 
 async def memory(setting: Bench, count: int) -> dict[str, Any]:
     """Measure the memory of ``count`` `local` boxes at once."""
-    with BoxMemory(setting.state_dir) as seen:
+    with BoxMemory(setting.state_dir) as box_memory:
         _, failures = await _at_once(setting.in_box, count)
     # Boxes of the harvest run only git; boxes of the CLI take most of the memory.
-    agents = [peak for peak in seen.peaks.values() if peak.private > 64 * 1024]
+    agents = [peak for peak in box_memory.peaks.values() if peak.private > 64 * 1024]
     if failures or not agents:
         raise RunFailedError(f"no memory was seen of {count} boxes: {failures}")
     return {
-        "boxes_at_once": seen.most_boxes,
+        "boxes_at_once": box_memory.most_boxes,
         "pss_mib_per_box": Samples([peak.pss / 1024 for peak in agents]).summary(1),
         "private_mib_per_box": Samples([peak.private / 1024 for peak in agents]).summary(1),
-        "all_boxes_pss_mib": round(seen.most_pss / 1024, 1),
+        "all_boxes_pss_mib": round(box_memory.most_pss / 1024, 1),
     }
 
 

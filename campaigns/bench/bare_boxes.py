@@ -65,9 +65,9 @@ class BareDocker:
             pids_limit=4096,
             log_config={"Type": "none", "Config": {}},
         )
-        made = self._client.create_container(self._image, IDLE[1:], entrypoint=[IDLE[0]], host_config=host_config)
-        self._client.start(made["Id"])
-        return str(made["Id"])
+        container = self._client.create_container(self._image, IDLE[1:], entrypoint=[IDLE[0]], host_config=host_config)
+        self._client.start(container["Id"])
+        return str(container["Id"])
 
     async def exec(self, box: str) -> None:
         assert await self._run(self._exec, box) == b"done\n"
@@ -75,9 +75,9 @@ class BareDocker:
     def _exec(self, box: str) -> bytes:
         if self._cli:
             return self._docker("exec", box, "echo", "done")
-        made = self._client.exec_create(box, ["echo", "done"])
-        stdout, _ = self._client.exec_start(made["Id"], demux=True)
-        assert self._client.exec_inspect(made["Id"])["ExitCode"] == 0
+        created = self._client.exec_create(box, ["echo", "done"])
+        stdout, _ = self._client.exec_start(created["Id"], demux=True)
+        assert self._client.exec_inspect(created["Id"])["ExitCode"] == 0
         return bytes(stdout)
 
     async def tar_in(self, box: str) -> None:

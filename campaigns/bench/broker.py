@@ -116,9 +116,9 @@ async def latency(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
     took: dict[str, list[float]] = {"direct": [], "broker": []}
     for turn in range(here.options.rounds + 10):
         for side, provider in here.sides(turn):
-            one = await timed_exec(provider, boxes[side])
+            milliseconds = await timed_exec(provider, boxes[side])
             if turn >= 10:  # connections are open, programs in memory
-                took[side].append(one)
+                took[side].append(milliseconds)
     many: dict[str, list[float]] = {"direct": [], "broker": []}
     walls: dict[str, list[float]] = {"direct": [], "broker": []}
     before = here.cpu_s()
@@ -224,7 +224,7 @@ async def storm(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
     refused: Counter[str] = Counter()
     most = 0
 
-    async def one(api: Api, owner: str) -> None:
+    async def create_box(api: Api, owner: str) -> None:
         nonlocal most
         start = time.monotonic()
         answer = await api.create(labels={"owner": owner})
@@ -241,12 +241,12 @@ async def storm(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
     async with asyncio.TaskGroup() as group, _callers(here.broker, names) as callers:
         start = time.monotonic()
         counts = {name: total * 3 // 5 if name == "greedy" else total // 10 for name in names}
-        asking = []
+        requests = []
         for name in names:
-            asking += [group.create_task(one(callers[name], name)) for _ in range(counts[name])]
+            requests += [group.create_task(create_box(callers[name], name)) for _ in range(counts[name])]
             if name == "greedy":
                 await asyncio.sleep(0.3)
-        await asyncio.gather(*asking)
+        await asyncio.gather(*requests)
         wall = time.monotonic() - start
     last_modest = max((place for place, owner in enumerate(served, 1) if owner != "greedy"), default=0)
     # If owners take turns, all get the same number of boxes until the modest owners have all of theirs.
@@ -361,9 +361,9 @@ async def measure(options: Any) -> tuple[dict[str, Any], list[Bar]]:
         if name == "storm":
             settings = {"max_boxes": options.max_boxes, "queue_timeout_s": 600}
         async with bench(options, **settings) as here:
-            found, met = await part(here)
-        figures |= found
-        bars += met
+            new_figures, new_bars = await part(here)
+        figures |= new_figures
+        bars += new_bars
     return figures, bars
 
 

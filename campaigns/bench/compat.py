@@ -47,17 +47,17 @@ def measure(plugins: Path, model_url: str, runs: int, rollouts: int, concurrency
     """Measure each figure ``runs`` times, after a warm-up round."""
     from nemo_gym import start
 
-    found: dict[str, list[float]] = {name: [] for name in (*THEIRS, "pipeline_cpu_ms")}
+    samples: dict[str, list[float]] = {name: [] for name in (*THEIRS, "pipeline_cpu_ms")}
     rows = rows_of(plugins, rollouts)
-    words = [f"+config_paths=[{','.join(FILES)}]"]
+    arguments = [f"+config_paths=[{','.join(FILES)}]"]
     policy = {"policy_base_url": f"{model_url}/v1", "policy_api_key": "key", "policy_model_name": "fake"}
     for number in range(runs + 1):
         begin = time.perf_counter()
-        with start(*words, **policy) as stack:
+        with start(*arguments, **policy) as stack:
             seconds = time.perf_counter() - begin
-            (entry,) = (one for one in running_stacks() if psutil.Process(one.pid).ppid() == os.getpid())
+            (entry,) = (run for run in running_stacks() if psutil.Process(run.pid).ppid() == os.getpid())
             servers = [server.pid for server in entry.servers if server.pid is not None]
-            memory = pss_mib(one.pid for one in processes(entry.pid))
+            memory = pss_mib(process.pid for process in processes(entry.pid))
             stack.run(rows[:concurrency], output=f"warm{number}.jsonl", concurrency=concurrency)
             before, driver, begin = _cpu_s(servers), time.process_time(), time.perf_counter()
             result = stack.run(rows, output=f"out{number}.jsonl", concurrency=concurrency)
@@ -65,12 +65,12 @@ def measure(plugins: Path, model_url: str, runs: int, rollouts: int, concurrency
             spent = result.collection.seconds
             assert spent is not None
             if number:
-                found["start_s"].append(seconds)
-                found["memory_mib"].append(memory)
-                found["rollouts_per_s"].append(rollouts / spent)
-                found["server_cpu_ms"].append(1000 * (_cpu_s(servers) - before) / rollouts)
-                found["pipeline_cpu_ms"].append(1000 * (time.process_time() - driver) / rollouts)
-    return {name: Samples(values) for name, values in found.items()}
+                samples["start_s"].append(seconds)
+                samples["memory_mib"].append(memory)
+                samples["rollouts_per_s"].append(rollouts / spent)
+                samples["server_cpu_ms"].append(1000 * (_cpu_s(servers) - before) / rollouts)
+                samples["pipeline_cpu_ms"].append(1000 * (time.process_time() - driver) / rollouts)
+    return {name: Samples(values) for name, values in samples.items()}
 
 
 def _cpu_s(pids: list[int]) -> float:

@@ -125,7 +125,7 @@ class Measured:
     """MiB of each server: after the warm-up, after `MEMORY_ROLLOUTS` more, and after as many again."""
 
     def figures(self) -> dict[str, Any]:
-        ratios = [ours.rate / bare.rate for ours, bare in zip(self.shipped, self.bare, strict=True)]
+        ratios = [shipped.rate / bare.rate for shipped, bare in zip(self.shipped, self.bare, strict=True)]
         all_ms = [one.server_cpu_ms + one.driver_cpu_ms for one in self.shipped]
         return {
             "rate_ratio": Samples(ratios).summary(3),
@@ -177,7 +177,7 @@ def bare_chain(composition: Composition, model_url: str) -> Iterator[tuple[dict[
     chain: dict[str, ChainServer] = {}
     try:
         asks = composition.task.asks
-        tool = next((asked for asked in asks if not asked.startswith("/")), None)
+        tool = next((route for route in asks if not route.startswith("/")), None)
         chain["environment"] = ChainServer("environment", {"plain": True, "tool": tool})
         tools = {"mcp": f"http://127.0.0.1:{chain['environment'].port}/mcp"} if tool else {}
         forwards = {} if composition.model == "scripted" else {"forwards_to": f"{model_url}/v1"}
@@ -215,7 +215,7 @@ async def compare(
     from nemo_gym.rollouts.collection import run_collection
     from nemo_gym.stack.stack import pipeline_client
 
-    found = Measured()
+    results = Measured()
     rows = composition.task.rows(rollouts)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -243,24 +243,24 @@ async def compare(
                 for number in range(runs + 1):
                     bare = await measured(bare_pids, rollouts, lambda: bare_rollouts(urls, rows, concurrency))
                     before = model.cpu_s()
-                    each = {name: _cpu_s(pid) for name, pid in pids.items()}
+                    cpu_before_s = {name: _cpu_s(pid) for name, pid in pids.items()}
                     shipped = await measured([*pids.values()], rollouts, collect)
-                    spent_s = {name: _cpu_s(pid) - each[name] for name, pid in pids.items()}
+                    spent_s = {name: _cpu_s(pid) - cpu_before_s[name] for name, pid in pids.items()}
                     if number:
-                        found.bare.append(bare)
-                        found.shipped.append(replace(shipped, server_cpu_s=sum(spent_s.values())))
-                        found.model_cpu_ms.append(1000 * (model.cpu_s() - before) / rollouts)
+                        results.bare.append(bare)
+                        results.shipped.append(replace(shipped, server_cpu_s=sum(spent_s.values())))
+                        results.model_cpu_ms.append(1000 * (model.cpu_s() - before) / rollouts)
                         for name, seconds in spent_s.items():
-                            found.by_server.setdefault(name, []).append(1000 * seconds / rollouts)
+                            results.by_server.setdefault(name, []).append(1000 * seconds / rollouts)
                 if memory:
                     for repeats in (0, MEMORY_ROLLOUTS // rollouts, MEMORY_ROLLOUTS // rollouts):
                         if repeats:
                             await collect(repeats)
                         for name, pid in pids.items():
-                            found.memory.setdefault(name, []).append(round(memory_mib(pid), 1))
+                            results.memory.setdefault(name, []).append(round(memory_mib(pid), 1))
             finally:
                 await close_global_aiohttp_client()
-    return found
+    return results
 
 
 def _cpu_s(pid: int) -> float:
@@ -287,11 +287,11 @@ def main() -> int:
                 continue
             chosen = replace(composition, words=(f"sandbox={sandbox}",)) if composition.task is BOX else composition
             memory = composition.name in MEMORY and not arguments.no_memory
-            found = uvloop.run(
+            results = uvloop.run(
                 compare(chosen, arguments.runs, arguments.rollouts, arguments.concurrency, memory=memory)
             )
-            figures[composition.name] = found.figures()
-            bars += found.bars(composition.name)
+            figures[composition.name] = results.figures()
+            bars += results.bars(composition.name)
             if not arguments.json:
                 print(composition.name, figures[composition.name], flush=True)
     return print_report(figures, bars, as_json=arguments.json)

@@ -113,12 +113,12 @@ class Bench:
     @contextlib.asynccontextmanager
     async def gateways(self) -> AsyncIterator[tuple[GatewayDoor, GatewayDoor]]:
         """Run both gateways; yield (tokens, text)."""
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as resources:
             starts = token_kind(self.engine.url, self.policy), text_kind(self.engine.url)
-            tokens, text = [await asyncio.to_thread(held.enter_context, gateway(kind)) for kind in starts]
+            tokens, text = [await asyncio.to_thread(resources.enter_context, gateway(kind)) for kind in starts]
             yield tokens, text
             # Stop them in a thread, as they were started: this loop has the connections that they hold open.
-            await asyncio.to_thread(held.close)
+            await asyncio.to_thread(resources.close)
 
     # -- sections ------------------------------------------------------------------------------------------------
 
@@ -128,21 +128,21 @@ class Bench:
                 raw = PlainDoor("raw_proxy", proxy.url, proxy)
                 engines: list[tuple[Door, Door]] = [(tokens, self.token_engine), (text, self.text_engine)]
                 await self.at_once()
-                found = await latency.added([*engines, (raw, self.text_engine)], self.amounts.conversations)
-        self.figures["latency"] = {**found}
+                latencies = await latency.added([*engines, (raw, self.text_engine)], self.amounts.conversations)
+        self.figures["latency"] = {**latencies}
         for door, _ in engines:
             label = f"{door.name}: added per call at concurrency 1, p50"
-            self.bars.append(Bar.at_most(label, found[door.name]["added_p50_ms"], ADDED_P50_AT_MOST_MS, "ms"))
+            self.bars.append(Bar.at_most(label, latencies[door.name]["added_p50_ms"], ADDED_P50_AT_MOST_MS, "ms"))
 
     async def throughput(self) -> None:
         async with self.gateways() as (tokens, text):
             pairs: list[tuple[Door, Door]] = [(tokens, self.token_engine), (text, self.text_engine)]
-            found = await self._lost(pairs, self.amounts.turns, self.amounts.rounds)
-        self.figures["throughput"] = found
-        for name, one in found["realistic_engine"].items():
+            results = await self._lost(pairs, self.amounts.turns, self.amounts.rounds)
+        self.figures["throughput"] = results
+        for name, result in results["realistic_engine"].items():
             label = f"{name}: throughput lost at {self.amounts.callers} concurrent"
-            self.bars.append(Bar.at_most(label, one["lost_share"], LOST_AT_MOST))
-            self.bars.append(Bar.at_most(f"{name}: failed calls", one["failed"], 0))
+            self.bars.append(Bar.at_most(label, result["lost_share"], LOST_AT_MOST))
+            self.bars.append(Bar.at_most(f"{name}: failed calls", result["failed"], 0))
 
     async def _lost(self, pairs: list[tuple[Door, Door]], turns: int, rounds: int) -> dict[str, Any]:
         callers = self.amounts.callers
@@ -156,18 +156,18 @@ class Bench:
 
     async def beside_peers(self, uni_agent_source: str | None) -> None:
         """Measure each peer in turns with our gateway of the same kind."""
-        told = self.figures["peers"] = {}
+        results = self.figures["peers"] = {}
         for name in ("litellm", "uni_agent"):
             try:
-                with contextlib.ExitStack() as held:
+                with contextlib.ExitStack() as resources:
                     if name == "litellm":
                         opening: Any = peers.litellm(self.engine.url, self.folder)
                     else:
                         opening = peers.uni_agent(self.engine.url, self.policy, self.folder, uni_agent_source)
-                    peer: Door = await asyncio.to_thread(held.enter_context, opening)
-                    told[name] = {"available": True, **await self._beside(peer)}
+                    peer: Door = await asyncio.to_thread(resources.enter_context, opening)
+                    results[name] = {"available": True, **await self._beside(peer)}
             except (peers.PeerMissingError, WireError) as error:
-                told[name] = {"available": False, "reason": str(error)}
+                results[name] = {"available": False, "reason": str(error)}
 
     async def _beside(self, peer: Door) -> dict[str, Any]:
         async with self.gateways() as (tokens, text):
@@ -178,9 +178,9 @@ class Bench:
             pairs = [same, (peer, same[1])]
             await self.at_once()
             added = await latency.added(pairs, max(10, self.amounts.conversations // 4))
-            ours, theirs = added[same[0].name], added[peer.name]
+            own_added, peer_added = added[same[0].name], added[peer.name]
             lost = await self._lost(pairs, self.amounts.peer_turns, 1)
-            ratio = theirs["added_p50_ms"] / ours["added_p50_ms"]
+            ratio = peer_added["added_p50_ms"] / own_added["added_p50_ms"]
             return {"latency": added, "throughput": lost, "added_p50_over_ours": round(ratio, 2)}
 
     async def sessions(self) -> None:
@@ -189,11 +189,11 @@ class Bench:
         async with self.gateways() as doors:
             for door, sampled in zip(doors, (len(answer.ids), None), strict=True):
                 await self.play(answer)
-                found = await many_sessions.held(door, amounts.sessions, amounts.session_turns, sampled)
-                self.figures["sessions"][door.name] = found
+                result = await many_sessions.held(door, amounts.sessions, amounts.session_turns, sampled)
+                self.figures["sessions"][door.name] = result
                 label = f"{door.name}: {amounts.sessions} sessions x {amounts.session_turns} turns, "
-                self.bars.append(Bar.at_most(f"{label}errors", found["errors"], 0))
-                self.bars.append(Bar.at_most(f"{label}wrong trajectories", found["wrong_trajectories"], 0))
+                self.bars.append(Bar.at_most(f"{label}errors", result["errors"], 0))
+                self.bars.append(Bar.at_most(f"{label}wrong trajectories", result["wrong_trajectories"], 0))
 
     async def history(self) -> None:
         await self.at_once()
@@ -202,40 +202,40 @@ class Bench:
         async with self.gateways() as doors:
             for door, tokens in zip(doors, (True, False), strict=True):
                 with on_socket("raw_proxy.py", self.engine.url) as proxy:
-                    found = await long_history.growth(door, self.engine.url, proxy, rounds, tokens=tokens)
-                self.figures["history"][door.name] = found
+                    result = await long_history.growth(door, self.engine.url, proxy, rounds, tokens=tokens)
+                self.figures["history"][door.name] = result
                 label = f"{door.name}: turn {long_history.LATE} over turn {long_history.EARLY}, "
                 # Every gateway has to move more bytes and parse a longer body: the bar excludes that cost.
                 label += "engine, transport and JSON subtracted"
-                self.bars.append(Bar.at_most(label, found["own_wall_ratio"], HISTORY_RATIO_AT_MOST, "x"))
+                self.bars.append(Bar.at_most(label, result["own_wall_ratio"], HISTORY_RATIO_AT_MOST, "x"))
 
     async def relayed(self) -> None:
         await self.play(self.load.long_answer(relay.TOKENS))
         self.figures["relay"] = {}
         kinds = (token_kind(self.engine.url, self.policy), text_kind(self.engine.url, logprobs=True))
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as resources:
             proxies = {
-                "raw_proxy": held.enter_context(on_socket("raw_proxy.py", self.engine.url)),
-                "reading_proxy": held.enter_context(on_socket("raw_proxy.py", self.engine.url, "read")),
+                "raw_proxy": resources.enter_context(on_socket("raw_proxy.py", self.engine.url)),
+                "reading_proxy": resources.enter_context(on_socket("raw_proxy.py", self.engine.url, "read")),
             }
             for kind, tokens in zip(kinds, (True, False), strict=True):
-                with contextlib.ExitStack() as one:
-                    door = await asyncio.to_thread(one.enter_context, gateway(kind))
-                    asked = {"return_token_ids": True, **({} if tokens else {"logprobs": True})}
-                    found = await relay.compared(door, proxies, self.amounts.relay_rounds, tokens=tokens, asked=asked)
-                self.figures["relay"][door.name] = found
+                with contextlib.ExitStack() as stack:
+                    door = await asyncio.to_thread(stack.enter_context, gateway(kind))
+                    query = {"return_token_ids": True, **({} if tokens else {"logprobs": True})}
+                    result = await relay.compared(door, proxies, self.amounts.relay_rounds, tokens=tokens, asked=query)
+                self.figures["relay"][door.name] = result
                 for proxy in proxies:
-                    for what in ("wall", "cpu"):
-                        label = f"{door.name}: {relay.TOKENS} tokens, {what} over {proxy}"
-                        self.bars.append(Bar.at_most(label, found[f"{what}_over_{proxy}"], RELAY_RATIO_AT_MOST, "x"))
+                    for cost in ("wall", "cpu"):
+                        label = f"{door.name}: {relay.TOKENS} tokens, {cost} over {proxy}"
+                        self.bars.append(Bar.at_most(label, result[f"{cost}_over_{proxy}"], RELAY_RATIO_AT_MOST, "x"))
 
 
 async def run(wanted: set[str], uni_agent_source: str | None, amounts: Amounts) -> tuple[dict[str, Any], list[Bar]]:
     raise_file_limit()
-    with contextlib.ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+    with contextlib.ExitStack() as resources:
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
         policy = make_policy(folder / "policy", FAMILY)
-        engine = held.enter_context(on_socket("engine.py"))
+        engine = resources.enter_context(on_socket("engine.py"))
         bench = Bench(folder, policy, Load(policy), engine, amounts)
         await bench.at_once()
         sections: dict[str, Callable[[], Awaitable[None]]] = {

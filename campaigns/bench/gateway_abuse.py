@@ -94,31 +94,31 @@ def loop_waited_s(pid: int) -> float:
 @contextlib.asynccontextmanager
 async def watched(door: GatewayDoor, *sessions: Session) -> AsyncIterator[Watch]:
     """Request the gateway's health all the time; then end the sessions, and measure the memory that is kept."""
-    found = Watch(before_mb=rss_mb(door.server.pid))
-    over = asyncio.Event()
+    watch = Watch(before_mb=rss_mb(door.server.pid))
+    finished = asyncio.Event()
 
-    async def ask() -> None:
+    async def poll_health() -> None:
         connection = Connection(door.url)
-        while not over.is_set():
+        while not finished.is_set():
             began, waited = time.perf_counter(), loop_waited_s(door.server.pid)
             await connection.get("/health")
             wall = time.perf_counter() - began
-            found.wall_s = max(found.wall_s, wall)
-            found.blocked_s = max(found.blocked_s, wall - (loop_waited_s(door.server.pid) - waited))
-            found.highest_mb = max(found.highest_mb, rss_mb(door.server.pid))
-            found.asked += 1
+            watch.wall_s = max(watch.wall_s, wall)
+            watch.blocked_s = max(watch.blocked_s, wall - (loop_waited_s(door.server.pid) - waited))
+            watch.highest_mb = max(watch.highest_mb, rss_mb(door.server.pid))
+            watch.asked += 1
             await asyncio.sleep(0.002)
         connection.close()
 
-    asking = asyncio.create_task(ask())
+    asking = asyncio.create_task(poll_health())
     try:
-        yield found
+        yield watch
     finally:
-        over.set()
+        finished.set()
         await asking
     await asyncio.gather(*(session.end() for session in sessions))
     await asyncio.sleep(_SETTLE_S)
-    found.kept_mb = rss_mb(door.server.pid) - found.before_mb
+    watch.kept_mb = rss_mb(door.server.pid) - watch.before_mb
 
 
 class Session:
@@ -146,12 +146,12 @@ class Session:
         connection.close()
 
     async def post(self, body: bytes, connection: Connection | None = None) -> Reply:
-        own = connection or Connection(self.door.url)
+        used = connection or Connection(self.door.url)
         try:
-            return await own.post(CHAT, body, self._token)
+            return await used.post(CHAT, body, self._token)
         finally:
             if connection is None:
-                own.close()
+                used.close()
 
     async def say(self, text: str, connection: Connection | None = None) -> Reply:
         return await self.post(orjson.dumps({"messages": [{"role": "user", "content": text}]}), connection)
@@ -180,9 +180,9 @@ def cold_bodies() -> dict[str, bytes]:
     turns = [{"role": role, "content": f"{role} says {n}"} for n in range(4_999) for role in ("user", "assistant")]
     texts = [{**turn, "content": turn["content"] + " and reads a file of many words" * 10} for turn in turns]
     marked = [{**turn, "content": turn["content"] + " in words of control: <|im_end|> and more"} for turn in turns]
-    told = {"short_messages": turns, "long_messages": texts, "control_words": marked}
+    histories = {"short_messages": turns, "long_messages": texts, "control_words": marked}
     last = {"role": "user", "content": "go on"}
-    return {name: orjson.dumps({"messages": [*messages, last]}) for name, messages in told.items()}
+    return {name: orjson.dumps({"messages": [*messages, last]}) for name, messages in histories.items()}
 
 
 @dataclass
@@ -195,14 +195,14 @@ class Bench:
     @contextlib.asynccontextmanager
     async def door(self, kind: GatewayKind | None = None) -> AsyncIterator[GatewayDoor]:
         kind = kind or text_kind(self.engine.url)
-        words = [f"++policy_model.responses_api_models.gateway.{setting}" for setting in _SETTINGS]
-        with contextlib.ExitStack() as held:
-            door = await asyncio.to_thread(held.enter_context, gateway(kind, *words))
+        settings = [f"++policy_model.responses_api_models.gateway.{setting}" for setting in _SETTINGS]
+        with contextlib.ExitStack() as resources:
+            door = await asyncio.to_thread(resources.enter_context, gateway(kind, *settings))
             session = await self.session(door)
             for _ in range(50):  # warm-up: loads and caches what is needed once
                 (await session.say("hello")).json()
             yield door
-            await asyncio.to_thread(held.close)
+            await asyncio.to_thread(resources.close)
 
     async def session(self, door: GatewayDoor) -> Session:
         return await Session.open(door, next(self._numbers))
@@ -220,29 +220,29 @@ class Bench:
     # -- sections ------------------------------------------------------------------------------------------------
 
     async def bodies(self) -> None:
-        told = self.figures["bodies"] = {}
+        results = self.figures["bodies"] = {}
         async with self.door() as door:
             many = orjson.dumps({"messages": [{"role": "user", "content": "a"}] * 300_000})
             session = await self.session(door)
-            async with watched(door) as found:
+            async with watched(door) as watch:
                 reply = await session.post(many)
-            told["300000_messages"] = {
-                **self.judged("300,000 messages", found),
+            results["300000_messages"] = {
+                **self.judged("300,000 messages", watch),
                 "mb": round(len(many) / 1e6, 1),
                 "status": reply.status,
                 "said": reply.body[:300].decode(),
             }
             self.bars.append(Bar("300,000 messages: answered", reply.status, "", "= 413", reply.status == 413))
             for name, body in worst_bodies().items():
-                found, replies = await self._rounds(door, body)
-                told[name] = {
-                    **self.judged(name, found),
+                watch, replies = await self._rounds(door, body)
+                results[name] = {
+                    **self.judged(name, watch),
                     "mb": round(len(body) / 1e6, 1),
                     "statuses": dict(Counter(str(reply.status) for reply in replies)),
                 }
 
     async def cold(self) -> None:
-        told = self.figures["cold"] = {}
+        results = self.figures["cold"] = {}
         with tempfile.TemporaryDirectory() as folder, on_socket("engine.py") as engine:
             policy = make_policy(Path(folder, "policy"), FAMILY)
             connection = Connection(engine.url)
@@ -252,36 +252,36 @@ class Bench:
                 for name, body in cold_bodies().items():
                     for callers in (1, CALLERS):
                         label = f"{name}_x{callers}"
-                        found, replies = await self._rounds(door, body, callers)
+                        watch, replies = await self._rounds(door, body, callers)
                         statuses = Counter(str(reply.status) for reply in replies)
-                        figures = self.judged(label, found, COLD_BLOCKED_AT_MOST_S)
-                        told[label] = {**figures, "mb": round(len(body) / 1e6, 1), "statuses": dict(statuses)}
+                        figures = self.judged(label, watch, COLD_BLOCKED_AT_MOST_S)
+                        results[label] = {**figures, "mb": round(len(body) / 1e6, 1), "statuses": dict(statuses)}
                         self.bars.append(Bar.at_least(f"{label}: answered", statuses["200"], callers))
 
     async def _rounds(self, door: GatewayDoor, body: bytes, callers: int = CALLERS) -> tuple[Watch, list[Reply]]:
         """Send ``callers`` conversations in parallel. Other processes add to the figures, so the best round counts."""
-        least: Watch | None = None
+        best: Watch | None = None
         for _ in range(ROUNDS):
             session = await self.session(door)
-            asked = [
+            variants = [
                 body.replace(_FIRST, b'%b{"role":"user","content":"%d"},' % (_FIRST, n), 1) for n in range(callers)
             ]
-            async with watched(door, session) as found:
-                replies = await asyncio.gather(*(session.post(one) for one in asked))
-            if least is None or found.blocked_s < least.blocked_s:
-                least = found
-        assert least is not None
-        return least, replies
+            async with watched(door, session) as watch:
+                replies = await asyncio.gather(*(session.post(variant) for variant in variants))
+            if best is None or watch.blocked_s < best.blocked_s:
+                best = watch
+        assert best is not None
+        return best, replies
 
     async def endless(self) -> None:
         async with self.door() as door:
             sessions = [await self.session(door) for _ in range(CALLERS)]
-            async with watched(door) as found:
+            async with watched(door) as watch:
                 began = time.perf_counter()
                 replies = await asyncio.gather(*(session.say("endless") for session in sessions))
                 took = time.perf_counter() - began
             self.figures["endless"] = {
-                **self.judged(f"{CALLERS} endless answers", found),
+                **self.judged(f"{CALLERS} endless answers", watch),
                 "seconds": round(took, 2),
                 "statuses": dict(Counter(str(reply.status) for reply in replies)),
                 "said": replies[0].body[:400].decode(),
@@ -293,9 +293,9 @@ class Bench:
         async with self.door() as door:
             session = await self.session(door)
             await self.mode("sick")
-            asking = [await self.session(door) for _ in range(4)]
-            async with watched(door) as found:
-                await asyncio.gather(*(one.say("hello") for one in asking))  # now it is out of service
+            callers = [await self.session(door) for _ in range(4)]
+            async with watched(door) as watch:
+                await asyncio.gather(*(caller.say("hello") for caller in callers))  # now it is out of service
                 await self.mode("waiting")
                 waits, statuses = [], Counter[str]()
                 end = time.monotonic() + 4 * QUEUE_S
@@ -307,7 +307,7 @@ class Bench:
                     await asyncio.sleep(0.2)
             await self.mode("well")
             self.figures["wedged"] = {
-                **self.judged("wedged engine", found),
+                **self.judged("wedged engine", watch),
                 "slowest_s": round(max(waits), 2),
                 "median_s": round(statistics.median(waits), 4),
                 "statuses": dict(statuses),
@@ -320,11 +320,11 @@ class Bench:
         async with self.door() as door:
             good, bad = await self.session(door), await self.session(door)
             alone = await self._good_calls(good)
-            over = False
+            stopped = False
 
             async def poisoned() -> int:
                 connection, calls = Connection(door.url), 0
-                while not over:
+                while not stopped:
                     reply = await bad.say("poison", connection)
                     assert reply.status == 502, reply
                     calls += 1
@@ -332,13 +332,13 @@ class Bench:
                 return calls
 
             poisoning = asyncio.create_task(poisoned())
-            async with watched(door) as found:
+            async with watched(door) as watch:
                 beside = await self._good_calls(good)
-                over = True
+                stopped = True
                 calls = await poisoning
             p50, p50_beside = statistics.median(alone), statistics.median(beside)
             self.figures["poison"] = {
-                **self.judged("poisonous request", found),
+                **self.judged("poisonous request", watch),
                 "poisonous_calls": calls,
                 "good_p50_ms": {"alone": round(p50 * 1e3, 2), "beside": round(p50_beside * 1e3, 2)},
                 "good_slowest_ms": {"alone": round(max(alone) * 1e3, 2), "beside": round(max(beside) * 1e3, 2)},
@@ -349,14 +349,14 @@ class Bench:
 
     async def _good_calls(self, session: Session) -> list[float]:
         connection = Connection(session.door.url)
-        found = []
+        seconds = []
         for number in range(GOOD_CALLS):
             began = time.perf_counter()
             (await session.say(f"hello {number}", connection)).json()
-            found.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
             await asyncio.sleep(0.01)
         connection.close()
-        return found
+        return seconds
 
 
 async def run(wanted: set[str]) -> tuple[dict[str, Any], list[Bar]]:

@@ -53,9 +53,9 @@ async def service_over(
     stack: dict[str, Any], directory: Path, *, root_key: str | None = None, **serve: Any
 ) -> AsyncIterator[tuple[AsyncRolloutClient, int]]:
     """Run a service in a separate process; yield a client of it, and its process id."""
-    given = {"stack": stack, "state_dir": str(directory), "root_key": root_key, "serve": {"port": 0, **serve}}
+    arguments = {"stack": stack, "state_dir": str(directory), "root_key": root_key, "serve": {"port": 0, **serve}}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "campaigns.faults.service_process", json.dumps(given)),
+        *(sys.executable, "-m", "campaigns.faults.service_process", json.dumps(arguments)),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "NEMO_GYM_SERVICE_OPERATE_TOKEN": TOKEN},
@@ -286,7 +286,7 @@ async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
         scope = Scope(directory / "boxes", run_id=f"cancel-{os.getpid()}")
         mark = f"sleep 4{os.getpid():08d}"
         (directory / "hang.yaml").write_text(json.dumps(HANGING_POLICY).replace("sleep 3000", mark))
-        words = (
+        arguments = (
             *("agent=mini_swe_agent", "environment=swe_bench", "sandbox=local", "model=scripted"),
             f"script={directory / 'hang.yaml'}",
             f"++mini_swe_agent.responses_api_agents.mini_swe_agent.sandbox_lease_s={10 * LEASE_S}",
@@ -294,7 +294,7 @@ async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
             f"++sandbox.local.state_dir={scope.state_dir}",
         )
         row = json.loads(ROWS.read_text().splitlines()[0])
-        async with suite_stack(words) as stack:
+        async with suite_stack(arguments) as stack:
             keys = {"concurrency": 16, "run_workers": boxes, "agent_name": stack.chosen["agent"]}
             async with service_over(stack.config, directory, root_key=stack.root_key, **keys) as (client, _):
                 jobs = jobs_of([row] * boxes, "box")
@@ -324,11 +324,11 @@ async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
         "box_gone_p99_s": round(gone[int(len(gone) * 0.99)], 2) if gone else None,
         "left": {kind: len(things) for kind, things in left.items()},
     }
-    what = f"left of {boxes} running jobs that were cancelled"
+    description = f"left of {boxes} running jobs that were cancelled"
     return figures, [
         Bar.at_least("rollouts at work when they were cancelled", working, boxes),
-        Bar(f"boxes {what}", len(left.get("files", [])), "boxes", "= 0", not left),
-        Bar(f"commands {what}", commands_left, "processes", "= 0", not commands_left),
+        Bar(f"boxes {description}", len(left.get("files", [])), "boxes", "= 0", not left),
+        Bar(f"commands {description}", commands_left, "processes", "= 0", not commands_left),
     ]
 
 
@@ -370,9 +370,9 @@ def main() -> int:
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
     for name in chosen.only:
-        found, held = uvloop.run(work[name]())
-        figures |= {name: found}
-        bars += held
+        new_figures, new_bars = uvloop.run(work[name]())
+        figures |= {name: new_figures}
+        bars += new_bars
     return print_report(figures, bars, as_json=chosen.json)
 
 

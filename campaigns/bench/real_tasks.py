@@ -72,8 +72,8 @@ class Outcome:
 
     @property
     def as_expected(self) -> bool:
-        wanted = self.case.kind == "gold"
-        return self.valid and self.resolved is wanted and self.reward == float(wanted) and not self.findings
+        is_gold = self.case.kind == "gold"
+        return self.valid and self.resolved is is_gold and self.reward == float(is_gold) and not self.findings
 
     @property
     def verdict(self) -> tuple[object, ...]:
@@ -127,7 +127,7 @@ async def campaign(
     server = SweBenchServer(config=config, server_client=client)
     slots = asyncio.Semaphore(workers)
 
-    async def one(case: Case, row: dict[str, Any]) -> Outcome:
+    async def grade(case: Case, row: dict[str, Any]) -> Outcome:
         if case.key in kept:
             return kept[case.key]
         async with slots:
@@ -147,12 +147,12 @@ async def campaign(
         for kind in KINDS
     ]
     try:
-        return list(await asyncio.gather(*(one(case, row) for case, row in cases)))
+        return list(await asyncio.gather(*(grade(case, row) for case, row in cases)))
     finally:
         await server.shutdown()
 
 
-def _kept(path: Path | None) -> dict[str, Outcome]:
+def _read_outcomes(path: Path | None) -> dict[str, Outcome]:
     if path is None or not path.exists():
         return {}
     outcomes = {}
@@ -163,12 +163,12 @@ def _kept(path: Path | None) -> dict[str, Outcome]:
     return outcomes
 
 
-def _command(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(Path(sys.executable).parent / name), *words], cwd=ROOT, capture_output=True, text=True)
+def _command(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(Path(sys.executable).parent / name), *args], cwd=ROOT, capture_output=True, text=True)
 
 
 def prepare(options: argparse.Namespace, sandbox: str, settings: Sequence[str]) -> dict[str, Any]:
-    words = [
+    args = [
         *settings,
         f"rows={options.rows}",
         f"sandbox={sandbox}",
@@ -176,11 +176,11 @@ def prepare(options: argparse.Namespace, sandbox: str, settings: Sequence[str]) 
         f"workers={options.workers}",
     ]
     if options.environments:
-        words.append(f"environments={options.environments}")
+        args.append(f"environments={options.environments}")
     if options.instances:
-        words.append(f"instances={','.join(options.instances)}")
+        args.append(f"instances={','.join(options.instances)}")
     started = time.monotonic()
-    done = _command("ng_prepare", "swe_bench", *words, "--json")
+    done = _command("ng_prepare", "swe_bench", *args, "--json")
     if done.returncode == 2:
         raise SystemExit(done.stderr)
     summary = json.loads(done.stdout)
@@ -201,8 +201,8 @@ def through_ng_run(sandbox: str, settings: Sequence[str], rows: Sequence[dict[st
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         for kind in KINDS:
             output = Path(directory) / f"{kind}.jsonl"
-            words = [f"oracle={kind}", f"input={path}", f"output={output}", "concurrency=2"]
-            done = _command("ng_run", "agent=oracle", "environment=swe_bench", f"sandbox={sandbox}", *settings, *words)
+            args = [f"oracle={kind}", f"input={path}", f"output={output}", "concurrency=2"]
+            done = _command("ng_run", "agent=oracle", "environment=swe_bench", f"sandbox={sandbox}", *settings, *args)
             if done.returncode != 0 or not output.exists():
                 raise SystemExit(
                     f"ng_run agent=oracle oracle={kind} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [
         row for _, row in read_rows(options.rows) if not options.instances or row["instance_id"] in options.instances
     ]
-    kept = _kept(options.keep)
+    kept = _read_outcomes(options.keep)
     outcomes: list[Outcome] = []
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
@@ -277,9 +277,9 @@ def main(arguments: list[str] | None = None) -> int:
             rewards = through_ng_run(sandbox, settings, rows[: options.through_ng_run])
             figures[f"{sandbox}_ng_run_rewards"] = rewards
             count = min(options.through_ng_run, len(rows))
-            for kind, wanted in (("gold", 1.0), ("nothing", 0.0)):
-                right = sum(reward == wanted for reward in rewards[kind])
-                bars.append(Bar.at_least(f"{sandbox}: ng_run oracle={kind} rewards of {wanted:g}", right, count))
+            for kind, expected in (("gold", 1.0), ("nothing", 0.0)):
+                right = sum(reward == expected for reward in rewards[kind])
+                bars.append(Bar.at_least(f"{sandbox}: ng_run oracle={kind} rewards of {expected:g}", right, count))
     graded, graded_bars = report(outcomes, options.sandbox)
     return print_report({**figures, **graded}, [*graded_bars, *bars], as_json=options.json)
 

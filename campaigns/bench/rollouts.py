@@ -170,11 +170,11 @@ async def rollout_rounds(runs: int, rollouts: int, concurrency: int) -> tuple[li
                     assert abs(result.aggregates[0]["agent_metrics"]["mean/reward"] - 0.5) < 0.01
 
                 for number in range(runs + 1):
-                    one = await measured(chain_pids, rollouts, lambda: bare_rollouts(urls, rows, concurrency))
-                    other = await measured(pids, rollouts, run_suite)
+                    bare_round = await measured(chain_pids, rollouts, lambda: bare_rollouts(urls, rows, concurrency))
+                    suite_round = await measured(pids, rollouts, run_suite)
                     if number:
-                        bare.append(one)
-                        suite.append(other)
+                        bare.append(bare_round)
+                        suite.append(suite_round)
                 await close_global_aiohttp_client()
     finally:
         for server in chain.values():

@@ -247,14 +247,14 @@ async def _sampled_with(workload: SamplingWorkload, options: Mapping[str, Any], 
 def of_seed(seed: int) -> dict[str, Any]:
     workload = SamplingWorkload(seed)
     start = time.perf_counter()
-    ours = simulate(lambda directory: sampled(workload, directory))
+    sampler = simulate(lambda directory: sampled(workload, directory))
     wall_s = time.perf_counter() - start
-    others: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "published look-ahead": {"look_ahead": False},
         "max_weights_lag=1": {"max_weights_lag": 1},
         "max_weights_lag=0": {"max_weights_lag": 0},
     }
-    variants = {name: simulate(partial(_sampled_with, workload, options)) for name, options in others.items()}
+    variants = {name: simulate(partial(_sampled_with, workload, options)) for name, options in settings.items()}
     published = simulate(lambda directory: rounds(workload, workload.batch, directory))
     on_heap = {size: rounds_on_a_heap(workload, size) for size in ROUND_SIZES}
     assert abs(on_heap[workload.batch] / published - 1) < 0.01, (on_heap[workload.batch], published)
@@ -265,7 +265,7 @@ def of_seed(seed: int) -> dict[str, Any]:
         "work alone": work_alone(workload),
     }
     return {
-        "sampler": ours,
+        "sampler": sampler,
         "variants": variants,
         "rounds_of_32_s": published,
         "best_rounds": {"size": best, "seconds": on_heap[best]},
@@ -276,19 +276,19 @@ def of_seed(seed: int) -> dict[str, Any]:
         "shortest_of_four_batches_first_s": knowing_durations(
             workload, lambda number, group, seconds: sum(group.seconds), batches=4
         ),
-        "times_faster_than_rounds_of_32": published / ours["seconds"],
-        "times_faster_than_best_rounds": on_heap[best] / ours["seconds"],
-        "times_slower_than_knowing_durations": ours["seconds"] / min(knowing.values()),
+        "times_faster_than_rounds_of_32": published / sampler["seconds"],
+        "times_faster_than_best_rounds": on_heap[best] / sampler["seconds"],
+        "times_slower_than_knowing_durations": sampler["seconds"] / min(knowing.values()),
         "wall_s": wall_s,
     }
 
 
 def measure(seeds: list[int]) -> tuple[dict[str, Any], list[Bar]]:
-    found = {seed: of_seed(seed) for seed in seeds}
-    figures = {f"seed {seed}": _rounded(each) for seed, each in found.items()}
-    rounds_ratio = min(each["times_faster_than_rounds_of_32"] for each in found.values())
-    best_ratio = min(each["times_faster_than_best_rounds"] for each in found.values())
-    knowing_ratio = max(each["times_slower_than_knowing_durations"] for each in found.values())
+    figures_by_seed = {seed: of_seed(seed) for seed in seeds}
+    figures = {f"seed {seed}": _rounded(each) for seed, each in figures_by_seed.items()}
+    rounds_ratio = min(each["times_faster_than_rounds_of_32"] for each in figures_by_seed.values())
+    best_ratio = min(each["times_faster_than_best_rounds"] for each in figures_by_seed.values())
+    knowing_ratio = max(each["times_slower_than_knowing_durations"] for each in figures_by_seed.values())
     return figures, [
         Bar.at_least("times faster than rounds of 32", rounds_ratio, ROUNDS_AT_LEAST, "x"),
         Bar.at_least("times faster than the best round size", best_ratio, BEST_ROUNDS_AT_LEAST, "x"),

@@ -102,19 +102,19 @@ async def burst(boxes: Boxes, count: int) -> float:
     """Return the milliseconds until ``count`` boxes, requested at once, have each run a command. Their removal is
     not counted."""
 
-    async def one() -> Any:
+    async def start_box() -> Any:
         box = await boxes.create()
         await boxes.exec(box)
         return box
 
-    took, made = await timed(asyncio.gather(*(one() for _ in range(count))))
-    await asyncio.gather(*(boxes.destroy(box) for box in made))
+    took, started = await timed(asyncio.gather(*(start_box() for _ in range(count))))
+    await asyncio.gather(*(boxes.destroy(box) for box in started))
     return took
 
 
 async def compare(sides: dict[str, Boxes], rounds: int, burst_size: int, bursts: int) -> dict[str, dict[str, Samples]]:
     """Return operation → side → milliseconds, one value for each round."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     order = list(sides)
     for boxes in sides.values():
         await one_round(boxes)  # warm-up: builds images and opens connections
@@ -122,13 +122,13 @@ async def compare(sides: dict[str, Boxes], rounds: int, burst_size: int, bursts:
         order.reverse()
         for side in order:
             for operation, took in (await one_round(sides[side])).items():
-                found[operation][side].append(took)
+                samples[operation][side].append(took)
     for _ in range(bursts):
         order.reverse()
         for side in order:
             if side != "cli":
-                found["burst"][side].append(await burst(sides[side], burst_size))
-    return {name: {side: Samples(took) for side, took in by_side.items()} for name, by_side in found.items()}
+                samples["burst"][side].append(await burst(sides[side], burst_size))
+    return {name: {side: Samples(took) for side, took in by_side.items()} for name, by_side in samples.items()}
 
 
 def ratio(by_side: dict[str, Samples]) -> float:
@@ -153,7 +153,7 @@ async def measure(
         sides["bare"] = BareLocal(TAR)
     say(f"{name}: {rounds} rounds, {bursts} bursts of {burst_size}")
     try:
-        found = await compare(sides, rounds, burst_size, bursts)
+        results = await compare(sides, rounds, burst_size, bursts)
     finally:
         await provider.reap(LABELS)
         await provider.aclose()
@@ -162,14 +162,14 @@ async def measure(
             shutil.rmtree(config[name]["state_dir"], ignore_errors=True)
     figures: dict[str, Any] = {}
     bars = []
-    for operation, by_side in found.items():
+    for operation, by_side in results.items():
         label = f"burst_{burst_size}" if operation == "burst" else operation
         figures[f"{name}.{label}_ms"] = {side: samples.summary() for side, samples in by_side.items()}
         figures[f"{name}.{label}_ratio"] = round(ratio(by_side), 3)
         if name == "docker" and operation in (*OPERATIONS, "burst"):
             bars.append(Bar.at_most(f"docker {label} / SDK", ratio(by_side), 1.3, "x"))
     if name == "local":
-        value = found["create_and_first_exec"]["ours"].median
+        value = results["create_and_first_exec"]["ours"].median
         bars.append(Bar.at_most("local create + first exec, median", value, 60, "ms"))
     return figures, bars
 

@@ -160,11 +160,11 @@ async def request_rounds(runs: int, requests: int) -> tuple[list[float], list[fl
     async with noop_server() as (pid, url, headers):
         with bare_server() as (bare_pid, bare_url):
             for number in range(runs + 1):
-                one = await cpu_us(bare_pid, bare_url, {}, requests)
-                other = await cpu_us(pid, url, headers, requests)
+                bare_us = await cpu_us(bare_pid, bare_url, {}, requests)
+                suite_us = await cpu_us(pid, url, headers, requests)
                 if number:
-                    bare.append(one)
-                    suite.append(other)
+                    bare.append(bare_us)
+                    suite.append(suite_us)
     return bare, suite
 
 

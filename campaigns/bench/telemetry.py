@@ -110,17 +110,17 @@ async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round]
 
         async def run(source: Path, run_id: str) -> None:
             output = {"output": directory / "out" / source.name, "overwrite": True, "run_id": run_id}
-            how = {"concurrency": concurrency, "agent_name": stack.chosen["agent"]}
-            result = await run_collection(client, {"input": source, **output, **how})
+            options = {"concurrency": concurrency, "agent_name": stack.chosen["agent"]}
+            result = await run_collection(client, {"input": source, **output, **options})
             assert (result.valid, result.invalid) == (rollouts, 0)
 
         pids = [server.pid for server in stack.servers]
         for number in range(runs + 1):
             inputs = write_halves(directory, rollouts, run_id := f"bench-{number}")
             for is_on in (False, True) if number % 2 else (True, False):
-                found = await measured(pids, rollouts, partial(run, inputs[is_on], run_id))
+                one_round = await measured(pids, rollouts, partial(run, inputs[is_on], run_id))
                 if number:
-                    (on if is_on else off).append(found)
+                    (on if is_on else off).append(one_round)
         await asyncio.to_thread(exporter.close)
         telemetry.install(None)
         assert not otlp.DROPPED.values, otlp.DROPPED.values

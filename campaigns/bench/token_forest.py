@@ -87,7 +87,7 @@ def turns_of(
         {"role": "user", "content": text(source, 2000)},
     ]
     stop = policy.stops[policy.turn_end] if policy.turn_end is not None else None
-    found: list[dict[str, float]] = []
+    costs: list[dict[str, float]] = []
     for turn in range(turns):
         calls: list[dict[str, Any]] = [
             {
@@ -112,24 +112,24 @@ def turns_of(
         marks.append(time.thread_time_ns())
         prompt = prepared.prompt_json()
         marks.append(time.thread_time_ns())
-        kept = forest.commit(prepared, sampled, answer)
+        committed = forest.commit(prepared, sampled, answer)
         marks.append(time.thread_time_ns())
-        orjson.dumps(record_of(kept))
+        orjson.dumps(record_of(committed))
         marks.append(time.thread_time_ns())
         assert len(prompt) > 2
         spent = dict(zip((*BEFORE, *PARTS), (b - a for a, b in itertools.pairwise(marks)), strict=True))
-        found.append({**spent, "total": sum(spent[part] for part in PARTS), "prompt_tokens": len(prepared.prompt)})
+        costs.append({**spent, "total": sum(spent[part] for part in PARTS), "prompt_tokens": len(prepared.prompt)})
         messages += [answer] + [
             {"role": "tool", "tool_call_id": call["id"], "content": text(source, source.randint(1000, 2000))}
             for call in calls
         ]
-    return found
+    return costs
 
 
 def around(rounds: list[list[dict[str, float]]], turn: int, part: str) -> float:
     """The median of a part over all rounds, for turn number ``turn`` (from 1) and its neighbours."""
     near = range(max(0, turn - 1 - AROUND), min(len(rounds[0]), turn + AROUND))
-    return statistics.median(one[at][part] for one in rounds for at in near)
+    return statistics.median(costs[at][part] for costs in rounds for at in near)
 
 
 def main() -> int:

@@ -75,8 +75,8 @@ def _row(index: int, size: int, chance: random.Random, some: Any) -> dict[str, A
             {"type": "function_call", "call_id": call, "name": "bash", "arguments": command, "id": call},
             {"type": "function_call_output", "call_id": call, "output": some(of_turn * 4 // 5)},
         ]
-    said = some(300) + (" serendipity" if index % 5000 == 17 else "")
-    output.append({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": said}]})
+    answer = some(300) + (" serendipity" if index % 5000 == 17 else "")
+    output.append({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer}]})
     reward = float(chance.random() < 0.4)
     failed = ["tests/test_a.py::test_" + some(8).replace(" ", "_")] if not reward else []
     finding = {"kind": "values_not_confirmed", "detail": "d", "evidence": {}}
@@ -179,9 +179,9 @@ async def served(url: str, key: str) -> dict[str, Any]:
     base = url.partition("?")[0]
     async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
 
-        async def ask(path: str, words: dict[str, str] | None = None) -> tuple[float, bytes]:
+        async def ask(path: str, query: dict[str, str] | None = None) -> tuple[float, bytes]:
             began = time.monotonic()
-            async with session.get(f"{base}{path}", params=words or {}) as reply:
+            async with session.get(f"{base}{path}", params=query or {}) as reply:
                 body = await reply.read()
                 assert reply.status == 200, body
             return (time.monotonic() - began) * 1e3, body
@@ -193,9 +193,9 @@ async def served(url: str, key: str) -> dict[str, Any]:
         await ask(f"{run}/table", {"limit": "100"})
         figures["first_table_ms"] = (time.monotonic() - began) * 1e3
         slowest = 0.0
-        for words in FILTERS:
-            times = [(await ask(f"{run}/table", {**words, "limit": "100"}))[0] for _ in range(5)]
-            figures[f"filter {' '.join(words.values())} ms"] = round(median(times), 1)
+        for query in FILTERS:
+            times = [(await ask(f"{run}/table", {**query, "limit": "100"}))[0] for _ in range(5)]
+            figures[f"filter {' '.join(query.values())} ms"] = round(median(times), 1)
             slowest = max(slowest, median(times))
         figures["slowest_filter_ms"] = slowest
         rollout = f"20261122-000000-abcdef.{LONG_ROW // SAMPLES}-{LONG_ROW % SAMPLES}"
@@ -209,14 +209,14 @@ def in_browser(url: str, key: str) -> dict[str, float]:
     """Return the seconds until Chromium shows the first table, and the long chain after a click."""
     from playwright.sync_api import sync_playwright
 
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
         return {}
     base = url.partition("?")[0]
     rollout = f"20261122-000000-abcdef.{LONG_ROW // SAMPLES}-{LONG_ROW % SAMPLES}"
     figures = {}
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()
         page.goto(url)
         page.wait_for_selector("table.rows")
@@ -238,13 +238,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--keep", metavar="DIRECTORY", help="where the result file is made, or was, and stays")
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="view-bench-") as temporary:
-        path = Path(given.keep or temporary, "large.jsonl")
+        path = Path(options.keep or temporary, "large.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figures: dict[str, Any] = {"rows": given.rows}
+        figures: dict[str, Any] = {"rows": options.rows}
         if not path.exists():
-            lengths = write_result(path, given.rows)
+            lengths = write_result(path, options.rows)
             figures["median_row_bytes"] = lengths.median
         figures["file_mb"] = path.stat().st_size / 1e6
         for old in path.parent.glob("large_index.sqlite*"):
@@ -274,7 +274,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if "chain_in_browser_s" in figures:
         bars.append(Bar.at_most("first table in a browser", figures["first_table_in_browser_s"], 1.5, "s"))
         bars.append(Bar.at_most("65,536 tokens after the click", figures["chain_in_browser_s"], 1.0, "s"))
-    return print_report(figures, bars, as_json=given.json)
+    return print_report(figures, bars, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ def configurations(plugins: Path, only: str | None) -> list[Path]:
         for path in sorted(plugins.glob(pattern)):
             relative = path.relative_to(plugins)
             text = path.read_text(encoding="utf-8", errors="replace")
-            is_one = re.search(
+            is_configuration = re.search(
                 r"^\s+(resources_servers|responses_api_\w+|environment_servers):|^config_paths:", text, re.M
             )
-            if is_one and (only is None or re.search(only, str(relative))):
+            if is_configuration and (only is None or re.search(only, str(relative))):
                 found.append(relative)
     return found
 
@@ -130,7 +130,7 @@ def serve(
     model = MODELS[2] if _wants_vllm(plugins / config) else MODELS[1]
     with tempfile.TemporaryDirectory(prefix="compat-serve-") as scratch:
         output = Path(scratch) / "rollouts.jsonl"
-        words = [
+        argv = [
             *(python, "-c", _NG_RUN, f"+config_paths=[{config},{model}]"),
             *(f"+policy_base_url={url}", "+policy_api_key=key", "+policy_model_name=policy"),
             *(f"+input_jsonl_fpath={rows}", f"+output_jsonl_fpath={output}", f"+limit={ROWS}"),
@@ -143,23 +143,23 @@ def serve(
         }
         started = time.monotonic()
         process = subprocess.Popen(
-            words, cwd=scratch, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            argv, cwd=scratch, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            said = process.communicate(timeout=timeout_s)[0].decode(errors="replace")
+            console_text = process.communicate(timeout=timeout_s)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
             process.terminate()
-            said = process.communicate()[0].decode(errors="replace") + "\nstopped by the time limit"
+            console_text = process.communicate()[0].decode(errors="replace") + "\nstopped by the time limit"
         served.seconds = round(time.monotonic() - started, 1)
         if output.is_file():
             results = [json.loads(line) for line in output.read_text().splitlines() if line.strip()]
             served.rows = len(results)
             served.valid = sum(row.get("valid", True) is True and row.get("reward") is not None for row in results)
         if not served.ok:
-            lines = [line for line in said.splitlines() if line.strip()]
+            lines = [line for line in console_text.splitlines() if line.strip()]
             failures = output.with_name("rollouts_failures.jsonl")
-            told = json.loads(failures.read_text().splitlines()[0]) if failures.is_file() else {}
-            served.problem = (told.get("failure_reason") or " | ".join(lines[-3:]))[-400:]
+            failure = json.loads(failures.read_text().splitlines()[0]) if failures.is_file() else {}
+            served.problem = (failure.get("failure_reason") or " | ".join(lines[-3:]))[-400:]
     return served
 
 
@@ -172,8 +172,8 @@ def _wants_vllm(config: Path) -> bool:
 def serve_report(served: list[Served]) -> dict[str, Any]:
     return {
         "compositions": len(served),
-        "valid": sum(one.ok for one in served),
-        "served": [asdict(one) | {"ok": one.ok} for one in served],
+        "valid": sum(result.ok for result in served),
+        "served": [asdict(result) | {"ok": result.ok} for result in served],
     }
 
 

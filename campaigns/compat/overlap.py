@@ -25,7 +25,7 @@ from campaigns.bench.report import Bar, argument_parser, print_report
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LINES = 6
 """The least number of lines of a run that is shown."""
-_SAYS_NOTHING = re.compile(r'[\W_]*|(?:pass|else:|try:|finally:|return|return None|continue|break|"""|"?\w{1,3}"?,?)')
+_TRIVIAL = re.compile(r'[\W_]*|(?:pass|else:|try:|finally:|return|return None|continue|break|"""|"?\w{1,3}"?,?)')
 _IMPORT = re.compile(r"from [\w.]+ import [\w., (]+|import [\w., ]+|\w+,|\)")
 _MANY_PLACES = 50
 """How many places with the same first lines are tried; lines with more places are boilerplate."""
@@ -54,9 +54,7 @@ def telling_lines(source: str) -> list[Line]:
     """Return the lines that are compared, with their white space normalized."""
     stripped = ((number, " ".join(text.split())) for number, text in enumerate(source.splitlines(), 1))
     return [
-        Line(number, text)
-        for number, text in stripped
-        if not text.startswith("#") and not _SAYS_NOTHING.fullmatch(text)
+        Line(number, text) for number, text in stripped if not text.startswith("#") and not _TRIVIAL.fullmatch(text)
     ]
 
 
@@ -101,26 +99,26 @@ def index(files: dict[str, list[Line]]) -> dict[tuple[str, ...], list[tuple[str,
 
 def runs(ours: dict[str, str], theirs: dict[str, str]) -> Iterator[Run]:
     """Yield the longest run that begins at each of our places, in order and without overlaps."""
-    known = {path: telling_lines(source) for path, source in theirs.items()}
-    places = index(known)
+    their_lines = {path: telling_lines(source) for path, source in theirs.items()}
+    places = index(their_lines)
     for path, source in ours.items():
         lines = telling_lines(source)
         at = 0
         while at + RUN_LINES <= len(lines):
             begin = tuple(line.text for line in lines[at : at + RUN_LINES])
-            found = [
-                (_equal(lines, at, known[other], start), other, start)
+            candidates = [
+                (_equal(lines, at, their_lines[other], start), other, start)
                 for other, start in places.get(begin, ())[:_MANY_PLACES]
             ]
-            if not found:
+            if not candidates:
                 at += 1
                 continue
-            length, other, start = max(found)
-            same = known[other][start : start + length]
+            length, other, start = max(candidates)
+            their_run = their_lines[other][start : start + length]
             run = lines[at : at + length]
             yield Run(
                 f"{path}:{run[0].number}-{run[-1].number}",
-                f"{other}:{same[0].number}-{same[-1].number}",
+                f"{other}:{their_run[0].number}-{their_run[-1].number}",
                 length,
                 reason_of(run, declarations(source)),
                 run[0].text[:80],
@@ -170,26 +168,26 @@ def main() -> int:
         parser.error(f"{args.directory} holds no 'nemo_gym'; name the directory above it")
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     ours = sources(ROOT, iter(tracked.stdout.splitlines()))
-    named = (str(path.relative_to(args.directory)) for path in args.directory.rglob("*.py"))
-    theirs = sources(args.directory, named)
-    found = list(runs(ours, theirs))
-    free = [run for run in found if run.reason is None]
+    their_paths = (str(path.relative_to(args.directory)) for path in args.directory.rglob("*.py"))
+    theirs = sources(args.directory, their_paths)
+    all_runs = list(runs(ours, theirs))
+    unforced = [run for run in all_runs if run.reason is None]
     figures = {
         "files, ours": len(ours),
         "files, theirs": len(theirs),
         "lines compared, ours": sum(len(telling_lines(source)) for source in ours.values()),
-        "runs": len(found),
-        "runs that are declarations": len(found) - len(free),
-        "longest run, lines": max((run.lines for run in found), default=0),
+        "runs": len(all_runs),
+        "runs that are declarations": len(all_runs) - len(unforced),
+        "longest run, lines": max((run.lines for run in all_runs), default=0),
     }
-    listed = sorted(found, key=lambda run: (run.reason is not None, -run.lines))
+    listed = sorted(all_runs, key=lambda run: (run.reason is not None, -run.lines))
     if args.json:
         figures_shown = {**figures, "listed": [asdict(run) for run in listed]}
     else:
         figures_shown = dict(figures)
         for run in listed:
             print(f"{run.lines:3} lines  {run.ours}  {run.theirs}  {run.reason or 'TO BE WRITTEN ANEW'}: {run.begins}")
-    bars = [Bar.at_most("runs that the interface does not force", len(free), args.bar)]
+    bars = [Bar.at_most("runs that the interface does not force", len(unforced), args.bar)]
     return print_report(figures_shown, bars, as_json=args.json)
 
 

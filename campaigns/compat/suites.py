@@ -73,10 +73,10 @@ def run_suite(kind: str, folder: Path, plugins: Path, shown_core: Path, python: 
     suite = Suite(kind, folder.name)
     with tempfile.TemporaryDirectory(prefix="compat-") as scratch:
         report = Path(scratch) / "junit.xml"
-        words = [python, str(ISOLATED), "-q", "-rN", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        words += ["-o", "asyncio_mode=auto", "-o", "addopts=", f"--junitxml={report}", "--tb=short", "."]
+        argv = [python, str(ISOLATED), "-q", "-rN", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        argv += ["-o", "asyncio_mode=auto", "-o", "addopts=", f"--junitxml={report}", "--tb=short", "."]
         process = subprocess.Popen(
-            words,
+            argv,
             cwd=folder,
             env=environment(plugins, shown_core, folder, Path(scratch)),
             stdout=subprocess.PIPE,
@@ -102,9 +102,9 @@ def run_suite(kind: str, folder: Path, plugins: Path, shown_core: Path, python: 
 
 def environment(plugins: Path, shown_core: Path, folder: Path, scratch: Path) -> dict[str, str]:
     """Return the child's environment. Its path has the core first, then the plugin, then the folder of all plugins."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("NEMO_GYM", "PYTEST"))}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("NEMO_GYM", "PYTEST"))}
     return {
-        **kept,
+        **inherited,
         "PYTHONPATH": os.pathsep.join(map(str, (shown_core, folder, plugins))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "NEMO_GYM_EXTRA_ROOTS": str(plugins),
@@ -130,10 +130,10 @@ def read_report(report: Path, suite: Suite) -> None:
 def cause_of(message: str, text: str) -> str:
     """Return one line that all failures with the same cause share."""
     lines = [line[2:].strip() for line in text.splitlines() if line.startswith("E ")]
-    known = re.compile(r"(ModuleNotFoundError|ImportError|AttributeError|[A-Za-z_.]*(Error|Exception|Undefined)\b)")
-    said = next((line for line in reversed(lines) if known.match(line)), None) or (lines[0] if lines else message)
-    said = re.sub(r"0x[0-9a-f]+|'\d+'|\(/[^)]*\)", "…", said)
-    return said[:160]
+    error = re.compile(r"(ModuleNotFoundError|ImportError|AttributeError|[A-Za-z_.]*(Error|Exception|Undefined)\b)")
+    cause = next((line for line in reversed(lines) if error.match(line)), None) or (lines[0] if lines else message)
+    cause = re.sub(r"0x[0-9a-f]+|'\d+'|\(/[^)]*\)", "…", cause)
+    return cause[:160]
 
 
 def last_words(output: str) -> str:
@@ -143,15 +143,15 @@ def last_words(output: str) -> str:
 
 def group_causes(suites: Iterable[Suite]) -> list[dict[str, Any]]:
     """Return causes with the suites that they fail, those with the most suites first."""
-    named: dict[str, list[str]] = defaultdict(list)
+    suites_by_cause: dict[str, list[str]] = defaultdict(list)
     tests: Counter[str] = Counter()
     for suite in suites:
         if not suite.ok:
             for cause, count in suite.causes.items():
-                named[cause].append(suite.name)
+                suites_by_cause[cause].append(suite.name)
                 tests[cause] += count
-    ordered = sorted(named, key=lambda cause: (-len(named[cause]), -tests[cause]))
-    return [{"cause": cause, "tests": tests[cause], "suites": named[cause]} for cause in ordered]
+    ordered = sorted(suites_by_cause, key=lambda cause: (-len(suites_by_cause[cause]), -tests[cause]))
+    return [{"cause": cause, "tests": tests[cause], "suites": suites_by_cause[cause]} for cause in ordered]
 
 
 def show_core(core: Path, scratch: Path) -> Path:
@@ -166,19 +166,19 @@ def run_suites(args: argparse.Namespace) -> dict[str, Any]:
     plugins = args.plugins.resolve()
     with tempfile.TemporaryDirectory(prefix="compat-core-") as scratch:
         shown = show_core(args.core.resolve(), Path(scratch))
-        found = find_suites(plugins, args.kind or KINDS, args.only)
+        folders = find_suites(plugins, args.kind or KINDS, args.only)
 
         def run(item: tuple[str, Path]) -> Suite:
             suite = run_suite(*item, plugins, shown, args.python, args.timeout)
             mark = "ok  " if suite.ok else "FAIL"
-            said = f"{suite.passed} passed, {suite.failed} failed"
+            counts = f"{suite.passed} passed, {suite.failed} failed"
             print(
-                f"{mark} {suite.kind}/{suite.name}: {said}", file=sys.stderr if args.json else sys.stdout, flush=True
+                f"{mark} {suite.kind}/{suite.name}: {counts}", file=sys.stderr if args.json else sys.stdout, flush=True
             )
             return suite
 
         with ThreadPoolExecutor(args.jobs) as pool:
-            suites = list(pool.map(run, found))
+            suites = list(pool.map(run, folders))
     return {
         "core": str(args.core),
         "kinds": {
@@ -206,8 +206,8 @@ def _compositions(args: argparse.Namespace) -> int:
     if not args.json:
         for name, problem in report.get("refused", {}).items():
             print(f"{name}: {problem}")
-        for one in report.get("served", ()):
-            print(f"{'ok  ' if one['ok'] else 'FAIL'} {one['name']}: {one['valid']} valid rows {one['problem']}")
+        for row in report.get("served", ()):
+            print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['name']}: {row['valid']} valid rows {row['problem']}")
         print({key: value for key, value in report.items() if key not in ("refused", "served")})
         return 0
     print(json.dumps({**report, "machine": machine()}))
@@ -234,9 +234,9 @@ def main() -> int:
         return _compositions(args)
     report = run_suites(args)
     if not args.json:
-        for found in report["causes"]:
-            names = ", ".join(found["suites"][:_SEVERAL])
-            print(f"{len(found['suites']):3} suites, {found['tests']:4} tests: {found['cause']}  [{names}]")
+        for group in report["causes"]:
+            names = ", ".join(group["suites"][:_SEVERAL])
+            print(f"{len(group['suites']):3} suites, {group['tests']:4} tests: {group['cause']}  [{names}]")
         print(report["kinds"])
     servers = report["kinds"].get("resources_servers", {"suites_ok": 0, "tests_passed": 0})
     bars = []

@@ -117,18 +117,18 @@ class Campaign:
             seconds = time.monotonic() - began
             body = await reply.json()
             if reply.status != 200:
-                seen = Seen(self.sandbox, cli, fault.name, f"HTTP {reply.status}", str(body)[:500], seconds, 0.0)
-                return Seen(**{**asdict(seen), "problems": ["the act failed"]})
-            answer = ActResponse.model_validate(body)
+                failure = Seen(self.sandbox, cli, fault.name, f"HTTP {reply.status}", str(body)[:500], seconds, 0.0)
+                return Seen(**{**asdict(failure), "problems": ["the act failed"]})
+            response = ActResponse.model_validate(body)
             over_s = seconds - wall_clock_s
-            problems = judged(fault, answer, over_s)
+            problems = judged(fault, response, over_s)
             problems += await self._left(run_id, number)
         return Seen(
             self.sandbox,
             cli,
             fault.name,
-            str(answer.outcome),
-            (answer.outcome_detail or "")[:300],
+            str(response.outcome),
+            (response.outcome_detail or "")[:300],
             round(seconds, 2),
             round(over_s, 2),
             problems,
@@ -172,20 +172,20 @@ class Campaign:
 
     async def watch(self) -> None:
         """Record every box, so that `look` can search for its cgroups when the box is gone."""
-        mine = f"agent-faults-{os.getpid()}-"
+        mark = f"agent-faults-{os.getpid()}-"
         while True:
-            boxes = [box for box in await self.provider.list({}) if box.labels.get(BoxLabel.RUN, "").startswith(mine)]
+            boxes = [box for box in await self.provider.list({}) if box.labels.get(BoxLabel.RUN, "").startswith(mark)]
             self.boxes |= {box.sandbox_id for box in boxes}
-            found = await asyncio.to_thread(self.look)
-            for kind, count in {"boxes": len(boxes), **{kind: len(things) for kind, things in found.items()}}.items():
+            state = await asyncio.to_thread(self.look)
+            for kind, count in {"boxes": len(boxes), **{kind: len(things) for kind, things in state.items()}}.items():
                 self.most[kind] = max(self.most[kind], count)
             await asyncio.sleep(0.5)
 
     def look(self) -> dict[str, list[str]]:
         """Return what exists of any box now, and the sockets of doors."""
         groups = [group for group, _, _ in os.walk("/sys/fs/cgroup") if any(box in group for box in self.boxes)]
-        found = {**leftovers(Scope(self.state_dir, run_id="")), "doors": foreign_sockets()}
-        return {**found, "cgroups": [*found.get("cgroups", []), *groups]}
+        present = {**leftovers(Scope(self.state_dir, run_id="")), "doors": foreign_sockets()}
+        return {**present, "cgroups": [*present.get("cgroups", []), *groups]}
 
 
 async def settled(look: Callable[[], Awaitable[list[str]]]) -> list[str]:
@@ -201,7 +201,7 @@ async def settled(look: Callable[[], Awaitable[list[str]]]) -> list[str]:
 def judged(fault: Fault, answer: ActResponse, over_s: float) -> list[str]:
     """Return what is wrong with an act's response."""
     problems = []
-    detail, seen = answer.outcome_detail or "", answer.observations
+    detail, observations = answer.outcome_detail or "", answer.observations
     if answer.outcome is not fault.outcome:
         problems.append(f"outcome {answer.outcome}, not {fault.outcome}")
     if fault.detail not in detail:
@@ -215,9 +215,9 @@ def judged(fault: Fault, answer: ActResponse, over_s: float) -> list[str]:
         problems.append("the work before the fault is not in the patch")
     if patch and patch.count("diff --git") != 1:
         problems.append("the patch holds more than the work")
-    written = seen.get("stderr", {"bytes": 0, "text": ""})
-    if written["bytes"] < fault.stderr_bytes or len(written["text"]) > 20_000:
-        problems.append(f"{written['bytes']} bytes of stderr, {len(written['text'])} characters kept")
+    stderr = observations.get("stderr", {"bytes": 0, "text": ""})
+    if stderr["bytes"] < fault.stderr_bytes or len(stderr["text"]) > 20_000:
+        problems.append(f"{stderr['bytes']} bytes of stderr, {len(stderr['text'])} characters kept")
     return problems
 
 
@@ -225,9 +225,9 @@ async def everything_left(campaign: Campaign, temporary: Path) -> list[str]:
     """Return what all cases of a sandbox together left."""
 
     async def left() -> list[str]:
-        found = await asyncio.to_thread(campaign.look)
-        found["temporary files"] = [path.name for path in temporary.iterdir()]
-        return [f"{kind}: {thing}" for kind, things in found.items() for thing in things]
+        present = await asyncio.to_thread(campaign.look)
+        present["temporary files"] = [path.name for path in temporary.iterdir()]
+        return [f"{kind}: {thing}" for kind, things in present.items() for thing in things]
 
     return await settled(left)
 
@@ -287,24 +287,24 @@ async def run(sandbox: str, clis: Sequence[str], faults: Sequence[str], workers:
     tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)
     order = [(name, cli) for name in faults for cli in clis]
     cases = [(number, cli, FAULTS[name]) for number, (name, cli) in enumerate(order, 1)]
-    seen: list[Seen] = []
+    results: list[Seen] = []
     async with campaign(sandbox, cases, workers, folder) as running:
         watching = asyncio.create_task(running.watch())
 
-        async def one(number: int, cli: str, fault: Fault) -> None:
-            found = await running.run(number, cli, fault)
-            seen.append(found)
-            what = f"{'ok  ' if found.ok else 'MISS'} {sandbox:6} {cli:11} {found.fault:31} {found.outcome:17}"
-            said = "; ".join(found.problems) or found.detail
-            print(f"{what} {found.seconds:6.1f} s  {said}"[:260], file=sys.stderr, flush=True)
+        async def run_case(number: int, cli: str, fault: Fault) -> None:
+            result = await running.run(number, cli, fault)
+            results.append(result)
+            heading = f"{'ok  ' if result.ok else 'MISS'} {sandbox:6} {cli:11} {result.fault:31} {result.outcome:17}"
+            details = "; ".join(result.problems) or result.detail
+            print(f"{heading} {result.seconds:6.1f} s  {details}"[:260], file=sys.stderr, flush=True)
 
-        await asyncio.gather(*(one(*case) for case in cases))
+        await asyncio.gather(*(run_case(*case) for case in cases))
         watching.cancel()
         await asyncio.wait({watching})
         left = await everything_left(running, temporary)
         most = ", ".join(f"{kind}: {count}" for kind, count in sorted(running.most.items()))
-        seen.append(Seen(sandbox, ALL, "left in the end", "", most, 0.0, 0.0, left))
-    return seen
+        results.append(Seen(sandbox, ALL, "left in the end", "", most, 0.0, 0.0, left))
+    return results
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -323,39 +323,39 @@ def main(arguments: list[str] | None = None) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     for cli in chosen.clis:
         installed(CLIS[cli].agent.harness_class.package)
-    seen: list[Seen] = []
+    results: list[Seen] = []
     for sandbox in chosen.sandbox:
-        kept = os.environ.get("TMPDIR")
+        old_tmpdir = os.environ.get("TMPDIR")
         with tempfile.TemporaryDirectory(prefix="agent-faults-", ignore_cleanup_errors=True) as name:
             try:
-                seen += asyncio.run(run(sandbox, chosen.clis, chosen.faults, chosen.workers, Path(name)))
+                results += asyncio.run(run(sandbox, chosen.clis, chosen.faults, chosen.workers, Path(name)))
                 time.sleep(2)  # until the supervisor has exited
             finally:
                 tempfile.tempdir = None
                 os.environ.pop("TMPDIR")
-                if kept is not None:
-                    os.environ["TMPDIR"] = kept
-    return print_report(*report(seen, chosen.sandbox, chosen.clis), as_json=chosen.json)
+                if old_tmpdir is not None:
+                    os.environ["TMPDIR"] = old_tmpdir
+    return print_report(*report(results, chosen.sandbox, chosen.clis), as_json=chosen.json)
 
 
 def report(seen: Sequence[Seen], sandboxes: Sequence[str], clis: Sequence[str]) -> tuple[dict[str, Any], list[Bar]]:
-    figures: dict[str, Any] = {"misses": [asdict(one) for one in seen if not one.ok]}
+    figures: dict[str, Any] = {"misses": [asdict(case) for case in seen if not case.ok]}
     bars: list[Bar] = []
     for sandbox in sandboxes:
-        here = [one for one in seen if one.sandbox == sandbox]
+        group = [case for case in seen if case.sandbox == sandbox]
         for cli in clis:
-            cases = [one for one in here if one.cli == cli]
-            wrong = [one for one in cases if any(not problem.startswith(LEFT) for problem in one.problems)]
+            cases = [case for case in group if case.cli == cli]
+            wrong = [case for case in cases if any(not problem.startswith(LEFT) for problem in case.problems)]
             figures[f"{sandbox}/{cli}"] = {
                 "cases": len(cases),
-                "act_s": Samples([one.seconds for one in cases]).summary(1),
-                "most_over_wall_clock_s": max(one.over_s for one in cases),
-                "outcomes": {one.fault: one.outcome for one in cases},
+                "act_s": Samples([case.seconds for case in cases]).summary(1),
+                "most_over_wall_clock_s": max(case.over_s for case in cases),
+                "outcomes": {case.fault: case.outcome for case in cases},
             }
             bars.append(Bar.at_most(f"{sandbox}/{cli}: cases of {len(cases)} with another outcome", len(wrong), 0))
-        (end,) = (one for one in here if one.cli == ALL)
-        figures[f"{sandbox}/seen_at_most_at_once"] = end.detail
-        left = [problem for one in here for problem in one.problems if one is end or problem.startswith(LEFT)]
+        (final,) = (case for case in group if case.cli == ALL)
+        figures[f"{sandbox}/seen_at_most_at_once"] = final.detail
+        left = [problem for case in group for problem in case.problems if case is final or problem.startswith(LEFT)]
         bars.append(Bar.at_most(f"{sandbox}: things left behind", len(left), 0))
     return figures, bars
 

@@ -74,7 +74,7 @@ async def every_route(
         async with relay(set_up.broker.port) as network, client(network.url, fresh=True) as shaken:
             for name in routes:
                 if name in RECIPES:
-                    wrong += [f"{name}: {said}" for said in await _shake(scene, name, network, shaken, draw, cuts)]
+                    wrong += [f"{name}: {error}" for error in await _shake(scene, name, network, shaken, draw, cuts)]
                     tried[name] += 1
             broken, cut = shaken.broken, network.connections
         play.promises.closed |= scene.gone
@@ -116,12 +116,12 @@ async def _sent(shaken: Client, call: Call, check: Check, *, copies: int, what: 
             answers = await asyncio.gather(
                 *(shaken.final(call.method, call.path, call.headers, call.data) for _ in range(copies))
             )
-            said = await check(answers)
+            problem = await check(answers)
     except RefusedError as error:
-        said = str(error)
+        problem = str(error)
     except TimeoutError:
-        said = f"no answer within {ANSWER_S:g} s"
-    return [f"{what}: {said}"] if said else []
+        problem = f"no answer within {ANSWER_S:g} s"
+    return [f"{what}: {problem}"] if problem else []
 
 
 async def shaken_work(
@@ -139,11 +139,11 @@ async def shaken_work(
                 room = asyncio.Semaphore(AT_ONCE)
                 lives = [play.life(draw, script(draw)) for _ in range(boxes)]
 
-                async def one(number: int) -> None:
+                async def play_life(number: int) -> None:
                     async with room:
                         await lives[number].play()
 
-                await asyncio.gather(*(one(number) for number in range(boxes)))
+                await asyncio.gather(*(play_life(number) for number in range(boxes)))
                 left = await _finish(play, set_up)
         finally:
             await network.stop()
@@ -177,8 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
         ("shaken_work", shaken_work, {"boxes": chosen.boxes}),
     ):
         with tempfile.TemporaryDirectory(prefix="broker-wire-") as place, database(chosen.database) as settings:
-            found, met = asyncio.run(part(Path(place), settings=settings, **common, **size))
-        figures[name], bars = found, bars + met
+            new_figures, new_bars = asyncio.run(part(Path(place), settings=settings, **common, **size))
+        figures[name], bars = new_figures, bars + new_bars
     return print_report(figures, bars, as_json=chosen.json)
 
 

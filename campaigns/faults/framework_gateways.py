@@ -213,15 +213,15 @@ def main() -> None:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     with tempfile.TemporaryDirectory(prefix="ng-framework-") as folder:
-        found = asyncio.run(run(arguments.sessions, Path(folder)))
+        result = asyncio.run(run(arguments.sessions, Path(folder)))
     bars = {
-        "every_prompt_finished": found["prompts_finished"] == found["prompts"],
-        "no_session_lost": found["sessions_with_trajectories"] == found["sessions"],
-        "even_before": found["widest_before"] <= 1,
-        "even_among_three_after": found["openings_after"] > 0 and found["widest_among_three_after"] <= 1,
+        "every_prompt_finished": result["prompts_finished"] == result["prompts"],
+        "no_session_lost": result["sessions_with_trajectories"] == result["sessions"],
+        "even_before": result["widest_before"] <= 1,
+        "even_among_three_after": result["openings_after"] > 0 and result["widest_among_three_after"] <= 1,
     }
-    found["bars"] = bars
-    print(json.dumps(found, indent=None if arguments.json else 2))
+    result["bars"] = bars
+    print(json.dumps(result, indent=None if arguments.json else 2))
     sys.exit(0 if all(bars.values()) else 1)
 
 

@@ -75,11 +75,11 @@ class Setting:
 
     def calls(self) -> dict[str, list[EngineCall]]:
         """The engine's calls by session tag."""
-        found: dict[str, list[EngineCall]] = {}
+        calls_by_tag: dict[str, list[EngineCall]] = {}
         for call in read_log(self.engine.log):
             tags = _TAG.findall(self.policy.decode(call.prompt_ids.tolist()))
-            found.setdefault(tags[-1], []).append(call)
-        return found
+            calls_by_tag.setdefault(tags[-1], []).append(call)
+        return calls_by_tag
 
 
 @asynccontextmanager
@@ -138,33 +138,33 @@ async def cut_and_retry(
     second.leave(Leave.CLOSE)
     where = f"{dialect}, {count} bytes, {how}"
     outcome.cuts += 1
-    if status != 200 or (found := conversation.received(data, stream=not whole)) is None:
+    if status != 200 or (received := conversation.received(data, stream=not whole)) is None:
         outcome.inconsistent.append(f"{where}: answered {status}: {data[:200]!r}")
         return length
     _, _, begun = call.read.partition(b"\r\n\r\n")
     if not whole and not data.startswith(begun):
         outcome.different.append(where)
-    await _check(client, found, outcome, where)
+    await _check(client, received, outcome, where)
     return length
 
 
-async def _check(client: Client, found: Received, outcome: Outcome, where: str) -> None:
+async def _check(client: Client, received: Received, outcome: Outcome, where: str) -> None:
     summary = await client.finalize()
     turns = [turn["details"]["call_id"] for row in summary["trajectories"] for turn in row["turns"]]
-    if len(turns) == 1 and turns == [found.call_id]:
+    if len(turns) == 1 and turns == [received.call_id]:
         outcome.same += 1
     elif len(turns) == 2:
         outcome.resampled.append(where)
         outcome.tags.add(client.tag)
     else:
-        outcome.inconsistent.append(f"{where}: turns {turns}, received {found.call_id}")
+        outcome.inconsistent.append(f"{where}: turns {turns}, received {received.call_id}")
 
 
 async def every_byte(folder: Path, dialects: Sequence[Dialect], stride: int) -> tuple[dict[str, Any], list[Bar]]:
     """Cut responses that are complete before the gateway sends their first byte."""
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
-    twice: set[str] = set()
+    resampled: set[str] = set()
     async with setting(folder) as there:
         for dialect in dialects:
             length = await cut_and_retry(
@@ -178,18 +178,18 @@ async def every_byte(folder: Path, dialects: Sequence[Dialect], stride: int) -> 
                 figures[name] = {"stream_bytes": length, "cuts": outcome.cuts, "same_answer": outcome.same}
                 bars += _bars(name, outcome, figures[name])
             # The gateway cannot tell such a caller from one that read everything: only a retry count would help.
-            untold = Outcome()
-            cut = partial(cut_and_retry, there, dialect, how=Leave.HALF, retry=False, outcome=untold, whole=False)
+            silent = Outcome()
+            cut = partial(cut_and_retry, there, dialect, how=Leave.HALF, retry=False, outcome=silent, whole=False)
             await _together([partial(cut, at) for at in range(0, length, 16 * stride)])
             figures[f"{dialect}/half, without saying that it retries"] = {
-                "cuts": untold.cuts,
-                "same_answer": untold.same,
-                "sampled_again": len(untold.resampled),
+                "cuts": silent.cuts,
+                "same_answer": silent.same,
+                "sampled_again": len(silent.resampled),
             }
-            twice |= untold.tags
-            bars.append(Bar.at_most(f"{dialect}/half, untold: inconsistent sessions", len(untold.inconsistent), 0))
+            resampled |= silent.tags
+            bars.append(Bar.at_most(f"{dialect}/half, untold: inconsistent sessions", len(silent.inconsistent), 0))
         calls = there.calls()
-    answered = [sum(call.answered for call in of_session) for tag, of_session in calls.items() if tag not in twice]
+    answered = [sum(call.answered for call in of_session) for tag, of_session in calls.items() if tag not in resampled]
     figures["engine_outcomes"] = dict(Counter(call.outcome for of_session in calls.values() for call in of_session))
     bars.append(Bar.at_most("sessions whose answer was not sampled once", sum(n != 1 for n in answered), 0))
     return figures, bars
@@ -197,8 +197,8 @@ async def every_byte(folder: Path, dialects: Sequence[Dialect], stride: int) -> 
 
 def _bars(name: str, outcome: Outcome, figures: dict[str, Any]) -> list[Bar]:
     for kind in ("resampled", "different", "inconsistent"):
-        if found := getattr(outcome, kind):
-            figures[kind] = found[:5]
+        if examples := getattr(outcome, kind):
+            figures[kind] = examples[:5]
     return [
         Bar.at_most(f"{name}: sampled again", len(outcome.resampled), 0),
         Bar.at_most(f"{name}: another answer than before", len(outcome.different), 0),
@@ -214,7 +214,7 @@ async def while_sampling(folder: Path, dialects: Sequence[Dialect], rounds: int)
     block = {"first_event_grace_s": 0.05, "ping_interval_s": 0.02}
     async with setting(folder, *options, **block) as there:
 
-        async def one(number: int) -> None:
+        async def disconnect(number: int) -> None:
             nonlocal pinged
             dialect, how = dialects[number % len(dialects)], [*Leave][number // len(dialects) % 3]
             client = await there.session(dialect)
@@ -235,22 +235,22 @@ async def while_sampling(folder: Path, dialects: Sequence[Dialect], rounds: int)
             second = await there.send(client, conversation.body(stream=stream, max_tokens=MAX_TOKENS))
             status, data = await second.whole()
             second.leave(Leave.CLOSE)
-            found = conversation.received(data, stream=stream)
+            received = conversation.received(data, stream=stream)
             summary = await client.finalize()
             # An engine logs the end of a call after it has sent the last byte.
             await _until(lambda: all(call.outcome != "killed" for call in there.calls()[client.tag]))
             calls = there.calls()[client.tag]
             rows = summary["trajectories"]
-            kept = [list(row["response_ids"]) for row in rows]
+            kept_ids = [list(row["response_ids"]) for row in rows]
             outcome.cuts += 1
-            if status != 200 or found is None or [call.outcome for call in calls] != ["cancelled", "answered"]:
+            if status != 200 or received is None or [call.outcome for call in calls] != ["cancelled", "answered"]:
                 outcome.inconsistent.append(f"{where}: {status}, engine: {[call.outcome for call in calls]}")
-            elif kept != [calls[1].token_ids.tolist()]:
+            elif kept_ids != [calls[1].token_ids.tolist()]:
                 outcome.inconsistent.append(f"{where}: the trajectory is not what the second call sampled")
             else:
                 outcome.same += 1
 
-        await _together([partial(one, number) for number in range(rounds)])
+        await _together([partial(disconnect, number) for number in range(rounds)])
         left = [call for calls in there.calls().values() for call in calls if call.outcome == "killed"]
     figures = {"callers_that_left": outcome.cuts, "of_them_after_headers": pinged, "clean": outcome.same}
     if outcome.inconsistent:
@@ -269,7 +269,7 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
     block = {"first_event_grace_s": 0.02, "ping_interval_s": 0.02}
     async with setting(folder, *options, **block) as there:
 
-        async def one(dialect: Dialect, at: int, *, into_the_answer: bool = False) -> None:
+        async def disconnect(dialect: Dialect, at: int, *, into_the_answer: bool = False) -> None:
             nonlocal sampled_twice, after_its_beginning
             client = await there.session(dialect)
             conversation = Conversation(dialect)
@@ -291,7 +291,7 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
                 outcome.inconsistent.append(f"{where}: answered {status}: {data[-200:]!r}")
                 return
             summary = await client.finalize()
-            kept = [turn["details"]["call_id"] for row in summary["trajectories"] for turn in row["turns"]]
+            kept_calls = [turn["details"]["call_id"] for row in summary["trajectories"] for turn in row["turns"]]
             # An engine logs the end of a call after it has sent the last byte.
             await _until(lambda: all(call.outcome != "killed" for call in there.calls()[client.tag]))
             calls = there.calls()[client.tag]
@@ -300,8 +300,8 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
             begun = _ANSWER_EVENT.search(call.read) is not None
             after_its_beginning += begun
             outcomes = [call.outcome for call in calls]
-            if len(kept) != 1 or kept[0] not in answered:
-                outcome.inconsistent.append(f"{where}: {len(kept)} turns, engine: {outcomes}")
+            if len(kept_calls) != 1 or kept_calls[0] not in answered:
+                outcome.inconsistent.append(f"{where}: {len(kept_calls)} turns, engine: {outcomes}")
             elif len(calls) > 1 and begun:
                 outcome.resampled.append(f"{where}: engine: {outcomes}")
             else:
@@ -316,9 +316,9 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
             length = len(call.read)
             call.leave(Leave.CLOSE)
             # The number of pings varies; 600 bytes are longer than a ping.
-            anywhere = [partial(one, dialect, at) for at in range(0, length - 600, stride)]
+            anywhere = [partial(disconnect, dialect, at) for at in range(0, length - 600, stride)]
             # Under load more pings come before the response, so that cuts counted from the start may all miss it.
-            behind = [partial(one, dialect, at, into_the_answer=True) for at in range(0, 120, 40)]
+            behind = [partial(disconnect, dialect, at, into_the_answer=True) for at in range(0, 120, 40)]
             await _together([*anywhere, *behind])
     figures: dict[str, Any] = {
         "cuts": outcome.cuts,
@@ -371,8 +371,8 @@ def main(arguments: list[str] | None = None) -> int:
             "streams_with_pings": lambda: while_streaming(folder / "c", chosen.dialects, chosen.stride * 4),
         }
         for part in chosen.parts:
-            figures[part], met = asyncio.run(works[part]())
-            bars += met
+            figures[part], new_bars = asyncio.run(works[part]())
+            bars += new_bars
     return print_report(figures, bars, as_json=chosen.json)
 
 

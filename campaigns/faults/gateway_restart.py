@@ -111,50 +111,50 @@ async def kills(
     try:
         gateway.start()
         async with aiohttp.ClientSession(connector=connector()) as http:
-            told = clients(sessions, gateway, http, draw)
-            await asyncio.gather(*(client.open() for client in told))
-            killer = Killer(gateway, told, engine.log, draw)
-            working = asyncio.gather(*(client.run(turns, lambda: draw.uniform(0, 0.3)) for client in told))
+            harnesses = clients(sessions, gateway, http, draw)
+            await asyncio.gather(*(client.open() for client in harnesses))
+            killer = Killer(gateway, harnesses, engine.log, draw)
+            working = asyncio.gather(*(client.run(turns, lambda: draw.uniform(0, 0.3)) for client in harnesses))
             try:
                 while killer.kills < wanted and not working.done():
                     await killer.once()
                 await working
             finally:
                 working.cancel()
-            summaries = [await client.finalize() for client in told]
+            summaries = [await client.finalize() for client in harnesses]
             # Finalizing again returns the same summary, from a restarted gateway too.
             gateway.kill()
             gateway.start()
-            changed = [c.tag for c, before in zip(told, summaries, strict=True) if await c.finalize() != before]
+            changed = [c.tag for c, before in zip(harnesses, summaries, strict=True) if await c.finalize() != before]
     finally:
         gateway.close()
         engine.stop()
-    ledger = compare(told, summaries, engine.log, policy)
+    ledger = compare(harnesses, summaries, engine.log, policy)
     figures = {
         "durability": durability,
         "kills": killer.kills,
         "kills_on_commit": killer.on_growth,
         "torn_tails": killer.torn,
         "sessions": sessions,
-        "answers_received": sum(len(client.received) for client in told),
-        "requests_hit": sum(client.hits for client in told),
-        "sampled_before_and_delivered_after_a_kill": sum(client.given_again for client in told),
+        "answers_received": sum(len(client.received) for client in harnesses),
+        "requests_hit": sum(client.hits for client in harnesses),
+        "sampled_before_and_delivered_after_a_kill": sum(client.given_again for client in harnesses),
         "died_uncommitted_and_sampled_anew": ledger.resampled,
         "sampled_tokens": ledger.truth.sampled_tokens,
         "largest_logprob_error": ledger.truth.largest_logprob_error,
         "start_s": round(max(killer.starts_s), 2) if killer.starts_s else None,
-        "outcomes": dict(sum((client.statuses for client in told), Counter())),
+        "outcomes": dict(sum((client.statuses for client in harnesses), Counter())),
         **_shown(ledger),
     }
     mode = f"{durability}: "
-    refused = [refusal for client in told for refusal in client.refusals]
+    refused = [refusal for client in harnesses for refusal in client.refusals]
     if refused:
         figures["refusals"] = [repr(refusal)[:300] for refusal in refused[:5]]
     bars = [
         *_bars(mode, ledger),
         Bar.at_most(f"{mode}requests refused", len(refused), 0),
         Bar.at_most(f"{mode}finalized sessions that a restart changed", len(changed), 0),
-        Bar.at_least(f"{mode}answers given again after a kill", sum(client.given_again for client in told), 1),
+        Bar.at_least(f"{mode}answers given again after a kill", sum(client.given_again for client in harnesses), 1),
     ]
     return figures, bars
 
@@ -169,30 +169,30 @@ async def full_disk(folder: Path, *, seed: int, sessions: int, turns: int) -> tu
         try:
             gateway.start()
             async with aiohttp.ClientSession(connector=connector()) as http:
-                told = clients(sessions, gateway, http, draw)
-                await asyncio.gather(*(client.open() for client in told))
-                working = asyncio.gather(*(client.run(turns) for client in told))
-                while not all(client.refusals for client in told):
+                harnesses = clients(sessions, gateway, http, draw)
+                await asyncio.gather(*(client.open() for client in harnesses))
+                working = asyncio.gather(*(client.run(turns) for client in harnesses))
+                while not all(client.refusals for client in harnesses):
                     assert not working.done(), "the disk never filled up; raise sessions or turns"
                     await asyncio.sleep(0.02)
-                before = sum(len(client.received) for client in told)
+                before = sum(len(client.received) for client in harnesses)
                 await asyncio.sleep(0.5)
-                during = sum(len(client.received) for client in told) - before
+                during = sum(len(client.received) for client in harnesses) - before
                 async with http.get(f"{gateway.url}/ready") as reply:
                     ready = reply.status
                 gateway.kill()
-                for client in told:
+                for client in harnesses:
                     # The response sampled for each refused request was lost with its commit, and so was the last one.
                     client.hits = len(client.refusals) + 1
                 grow("64m")
                 await asyncio.to_thread(gateway.start)
                 await working
-                summaries = [await client.finalize() for client in told]
+                summaries = [await client.finalize() for client in harnesses]
         finally:
             gateway.close()
             engine.stop()
-        ledger = compare(told, summaries, engine.log, policy)
-    refusals = [refusal for client in told for refusal in client.refusals]
+        ledger = compare(harnesses, summaries, engine.log, policy)
+    refusals = [refusal for client in harnesses for refusal in client.refusals]
     shapeless = [refusal for refusal in refusals if not _is_error(refusal)]
     figures = {
         "sessions": sessions,
@@ -201,7 +201,7 @@ async def full_disk(folder: Path, *, seed: int, sessions: int, turns: int) -> tu
         "refusals": dict(Counter(status for status, _, _ in refusals)),
         "first_refusal": refusals[0][2].decode(),
         "ready_status_while_full": ready,
-        "answers_received": sum(len(client.received) for client in told),
+        "answers_received": sum(len(client.received) for client in harnesses),
         "sampled_and_not_committed": ledger.resampled,
         **_shown(ledger),
     }
@@ -238,9 +238,9 @@ def _is_error(refusal: tuple[int, dict[str, str], bytes]) -> bool:
 
 
 def _shown(ledger: Ledger) -> dict[str, list[str]]:
-    found = {name: getattr(ledger, name)[:5] for name in ("lost", "doubled", "changed", "split", "unexplained")}
-    found["untrue"] = ledger.truth.violations[:5]
-    return {name: examples for name, examples in found.items() if examples}
+    shown = {name: getattr(ledger, name)[:5] for name in ("lost", "doubled", "changed", "split", "unexplained")}
+    shown["untrue"] = ledger.truth.violations[:5]
+    return {name: examples for name, examples in shown.items() if examples}
 
 
 def _bars(mode: str, ledger: Ledger) -> list[Bar]:
@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     bars: list[Bar] = []
     for durability in ("process", "power_loss"):
         with tempfile.TemporaryDirectory(prefix="gateway-restart-") as folder:
-            found, met = asyncio.run(
+            result, new_bars = asyncio.run(
                 kills(
                     Path(folder),
                     seed=chosen.seed,
@@ -276,10 +276,10 @@ def main(arguments: list[str] | None = None) -> int:
                     durability=durability,
                 )
             )
-        figures[durability], bars = found, bars + met
+        figures[durability], bars = result, bars + new_bars
     with tempfile.TemporaryDirectory(prefix="gateway-restart-") as folder:
-        found, met = asyncio.run(full_disk(Path(folder), seed=chosen.seed, sessions=12, turns=40))
-    figures["full_disk"], bars = found, bars + met
+        result, new_bars = asyncio.run(full_disk(Path(folder), seed=chosen.seed, sessions=12, turns=40))
+    figures["full_disk"], bars = result, bars + new_bars
     return print_report(figures, bars, as_json=chosen.json)
 
 

@@ -121,8 +121,8 @@ def _sampled(answer: Any, running: Sequence[EngineProcess]) -> bool:
     calls = [call for engine in running for call in _by_call(engine).get(answer.call, ())]
     start = 0
     for part in answer.parts:
-        wanted = list(answer.token_ids[start : start + part])
-        if not any(call[:part] == wanted for call in calls):
+        expected = list(answer.token_ids[start : start + part])
+        if not any(call[:part] == expected for call in calls):
             return False
         start += part
     return start == len(answer.token_ids)
@@ -133,9 +133,9 @@ _BY_CALL: dict[Path, dict[str, list[list[int]]]] = {}
 
 def _by_call(engine: EngineProcess) -> dict[str, list[list[int]]]:
     if engine.log not in _BY_CALL:
-        found = _BY_CALL[engine.log] = {}
+        tokens_by_call = _BY_CALL[engine.log] = {}
         for call in engine.calls():
-            found.setdefault(str(call.request_id).split("-")[0], []).append(call.token_ids.tolist())
+            tokens_by_call.setdefault(str(call.request_id).split("-")[0], []).append(call.token_ids.tolist())
     return _BY_CALL[engine.log]
 
 
@@ -200,30 +200,30 @@ async def dead(case: Case) -> None:
             victim = running[0]
             victim.kill()
             async with Listener().at(victim.port, answer) as listener:
-                found = await until(functools.partial(_state, door, victim.name, "down"))
-                found_at = time.monotonic()
+                detected_s = await until(functools.partial(_state, door, victim.name, "down"))
+                detected_at = time.monotonic()
                 await asyncio.sleep(INTERVAL_S)  # for calls that were placed before and connect only now
                 counted, began = listener.seen["requests"], time.monotonic()
                 intervals = 24
                 await asyncio.sleep(intervals * INTERVAL_S)
                 passed = (time.monotonic() - began) / INTERVAL_S
-                seen = listener.seen["requests"] - counted
+                requests = listener.seen["requests"] - counted
                 turns = load.turns_done
             load.stopped = True
             await task
-        late = max(0.0, (listener.last_call_at or 0.0) - found_at)
+        late = max(0.0, (listener.last_call_at or 0.0) - detected_at)
         case.figure(f"the port {label}: requests until one interval after it was found dead", counted)
         case.figure(f"the port {label}: last call to it, s after it was found dead", round(late, 3))
         case.at_most(f"s after it was found dead of the last call to it, the port {label}", late, INTERVAL_S, "s")
-        case.figure(f"the port {label}: found dead after s", round(found, 2))
+        case.figure(f"the port {label}: found dead after s", round(detected_s, 2))
         case.figure(f"the port {label}: requests in {passed:.1f} intervals", dict(listener.seen))
         case.figure(f"the port {label}: turns answered by the others", turns)
-        case.at_most(f"requests per probe interval, the port {label}", seen / passed, 1 + 1 / passed)
+        case.at_most(f"requests per probe interval, the port {label}", requests / passed, 1 + 1 / passed)
         case.at_most(f"sessions lost, the port {label}", len(load.lost), 0)
 
 
 async def _state(door: Door, name: str, state: str) -> bool:
-    return any(one["name"] == name and one["state"] == state for one in (await door.status())["engines"])
+    return any(engine["name"] == name and engine["state"] == state for engine in (await door.status())["engines"])
 
 
 # -- engines that fail under load ------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ async def killed(case: Case) -> None:
             load = Load(door)
             task = asyncio.create_task(load.run(64, 8))
             await load.reached(120)
-            flying = {one["name"]: one["in_flight"] for one in (await door.status())["engines"]}
+            flying = {engine["name"]: engine["in_flight"] for engine in (await door.status())["engines"]}
             running[0].kill()
             await task
             part = replace(case, name=f"{case.name}, {label}")
@@ -256,7 +256,7 @@ async def hung(case: Case) -> None:
         await load.reached(120)
         victim.send(signal.SIGSTOP)
         unfinished = [str(call.request_id) for call in victim.calls() if call.outcome == "killed"]
-        found = await until(lambda: _state(door, victim.name, "down"))
+        detected_s = await until(lambda: _state(door, victim.name, "down"))
         await task
         count = victim.count()
         victim.send(signal.SIGCONT)
@@ -266,7 +266,7 @@ async def hung(case: Case) -> None:
         case.figure("calls it had when it stopped", len(unfinished))
         case.figure("calls it got after it went on", victim.count() - count)
         case.figure("in service again after s", round(back, 2))
-        case.at_most("s until the hang was found", found, DETECTION_S + SLACK_S, "s")
+        case.at_most("s until the hang was found", detected_s, DETECTION_S + SLACK_S, "s")
         case.nothing_lost(load, 64, 8)
         case.at_most("sessions lost afterwards", len(more.lost), 0)
         case.at_least("calls it got after it went on", victim.count() - count, 1)
@@ -311,16 +311,18 @@ async def all_down(case: Case) -> None:
         await session.turn()
         for engine in running:
             engine.kill()
-        told: list[TurnError] = []
+        errors: list[TurnError] = []
         began = time.monotonic()
         for _ in range(2):
             try:
                 await session.turn()
             except TurnError as error:
-                told.append(error)
-        case.figure("what a harness was told", [f"{error.status}, Retry-After {error.retry_after}" for error in told])
+                errors.append(error)
+        case.figure(
+            "what a harness was told", [f"{error.status}, Retry-After {error.retry_after}" for error in errors]
+        )
         case.figure("s until both were told", round(time.monotonic() - began, 2))
-        case.at_least("503 with Retry-After", sum(e.status == 503 and bool(e.retry_after) for e in told), 2)
+        case.at_least("503 with Retry-After", sum(e.status == 503 and bool(e.retry_after) for e in errors), 2)
         waiting = Load(door)
         task = asyncio.create_task(_patient(door, waiting))
         for engine in running:
@@ -336,7 +338,7 @@ async def all_down(case: Case) -> None:
 async def _patient(door: Door, load: Load) -> None:
     """Run harnesses that retry half a second after each 503."""
 
-    async def one() -> None:
+    async def harness() -> None:
         session = await door.session()
         for _ in range(120):
             try:
@@ -348,7 +350,7 @@ async def _patient(door: Door, load: Load) -> None:
                 load.turns_done += 1
                 return await session.close()
 
-    await asyncio.gather(*(one() for _ in range(16)))
+    await asyncio.gather(*(harness() for _ in range(16)))
 
 
 async def limited(case: Case) -> None:
@@ -359,16 +361,16 @@ async def limited(case: Case) -> None:
         configs = [case.engine("l0", port=first.port), case.engine("l1", port=second.port)]
         async with case.door(configs) as door:
             session = await door.session()
-            told: list[TurnError] = []
+            errors: list[TurnError] = []
             for _ in range(4):
                 try:
                     await session.turn()
                 except TurnError as error:
-                    told.append(error)
-            states = {one["state"] for one in (await door.status())["engines"]}
-            case.figure("what a harness was told", [f"{e.status}, Retry-After {e.retry_after}" for e in told])
+                    errors.append(error)
+            states = {engine["state"] for engine in (await door.status())["engines"]}
+            case.figure("what a harness was told", [f"{e.status}, Retry-After {e.retry_after}" for e in errors])
             case.figure("requests the engines got", first.asked + second.asked)
-            case.at_least("429 with Retry-After", sum(e.status == 429 and bool(e.retry_after) for e in told), 4)
+            case.at_least("429 with Retry-After", sum(e.status == 429 and bool(e.retry_after) for e in errors), 4)
             case.at_most("requests to engines that asked to wait", first.asked + second.asked, 2)
             case.at_most("engines out of service", float(states != {"up"}), 0)
 
@@ -408,11 +410,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--doors", nargs="+", choices=["library", "gateway"], default=["library", "gateway"])
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    report = asyncio.run(campaign(given.cases, given.doors, quiet=given.json))
-    return print_report(report.figures, report.bars, as_json=given.json)
+    report = asyncio.run(campaign(options.cases, options.doors, quiet=options.json))
+    return print_report(report.figures, report.bars, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def run_case(sandbox: str, victim: str, workspace: Path) -> dict[str, Any]:
     with (workspace / "log").open("wb") as log:
         collector = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     try:
-        working = _wait_for_boxes(scope, collector, workspace / "log")
+        boxes_at_kill = _wait_for_boxes(scope, collector, workspace / "log")
         pid = collector.pid if victim == "collector" else _pid_of(workspace / "run" / "stack.json", victim)
         os.kill(pid, signal.SIGKILL)
         if victim != "collector":
@@ -91,7 +91,7 @@ def run_case(sandbox: str, victim: str, workspace: Path) -> dict[str, Any]:
     return {
         "sandbox": sandbox,
         "victim": victim,
-        "boxes_at_kill": working,
+        "boxes_at_kill": boxes_at_kill,
         "exit_code": exit_code,
         "clean_after_s": None if left else round(time.monotonic() - killed_at, 1),
         "left": left,
@@ -104,9 +104,9 @@ def _wait_for_boxes(scope: Scope, collector: subprocess.Popen[bytes], log: Path)
     while time.monotonic() < deadline:
         if collector.poll() is not None:
             raise SystemExit(f"the run ended before it was hit:\n{log.read_text()}")
-        found = leftovers(scope)
-        if any("sleep 3000" in process for process in found.get("processes", [])):
-            return len({space for space in found.get("namespaces", []) if space.startswith("net:")})
+        present = leftovers(scope)
+        if any("sleep 3000" in process for process in present.get("processes", [])):
+            return len({space for space in present.get("namespaces", []) if space.startswith("net:")})
         time.sleep(0.2)
     raise SystemExit(f"no box worked within 180 s:\n{log.read_text()}")
 

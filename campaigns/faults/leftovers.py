@@ -30,7 +30,7 @@ class Scope:
 
 def leftovers(scope: Scope) -> dict[str, list[str]]:
     """Return what exists of the run's boxes now, by kind, without empty kinds."""
-    own = {name: _namespace("self", name) for name in NAMESPACES}
+    own_namespaces = {name: _namespace("self", name) for name in NAMESPACES}
     found: dict[str, set[str]] = {kind: set() for kind in KINDS}
     found["containers"] |= set(_containers(scope))
     found["cgroups"] |= _cgroups(scope, found["containers"])
@@ -39,7 +39,9 @@ def leftovers(scope: Scope) -> dict[str, list[str]]:
         if not entry.name.isdigit():
             continue
         try:
-            mounts = [line.split()[4] for line in (entry / "mountinfo").read_text().splitlines() if _ours(line, scope)]
+            mounts = [
+                line.split()[4] for line in (entry / "mountinfo").read_text().splitlines() if _is_of_scope(line, scope)
+            ]
             groups = (entry / "cgroup").read_text()
             member = any(container in groups for container in found["containers"])
             # The kernel names groups from the root of each hierarchy: the last two parts are enough to identify one.
@@ -51,7 +53,7 @@ def leftovers(scope: Scope) -> dict[str, list[str]]:
         if mounts or member:
             found["processes"].add(f"{entry.name} {command}")
             found["mounts"] |= {f"{spaces['mnt']} {mount}" for mount in mounts}
-            found["namespaces"] |= {value for name, value in spaces.items() if value != own[name]}
+            found["namespaces"] |= {value for name, value in spaces.items() if value != own_namespaces[name]}
     return {kind: sorted(things) for kind, things in found.items() if things}
 
 
@@ -67,22 +69,22 @@ def open_sockets() -> list[str]:
 
 def foreign_sockets() -> list[str]:
     """Return the sockets that this process has in other network namespaces: doors of boxes."""
-    own: set[str] = set()
+    own_inodes: set[str] = set()
     for table, column in (("tcp", 9), ("tcp6", 9), ("udp", 9), ("udp6", 9), ("unix", 6), ("netlink", 9)):
         lines = Path("/proc/self/net", table).read_text().splitlines()[1:]
-        own |= {fields[column] for fields in map(str.split, lines) if len(fields) > column}
-    found = []
+        own_inodes |= {fields[column] for fields in map(str.split, lines) if len(fields) > column}
+    foreign = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             target = str(descriptor.readlink())
         except OSError:
             continue  # closed meanwhile
-        if target.startswith("net:[") or (target.startswith("socket:[") and target[8:-1] not in own):
-            found.append(f"{descriptor.name}: {target}")
-    return found
+        if target.startswith("net:[") or (target.startswith("socket:[") and target[8:-1] not in own_inodes):
+            foreign.append(f"{descriptor.name}: {target}")
+    return foreign
 
 
-def _ours(mount: str, scope: Scope) -> bool:
+def _is_of_scope(mount: str, scope: Scope) -> bool:
     return str(scope.state_dir) in mount
 
 
@@ -92,20 +94,20 @@ def _namespace(pid: str, name: str) -> str:
 
 def _cgroups(scope: Scope, containers: set[str]) -> set[str]:
     """Return existing groups of boxes: below the group of a supervisor that runs or ran, or named like a container."""
-    found = set()
+    groups = set()
     for record in scope.state_dir.glob("*/supervisor.json"):
         for base in json.loads(record.read_bytes())["cgroups"]:
             scope.groups.update(f"{base}/{name}" for name in next(os.walk(base), (base, [], []))[1])
-    found |= {group for group in scope.groups if Path(group).is_dir()}
+    groups |= {group for group in scope.groups if Path(group).is_dir()}
     for directory, _, _ in os.walk(CGROUP_ROOT):
         if any(container in directory for container in containers):
-            found.add(directory)
-    return found
+            groups.add(directory)
+    return groups
 
 
 def _containers(scope: Scope) -> list[str]:
     if scope.docker_host is None:
         return []
-    wanted = f"label={BoxLabel.RUN}={scope.run_id}"
-    command = ["docker", "-H", scope.docker_host, "ps", "-aq", "--no-trunc", "--filter", wanted]
+    label_filter = f"label={BoxLabel.RUN}={scope.run_id}"
+    command = ["docker", "-H", scope.docker_host, "ps", "-aq", "--no-trunc", "--filter", label_filter]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()

@@ -57,9 +57,9 @@ SEED = 13
 
 def job(number: int, jobs: int) -> dict[str, Any]:
     row = {"id": f"t{number}", "responses_create_params": {"input": "A or B?"}, "expected_answer": "B"}
-    made: dict[str, Any] = {"job_id": f"job-{number}", "row": row, "task_index": number, "run_id": "campaign"}
+    fields: dict[str, Any] = {"job_id": f"job-{number}", "row": row, "task_index": number, "run_id": "campaign"}
     deadline_s = {"hangs": DEADLINE_S, "release": DEADLINE_S, "claim_overdue": OVERDUE_S}.get(kind_of(number, jobs))
-    return made if deadline_s is None else {**made, "deadline_s": deadline_s}
+    return fields if deadline_s is None else {**fields, "deadline_s": deadline_s}
 
 
 def kind_of(number: int, jobs: int) -> str:
@@ -86,14 +86,14 @@ class World:
         journal = self.directory / "journal"
         journal.touch()
 
-        def of(kind: str) -> list[str]:
+        def tasks_of(kind: str) -> list[str]:
             return [f"t{n}" for n in range(self.jobs + len(PROVOKED)) if kind_of(n, self.jobs) == kind]
 
         agent = {
             "delay_s": 0.02,
-            "crash": dict.fromkeys([*of("raises"), *of("requeue")], 99),
-            "hang": [*of("hangs"), *of("cancel"), *of("release")],
-            "kills": dict.fromkeys(of("kills"), 1),
+            "crash": dict.fromkeys([*tasks_of("raises"), *tasks_of("requeue")], 99),
+            "hang": [*tasks_of("hangs"), *tasks_of("cancel"), *tasks_of("release")],
+            "kills": dict.fromkeys(tasks_of("kills"), 1),
         }
         for role in ("environment", "agent", "model"):
             options = {"journal": str(journal), **(agent if role == "agent" else {})}
@@ -116,7 +116,7 @@ class World:
             "silent_s": 5.0,
             "lease_s": 10.0,
         }
-        given = {
+        arguments = {
             "stack": chain_stack(self.servers),
             "serve": serve,
             "state_dir": str(self.directory / f"s{number}"),
@@ -125,7 +125,7 @@ class World:
         log = (self.directory / f"service-{number}.log").open("ab")
         with log:
             self.services[number] = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "campaigns.faults.service_process", json.dumps(given)),
+                *(sys.executable, "-m", "campaigns.faults.service_process", json.dumps(arguments)),
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
@@ -208,18 +208,18 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
     """Kill the services at every kind of write, then at random moments; return which writes killed a service."""
     chance = random.Random(SEED)
     batches = math.ceil(jobs / BATCH)
-    each_time = max(1, batches // (len(BOUNDARIES) + kills))
+    batches_per_kill = max(1, batches // (len(BOUNDARIES) + kills))
     died: dict[str, int] = {}
     for number, boundary in enumerate(BOUNDARIES):
         victim = number // 2 % world.pipelines  # the same before a write and after it, so that it finds what it left
-        others = [other for other in world.alive() if other != victim]
-        for other in others:  # so that the victim makes the write
+        other_services = [other for other in world.alive() if other != victim]
+        for other in other_services:  # so that the victim makes the write
             # every running service ends overdue jobs, even a drained one
             await (world.kill_service(other) if "overdue" in boundary else drain(world, other))
         if boundary == "release before":
             await hold_a_job(world, seen, jobs, boundary, victim)
         await world.kill_service(victim)
-        release(seen, each_time)
+        release(seen, batches_per_kill)
         await world.start_service(victim, kill=boundary)
         process = world.services[victim]
         assert process is not None
@@ -234,7 +234,7 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
             await world.kill_service(victim)
             await world.start_service(victim)
         await provoking
-        for other in others:
+        for other in other_services:
             await (world.start_service(other) if "overdue" in boundary else drain(world, other, resume=True))
         if boundary.endswith("after") and world.pipelines > 1:
             await world.kill_service(victim)
@@ -242,11 +242,11 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
     for number in range(kills):
         victim = number % world.pipelines
         await world.kill_service(victim)
-        release(seen, each_time)
+        release(seen, batches_per_kill)
         await world.start_service(victim)
         if number // world.pipelines % 2:  # else the next kill may come before it has started
-            async with client(world, victim) as asking:
-                await asking.status()
+            async with client(world, victim) as service:
+                await service.status()
         await asyncio.sleep(chance.uniform(1.0, 3.0))
     release(seen, batches)
     for number in range(world.pipelines):
@@ -256,8 +256,8 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
 
 
 async def drain(world: World, number: int, *, resume: bool = False) -> None:
-    async with client(world, number) as told:
-        await told.drain(resume=resume)
+    async with client(world, number) as service:
+        await service.drain(resume=resume)
 
 
 async def provoke(world: World, seen: Seen, jobs: int, boundary: str, victim: int) -> None:
@@ -269,11 +269,11 @@ async def provoke(world: World, seen: Seen, jobs: int, boundary: str, victim: in
     kind = kind_of(number, jobs)
     if kind in ("cancel", "claim_overdue"):
         await drain(world, victim)
-    async with client(world, victim) as asking:
-        await asking.submit([job(number, jobs)])
+    async with client(world, victim) as service:
+        await service.submit([job(number, jobs)])
         seen.submitted_at.setdefault(f"job-{number}", time.monotonic())
         if kind == "cancel":
-            await asking.cancel(job_ids=[f"job-{number}"])
+            await service.cancel(job_ids=[f"job-{number}"])
 
 
 async def hold_a_job(world: World, seen: Seen, jobs: int, boundary: str, victim: int) -> None:
@@ -282,8 +282,8 @@ async def hold_a_job(world: World, seen: Seen, jobs: int, boundary: str, victim:
         await world.start_service(victim)
     await provoke(world, seen, jobs, boundary, victim)
     name = f"job-{jobs + PROVOKED.index(boundary)}"
-    async with client(world, victim) as asking:
-        while (await asking.job(name)).state == "queued":  # noqa: ASYNC110 - another process's
+    async with client(world, victim) as service:
+        while (await service.job(name)).state == "queued":  # noqa: ASYNC110 - another process's
             await asyncio.sleep(0.1)
 
 
@@ -375,8 +375,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.ray:
         subprocess.run([ROOT / "scripts" / "install-trainers", "ray"], check=True)
         python = str(ROOT / ".trainers" / "ray" / "bin" / "python")
-        words = ["-m", "campaigns.faults.pipeline_on_ray", f"--jobs={chosen.jobs}", *(["--json"] * chosen.json)]
-        return subprocess.run([python, *words], cwd=ROOT, check=False).returncode
+        argv = ["-m", "campaigns.faults.pipeline_on_ray", f"--jobs={chosen.jobs}", *(["--json"] * chosen.json)]
+        return subprocess.run([python, *argv], cwd=ROOT, check=False).returncode
     cases = []
     for store in chosen.store:
         for pipelines in chosen.pipelines:

@@ -48,8 +48,8 @@ class Service:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         serve = {"port": port, "concurrency": 4, "agent_name": stack.chosen["agent"], "retry_delay_s": 0.1}
-        given = {"stack": stack.config, "root_key": stack.root_key, "state_dir": str(directory), "serve": serve}
-        self._words = (sys.executable, "-m", "campaigns.faults.service_process", json.dumps(given))
+        arguments = {"stack": stack.config, "root_key": stack.root_key, "state_dir": str(directory), "serve": serve}
+        self._argv = (sys.executable, "-m", "campaigns.faults.service_process", json.dumps(arguments))
         self._log = directory / "service.log"
         self.process: asyncio.subprocess.Process | None = None
         self.client = AsyncRolloutClient(f"http://127.0.0.1:{port}", TOKEN, patience_s=SETTLE_S)
@@ -58,7 +58,7 @@ class Service:
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *self._words,
+                *self._argv,
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
@@ -78,8 +78,8 @@ def policy(directory: Path) -> tuple[Path, list[dict[str, Any]]]:
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     script = yaml.safe_load(ROWS.with_name("scripted_policy.yaml").read_text())
     hanging = script["tasks"][-1]
-    others = [task for task in script["tasks"] if task["when"]["user"] != hanging["when"]["user"]]
-    script["tasks"] = [*others, {**HANGING_POLICY["tasks"][0], "name": hanging["name"], "when": hanging["when"]}]
+    other_tasks = [task for task in script["tasks"] if task["when"]["user"] != hanging["when"]["user"]]
+    script["tasks"] = [*other_tasks, {**HANGING_POLICY["tasks"][0], "name": hanging["name"], "when": hanging["when"]}]
     path = directory / "policy.yaml"
     path.write_text(yaml.safe_dump(script))
     return path, rows
@@ -104,14 +104,14 @@ async def campaign(each: int, kills: int) -> dict[str, Any]:
         directory = Path(place)
         scope = Scope(directory / "boxes", run_id=f"boxes-{os.getpid()}")
         script, rows = policy(directory)
-        words = (
+        arguments = (
             *("agent=mini_swe_agent", "environment=swe_bench", "sandbox=local", "model=scripted"),
             f"script={script}",
             f"++mini_swe_agent.responses_api_agents.mini_swe_agent.sandbox_lease_s={LEASE_S}",
             f"++sandbox.local.state_dir={scope.state_dir}",
         )
         jobs, chance, begun = jobs_of(rows, each), random.Random(SEED), time.monotonic()
-        async with suite_stack(words) as stack:
+        async with suite_stack(arguments) as stack:
             service = Service(stack, directory)
             await service.start()
             try:
@@ -127,7 +127,7 @@ async def campaign(each: int, kills: int) -> dict[str, Any]:
             ended = time.monotonic()
             left = await asyncio.to_thread(left_of_boxes, scope)
             clean_s = time.monotonic() - ended
-    told = Counter(view.job_id for view in recorded)
+    results_by_job = Counter(view.job_id for view in recorded)
     otherwise = {
         view.job_id: (view.state, view.attempt, view.reward, view.failures)
         for view in recorded
@@ -140,8 +140,8 @@ async def campaign(each: int, kills: int) -> dict[str, Any]:
         "service_kills": kills,
         "boxes_at_kills": at_work,
         "most_attempts": max(view.attempt for view in recorded),
-        "lost": len(jobs) - len(told),
-        "doubled": len(recorded) - len(told),
+        "lost": len(jobs) - len(results_by_job),
+        "doubled": len(recorded) - len(results_by_job),
         "ended_otherwise": len(otherwise),
         "otherwise": otherwise,
         "not_solved": len(unsolved),

@@ -57,8 +57,8 @@ def job(number: int) -> dict[str, Any]:
     if kind_of(number) == "work":
         prompt = {"input": f"What is {number} + {number + 1}?"}
     row = {"responses_create_params": prompt, "expected": str(2 * number + 1), "id": f"sum-{number}"}
-    made: dict[str, Any] = {"job_id": f"job-{number}", "row": row, "task_index": number, "run_id": "campaign"}
-    return {**made, "deadline_s": DEADLINE_S} if kind_of(number) == "hang" else made
+    fields: dict[str, Any] = {"job_id": f"job-{number}", "row": row, "task_index": number, "run_id": "campaign"}
+    return {**fields, "deadline_s": DEADLINE_S} if kind_of(number) == "hang" else fields
 
 
 def unruly_root(root: Path) -> Path:
@@ -110,15 +110,15 @@ class Run:
             recorded = [view async for view in first.results(run="campaign", follow=False)]
             status = await first.status()
         expected = {f"job-{n}": "failed" if kind_of(n) == "hang" else "done" for n in range(self._jobs)}
-        told = Counter(view.job_id for view in recorded)
+        results_by_job = Counter(view.job_id for view in recorded)
         return {
             "jobs": self._jobs,
             "seconds": round(time.monotonic() - begun, 1),
             "service_kills": self.service_kills,
             "node_kills": 1,
             "attempted_again": sum(view.attempt > 1 for view in recorded),
-            "lost": self._jobs - len(told),
-            "doubled": len(recorded) - len(told),
+            "lost": self._jobs - len(results_by_job),
+            "doubled": len(recorded) - len(results_by_job),
             "ended_otherwise": sum(expected[view.job_id] != view.state for view in recorded),
             "unfinished": sum(status["jobs"][state] for state in ("queued", "claimed")),
         }
@@ -138,8 +138,8 @@ def campaign(jobs: int, kills: int) -> dict[str, Any]:
         root = unruly_root(Path(place))
         keys = ["+serve.concurrency=16", "+serve.lease_s=8", "+serve.watch_s=0.5", "+serve.silent_s=4"]
         keys += [f"+serve.store={database.new_database()}", "++ray.pipelines=2", "max_restarts=1000"]
-        words = (*GROUPS, "dispatch=ray", f"++ray.address={nodes.address}", *keys)
-        with ng_run(root, *words) as stack:
+        arguments = (*GROUPS, "dispatch=ray", f"++ray.address={nodes.address}", *keys)
+        with ng_run(root, *arguments) as stack:
             ended = stack.process.poll
             until(lambda: "are served at" in stack.stdout or ended() is not None, "the services")
             assert ended() is None, stack.stderr

@@ -127,9 +127,9 @@ async def library(
     retries: Mapping[str, Any],
     max_tokens: int = 16,
 ) -> AsyncIterator[LibraryDoor]:
-    made = [CONFIG.validate_python(config) for config in configs]
+    engine_configs = [CONFIG.validate_python(config) for config in configs]
     pool = EnginePool(
-        made,
+        engine_configs,
         kind="token",
         routing=RoutingConfig.model_validate(routing),
         retries=RetryConfig.model_validate(retries),
@@ -152,10 +152,10 @@ class GatewayDoor:
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
         sent = {CREDENTIAL_HEADER: self.credential, **headers}
         async with self.http.request(method, self.url + path, json=body, headers=sent) as reply:
-            said = await reply.json(content_type=None)
+            content = await reply.json(content_type=None)
             if reply.status >= 300:
-                raise TurnError(str(said), reply.status, reply.headers.get("Retry-After"))
-            return said
+                raise TurnError(str(content), reply.status, reply.headers.get("Retry-After"))
+            return content
 
     async def session(self) -> GatewaySession:
         identity = rollout(f"r{next(self._numbers)}")
@@ -192,11 +192,11 @@ class GatewaySession:
         body = {"model": "policy", "messages": self.messages}
         url = self.facts["base_url"] + "/chat/completions"
         async with self.door.http.post(url, json=body, headers=headers) as reply:
-            said = await reply.json(content_type=None)
+            content = await reply.json(content_type=None)
             if reply.status != 200:
                 self.messages.pop()
-                raise TurnError(str(said), reply.status, reply.headers.get("Retry-After"))
-        self.messages.append(said["choices"][0]["message"])
+                raise TurnError(str(content), reply.status, reply.headers.get("Retry-After"))
+        self.messages.append(content["choices"][0]["message"])
 
     async def close(self) -> None:
         headers = {CONTROL_TOKEN_HEADER: self.facts["control_token"]}
@@ -247,12 +247,12 @@ class Load:
         """Run ``sessions`` sessions of ``turns`` turns each, ``width`` at a time."""
         room = asyncio.Semaphore(width or sessions)
 
-        async def one() -> None:
+        async def run_session() -> None:
             async with room:
                 if not self.stopped:
                     await self._session(turns)
 
-        await asyncio.gather(*(one() for _ in range(sessions)))
+        await asyncio.gather(*(run_session() for _ in range(sessions)))
 
     async def _session(self, turns: int) -> None:
         session = await self.door.session()

@@ -46,12 +46,12 @@ def kill_at(boundary: str) -> None:
     for writer in (SqliteWriter, PostgresWriter):
         commit: Callable[..., None] = writer._commit
 
-        def dying(self: Any, *given: Any, commit: Callable[..., None] = commit) -> None:
-            batch = given[-1]
+        def dying(self: Any, *arguments: Any, commit: Callable[..., None] = commit) -> None:
+            batch = arguments[-1]
             if moment == "before":
                 for request in batch:
                     _die_within(request, is_meant)
-            commit(self, *given)
+            commit(self, *arguments)
             if moment == "after" and any(is_meant(request) for request in batch if request.error is None):
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -85,11 +85,11 @@ async def serve(given: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    given = json.loads(sys.argv[1])
-    if given.get("kill"):
-        kill_at(given["kill"])
+    options = json.loads(sys.argv[1])
+    if options.get("kill"):
+        kill_at(options["kill"])
     try:
-        return uvloop.run(until_signal(serve(given)))
+        return uvloop.run(until_signal(serve(options)))
     except asyncio.CancelledError:
         return 0
 

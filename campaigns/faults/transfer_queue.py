@@ -153,18 +153,18 @@ def main() -> None:
     ray.init(num_cpus=arguments.units + 6, include_dashboard=False, log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory(prefix="ng-tq-") as folder:
-            found = asyncio.run(run(arguments.trajectories, arguments.units, Path(folder)))
+            result = asyncio.run(run(arguments.trajectories, arguments.units, Path(folder)))
     finally:
         ray.shutdown()
     count = arguments.trajectories
     bars = {
-        "every_call_within_30_s": found["longest_call_s"] <= MOST_S,
-        "all_readable": found["readable"] == count and not found["wrong"],
-        "all_prompts_have_a_state": found["prompts_with_a_state"] == count,
-        "lost_ones_written_again": found["written_again"] > 0,
+        "every_call_within_30_s": result["longest_call_s"] <= MOST_S,
+        "all_readable": result["readable"] == count and not result["wrong"],
+        "all_prompts_have_a_state": result["prompts_with_a_state"] == count,
+        "lost_ones_written_again": result["written_again"] > 0,
     }
-    found["bars"] = bars
-    print(json.dumps(found, indent=None if arguments.json else 2))
+    result["bars"] = bars
+    print(json.dumps(result, indent=None if arguments.json else 2))
     sys.exit(0 if all(bars.values()) else 1)
 
 

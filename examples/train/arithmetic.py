@@ -344,8 +344,8 @@ class Trainer:
                     step.tokens_per_s = sum_sampled(batch.rows) / (time.monotonic() - started)
                     step.wall_s, step.cpu_s = self._usage.wall_s, self._usage.cpu_s
                     if (number + 1) % settings.evaluate_every == 0:
-                        some = self.held_out[: settings.held_out_rows]
-                        step.held_out = statistics.fmean(await held_out_reward(engine, some, settings))
+                        evaluated = self.held_out[: settings.held_out_rows]
+                        step.held_out = statistics.fmean(await held_out_reward(engine, evaluated, settings))
                         if reached is None and step.held_out >= target:
                             reached = {
                                 "step": number + 1,
@@ -383,12 +383,12 @@ class Trainer:
         self._rollouts += batch.ended * self.settings.samples
         staleness = []
         for row in batch.rows:
-            for one in trajectories(row):
-                ids = exact(one).ids
+            for trajectory in trajectories(row):
+                ids = exact(trajectory).ids
                 self._seen += 1
                 self._changed += speller.again(ids).ids != ids
-                self._turns += len(one.turns)
-                versions = {int(version) for version in one.weights_versions}
+                self._turns += len(trajectory.turns)
+                versions = {int(version) for version in trajectory.weights_versions}
                 self._versions |= versions
                 self._spanning += len(versions) > 1
                 staleness.append(number - min(versions, default=number))

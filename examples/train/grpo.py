@@ -54,12 +54,12 @@ def examples_of(
         mean = statistics.fmean(rewards)
         for row, reward in zip(valid, rewards, strict=True):
             advantage = (reward - mean) / (spread + EPSILON)
-            for one in trajectories(row):
-                tokens = exact(one)
+            for trajectory in trajectories(row):
+                tokens = exact(trajectory)
                 if source == "retokenised":
                     yield Example(speller.again(tokens.ids), None, advantage, int(row.get("staleness") or 0))
                 else:
-                    logprobs = [0.0] * len(one.prompt_ids) + list(one.logprobs or ())
+                    logprobs = [0.0] * len(trajectory.prompt_ids) + list(trajectory.logprobs or ())
                     yield Example(tokens, logprobs, advantage, int(row.get("staleness") or 0))
 
 
@@ -83,11 +83,11 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, examples: Seq
     error: float | None = None
     for at in range(0, len(examples), ROWS_AT_ONCE):
         part = examples[at : at + ROWS_AT_ONCE]
-        ids, said = padded([example.tokens for example in part])
-        now, mask = logprobs_of(model, ids), said[:, 1:]
-        before = _sampled_with(part, now)
+        ids, generated = padded([example.tokens for example in part])
+        current, mask = logprobs_of(model, ids), generated[:, 1:]
+        sampled = _sampling_logprobs(part, current)
         advantage = torch.tensor([example.advantage for example in part])[:, None]
-        ratio = (now - before).exp()
+        ratio = (current - sampled).exp()
         bound = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         gain = torch.minimum(ratio * advantage, bound * advantage)
         share = -(gain * mask).sum() / counted
@@ -96,17 +96,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, examples: Seq
         clipped += (((ratio * advantage) > (bound * advantage)) & mask).sum().item()
         fresh = torch.tensor([example.logprobs is not None and not example.staleness for example in part])
         if fresh.any():
-            error = max(error or 0.0, ((now - before).abs() * mask)[fresh].max().item())
+            error = max(error or 0.0, ((current - sampled).abs() * mask)[fresh].max().item())
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
     optimizer.step()
     return StepReport(loss, norm, counted, clipped / max(counted, 1), error)
 
 
-def _sampled_with(part: Sequence[Example], now: Tensor) -> Tensor:
+def _sampling_logprobs(part: Sequence[Example], now: Tensor) -> Tensor:
     """Return the engine's logprobs, or the trainer's own for examples without the engine's tokens."""
     before = now.detach().clone()
     for number, example in enumerate(part):
         if example.logprobs is not None:
-            known = torch.tensor(example.logprobs[1:])
-            before[number, : len(known)] = known
+            logprobs = torch.tensor(example.logprobs[1:])
+            before[number, : len(logprobs)] = logprobs
     return before

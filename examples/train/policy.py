@@ -50,14 +50,14 @@ class Size:
 def write_tokenizer(folder: Path, texts: Iterable[str]) -> None:
     """Write a policy's directory without weights, for the gateway and the engine; learn the BPE from ``texts``."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = len(SPECIAL) + len(alphabet) + MERGES
     trainer = trainers.BpeTrainer(
@@ -66,10 +66,10 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> None:
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
         show_progress=False,
     )
-    made.train_from_iterator(texts, trainer)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
     shutil.copy(_TEMPLATE, folder / "chat_template.jinja")
-    end = made.token_to_id(END)
+    end = tokenizer.token_to_id(END)
     names = {"eos_token": END, "pad_token": SPECIAL[PAD_ID], "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps({**names, "model_max_length": POSITIONS}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end], "pad_token_id": PAD_ID}))
@@ -130,36 +130,36 @@ class Speller:
         opening = SPECIAL[self._opening]
         head, *answers = text.split(opening)
         ids = self._policy.encode(head + opening)
-        said = [False] * len(ids)
+        generated = [False] * len(ids)
         for number, answer in enumerate(answers):
-            spoken, end, rest = answer.partition(END)
-            mine = self._careless.encode(spoken + end, add_special_tokens=False).ids
+            answer_text, end, context = answer.partition(END)
+            answer_ids = self._careless.encode(answer_text + end, add_special_tokens=False).ids
             last = number == len(answers) - 1
-            theirs = [] if last else self._policy.encode(rest + opening)
-            ids += mine + theirs
-            said += [True] * len(mine) + [False] * len(theirs)
-        return Tokens(ids, said)
+            context_ids = [] if last else self._policy.encode(context + opening)
+            ids += answer_ids + context_ids
+            generated += [True] * len(answer_ids) + [False] * len(context_ids)
+        return Tokens(ids, generated)
 
     def again(self, ids: Sequence[int]) -> Tokens:
         """Decode ``ids`` and encode the text again, as a trainer does that stores text instead of tokens."""
         text = self._policy.decode(ids)
-        found = self._policy.encode(text)
-        said, speaking = [], False
-        for one in found:
-            said.append(speaking)
-            speaking = one == self._opening or (speaking and one != self._closing)
-        return Tokens(found, said)
+        encoded = self._policy.encode(text)
+        generated, is_answer = [], False
+        for token in encoded:
+            generated.append(is_answer)
+            is_answer = token == self._opening or (is_answer and token != self._closing)
+        return Tokens(encoded, generated)
 
 
 def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
     """Return the ids, and the mask of those that the policy writes, padded to [rows, longest row]."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), longest), PAD_ID)
-    said = torch.zeros((len(rows), longest), dtype=torch.bool)
+    generated = torch.zeros((len(rows), longest), dtype=torch.bool)
     for number, row in enumerate(rows):
         ids[number, : len(row.ids)] = torch.tensor(row.ids)
-        said[number, : len(row.said)] = torch.tensor(row.said)
-    return ids, said
+        generated[number, : len(row.said)] = torch.tensor(row.said)
+    return ids, generated
 
 
 def logprobs_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -190,9 +190,9 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     save_weights(model, folder)
-    told = {"seed": seed, "steps": len(losses), "loss": statistics.fmean(losses[-LAST:])}
-    spent = {"cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - started}
-    (folder / "warm_start.json").write_text(json.dumps({**told, **spent}))
+    training = {"seed": seed, "steps": len(losses), "loss": statistics.fmean(losses[-LAST:])}
+    durations = {"cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - started}
+    (folder / "warm_start.json").write_text(json.dumps({**training, **durations}))
     return folder
 
 
@@ -217,10 +217,13 @@ def imitate(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = PEAK_RATE * min(1.0, (step + 1) / RAMP) * max(0.05, 1 - step / steps)
-        ids, said = padded(next(demonstrated))
-        logprobs, spoken = logprobs_of(model, ids), said[:, 1:]
-        given = (ids[:, 1:] != PAD_ID) & ~spoken
-        loss = -(logprobs * spoken).sum() / spoken.sum() - GIVEN_WEIGHT * (logprobs * given).sum() / given.sum()
+        ids, generated = padded(next(demonstrated))
+        logprobs, answer_mask = logprobs_of(model, ids), generated[:, 1:]
+        context_mask = (ids[:, 1:] != PAD_ID) & ~answer_mask
+        loss = (
+            -(logprobs * answer_mask).sum() / answer_mask.sum()
+            - GIVEN_WEIGHT * (logprobs * context_mask).sum() / context_mask.sum()
+        )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

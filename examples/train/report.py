@@ -126,12 +126,12 @@ def compared(outcomes: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for outcome in outcomes:
         reached = outcome["reached"] or {}
-        found = [str(reached.get(key, "–")) for key in ("step", "wall_s", "cpu_s", "rollouts")]
+        at_target = [str(reached.get(key, "–")) for key in ("step", "wall_s", "cpu_s", "rollouts")]
         before, after = Interval(**outcome["before"]), Interval(**outcome["after"])
-        tried = [step["held_out"] for step in outcome["steps"] if step["held_out"] is not None]
-        on_the_way = f"{statistics.fmean(tried):.3f}" if tried else "–"
+        held_out = [step["held_out"] for step in outcome["steps"] if step["held_out"] is not None]
+        on_the_way = f"{statistics.fmean(held_out):.3f}" if held_out else "–"
         whole = [f"{outcome[key]:.0f}" for key in ("wall_s", "cpu_s")]
-        cells = [name_of(outcome), str(before), str(after), on_the_way, *found, *whole]
+        cells = [name_of(outcome), str(before), str(after), on_the_way, *at_target, *whole]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

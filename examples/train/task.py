@@ -86,12 +86,12 @@ def sums(
         return draw.choice(WIDE) if draw.random() < wide else draw.choice(choice)
 
     while True:
-        made = Sum(
+        candidate = Sum(
             (operand(), operand(), operand()),
             (draw.choice(("plus", "minus")), draw.choice(("plus", "minus"))),
         )
-        if min(made.values) >= 0 and never.isdisjoint(made.values):
-            yield made
+        if min(candidate.values) >= 0 and never.isdisjoint(candidate.values):
+            yield candidate
 
 
 def distinct(source: Iterator[Sum], count: int) -> list[Sum]:
@@ -123,9 +123,9 @@ def _attempt(task: Sum, errors: Errors, draw: random.Random) -> tuple[list[dict[
             tool = "subtract" if tool == "add" else "add"
         a, b = value, operand
         if draw.random() < errors.digit:
-            a = _slip(a, draw)
+            a = _with_wrong_digit(a, draw)
         if draw.random() < errors.digit:
-            b = _slip(b, draw)
+            b = _with_wrong_digit(b, draw)
         value = apply(tool, a, b)
         shown |= {a, b, value}
         arguments = f'{{"a":{a},"b":{b}}}'
@@ -138,7 +138,7 @@ def _attempt(task: Sum, errors: Errors, draw: random.Random) -> tuple[list[dict[
     return messages, shown
 
 
-def _slip(number: int, draw: random.Random) -> int:
+def _with_wrong_digit(number: int, draw: random.Random) -> int:
     text = str(abs(number))
     place = draw.randrange(len(text))
     other = draw.choice([digit for digit in "0123456789" if digit != text[place]])

@@ -28,8 +28,8 @@ def from_command(path: str | Path) -> Path:
 
 def cache_root() -> Path:
     """Return ``$NEMO_GYM_CACHE_DIR``, else ``nemo-gym`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("NEMO_GYM_CACHE_DIR"):
-        return Path(own).expanduser().resolve()
+    if configured := os.environ.get("NEMO_GYM_CACHE_DIR"):
+        return Path(configured).expanduser().resolve()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return (Path(base).expanduser() / "nemo-gym").resolve()
 

@@ -21,8 +21,8 @@ def lazily(name: str) -> ModuleType:
     Raises:
         ModuleNotFoundError: there is no such module.
     """
-    if (known := sys.modules.get(name)) is not None:
-        return known
+    if (loaded := sys.modules.get(name)) is not None:
+        return loaded
     spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -52,10 +52,10 @@ class LoopThread:
         try:
             self.loop.run_forever()
         finally:
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
+            remaining = asyncio.all_tasks(self.loop)
+            for task in remaining:
                 task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(asyncio.gather(*remaining, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()

@@ -52,10 +52,10 @@ def first_of(errors: ExceptionGroup[Exception], kind: type[E]) -> E:
 
     Use it with ``except ExceptionGroup``: Debian 12's Python 3.11.2 wraps what ``except*`` raises in another group.
     """
-    found, others = errors.split(kind)
-    if found is None or others is not None:
+    matching, remaining = errors.split(kind)
+    if matching is None or remaining is not None:
         raise errors
-    first: Any = found
+    first: Any = matching
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
     return first  # type: ignore[no-any-return]
@@ -88,23 +88,23 @@ class BackgroundTasks:
         """Wait until this loop's tasks have ended, including those that start meanwhile, or until ``timeout_s``."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        while mine := self._of(loop):
+        while tasks := self._tasks_of(loop):
             left_s = None if deadline is None else deadline - loop.time()
             if left_s is not None and left_s <= 0:
                 return
-            await asyncio.wait(mine, timeout=left_s)
+            await asyncio.wait(tasks, timeout=left_s)
 
     async def cancel(self) -> None:
         """Cancel this loop's tasks, and wait until they have ended."""
-        while mine := self._of(asyncio.get_running_loop()):
-            for task in mine:
+        while tasks := self._tasks_of(asyncio.get_running_loop()):
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait(mine)
+            await asyncio.wait(tasks)
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def _of(self, loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
+    def _tasks_of(self, loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
         return {task for task in self._tasks if task.get_loop() is loop}
 
 

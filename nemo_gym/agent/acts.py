@@ -243,25 +243,25 @@ class PolicyClient:
                 final = reply.headers.get(SHOULD_RETRY_HEADER) == "false"
                 if final or reply.status not in RETRIED_STATUSES:
                     raise ModelError(f"the policy endpoint {problem}", status=reply.status)
-                asked_s = retry_after_s(reply.headers.get("retry-after"))
+                server_delay_s = retry_after_s(reply.headers.get("retry-after"))
             except BROKEN as error:
                 if is_own_timeout(error):
                     raise ModelError(f"the policy endpoint did not answer within {self._limit_s:g} s") from error
-                problem, asked_s = f"failed: {type(error).__name__}: {error}", None
-            if not await backoff.again(instead_s=asked_s):
+                problem, server_delay_s = f"failed: {type(error).__name__}: {error}", None
+            if not await backoff.again(instead_s=server_delay_s):
                 raise ModelError(f"the policy endpoint {problem} (tried {self._max_tries} times)", retryable=True)
 
 
 def _problem(content: bytes) -> str:
     """The error message in an error response's body, or the start of the body."""
-    said = content[:300].decode("utf-8", "replace")
+    excerpt = content[:300].decode("utf-8", "replace")
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return said
+        return excerpt
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) and message else said
+    return message if isinstance(message, str) and message else excerpt
 
 
 def _object(content: bytes) -> dict[str, Any]:

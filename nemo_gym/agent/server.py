@@ -256,13 +256,13 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         body = await parse_json_object(request)
         if not isinstance(body.get("verify_responses"), list):
             raise InvalidBodyError("/aggregate_metrics needs 'verify_responses': a list of result rows")
-        asked = AggregateMetricsRequest.model_construct(verify_responses=body["verify_responses"])
-        return JsonResponse(plain(await self.aggregate_metrics(asked)))
+        metrics_request = AggregateMetricsRequest.model_construct(verify_responses=body["verify_responses"])
+        return JsonResponse(plain(await self.aggregate_metrics(metrics_request)))
 
     async def _act_route(self, request: Request) -> Response:
         require_role(request, Role.PIPELINE)
-        asked = validated(ActRequest, await parse_json_object(request), "/act")
-        if asked.validation is not None and self.config.row_access != "validation":
+        act_request = validated(ActRequest, await parse_json_object(request), "/act")
+        if act_request.validation is not None and self.config.row_access != "validation":
             raise ContractError(
                 f"agent '{self.config.name}' may not see a task's solution; only agents with row_access: validation"
                 " may"
@@ -271,28 +271,28 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         describe_request(request.scope, f"invoke_agent {self.config.name}", invoked(self.config.name))
 
         async def work() -> ActResponse:
-            with rollout_context(asked.descriptor.rollout.rollout_id):
-                return await self.act_in_session(asked, cookies)
+            with rollout_context(act_request.descriptor.rollout.rollout_id):
+                return await self.act_in_session(act_request, cookies)
 
         try:
-            answer = await self._acts.run(asked.descriptor.rollout, work, request)
+            response = await self._acts.run(act_request.descriptor.rollout, work, request)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        ACTS.add(str(answer.outcome))
-        if (failure := failure_of_outcome(answer.outcome, answer.outcome_detail)) is not None:
-            rollout = asked.descriptor.rollout
+        ACTS.add(str(response.outcome))
+        if (failure := failure_of_outcome(response.outcome, response.outcome_detail)) is not None:
+            rollout = act_request.descriptor.rollout
             log.warning(
                 "the act left nothing to grade",
                 rollout_id=rollout.rollout_id,
                 attempt=rollout.attempt,
-                outcome=str(answer.outcome),
+                outcome=str(response.outcome),
                 reason=failure.reason,
             )
-        return Response(answer.model_dump_json().encode(), media_type="application/json")
+        return Response(response.model_dump_json().encode(), media_type="application/json")
 
-    async def _act_by_responses(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+    async def _act_by_responses(self, act_request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
         """Run ``act`` by a NeMo Gym agent's ``responses``, with the session's cookies and the attempt's token."""
-        topology = asked.descriptor.placement.topology
+        topology = act_request.descriptor.placement.topology
         if topology not in self.topologies:
             raise ConfigError(
                 f"agent '{self.config.name}' cannot work in topology '{topology}'; it supports"
@@ -302,16 +302,16 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         header = "; ".join(f"{name}={value}" for name, value in cookies.items())
         headers = [(b"cookie", header.encode("latin-1"))] if header else []
         request = Request({"type": "http", "method": "POST", "path": "/v1/responses", "headers": headers})
-        seconds = asked.wall_clock_s(None)
+        seconds = act_request.wall_clock_s(None)
         try:
             async with asyncio.timeout(seconds) as deadline:
-                with inference_context(self._server_name("model_server") or "", asked.inference.token):
-                    reply = await PluginCall(self.responses)(request, asked.responses_create_params)
+                with inference_context(self._server_name("model_server") or "", act_request.inference.token):
+                    reply = await PluginCall(self.responses)(request, act_request.responses_create_params)
         except TimeoutError:
             if not deadline.expired():
                 raise
             return ActResponse(
-                response=response_object([], model=asked.inference.model),
+                response=response_object([], model=act_request.inference.model),
                 outcome=AgentOutcome.TIMED_OUT,
                 outcome_detail=f"stopped after {seconds:g} s of wall-clock time",
             )
@@ -345,7 +345,9 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         session = row.pop(SESSION_KEY, None) or {}
         if not isinstance(session, dict):
             raise InvalidBodyError(f"/run: '{SESSION_KEY}' is a JSON object")
-        rollout = validated(RolloutIdentity, session["rollout"], "'rollout'") if "rollout" in session else _named(row)
+        rollout = (
+            validated(RolloutIdentity, session["rollout"], "'rollout'") if "rollout" in session else _row_identity(row)
+        )
         ref = session.get("row_ref")
         if self.secured and not isinstance(ref, str):
             raise InvalidBodyError(
@@ -373,21 +375,21 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
 
     async def _rollout(self, attempt: Attempt) -> dict[str, Any]:
         """Run an attempt. Returns the verify response, or after a failed stage the row with the failure, no reward."""
-        said: dict[str, Any] = {}
+        response_fields: dict[str, Any] = {}
 
         async def call_agent(attempt: Attempt, body: dict[str, Any]) -> Reply:
-            answer = await self.act_in_session(ActRequest.model_validate(body), attempt.cookies)
-            said[RESPONSE_KEY] = answer.response
-            return Reply(answer.model_dump_json().encode(), {})
+            response = await self.act_in_session(ActRequest.model_validate(body), attempt.cookies)
+            response_fields[RESPONSE_KEY] = response.response
+            return Reply(response.model_dump_json().encode(), {})
 
         steps = RolloutSteps(Peers(self.server_client), call_agent=call_agent)
         try:
             verified = await steps.run(attempt, Budgets(close_s=CLOSE_TIMEOUT_S))
         except PeerError as error:
-            raise _told_by_peer(error) from error
+            raise _error_of_peer(error) from error
         except StageError as error:
             invalid = Verdict.invalid(error.failure.kind, error.failure.reason)
-            return {**attempt.row_with(), **invalid.as_fields(), **said, **(attempt.reply or {})}
+            return {**attempt.row_with(), **invalid.as_fields(), **response_fields, **(attempt.reply or {})}
         return {key: value for key, value in verified.items() if key not in MODEL_SESSION_KEYS}
 
     # -- names that NeMo Gym agents use --------------------------------------------------------------------------
@@ -452,7 +454,7 @@ async def _json_reply(reply: ClientResponse, server: str) -> dict[str, Any]:
         raise
 
 
-def _told_by_peer(error: PeerError) -> InvalidBodyError | ServerError:
+def _error_of_peer(error: PeerError) -> InvalidBodyError | ServerError:
     """Translate a `PeerError` as `_json_reply` does."""
     kind = InvalidBodyError if error.status in (400, 413, 422) else ServerError
     problem = error.problem
@@ -460,7 +462,7 @@ def _told_by_peer(error: PeerError) -> InvalidBodyError | ServerError:
     return kind(str(error), retryable=bool(problem.get("retryable", not 0 < error.status < 500)), **details)
 
 
-def _named(row: Mapping[str, Any]) -> RolloutIdentity:
+def _row_identity(row: Mapping[str, Any]) -> RolloutIdentity:
     """The identity of a row by the numbers that a NeMo Gym caller gave it, or a new identity."""
     numbers = {key: row[key] for key in (ATTEMPT_INDEX_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY) if key in row}
     for key, number in numbers.items():

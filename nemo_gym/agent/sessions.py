@@ -135,8 +135,8 @@ class AgentSessions:
         """End the session. A repeated close gets the same reply for ``session_close_retry_window_seconds``. If the
         cleanup fails, the session is kept and can be closed again."""
         async with self._locked_agent_session(body.agent_session_id) as record:
-            known = record.state.request.episode_id if record.state is not None else record.episode_id
-            if known is not None and known != body.episode_id:
+            seeded_episode = record.state.request.episode_id if record.state is not None else record.episode_id
+            if seeded_episode is not None and seeded_episode != body.episode_id:
                 raise ValueError(f"agent session '{body.agent_session_id}' belongs to another episode")
             if record.close_response is None:
                 record.closing = True
@@ -151,8 +151,8 @@ class AgentSessions:
     @asynccontextmanager
     async def _locked_agent_session(self, session_id: str) -> AsyncIterator[_AgentSessionRecord]:
         now = time.monotonic()
-        for known in [key for key, record in self._session_records.items() if record.expires_at <= now]:
-            del self._session_records[known]
+        for expired_id in [key for key, record in self._session_records.items() if record.expires_at <= now]:
+            del self._session_records[expired_id]
         record = self._session_records.setdefault(session_id, _AgentSessionRecord())
         async with record.lock:
             yield record
@@ -163,8 +163,8 @@ class AgentSessions:
         if request is None or (isinstance(scope, dict) and "session" not in scope):
             return None
         session = getattr(request, "session", None)
-        found = session.get(AGENT_SESSION_COOKIE_KEY) if isinstance(session, Mapping) else None
-        return found if isinstance(found, str) else None
+        session_id = session.get(AGENT_SESSION_COOKIE_KEY) if isinstance(session, Mapping) else None
+        return session_id if isinstance(session_id, str) else None
 
     def _require_agent_session(self, agent_session_id: str) -> AgentSessionState:
         record = self._session_records.get(agent_session_id)

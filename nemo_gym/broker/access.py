@@ -134,12 +134,12 @@ class Access:
         return caller
 
     def _caller(self, request: Request) -> Caller | None:
-        if (known := caller_of(request)) is not None:
-            return self._of_the_stack(known)
+        if (stack_caller := caller_of(request)) is not None:
+            return self._checked_stack_caller(stack_caller)
         token = _bearer(request)
-        given = (token or "").encode()
+        token_bytes = (token or "").encode()
         # Compare with every token, so that the time taken reveals nothing.
-        names = [name for name, known in self._tokens.items() if hmac.compare_digest(known.encode(), given)]
+        names = [name for name, value in self._tokens.items() if hmac.compare_digest(value.encode(), token_bytes)]
         if names:
             return Caller(Role.ENVIRONMENT if names[0] in self._trusted else Role.AGENT, names[0])
         if self._credentials is None:
@@ -147,11 +147,11 @@ class Access:
         if token is None or token.startswith(f"{PREFIX}."):
             return None
         try:
-            return self._of_the_stack(self._credentials.check(token))
+            return self._checked_stack_caller(self._credentials.check(token))
         except CredentialError as error:
             raise BrokerError("unauthenticated", error.message) from None
 
-    def _of_the_stack(self, caller: Caller) -> Caller:
+    def _checked_stack_caller(self, caller: Caller) -> Caller:
         # A caller's name decides which boxes belong to it, so two callers with one name would share their boxes.
         if self.is_outsider(caller):
             raise BrokerError(
@@ -195,12 +195,12 @@ class Access:
             raise BrokerError("unauthenticated", f"{request.url.path} needs a lease token of the box (Bearer)")
         box = self._boxes.get(sandbox_id)
         record = None if box is not None else await self._boxes.store.find(sandbox_id)
-        whose = box.creator if box is not None else record.creator if record is not None else ""
-        if (box is None and record is None) or self.sees(caller) not in (None, whose):
+        creator = box.creator if box is not None else record.creator if record is not None else ""
+        if (box is None and record is None) or self.sees(caller) not in (None, creator):
             raise _not_found(sandbox_id)
         return Grant(sandbox_id, LeaseScope.OWNER, box, record, None)
 
-    async def _by_lease(self, token: str, sandbox_id: str, wanted: LeaseScope) -> Grant:
+    async def _by_lease(self, token: str, sandbox_id: str, required_scope: LeaseScope) -> Grant:
         claim = self.signer.check(token)
         if claim.sandbox_id != sandbox_id:
             raise _not_found(sandbox_id)
@@ -212,8 +212,8 @@ class Access:
             record = await self._boxes.store.find(sandbox_id)
             if record is None:
                 raise _not_found(sandbox_id)
-            held = await self._boxes.store.leases_of(sandbox_id)
-            lease = next((lease for lease in held if lease.lease_id == claim.lease_id), None)
+            leases = await self._boxes.store.leases_of(sandbox_id)
+            lease = next((lease for lease in leases if lease.lease_id == claim.lease_id), None)
             epoch = record.epoch
         if lease is None:
             raise BrokerError("unauthenticated", "the lease of this token is not known any more")
@@ -223,10 +223,10 @@ class Access:
         ended = lease.expires_at is not None and lease.expires_at <= time.time()
         if ended if box is None else box.lease_has_ended(lease):
             raise BrokerError("lease_expired", f"this lease of box '{sandbox_id}' has ended", sandbox_id=sandbox_id)
-        if _RANK[lease.scope] < _RANK[wanted]:
+        if _RANK[lease.scope] < _RANK[required_scope]:
             raise BrokerError(
                 "scope",
-                f"this needs a lease of scope '{wanted}', and this one is '{lease.scope}'",
+                f"this needs a lease of scope '{required_scope}', and this one is '{lease.scope}'",
                 sandbox_id=sandbox_id,
             )
         return Grant(sandbox_id, lease.scope, box, record, lease)
@@ -271,9 +271,9 @@ class Permissions:
     def __init__(self, config: BrokerConfig, endpoints: Iterable[str] = ()) -> None:
         """``endpoints``: the base URLs that doors may lead to if the configuration has no ``door_targets``."""
         self._config = config
-        named = config.mount_roots
-        roots = [*(named or ()), *(_packages() if config.agent_packages else ())]
-        self._everybody = named is None
+        mount_roots = config.mount_roots
+        roots = [*(mount_roots or ()), *(_agent_directories() if config.agent_packages else ())]
+        self._trusted_may_mount_anything = mount_roots is None
         """Whether a trusted server of the stack may mount any path, as it could with its own provider."""
         self._roots = [Path(os.path.realpath(root)) for root in roots]
         targets = endpoints if config.door_targets is None else config.door_targets
@@ -282,7 +282,7 @@ class Permissions:
     def check_create(self, caller: Caller, body: CreateSandbox, *, is_outsider: bool) -> None:
         """Raise `BrokerError` ``mount_refused`` or ``not_permitted`` if the caller may not create this box."""
         spec, trusted = body.spec, is_trusted(caller.role)
-        if not (self._everybody and trusted and not is_outsider):
+        if not (self._trusted_may_mount_anything and trusted and not is_outsider):
             self._check_paths((mount.source for mount in spec.mounts), "spec.mounts")
         if trusted:
             return
@@ -343,7 +343,7 @@ class Permissions:
                 )
 
 
-def _packages() -> Iterable[str]:
+def _agent_directories() -> Iterable[str]:
     """Yield the directories of agent programs on this host: those that ``ng_prepare agents`` and
     ``scripts/install-clis`` fill in the cache, and the agent folders of plugins."""
     yield from (str(cache_root() / name) for name in ("agents", "clis"))

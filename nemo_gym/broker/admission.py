@@ -92,7 +92,7 @@ class Admission:
         self.held[owner] -= 1
         if self.held[owner] <= 0:
             del self.held[owner]
-        self._hand_on()
+        self._fill_free_places()
 
     def _take(self, owner: str) -> None:
         self.held[owner] += 1
@@ -101,7 +101,7 @@ class Admission:
     def _someone_goes_first(self, owner: str) -> bool:
         return any(queue and self.may_have_more(other) for other, queue in self._waiting.items() if other != owner)
 
-    def _hand_on(self) -> None:
+    def _fill_free_places(self) -> None:
         while self.has_place:
             ready = [owner for owner, queue in self._waiting.items() if queue and self.may_have_more(owner)]
             if not ready:

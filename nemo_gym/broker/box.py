@@ -106,7 +106,7 @@ class ExecRun:
         # Not with asyncio.Event and asyncio.timeout: they would create several times as many objects per command.
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
-        timer = loop.call_later(timeout_s, _answer, waiter, False)
+        timer = loop.call_later(timeout_s, _resolve, waiter, False)
         self._waiters.append(waiter)
         try:
             return await waiter
@@ -127,7 +127,7 @@ class ExecRun:
     def notify(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            _answer(waiter, True)
+            _resolve(waiter, True)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -173,9 +173,9 @@ class ExecRun:
         if end.outcome is not ExecOutcome.EXITED:
             # A provider may report the exit code of a shell whose child was killed; it is not the command's.
             end = replace(end, return_code=None)
-        said = ExecEndModel.of(end, output_bytes=self.size, truncated=truncated)
-        written = said.model_dump_json().encode()
-        record = ExecRecord(self.sandbox_id, self.exec_id, self.digest, self.submitted_at, written)
+        end_model = ExecEndModel.of(end, output_bytes=self.size, truncated=truncated)
+        end_json = end_model.model_dump_json().encode()
+        record = ExecRecord(self.sandbox_id, self.exec_id, self.digest, self.submitted_at, end_json)
         backoff = Backoff(first_s=_WRITE_RETRY_S, factor=1)
         while True:
             try:
@@ -185,7 +185,7 @@ class ExecRun:
                 log.warning("exec_end_not_written", exec_id=self.exec_id, error=str(error))
                 await backoff.again()
         self.spool.close()
-        self.end, self.phase, self.process = said, "ended", None
+        self.end, self.phase, self.process = end_model, "ended", None
         self._space.ended(self.sandbox_id, self.exec_id, self.size)
         self.notify()
 
@@ -197,9 +197,9 @@ class ExecRun:
         await self.finish(ExecEnd(ExecOutcome.LOST))
 
 
-def _answer(waiter: asyncio.Future[bool], answer: bool) -> None:
+def _resolve(waiter: asyncio.Future[bool], has_changed: bool) -> None:
     if not waiter.done():
-        waiter.set_result(answer)
+        waiter.set_result(has_changed)
 
 
 # -- Box -----------------------------------------------------------------------------------------------------------
@@ -306,8 +306,8 @@ class Box:
         if lease.expires_at is None:
             return self.left_s
         now = time.monotonic()
-        own = self.lease_deadlines.setdefault(lease.lease_id, now + lease.expires_at - time.time()) - now
-        return min(own, self.left_s)
+        own_left_s = self.lease_deadlines.setdefault(lease.lease_id, now + lease.expires_at - time.time()) - now
+        return min(own_left_s, self.left_s)
 
     def lease_has_ended(self, lease: LeaseRecord) -> bool:
         """Return whether the lease ended while the box lives on. The end of the box itself does not count."""

@@ -178,8 +178,8 @@ class Boxes:
         except Exception as error:
             # A provider's own code may raise anything; the box is then not usable.
             await self._not_created(box, error)
-            said = f"the backend failed: {type(error).__name__}: {error}"
-            raise SandboxCreateError(said, retryable=isinstance(error, OSError)) from error
+            detail = f"the backend failed: {type(error).__name__}: {error}"
+            raise SandboxCreateError(detail, retryable=isinstance(error, OSError)) from error
         box.handle, box.backend_id = handle, handle.sandbox_id
         descriptor = await self.backend.describe(handle)
         await self.store.confirm(

@@ -35,7 +35,7 @@ OWNER = "(warm pool)"
 _LEASE_S = 120.0
 _TICK_S = 0.5
 _RETRY_S = 10.0
-_LOOK_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 10.0
 
 
 class WarmPools:
@@ -43,7 +43,7 @@ class WarmPools:
 
     def __init__(self, boxes: Boxes, pools: list[WarmPool], prefetch: list[str]) -> None:
         self._boxes, self._prefetch = boxes, prefetch
-        self._pools = [(_bare(pool.spec), pool.size) for pool in pools]
+        self._pools = [(_poolable(pool.spec), pool.size) for pool in pools]
         self._idle: list[list[Box]] = [[] for _ in pools]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -69,9 +69,9 @@ class WarmPools:
 
     async def take(self, order: CreateOrder) -> Box | None:
         """Hand over a live warm box with the order's spec to the order's creator; ``None`` if there is none."""
-        wanted = _bare(order.body.spec)
+        requested_spec = _poolable(order.body.spec)
         for (spec, _), idle in zip(self._pools, self._idle, strict=True):
-            if spec != wanted:
+            if spec != requested_spec:
                 continue
             while idle and self._boxes.admission.may_have_more(order.owner):
                 box = idle.pop(0)
@@ -91,7 +91,7 @@ class WarmPools:
         if not box.ready or box.handle is None:
             return False
         try:
-            result = await self._boxes.backend.provider.exec(box.handle, ["true"], timeout_s=_LOOK_TIMEOUT_S)
+            result = await self._boxes.backend.provider.exec(box.handle, ["true"], timeout_s=_PROBE_TIMEOUT_S)
         except SandboxError:
             return False
         return result.outcome is ExecOutcome.EXITED  # with any exit code: an image may lack the program
@@ -179,7 +179,7 @@ class WarmPools:
                 log.warning("image_not_fetched", image=image, error=str(error)[:300])
 
 
-def _bare(spec: BoxSpec) -> BoxSpec:
+def _poolable(spec: BoxSpec) -> BoxSpec:
     """Return the spec without doors and ``ready_timeout_s``, in which a warm box may differ from a request."""
     return spec.model_copy(update={"doors": (), "ready_timeout_s": None})
 
@@ -233,8 +233,8 @@ class Creations:
         try:
             await asyncio.wait({pending.task}, timeout=None if is_first else IN_PROGRESS_WAIT_S)
             if not pending.task.done():
-                said = f"the box of Idempotency-Key '{order.key[:64]}' is being made; ask again for it"
-                raise BrokerError("create_in_progress", said, retry_after_s=1)
+                detail = f"the box of Idempotency-Key '{order.key[:64]}' is being made; ask again for it"
+                raise BrokerError("create_in_progress", detail, retry_after_s=1)
             if pending.task.cancelled() and self._draining:
                 raise draining()
             if pending.task.cancelled():
@@ -269,8 +269,8 @@ class Creations:
         return box.sandbox_id
 
     def _finished(self, name: tuple[str, str], task: asyncio.Task[tuple[Box, bool]]) -> None:
-        found = self._pending.get(name)
-        if found is not None and found.task is task:
+        pending = self._pending.get(name)
+        if pending is not None and pending.task is task:
             del self._pending[name]
         if task.done() and not task.cancelled():
             task.exception()  # mark it as retrieved: its callers received it, or have disconnected
@@ -294,13 +294,13 @@ class Creations:
 
     async def _create(self, order: CreateOrder) -> tuple[Box, bool]:
         boxes = self._boxes
-        known = await boxes.store.find_by_key(order.creator, order.key)
-        if known is not None and known.body_digest not in (order.digest, b""):
+        record = await boxes.store.find_by_key(order.creator, order.key)
+        if record is not None and record.body_digest not in (order.digest, b""):
             raise _reused(order.key)
-        if known is not None and not (known.state is BoxState.GONE and known.reason == "create_failed"):
-            box = boxes.get(known.sandbox_id)
+        if record is not None and not (record.state is BoxState.GONE and record.reason == "create_failed"):
+            box = boxes.get(record.sandbox_id)
             if box is None or box.state in (BoxState.CLOSING, BoxState.GONE):
-                raise gone(known.sandbox_id, f"{known.reason or 'closed'}; ask for another under another key")
+                raise gone(record.sandbox_id, f"{record.reason or 'closed'}; ask for another under another key")
             if box.state is BoxState.CREATING:
                 await boxes.bring_up(box, order.body, interrupted=True)
             return box, False

@@ -70,14 +70,14 @@ class Execs:
         run = self._new(box, exec_id, digest, submission)
         run.lease_id = lease_id
         try:
-            known = await self.store.insert(box.sandbox_id, exec_id, digest)
+            record = await self.store.insert(box.sandbox_id, exec_id, digest)
         except BaseException as error:
             self._never_started(box, run, error)
             raise
-        # All running commands of this box are in memory. So a record without an end is left over from a write that was
-        # reported as failed, or whose caller was cancelled; no command was started for it.
-        if known is not None and (known.end is not None or known.body_digest != digest):
-            return self._resume_known(box, run, known), False
+        # All unfinished commands of this box are in memory. So a record without an end is left over from a write that
+        # was reported as failed, or whose caller was cancelled; no command was started for it.
+        if record is not None and (record.end is not None or record.body_digest != digest):
+            return self._resume_recorded(box, run, record), False
         if submission.stdin == "attached":
             run.phase = "awaiting_stdin"
             self._started(run)
@@ -101,28 +101,28 @@ class Execs:
         box.execs[exec_id] = run
         return run
 
-    def _resume_known(self, box: Box, run: ExecRun, known: ExecRecord) -> ExecRun:
+    def _resume_recorded(self, box: Box, run: ExecRun, record: ExecRecord) -> ExecRun:
         """Return the run of an id that is already in the registry, from before a restart or no longer in memory."""
-        if known.end is not None:
-            run.end, run.phase = ExecEndModel.model_validate_json(known.end), "ended"
-        asked, run.digest, run.submitted_at = run.digest, known.body_digest, known.submitted_at
+        if record.end is not None:
+            run.end, run.phase = ExecEndModel.model_validate_json(record.end), "ended"
+        submitted_digest, run.digest, run.submitted_at = run.digest, record.body_digest, record.submitted_at
         run.spool = OutputSpool.load(self.space.directory(box.sandbox_id), run.exec_id)
         self._started(run)
         del box.execs[run.exec_id]
-        _require_same(known.body_digest, asked, run.exec_id)
+        _require_same(record.body_digest, submitted_digest, run.exec_id)
         return run
 
     async def attach_stdin(self, box: Box, handle: SandboxHandle, run: ExecRun, data: bytes) -> None:
         """Start a command that waits for its standard input. Does nothing if the command already has the same bytes,
         or ended in an earlier process of the broker. Raises `BrokerError` ``stdin_not_expected``."""
-        given = hashlib.sha256(data).digest()
-        if run.stdin_digest == given or (run.submission is None and run.end is not None):
+        stdin_digest = hashlib.sha256(data).digest()
+        if run.stdin_digest == stdin_digest or (run.submission is None and run.end is not None):
             if run.started is not None:
                 await asyncio.shield(run.started)
             return
         if run.phase != "awaiting_stdin":
             raise BrokerError("stdin_not_expected", f"exec '{run.exec_id}' is {run.phase}: it takes no standard input")
-        run.phase, run.stdin_digest = "running", given
+        run.phase, run.stdin_digest = "running", stdin_digest
         run.started = asyncio.get_running_loop().create_future()
         await asyncio.shield(asyncio.create_task(self._start(box, handle, run, data)))
 
@@ -142,16 +142,16 @@ class Execs:
             return
         except (NemoGymError, OSError) as error:
             if isinstance(error, OSError):  # the host has no descriptors or memory left
-                said = f"the broker's host cannot start a command: {error.strerror}"
-                judged: NemoGymError = SandboxError(said, retryable=True)
+                detail = f"the broker's host cannot start a command: {error.strerror}"
+                client_error: NemoGymError = SandboxError(detail, retryable=True)
             else:
-                judged = await self.backend.judged(error, handle) if isinstance(error, SandboxError) else error
+                client_error = await self.backend.judged(error, handle) if isinstance(error, SandboxError) else error
             try:
                 await self.store.discard(box.sandbox_id, run.exec_id)
             except NemoGymError as failure:  # the intent stays recorded; it has no effect until it is submitted again
                 log.warning("exec_not_discarded", exec_id=run.exec_id, error=str(failure))
-            self._never_started(box, run, judged)
-            raise judged from error
+            self._never_started(box, run, client_error)
+            raise client_error from error
         STARTED.add()
         run.pump(process)
         assert run.pumping is not None
@@ -206,25 +206,25 @@ class Execs:
         run = box.execs.get(exec_id) if box is not None else None
         if run is not None:
             return run
-        known = await self.store.find(sandbox_id, exec_id)
-        if known is None:
+        record = await self.store.find(sandbox_id, exec_id)
+        if record is None:
             raise BrokerError("exec_not_found", f"box '{sandbox_id}' has no exec '{exec_id}'", exec_id=exec_id)
         run = box.execs.get(exec_id) if box is not None else None
         if run is not None:
             return run
         # A record without an end belongs to a box that is gone or not adopted yet; its output is not read any more.
-        end = ExecEndModel.model_validate_json(known.end) if known.end is not None else None
+        end = ExecEndModel.model_validate_json(record.end) if record.end is not None else None
         spool = OutputSpool.load(self.space.directory(sandbox_id), exec_id)
         if end is None and box is None:
             end = ExecEndModel.of(ExecEnd(ExecOutcome.LOST), output_bytes=spool.size)
         return ExecRun(
             sandbox_id,
             exec_id,
-            known.body_digest,
+            record.body_digest,
             spool,
             self.store,
             self.space,
-            submitted_at=known.submitted_at,
+            submitted_at=record.submitted_at,
             end=end,
         )
 
@@ -233,17 +233,17 @@ class Execs:
     async def recover(self, box: Box, handle: SandboxHandle | None) -> None:
         """Record as lost the commands that an earlier process of the broker left without an end, because their results
         are unknown. Those that still run are killed first."""
-        left = await self.store.unfinished(box.sandbox_id)
-        if left and handle is not None:
-            await self.backend.kill_strays(handle, [record.exec_id for record in left])
-        for record in left:
+        unfinished = await self.store.unfinished(box.sandbox_id)
+        if unfinished and handle is not None:
+            await self.backend.kill_strays(handle, [record.exec_id for record in unfinished])
+        for record in unfinished:
             spool = OutputSpool.load(self.space.directory(box.sandbox_id), record.exec_id)
             end = ExecEndModel.of(ExecEnd(ExecOutcome.LOST), output_bytes=spool.size)
             await self.store.end(replace(record, end=end.model_dump_json().encode()))
 
 
-def _require_same(known: bytes, given: bytes, exec_id: str) -> None:
-    if known != given:
+def _require_same(recorded: bytes, submitted: bytes, exec_id: str) -> None:
+    if recorded != submitted:
         raise BrokerError(
             "exec_conflict",
             f"exec id '{exec_id}' was used for another command of this box; an id means one command for good",

@@ -37,7 +37,7 @@ class Images:
 
     def __init__(self, store: ImageStore, backend: Backend, identity: str) -> None:
         self._store, self._backend, self._identity = store, backend, identity
-        self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def commit(self, owner: Caller, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
         """Store a box's files as ``image``, owned by the box's creator.
@@ -47,10 +47,10 @@ class Images:
             SandboxError: the provider failed.
         """
         snapshots, name = self._snapshots(), self._name(owner, image)
-        async with self._alone(name):
-            known = await self._store.find(name)
-            if known is not None:
-                self._check_owner(owner, known, image)
+        async with self._lock(name):
+            record = await self._store.find(name)
+            if record is not None:
+                self._check_owner(owner, record, image)
             elif name != image and await self._belongs_to_another(image):
                 raise _owned(owner, image)
             else:
@@ -58,7 +58,7 @@ class Images:
             try:
                 await snapshots.commit(handle, name, labels)
             except SandboxError as error:
-                if known is None:
+                if record is None:
                     await self._forget_missing(name)
                 raise await self._backend.judged(error, handle) from error
 
@@ -73,10 +73,10 @@ class Images:
     async def remove(self, caller: Caller, image: str) -> None:
         """Delete an image. Raises `BrokerError` ``image_owned`` if it belongs to another caller."""
         snapshots, name = self._snapshots(), self._name(caller, image)
-        async with self._alone(name):
-            known = await self._store.find(name)
-            if known is not None:
-                self._check_owner(caller, known, image)
+        async with self._lock(name):
+            record = await self._store.find(name)
+            if record is not None:
+                self._check_owner(caller, record, image)
             elif name != image:
                 if await self._belongs_to_another(image):
                     raise _owned(caller, image)
@@ -110,15 +110,15 @@ class Images:
         if is_trusted(caller.role):
             return image
         # Include the broker's identity, because another broker of this backend may have agents with the same names.
-        asked = "\0".join((self._identity, caller.name, image)).encode("utf-8", "surrogateescape")
-        return f"{PRIVATE}{hashlib.sha256(asked).hexdigest()[:40]}"
+        identity_text = "\0".join((self._identity, caller.name, image)).encode("utf-8", "surrogateescape")
+        return f"{PRIVATE}{hashlib.sha256(identity_text).hexdigest()[:40]}"
 
     async def _belongs_to_another(self, image: str) -> bool:
         """Return whether another caller has already prepared an image under the name that an agent requests."""
         return await self._store.find(image) is not None or await self._snapshots().image_labels(image) is not None
 
-    def _check_owner(self, caller: Caller, known: ImageRecord, image: str) -> None:
-        if known.owner != caller.name and not _sees_all(caller):
+    def _check_owner(self, caller: Caller, record: ImageRecord, image: str) -> None:
+        if record.owner != caller.name and not _sees_all(caller):
             raise _owned(caller, image)
 
     async def _forget_missing(self, name: str) -> None:
@@ -135,11 +135,11 @@ class Images:
         assert isinstance(provider, SupportsSnapshot)
         return provider
 
-    def _alone(self, name: str) -> asyncio.Lock:
+    def _lock(self, name: str) -> asyncio.Lock:
         """Return the lock of a name. It makes checking the owner, recording it and calling the backend one step."""
-        lock = self._busy.get(name)
+        lock = self._locks.get(name)
         if lock is None:
-            self._busy[name] = lock = asyncio.Lock()
+            self._locks[name] = lock = asyncio.Lock()
         return lock
 
 

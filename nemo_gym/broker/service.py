@@ -48,7 +48,7 @@ class State:
             counts[box.state.value] = counts.get(box.state.value, 0) + 1
             running += sum(run.phase == "running" for run in box.execs.values())
         states = [({"state": state}, count) for state, count in counts.items()]
-        owners = [({"owner": owner}, held) for owner, held in admission.held.items()]
+        owners = [({"owner": owner}, places) for owner, places in admission.held.items()]
         yield Reading("sandbox_broker_boxes", "Boxes that are not gone, by state", states)
         yield Reading("sandbox_broker_owner_boxes", "Places that an owner holds", owners)
         yield Reading("sandbox_broker_waiting", "Creates that wait for a place", [({}, admission.waiting)])
@@ -196,8 +196,8 @@ def _keys(state_dir: Path, credentials: ServerCredentials | None) -> Callable[[s
     the state directory."""
     if credentials is not None:
         return credentials.derive
-    kept = _read_or_make(state_dir / "key", lambda: secrets.token_hex(KEY_BYTES))
-    return ServerCredentials("broker", bytes.fromhex(kept)).derive
+    key_hex = _read_or_make(state_dir / "key", lambda: secrets.token_hex(KEY_BYTES))
+    return ServerCredentials("broker", bytes.fromhex(key_hex)).derive
 
 
 def _read_or_make(path: Path, make: Callable[[], str]) -> str:

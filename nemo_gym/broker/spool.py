@@ -69,28 +69,28 @@ class OutputSpool:
     def read(self, offset: int, max_bytes: int) -> list[tuple[Stream, bytes]]:
         """Return up to ``max_bytes`` from ``offset`` on, in pieces of one stream each. Raises `FileNotFoundError` if
         the output was dropped."""
-        wanted = min(max_bytes, self.size - offset)
-        if wanted <= 0:
+        length = min(max_bytes, self.size - offset)
+        if length <= 0:
             return []
-        data = self._pread(offset, wanted)
-        if len(data) < wanted:
+        data = self._pread(offset, length)
+        if len(data) < length:
             raise FileNotFoundError(self._data_path)
         pieces: list[tuple[Stream, bytes]] = []
         position = bisect.bisect_right(self._starts, offset) - 1
         start = offset
-        while start < offset + wanted:
+        while start < offset + length:
             following = self._starts[position + 1] if position + 1 < len(self._starts) else self.size
-            stop = min(following, offset + wanted)
+            stop = min(following, offset + length)
             if stop > start:
                 pieces.append((_STREAMS[self._streams[position]], data[start - offset : stop - offset]))
             start, position = max(start, stop), position + 1
         return pieces
 
-    def _pread(self, offset: int, wanted: int) -> bytes:
+    def _pread(self, offset: int, length: int) -> bytes:
         if self._data >= 0:
-            return os.pread(self._data, wanted, offset)
+            return os.pread(self._data, length, offset)
         with self._data_path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), wanted, offset)
+            return os.pread(file.fileno(), length, offset)
 
     def close(self) -> None:
         """Close the files once nothing more will be appended; reading still works."""
@@ -121,8 +121,8 @@ class SpoolSpace:
     def load(self) -> None:
         """Count the output that an earlier process wrote, oldest first."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = [(path.stat(), path) for path in self.root.glob("*/*.out")]
-        for info, path in sorted(found, key=lambda item: item[0].st_mtime):
+        files = [(path.stat(), path) for path in self.root.glob("*/*.out")]
+        for info, path in sorted(files, key=lambda item: item[0].st_mtime):
             self.used += info.st_size
             self._ended[(path.parent.name, path.stem)] = info.st_size
 

@@ -162,7 +162,7 @@ class Upkeep:
         self._boxes, self.reconciler, self._space = boxes, reconciler, space
         self._reconcile_interval_s, self._retention_s = reconcile_interval_s, retention_s
         self._output_retention_s = output_retention_s
-        self._ownerless: dict[str, float] = {}
+        self._gone_with_output: dict[str, float] = {}
         """Id of a box that is gone but still has output on disk → when it was first seen so (monotonic)."""
         self._tasks: list[asyncio.Task[None]] = []
         self._expiring: set[asyncio.Task[None]] = set()
@@ -229,11 +229,12 @@ class Upkeep:
 
     async def _forget(self) -> None:
         now = time.monotonic()
-        there = await asyncio.to_thread(self._space.boxes)
-        self._ownerless = {
-            sandbox_id: self._ownerless.get(sandbox_id, now) for sandbox_id in there - self._boxes.live.keys()
+        boxes_with_output = await asyncio.to_thread(self._space.boxes)
+        self._gone_with_output = {
+            sandbox_id: self._gone_with_output.get(sandbox_id, now)
+            for sandbox_id in boxes_with_output - self._boxes.live.keys()
         }
-        for sandbox_id, since in self._ownerless.items():
+        for sandbox_id, since in self._gone_with_output.items():
             if now - since > self._output_retention_s:
                 self._space.forget(sandbox_id)
         while ids := await self._boxes.store.forget(time.time() - self._retention_s):

@@ -1,6 +1,6 @@
 """``ng dataset download`` and ``ng_prepare ENVIRONMENT dataset=NAME``: fetch rows once, pinned by commit and checksum.
 
-The rows come from a directory in ``NEMO_GYM_DATASETS`` (``<directory>/<owner>/<name>``, as a clone or
+The same command takes rows from a directory in ``NEMO_GYM_DATASETS`` (``<directory>/<owner>/<name>``, as a clone or
 ``hf download --local-dir`` leaves it) that has them, else from the hub or the mirror that ``HF_ENDPOINT`` names.
 """
 
@@ -24,10 +24,10 @@ from nemo_gym.contract.errors import ConfigError
 DIRECTORIES = "NEMO_GYM_DATASETS"
 _EXTRA = "pip install 'nemo-gym-suite[data]'"
 _PATTERNS: Final = [f"*.{ending}" for ending in ("json", "jsonl", "parquet", "csv", "tsv", "txt", "arrow")]
-_READ: Final = [*_PATTERNS, *(f"{name}.*" for name in _PATTERNS), "README.md", "*.yaml"]
+_FETCHED_PATTERNS: Final = [*_PATTERNS, *(f"{name}.*" for name in _PATTERNS), "README.md", "*.yaml"]
 """Data files, also compressed, and files that describe the splits. No programs are fetched."""
 _TIMEOUT_S = 30.0
-_NEMO_GYM = {"repo_id": "dataset", "output_fpath": "output", "dataset_name": "dataset"}
+_NEMO_GYM_SETTINGS = {"repo_id": "dataset", "output_fpath": "output", "dataset_name": "dataset"}
 """NeMo Gym's setting → this command's setting."""
 
 
@@ -45,7 +45,7 @@ def download(argv: Sequence[str]) -> int:
     given = {key: value for key, value in vars(arguments).items() if key != "settings" and value is not None}
     for word in arguments.settings:
         key, equals, value = word.lstrip("+").partition("=")
-        given |= {_NEMO_GYM.get(key, key): value} if equals else {"dataset": word}
+        given |= {_NEMO_GYM_SETTINGS.get(key, key): value} if equals else {"dataset": word}
     name = given.pop("dataset", None)
     if not name:
         raise ConfigError("which data set? ng dataset download owner/name", key="dataset")
@@ -100,7 +100,7 @@ def fetch(dataset: DataSet, *, refresh: bool = False, pinned: str | None = None)
         else:
             source, commit, where = _from_hub(dataset, Path(scratch))
         split, rows = _load(dataset, source, Path(scratch))
-        return _keep(dataset, split, rows, {"commit": commit, "source": where}, pinned)
+        return _store(dataset, split, rows, {"commit": commit, "source": where}, pinned)
 
 
 def _local_copy(dataset: DataSet) -> Path | None:
@@ -138,7 +138,7 @@ def _from_hub(dataset: DataSet, scratch: Path) -> tuple[Path, str, str]:
                 repo_type="dataset",
                 revision=info.sha,
                 endpoint=endpoint,
-                allow_patterns=_READ,
+                allow_patterns=_FETCHED_PATTERNS,
                 local_dir=scratch / "snapshot",
             )
         )
@@ -199,7 +199,7 @@ def _load(dataset: DataSet, source: Path, scratch: Path) -> tuple[str, Iterable[
     return chosen, splits[chosen]
 
 
-def _keep(
+def _store(
     dataset: DataSet,
     split: str,
     rows: Iterable[Mapping[str, Any]],
@@ -213,52 +213,52 @@ def _keep(
     count = 0
     try:
         with temporary.open("wb") as stream:
-            for row in _renamed(rows, dataset):
+            for row in _rename_fields(rows, dataset):
                 stream.write(orjson.dumps(row, default=str) + b"\n")
                 count += 1
         _checked(temporary, dataset, pinned)
-        told = {"dataset": dataset.repo, "subset": dataset.subset, "revision": dataset.revision, **origin}
-        told |= {"split": split, "rows": count, "sha256": digest_of(temporary)}
-        _refuse_another(record, told)
+        data = {"dataset": dataset.repo, "subset": dataset.subset, "revision": dataset.revision, **origin}
+        data |= {"split": split, "rows": count, "sha256": digest_of(temporary)}
+        _check_same_rows(record, data)
         temporary.replace(final)
-        record.write_text(json.dumps(told, indent=1) + "\n")
+        record.write_text(json.dumps(data, indent=1) + "\n")
     finally:
         temporary.unlink(missing_ok=True)
-    commit = f" at commit {told['commit']}" if told["commit"] else ""
-    print(f"{count} rows of {dataset.repo}{commit} from {told['source']}, sha256 {told['sha256']}", file=sys.stderr)
+    commit = f" at commit {data['commit']}" if data["commit"] else ""
+    print(f"{count} rows of {dataset.repo}{commit} from {data['source']}, sha256 {data['sha256']}", file=sys.stderr)
     return final
 
 
-def _refuse_another(record: Path, told: Mapping[str, Any]) -> None:
+def _check_same_rows(record: Path, data: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the record has other rows for the same commit."""
     try:
-        before = json.loads(record.read_text())
+        previous = json.loads(record.read_text())
     except (OSError, ValueError):
         return
-    if told["commit"] and before.get("commit") == told["commit"] and before.get("sha256") != told["sha256"]:
+    if data["commit"] and previous.get("commit") == data["commit"] and previous.get("sha256") != data["sha256"]:
         raise ConfigError(
-            f"commit {told['commit']} of '{told['dataset']}' had rows of sha256 {before['sha256']} and now has"
-            f" {told['sha256']}; where they come from ({told['source']}) is not what it says. {record} is the record",
+            f"commit {data['commit']} of '{data['dataset']}' had rows of sha256 {previous['sha256']} and now has"
+            f" {data['sha256']}; where they come from ({data['source']}) is not what it says. {record} is the record",
             key="dataset",
         )
 
 
 def _checked(rows: Path, dataset: DataSet, pinned: str | None) -> Path:
-    wanted = pinned or dataset.sha256
-    if wanted and (digest := digest_of(rows)) != wanted:
-        raise ConfigError(f"data set '{dataset.asked}' has sha256 {digest}, not {wanted} as pinned", key="sha256")
+    expected = pinned or dataset.sha256
+    if expected and (digest := digest_of(rows)) != expected:
+        raise ConfigError(f"data set '{dataset.asked}' has sha256 {digest}, not {expected} as pinned", key="sha256")
     return rows
 
 
-def _renamed(rows: Iterable[Mapping[str, Any]], dataset: DataSet) -> Iterator[dict[str, Any]]:
+def _rename_fields(rows: Iterable[Mapping[str, Any]], dataset: DataSet) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows):
-        given = dict(row)
-        for ours, theirs in dataset.rename.items():
-            if theirs not in given:
+        renamed = dict(row)
+        for field, source in dataset.rename.items():
+            if source not in renamed:
                 raise ConfigError(
-                    f"row {number} of '{dataset.asked}' has no field '{theirs}', which '{ours}' is made of; it has:"
-                    f" {', '.join(given)}",
+                    f"row {number} of '{dataset.asked}' has no field '{source}', which '{field}' is made of; it has:"
+                    f" {', '.join(renamed)}",
                     key="rename",
                 )
-            given[ours] = given.pop(theirs)
-        yield given
+            renamed[field] = renamed.pop(source)
+        yield renamed

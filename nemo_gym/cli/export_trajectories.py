@@ -38,12 +38,12 @@ def export(argv: Sequence[str]) -> int:
 
     def counted() -> Iterator[Trajectory]:
         nonlocal rows, with_some, written, rewarded
-        for found in trajectories_of_rows(source):
+        for trajectories in trajectories_of_rows(source):
             rows += 1
-            with_some += bool(found)
-            written += len(found)
-            rewarded += sum(one.reward is not None for one in found)
-            yield from found
+            with_some += bool(trajectories)
+            written += len(trajectories)
+            rewarded += sum(trajectory.reward is not None for trajectory in trajectories)
+            yield from trajectories
 
     if target.suffix == ".npz":
         write_npz(target, [*counted()])

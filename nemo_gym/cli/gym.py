@@ -131,7 +131,7 @@ FLAGS: Final = (
 NO_SERVE = "--no-serve"
 SEARCH_DIR = "--search-dir"
 _BY_NAME: Final = {name: flag for flag in FLAGS for name in flag.names}
-_MEANINGLESS: Final = {
+_UNSUPPORTED_FLAGS: Final = {
     "--prompt-config": "word the rows first: ng dataset render --prompt-config FILE -i ROWS -o ROWS",
 }
 
@@ -152,17 +152,17 @@ def dispatch(argv: Sequence[str]) -> int:
 
         print(version("nemo-gym-suite"))
         return command.EXIT_OK
-    name, rest = _named(words)
+    name, arguments = _named(words)
     chosen = COMMANDS[name]
     if not chosen.runs:
         raise ConfigError(f"'{name}' ({chosen.what}) does not exist here: {chosen.instead}", key=name)
-    if not chosen.plain and not {"-h", "--help"} & set(rest):
-        runs, rest = translated(name, rest)
+    if not chosen.plain and not {"-h", "--help"} & set(arguments):
+        runs, arguments = translated(name, arguments)
     else:
         runs = chosen.runs
     module, function = runs.split(":")
     body: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"nemo_gym.cli.{module}"), function)
-    return body([*chosen.adds, *rest])
+    return body([*chosen.adds, *arguments])
 
 
 def _named(words: list[str]) -> tuple[str, list[str]]:
@@ -182,29 +182,29 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
     runs = COMMANDS[name].runs
     settings: list[str] = []
     files: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         flag, equals, value = word.partition("=") if word.startswith("-") else (word, "", "")
         if flag == NO_SERVE:
             runs = "collect_rollouts:collect_command"
-        elif flag in _MEANINGLESS:
-            raise ConfigError(f"{flag} means nothing here: {_MEANINGLESS[flag]}", key=flag)
+        elif flag in _UNSUPPORTED_FLAGS:
+            raise ConfigError(f"{flag} means nothing here: {_UNSUPPORTED_FLAGS[flag]}", key=flag)
         elif flag == SEARCH_DIR or flag in _BY_NAME:
-            known = _BY_NAME.get(flag)
-            if known is not None and known.value is not None:
-                settings.append(f"{known.key}={known.value}")
+            definition = _BY_NAME.get(flag)
+            if definition is not None and definition.value is not None:
+                settings.append(f"{definition.key}={definition.value}")
                 continue
             if not equals:
-                if not rest or (rest[0].startswith("-") and not rest[0][1:].isdigit()):
+                if not remaining or (remaining[0].startswith("-") and not remaining[0][1:].isdigit()):
                     raise ConfigError(f"{flag} needs a value", key=flag)
-                value = rest.pop(0)
-            if known is None:
+                value = remaining.pop(0)
+            if definition is None:
                 add_root(value)
-            elif known.key == "config_paths":
+            elif definition.key == "config_paths":
                 files.append(value)
             else:
-                settings.append(f"{known.key}={value}")
+                settings.append(f"{definition.key}={value}")
         elif flag.startswith("--") and name not in ("env validate", "eval reverify", "env status"):
             raise ConfigError(f"'{name}' knows no flag {flag}{nearest(flag, _BY_NAME)}", key=flag)
         else:
@@ -216,8 +216,8 @@ def add_root(folder: str) -> None:
     """Look for plugins below ``folder`` first."""
     from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
 
-    known = os.environ.get(EXTRA_ROOTS_VARIABLE)
-    os.environ[EXTRA_ROOTS_VARIABLE] = os.pathsep.join(part for part in (folder, known) if part)
+    existing = os.environ.get(EXTRA_ROOTS_VARIABLE)
+    os.environ[EXTRA_ROOTS_VARIABLE] = os.pathsep.join(part for part in (folder, existing) if part)
 
 
 def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[str]:
@@ -228,41 +228,41 @@ def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[s
 
     roots = plugin_roots()
     has_own_files = bool(files)  # they may define a model
-    kept: list[str] = []
+    result: list[str] = []
     for word in settings:
         key, _, value = word.partition("=")
         if key == "benchmark":
             files.append(f"benchmarks/{value}/config.yaml")
         elif key == "environment" and not find_file(f"configs/environment/{value}.yaml", roots):
-            theirs = (f"environments/{value}/config.yaml", f"resources_servers/{value}/configs/{value}.yaml")
-            found = next((path for path in theirs if find_file(path, roots)), None)
-            if found is None or any(other.startswith("agent=") for other in settings):
-                kept.append(word)
+            candidates = (f"environments/{value}/config.yaml", f"resources_servers/{value}/configs/{value}.yaml")
+            plugin_file = next((path for path in candidates if find_file(path, roots)), None)
+            if plugin_file is None or any(other.startswith("agent=") for other in settings):
+                result.append(word)
             else:
                 # The file defines the agent as well.
-                files.append(found)
+                files.append(plugin_file)
         elif key == "model" and not find_file(f"configs/model/{value}.yaml", roots):
             files.append(f"responses_api_models/{value}/configs/{value}.yaml")
         else:
-            kept.append(word)
+            result.append(word)
     if files:
-        kept.append(f"+config_paths=[{','.join(files)}]")
-    is_policy_named = any(word.startswith(("policy_base_url=", "policy_model_name=")) for word in kept)
-    has_model = has_own_files or any(word.startswith("model=") for word in kept)
+        result.append(f"+config_paths=[{','.join(files)}]")
+    is_policy_named = any(word.startswith(("policy_base_url=", "policy_model_name=")) for word in result)
+    has_model = has_own_files or any(word.startswith("model=") for word in result)
     if is_policy_named and not has_model and not any("responses_api_models/" in file for file in files):
-        kept.append("model=gateway")
-    return kept
+        result.append("model=gateway")
+    return result
 
 
 def usage() -> str:
     """The help of ``ng``."""
     lines = ["ng <command> [flags] [key=value …]", "", "commands (each has --help):"]
-    lines += [f"  {name:18} {one.what}" for name, one in COMMANDS.items() if one.runs]
+    lines += [f"  {name:18} {entry.what}" for name, entry in COMMANDS.items() if entry.runs]
     lines += ["", "flags of eval run, env start, env validate and env resolve, and the settings that they are:"]
     for flag in FLAGS:
-        shown = ", ".join(flag.names) + ("" if flag.value else " X")
-        lines.append(f"  {shown:24} {flag.key:20} {flag.what}")
+        names = ", ".join(flag.names) + ("" if flag.value else " X")
+        lines.append(f"  {names:24} {flag.key:20} {flag.what}")
     lines.append(f"  {NO_SERVE:24} {'':20} run against servers that run already")
     lines.append(f"  {SEARCH_DIR + ' X':24} {'':20} look for plugins below X first")
-    missing = ", ".join(name for name, one in COMMANDS.items() if not one.runs)
+    missing = ", ".join(name for name, entry in COMMANDS.items() if not entry.runs)
     return "\n".join([*lines, "", f"Of NeMo Gym and not here (each says what to do instead): {missing}"])

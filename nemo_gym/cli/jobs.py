@@ -101,11 +101,11 @@ async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments:
     if arguments.json and not arguments.watch:
         print(json.dumps({"run": run, "accepted": done.accepted, "known": done.known, "refused": refused}))
     else:
-        _say(f"run {run}: {done.accepted} jobs accepted, {done.known} known before, {len(refused)} refused")
+        _print_stderr(f"run {run}: {done.accepted} jobs accepted, {done.known} known before, {len(refused)} refused")
         for each in refused[:MAX_LISTED]:
-            _say(f"  {each['job_id']}: {each['detail']}")
+            _print_stderr(f"  {each['job_id']}: {each['detail']}")
         if len(refused) > MAX_LISTED:
-            _say(f"  … and {len(refused) - MAX_LISTED} more")
+            _print_stderr(f"  … and {len(refused) - MAX_LISTED} more")
     watched = command.EXIT_OK
     if arguments.watch or "output" in values:
         watched = await _watch(client, values, as_json=arguments.json)
@@ -152,8 +152,8 @@ async def _watch(client: AsyncRolloutClient, values: dict[str, Any], *, as_json:
 
     from nemo_gym.rollouts.result_rows import RunProgress, Tally
 
-    chosen = {key: str(values[key]) for key in ("run", "group") if key in values}
-    total = len([view async for view in client.jobs(**chosen)])
+    filters = {key: str(values[key]) for key in ("run", "group") if key in values}
+    total = len([view async for view in client.jobs(**filters)])
     tally = Tally()
     with ExitStack() as undo:
         console = None if as_json else Console(stderr=True, width=None if sys.stderr.isatty() else 140)
@@ -169,13 +169,13 @@ async def _watch(client: AsyncRolloutClient, values: dict[str, Any], *, as_json:
             if output is not None:
                 output.write(json.dumps(row) + "\n")
 
-        counts = await client.wait(**chosen, on_result=show)
+        counts = await client.wait(**filters, on_result=show)
     rewards = {name: each.mean_reward for name, each in tally.agents.items()}
     if as_json:
         print(json.dumps({"jobs": total, "states": counts, "mean_reward": rewards}))
     else:
-        said = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no jobs"
-        print(f"{said}; {tally.describe()}" if counts else said)
+        counts_text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no jobs"
+        print(f"{counts_text}; {tally.describe()}" if counts else counts_text)
     return command.EXIT_OK if counts.get("done", 0) == total else command.EXIT_MASKED
 
 
@@ -211,9 +211,9 @@ async def _status(client: AsyncRolloutClient, values: dict[str, Any], *, as_json
         print(json.dumps(asdict(await client.job(str(values["job"]))), indent=None if as_json else 2))
         return command.EXIT_OK
     if "run" in values or "group" in values:
-        chosen = {key: str(values[key]) for key in ("run", "group") if key in values}
+        filters = {key: str(values[key]) for key in ("run", "group") if key in values}
         counts: dict[str, int] = {}
-        async for view in client.jobs(**chosen):
+        async for view in client.jobs(**filters):
             counts[view.state] = counts.get(view.state, 0) + 1
         print(json.dumps(counts) if as_json else ", ".join(f"{count} {state}" for state, count in counts.items()))
         return command.EXIT_OK
@@ -248,5 +248,5 @@ async def _status(client: AsyncRolloutClient, values: dict[str, Any], *, as_json
     return command.EXIT_OK if status["state"] != "stopped" else command.EXIT_FAILED
 
 
-def _say(text: str) -> None:
+def _print_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

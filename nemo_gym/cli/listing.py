@@ -12,7 +12,7 @@ from nemo_gym.contract.errors import ConfigError
 KINDS = {"agents": "agent", "environments": "environment", "sandboxes": "sandbox", "models": "model"}
 """The command's argument → the setting that takes the listed names."""
 MAX_CHARS = 100
-_SAME = {"benchmarks": "environments"}
+_ALIASES = {"benchmarks": "environments"}
 
 
 def list_parts(argv: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> in
 
     for folder in folders:
         add_root(folder)
-    chosen = [_SAME.get(kind, kind) for kind in kinds] or [*KINDS]
+    chosen = [_ALIASES.get(kind, kind) for kind in kinds] or [*KINDS]
     for kind in chosen:
         if kind not in KINDS:
             raise ConfigError(f"there are {', '.join(KINDS)}, no '{kind}'{nearest(kind, KINDS)}", key="component_name")
@@ -77,11 +77,11 @@ def line_of(group: str, name: str, roots: Sequence[Path]) -> str:
         return ""
     text = path.read_text(encoding="utf-8")
     if comment := re.match(r"((?:#.*\n)+)", text):
-        said = " ".join(line.lstrip("# ").strip() for line in comment[1].splitlines())
-        if not said.startswith("SPDX"):
-            return _sentence(said)
-    if described := re.search(r"^\s+description:\s*(.+)$", text, re.MULTILINE):
-        return _sentence(described[1].strip("'\""))
+        description = " ".join(line.lstrip("# ").strip() for line in comment[1].splitlines())
+        if not description.startswith("SPDX"):
+            return _sentence(description)
+    if setting := re.search(r"^\s+description:\s*(.+)$", text, re.MULTILINE):
+        return _sentence(setting[1].strip("'\""))
     readme = path.parent.parent / "README.md"
     if readme.is_file():
         paragraphs = [part for part in readme.read_text(encoding="utf-8").split("\n\n") if not part.startswith("#")]

@@ -36,7 +36,7 @@ def logs(argv: Sequence[str]) -> int:
     reject_unknown_keys(given, KEYS, where="the command line")
     if not given.get("rollout"):
         raise ConfigError("rollout=: is missing; ng_show and the result rows name it (_ng_rollout_id)", key="rollout")
-    rollout, folders, row = _where(given)
+    rollout, folders, row = _locate(given)
     lines = lines_of(folders, rollout, row)
     for line in lines:
         if arguments.json:
@@ -54,7 +54,7 @@ def logs(argv: Sequence[str]) -> int:
     return command.EXIT_OK if lines else command.EXIT_FAILED
 
 
-def _where(given: dict[str, str]) -> tuple[str, list[Path], dict[str, Any]]:
+def _locate(given: dict[str, str]) -> tuple[str, list[Path], dict[str, Any]]:
     """Return the rollout's id, the folders to search, and its result row (empty if there is none)."""
     rollout = given["rollout"]
     if "output" in given:
@@ -65,10 +65,10 @@ def _where(given: dict[str, str]) -> tuple[str, list[Path], dict[str, Any]]:
 
         index = open_shown(given["output"])
         try:
-            found = find_row(index, rollout)
+            result = find_row(index, rollout)
         except ViewError:
             return rollout, log_folders(index.files, {}), {}  # it may still be running
-        return str(found.columns["rollout_id"]), log_folders(index.files, found.row), found.row
+        return str(result.columns["rollout_id"]), log_folders(index.files, result.row), result.row
     if "run_dir" in given:
         folder = Path(given["run_dir"], "logs")
         if not folder.is_dir():

@@ -50,10 +50,10 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="nemo-gym-oracle-") as directory:
         for mode in ("gold", "nothing"):
             output = Path(directory, f"{mode}.jsonl")
-            own = [f"oracle={mode}", "agent=oracle", f"++input={rows}", f"output={output}"]
-            if subprocess.run([sys.executable, "-c", _RUN, *words, *own], check=False).returncode not in (0, 3):
+            more = [f"oracle={mode}", "agent=oracle", f"++input={rows}", f"output={output}"]
+            if subprocess.run([sys.executable, "-c", _RUN, *words, *more], check=False).returncode not in (0, 3):
                 raise ConfigError(f"the oracle's run with oracle={mode} did not come to its end; see above")
-            problems += _judged(output, mode)
+            problems += _wrong_grades(output, mode)
     if not problems:
         _write(folder, rows, _providers(composition))
     return problems
@@ -94,7 +94,7 @@ _SOURCES = (".", f":(exclude){MARKER}", ":(exclude)*.md", ":(exclude)tests", ":(
 """Git's path patterns for the files of the folder that the marker covers."""
 
 
-def _judged(output: Path, mode: str) -> Iterable[str]:
+def _wrong_grades(output: Path, mode: str) -> Iterable[str]:
     """Yield a sentence for each row that is graded wrongly."""
     import orjson
 
@@ -115,8 +115,8 @@ def _providers(composition: Composition) -> list[str]:
     from nemo_gym.config.composition import backend_of
 
     environment = composition.servers[composition.chosen["environment"]]
-    named = environment.values.get("sandbox_provider")
-    return [] if named is None else [*backend_of(composition, named)]
+    provider = environment.values.get("sandbox_provider")
+    return [] if provider is None else [*backend_of(composition, provider)]
 
 
 def _write(folder: Path, rows: Path, providers: list[str]) -> None:
@@ -139,10 +139,10 @@ def _write(folder: Path, rows: Path, providers: list[str]) -> None:
     }
     path = folder / MARKER
     if path.exists():
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))["verified"]
-        same = before["commit"] == commit or (commit != _UNKNOWN and not _changed(folder, before["commit"]))
-        if same and before["input_sha256"] == marker["input_sha256"]:
-            providers = sorted({*before["providers"], *providers})
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))["verified"]
+        same = stored["commit"] == commit or (commit != _UNKNOWN and not _changed(folder, stored["commit"]))
+        if same and stored["input_sha256"] == marker["input_sha256"]:
+            providers = sorted({*stored["providers"], *providers})
     text = yaml.safe_dump({"verified": {**marker, "providers": providers}}, sort_keys=False)
     path.write_text(f"# Written by ng_validate --oracle: gold was rewarded and nothing was not.\n{text}")
 

@@ -17,7 +17,7 @@ def run_tests(argv: Sequence[str]) -> int:
     parser = command.parser("ng env test", "Run a plugin's own tests.", words="NAME | FOLDER")
     for flag in ("--resources-server", "--environment", "--agent"):
         parser.add_argument(flag, dest="name", help="the plugin")
-    arguments, more = parser.parse_known_intermixed_args(argv)
+    arguments, pytest_args = parser.parse_known_intermixed_args(argv)
     words = [word for word in arguments.settings if "=" not in word]
     pairs = (word.lstrip("+").partition("=") for word in arguments.settings)
     given = {key: value for key, equals, value in pairs if equals}
@@ -34,7 +34,7 @@ def run_tests(argv: Sequence[str]) -> int:
     path = os.pathsep.join(part for part in (str(folder), str(root), os.environ.get("PYTHONPATH")) if part)
     words = [sys.executable, "-m", "pytest", "-o", "asyncio_mode=auto", "-o", "addopts=", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*words, *more, "."],
+        [*words, *pytest_args, "."],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, EXTRA_ROOTS_VARIABLE: roots},
         check=False,

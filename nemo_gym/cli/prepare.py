@@ -17,7 +17,7 @@ from nemo_gym.contract.errors import ConfigError
 NAME = "ng_prepare"
 AGENTS = "agents"
 """Given in place of an environment."""
-_OF_A_DATASET = ("dataset=", "split=", "sha256=", "refresh=")
+_DATASET_SETTINGS = ("dataset=", "split=", "sha256=", "refresh=")
 """Settings about the data set; an environment's ``prepare.py`` gets ``rows=`` in their place."""
 
 
@@ -50,7 +50,9 @@ def prepare(argv: Sequence[str]) -> int:
     roots = plugin_roots()
     folder = find_plugin(ENVIRONMENT_TYPE, environment, roots)
     script = folder / "prepare.py"
-    values = dict(word.lstrip("+").partition("=")[::2] for word in words if word.lstrip("+").startswith(_OF_A_DATASET))
+    values = dict(
+        word.lstrip("+").partition("=")[::2] for word in words if word.lstrip("+").startswith(_DATASET_SETTINGS)
+    )
     if dataset := values.pop("dataset", None):
         from nemo_gym.cli.dataset import fetch_words
 
@@ -58,7 +60,7 @@ def prepare(argv: Sequence[str]) -> int:
         print(rows)
         if not script.is_file():
             return command.EXIT_OK
-        words = [word for word in words if not word.lstrip("+").startswith((*_OF_A_DATASET, "rows="))]
+        words = [word for word in words if not word.lstrip("+").startswith((*_DATASET_SETTINGS, "rows="))]
         words.append(f"rows={rows}")
     if not script.is_file():
         raise ConfigError(

@@ -26,10 +26,12 @@ def profile(argv: Sequence[str]) -> int:
     reports = _metrics(_rows(path))
     tasks = path.with_name(f"{path.stem}_reward_profiling.jsonl")
     agents = path.with_name(f"{path.stem}_agent_metrics.json")
-    lines = [{"agent_ref": one["agent_ref"], **group} for one in reports for group in one["group_level_metrics"]]
+    lines = [
+        {"agent_ref": report["agent_ref"], **group} for report in reports for group in report["group_level_metrics"]
+    ]
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    shown = [{key: one[key] for key in ("agent_ref", "agent_metrics", "key_metrics")} for one in reports]
-    agents.write_text(json.dumps(shown, indent=2), encoding="utf-8")
+    agent_metrics = [{key: report[key] for key in ("agent_ref", "agent_metrics", "key_metrics")} for report in reports]
+    agents.write_text(json.dumps(agent_metrics, indent=2), encoding="utf-8")
     _print(reports)
     print(f"tasks: {tasks}\nagents: {agents}")
     return command.EXIT_OK
@@ -114,7 +116,7 @@ def _metrics(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _print(reports: Sequence[dict[str, Any]]) -> None:
-    for one in reports:
-        print(f"Key metrics for {one['agent_ref']['name'] or 'all rows'}:")
-        for key, value in one["key_metrics"].items():
+    for report in reports:
+        print(f"Key metrics for {report['agent_ref']['name'] or 'all rows'}:")
+        for key, value in report["key_metrics"].items():
             print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")

@@ -254,8 +254,8 @@ def _start(words: Sequence[str]) -> BackgroundStack:
 def _path_setting(words: Sequence[str], key: str) -> Path | None:
     from nemo_gym.config.overrides import parse_overrides
 
-    found = [override.value for override in parse_overrides(words) if override.key == key]
-    return Path(str(found[-1])).expanduser().resolve() if found and found[-1] is not None else None
+    values = [override.value for override in parse_overrides(words) if override.key == key]
+    return Path(str(values[-1])).expanduser().resolve() if values and values[-1] is not None else None
 
 
 def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
@@ -273,7 +273,7 @@ def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
         if not isinstance(rows, str | Path):
             output = Path(given.get("output") or given.get("output_jsonl_fpath") or default_output())
             composition.values["output"] = str(output)
-            rows = _keep(rows, output)
+            rows = _write_input(rows, output)
         composition.values["input"] = str(rows)
     complete_run(composition, wanted=True)
     if not composition.has_run:
@@ -285,7 +285,7 @@ def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
     return _Planned(composition, *check_rollout_run(composition, keep=True))
 
 
-def _keep(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
+def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
     """Write rows from memory to a file beside the results, which refer to it."""
     file = output.with_name(f"{output.stem}_input.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)

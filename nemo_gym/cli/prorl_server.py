@@ -82,7 +82,7 @@ def register(given: Mapping[str, str]) -> None:
 
     for name, kind in (("swebench", SweBenchHandler), ("math", MathHandler)):
         if name in given:
-            register_agent_handler(kind(_over(kind.WORDS, name, given[name])))
+            register_agent_handler(kind(_merged_settings(kind.WORDS, name, given[name])))
     sys.path.insert(0, str(Path.cwd()))
     for module in filter(None, given.get("handlers", "").split(",")):
         try:
@@ -91,7 +91,7 @@ def register(given: Mapping[str, str]) -> None:
             raise ConfigError(f"handlers={module} cannot be imported: {error}", key="handlers") from error
 
 
-def _over(defaults: Sequence[str], name: str, text: str) -> list[str]:
+def _merged_settings(defaults: Sequence[str], name: str, text: str) -> list[str]:
     """Return a composition's default settings, overridden by the command line's; check that they compose."""
     from nemo_gym.config.compose import compose
 

@@ -76,7 +76,7 @@ class RayRun:
             hosts = Hosts.of(self._composition)
             assert hosts is not None
             if self._services:
-                await self._tell_address()
+                await self._publish_address()
             failure = self._cluster.start(self._parts, self._words, Path.cwd(), self._variables)
             try:
                 doing = asyncio.ensure_future(self._when_ready(work, supervisor, hosts))
@@ -103,22 +103,22 @@ class RayRun:
             backoff = Backoff(first_s=0.05, longest_s=1.0)
             while (answer := await http_answer(url, "/health", timeout_s=5.0)) is None or answer[0] != 200:
                 await backoff.again()
-        shown = " and ".join(self._urls())
-        print(f"rollouts are served at {shown}; tokens in {self._run_dir / ADDRESS_FILE}", flush=True)
+        urls = " and ".join(self._urls())
+        print(f"rollouts are served at {urls}; tokens in {self._run_dir / ADDRESS_FILE}", flush=True)
         await asyncio.Event().wait()
         return 0
 
     def _urls(self) -> list[str]:
         return [f"http://{url_host(each['host'])}:{each['port']}" for each in self._services.values()]
 
-    async def _tell_address(self) -> None:
+    async def _publish_address(self) -> None:
         """Make one set of tokens for all services; write the first one's address for commands of the same user."""
-        given = next(iter(self._services.values())).get("tokens")
-        tokens = ServiceTokens.load(Path(given) if given else None)
-        told = {role: tokens.one_of(role) for role in ServiceRole}
-        if not given:
-            self._variables |= {variable_of(role): token for role, token in told.items() if token}
+        tokens_file = next(iter(self._services.values())).get("tokens")
+        tokens = ServiceTokens.load(Path(tokens_file) if tokens_file else None)
+        role_tokens = {role: tokens.one_of(role) for role in ServiceRole}
+        if not tokens_file:
+            self._variables |= {variable_of(role): token for role, token in role_tokens.items() if token}
         path = self._run_dir / ADDRESS_FILE
         await asyncio.to_thread(
-            write_address, path, self._urls()[0], {role.value: token for role, token in told.items()}, ""
+            write_address, path, self._urls()[0], {role.value: token for role, token in role_tokens.items()}, ""
         )

@@ -55,7 +55,7 @@ def write_report(argv: Sequence[str]) -> int:
     prices = Prices.read(Path(given["prices"])) if given.get("prices") else None
     first = Path(outputs[0])
     if "export" in given:
-        print(_exported(outputs, given, prices))
+        print(_export(outputs, given, prices))
         return command.EXIT_OK
     if "to" in given:
         raise ConfigError(f"to={given['to']} belongs to export=; a report goes to file=", key="to")
@@ -69,7 +69,7 @@ def write_report(argv: Sequence[str]) -> int:
     return command.EXIT_OK
 
 
-def _exported(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | None) -> str:
+def _export(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | None) -> str:
     """Give the runs to another tool; returns where they are."""
     from nemo_gym.cli.show import open_shown
     from nemo_gym.view.export import EXPORTERS

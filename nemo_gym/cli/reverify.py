@@ -80,12 +80,12 @@ def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[s
     except yaml.YAMLError as error:
         raise ConfigError(f"{files.configuration} cannot be read: {error}", key="output") from error
     of_the_run = {*RUN_KEYS, COMPOSITION, HOST, HOSTS, "run_dir", "run_id"}
-    kept = {key: value for key, value in stored.items() if key not in of_the_run}
+    configuration = {key: value for key, value in stored.items() if key not in of_the_run}
     # The keys were checked when the run began. In the resolved file, nothing refers to keys such as `script` any more.
-    kept["error_on_unknown_keys"] = False
+    configuration["error_on_unknown_keys"] = False
     folder = temporary.enter_context(tempfile.TemporaryDirectory())
     path = Path(folder, files.configuration.name)
-    path.write_text(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml.safe_dump(configuration, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return [f"+config_paths=[{path}]", *words]
 
 
@@ -98,7 +98,7 @@ def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict
     from nemo_gym.rollouts.routing import ENVIRONMENT_TYPE
 
     composition = compose(words)
-    found: dict[str, str] = {}
+    environments: dict[str, str] = {}
     for agent in sorted(agents):
         block = composition.servers.get(agent)
         named = [each.name for each in references(block.values)] if block is not None else []
@@ -110,8 +110,8 @@ def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict
                 " environment; choose environment=…",
                 key="environment",
             )
-        found[agent] = chosen
-    needed = list(dict.fromkeys(found.values()))
+        environments[agent] = chosen
+    needed = list(dict.fromkeys(environments.values()))
     for name in needed:  # grows while it is read: adds the servers that they call
         needed += [target for target in call_targets(composition, name) if target not in needed]
     left_out = [name for name in composition.servers if name not in needed]
@@ -123,7 +123,7 @@ def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict
     )
     _require_secrets(grading)
     check_everything(grading)
-    return grading, found
+    return grading, environments
 
 
 def _require_secrets(composition: Composition) -> None:

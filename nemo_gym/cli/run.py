@@ -53,7 +53,7 @@ def start_command(argv: Sequence[str]) -> int:
 def _run_or_serve(words: Sequence[str], *, wanted: bool) -> int:
     try:
         return with_stack(lambda: compose_stack(words, wants_run=wanted))
-    except _NothingLeft as finished:
+    except _RunFinished as finished:
         return finished.exit_code
 
 
@@ -65,7 +65,7 @@ def is_a_whole_run(words: Sequence[str]) -> bool:
     }
 
 
-class _NothingLeft(Exception):
+class _RunFinished(Exception):
     """The run is finished: no server needs to start for it."""
 
     def __init__(self, exit_code: int) -> None:
@@ -158,7 +158,7 @@ def _work_of(composition: Composition) -> Work:
     config, outlook = check_rollout_run(composition, keep=True)
     if outlook.finished:
         assert outlook.recorded is not None
-        raise _NothingLeft(exit_code_of(asyncio.run(show_finished(config, outlook.recorded, result_console()))))
+        raise _RunFinished(exit_code_of(asyncio.run(show_finished(config, outlook.recorded, result_console()))))
     return _collecting(composition, config, outlook)
 
 
@@ -174,12 +174,12 @@ def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutR
     config = RolloutRunConfig.parse(run_values(composition))
     outlook = asyncio.run(check_run(config, composition.values, keep=keep))
     inputs = outlook.inputs
-    surely = {agent for agent in inputs.agents if _words_no_prompt(composition, agent)}
-    refused = {line: NO_PROMPT for line, row in inputs.without_prompt.items() if row.agent in surely}
+    promptless = {agent for agent in inputs.agents if _has_no_own_prompt(composition, agent)}
+    refused = {line: NO_PROMPT for line, row in inputs.without_prompt.items() if row.agent in promptless}
     return config, replace(outlook, inputs=without_rows(config, inputs, refused))
 
 
-def _words_no_prompt(composition: Composition, agent: str) -> bool:
+def _has_no_own_prompt(composition: Composition, agent: str) -> bool:
     """Whether the sources show that this agent needs a prompt and that only its rows can provide it."""
     from nemo_gym.config.plugin_keys import defines
     from nemo_gym.rollouts.routing import servers_of
@@ -304,13 +304,13 @@ def _joining(composition: Composition, service: str) -> Work:
             for server in stack.servers:
                 if server.server_type not in (AGENT_TYPE, ENVIRONMENT_TYPE):
                     continue
-                told = await client.register_server(
+                registration = await client.register_server(
                     server.instance,
                     server.url,
                     capacity=capacity if server.server_type == AGENT_TYPE else None,
                     credential=keys.caller(Role.PIPELINE, PIPELINE, server.instance),
                 )
-                lent.append(str(told["server_id"]))
+                lent.append(str(registration["server_id"]))
             print(f"lent to {service}: {', '.join(lent)}", flush=True)
             try:
                 await asyncio.Event().wait()

@@ -11,7 +11,7 @@ from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.stack.background import BackgroundStack
 from nemo_gym.stack.endpoints import StackEntry
 
-_NOT_OURS = frozenset(
+_DROPPED_KEYS = frozenset(
     {
         "head_server",
         "ray_head_node_address",
@@ -55,7 +55,7 @@ class RunHelper:
         paths = [str(path) for path in values.get("config_paths") or ()]
         if given.dotenv_path is not None and given.dotenv_path.is_file() and not given.skip_load_from_dotenv:
             values = {**_read(given.dotenv_path), **values}
-        values = {name: value for name, value in values.items() if name not in _NOT_OURS}
+        values = {name: value for name, value in values.items() if name not in _DROPPED_KEYS}
         urls = values.get("policy_base_url")
         if isinstance(urls, list) and len(urls) == 1:
             values["policy_base_url"] = urls[0]

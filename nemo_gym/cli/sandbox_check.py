@@ -30,7 +30,7 @@ def check_sandbox(composition: Composition, topology: Topology | None) -> None:
         if server.server_type == AGENT_TYPE and topology not in side_of(server, composition.roots).box_topologies:
             continue  # it makes no box of its own
         wanted = list(dict.fromkeys(_required_capabilities(composition, server, topology)))
-        lacking = _lacking(composition, server, name, wanted)
+        lacking = _missing_capabilities(composition, server, name, wanted)
         if lacking:
             raise ConfigError(
                 f"sandbox provider '{name}' cannot serve '{server.instance}' on this machine: {'; '.join(lacking)}"
@@ -52,7 +52,7 @@ def _required_capabilities(composition: Composition, server: ServerBlock, topolo
             yield from side_of(target, composition.roots).requires
 
 
-def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: list[str]) -> list[str]:
+def _missing_capabilities(composition: Composition, server: ServerBlock, name: str, wanted: list[str]) -> list[str]:
     from nemo_gym.contract.sandbox import NetworkPolicy
     from nemo_gym.sandbox.facade import create_provider
 
@@ -83,15 +83,15 @@ def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: l
 def _not_offered(capability: str) -> str:
     from nemo_gym.sandbox.base import SandboxCapabilities
 
-    known = [field.name for field in fields(SandboxCapabilities) if field.type == "bool"]
-    if capability in (*known, "network_none"):
+    names = [field.name for field in fields(SandboxCapabilities) if field.type == "bool"]
+    if capability in (*names, "network_none"):
         return "not offered by this provider"
-    return f"there is no such capability{nearest(capability, known)}; there are {', '.join(known)}"
+    return f"there is no such capability{nearest(capability, names)}; there are {', '.join(names)}"
 
 
 def _other_providers(name: str, roots: Sequence[Path]) -> str:
     from nemo_gym.config.sandbox_blocks import list_providers
 
     choices = available("sandbox", roots)
-    others = [other for other in list_providers() if other != name and other in choices]
-    return f". Others: {', '.join(f'sandbox={other}' for other in others)}" if others else ""
+    alternatives = [other for other in list_providers() if other != name and other in choices]
+    return f". Others: {', '.join(f'sandbox={other}' for other in alternatives)}" if alternatives else ""

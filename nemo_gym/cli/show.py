@@ -95,20 +95,20 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
 
     prices = settings.pop("prices", None)
     query = TableQuery.of({"limit": "40", **settings})
-    of = summary(index, Prices.read(Path(prices)) if prices else None)
-    found = table(index, query)
-    for note in of["notes"]:
+    figures = summary(index, Prices.read(Path(prices)) if prices else None)
+    page = table(index, query)
+    for note in figures["notes"]:
         console.print(Text(note, style="yellow"), soft_wrap=True)
     progress = live.progress(index.files)
     if progress is not None:
         for line in progress_lines(progress):
             console.print(Text(line), soft_wrap=True)
-    shown = Table(title=f"{found['total']} rollouts of {index.files.output}", title_justify="left")
+    grid = Table(title=f"{page['total']} rollouts of {index.files.output}", title_justify="left")
     right = {"sample", "reward", "findings", "turns", "time", "attempts"}
     for name in ("task", "sample", "agent", "reward", "outcome", "findings", "turns", "time", "attempts", "why"):
-        shown.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    for row in found["rows"]:
-        shown.add_row(
+        grid.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in page["rows"]:
+        grid.add_row(
             Text(one_line(row["task_id"], 60)),
             str(row["sample_index"]),
             Text(one_line(row["agent"], 24)),
@@ -120,13 +120,13 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
             str(row["attempts"]),
             Text(one_line(row["kinds"] or (row["label"] and (row["reason"] or row["label"])) or "", 48)),
         )
-    console.print(shown)
-    left = found["total"] - query.offset - len(found["rows"])
-    if left > 0:
-        console.print(f"… and {left} more: offset={query.offset + len(found['rows'])}")
-    for line in figure_lines(of):
+    console.print(grid)
+    remaining = page["total"] - query.offset - len(page["rows"])
+    if remaining > 0:
+        console.print(f"… and {remaining} more: offset={query.offset + len(page['rows'])}")
+    for line in figure_lines(figures):
         console.print(Text(line), soft_wrap=True)
-    if of["rollouts"] - of["valid"] or of["with_findings"]:
+    if figures["rollouts"] - figures["valid"] or figures["with_findings"]:
         console.print(Text(f"Explained: ng_why {index.files.output}"), soft_wrap=True)
 
 
@@ -194,37 +194,40 @@ def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole:
     from nemo_gym.view.text import one_line, seconds_text, shown
     from nemo_gym.view.why import explain
 
-    found = find_row(index, rollout)
-    of = rollout_view(index, found)
+    result = find_row(index, rollout)
+    view = rollout_view(index, result)
 
     def say(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
 
     def body(text: Mapping[str, Any]) -> None:
         lines = shown(text["text"]).splitlines()
-        kept = lines if whole else lines[:MAX_LINES]
-        for line in kept:
+        visible = lines if whole else lines[:MAX_LINES]
+        for line in visible:
             say(f"    {line}")
-        if len(kept) < len(lines):
-            say(f"    … {len(lines) - len(kept)} more lines (--full)", "dim")
+        if len(visible) < len(lines):
+            say(f"    … {len(lines) - len(visible)} more lines (--full)", "dim")
 
-    say(f"{one_line(of['task_id'])} #{of['sample_index']}  ({one_line(of['agent'])}, {of['rollout_id']})", "bold")
-    reward = "no verdict" if of["reward"] is None else f"reward {of['reward']:g}"
-    stages = ", ".join(f"{each['stage']} {seconds_text(each['seconds'])}" for each in of["timings"])
-    say(f"{reward}, {one_line(of['outcome'])}; {len(of['turns'])} turns; {stages or 'no timings'}", _style(of))
-    if (why := explain(found.columns, found.row)) is not None:
+    say(
+        f"{one_line(view['task_id'])} #{view['sample_index']}  ({one_line(view['agent'])}, {view['rollout_id']})",
+        "bold",
+    )
+    reward = "no verdict" if view["reward"] is None else f"reward {view['reward']:g}"
+    stages = ", ".join(f"{each['stage']} {seconds_text(each['seconds'])}" for each in view["timings"])
+    say(f"{reward}, {one_line(view['outcome'])}; {len(view['turns'])} turns; {stages or 'no timings'}", _style(view))
+    if (why := explain(result.columns, result.row)) is not None:
         say(f"{why['title']}: {why['happened']}", "yellow")
         for evidence in why["evidence"]:
             say(f"  - {one_line(evidence, 400)}")
         say(f"  What helps: {why['helps']}")
-    if len(of["attempts"]) > 1:
-        for attempt in of["attempts"]:
-            said = f"{one_line(attempt['kind'] or 'verdict')} {one_line(attempt['reason'], 300)}"
-            say(f"  attempt {attempt['number']}: {said}")
-    for message in of["prompt"]:
+    if len(view["attempts"]) > 1:
+        for attempt in view["attempts"]:
+            ending = f"{one_line(attempt['kind'] or 'verdict')} {one_line(attempt['reason'], 300)}"
+            say(f"  attempt {attempt['number']}: {ending}")
+    for message in view["prompt"]:
         say(f"\n{one_line(message['role'])}", "bold")
         body(message)
-    for turn in of["turns"]:
+    for turn in view["turns"]:
         say(f"\nturn {turn['number']}", "bold")
         for item in turn["items"]:
             if item["kind"] == "call":
@@ -236,14 +239,14 @@ def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole:
             else:
                 say(f"  {item['kind']}", "cyan")
                 body(item)
-    for artifact in of["artifacts"]:
+    for artifact in view["artifacts"]:
         say(f"\n{one_line(artifact['name'])} ({artifact['kind']}, {artifact['size']} bytes)", "bold")
         body(artifact)
-    if of["evaluation"] is not None:
-        say(f"\nevaluation log: {of['evaluation']['path']}", "bold")
-        for line in [each for each in of["evaluation"]["lines"] if each["mark"] in ("fail", "test")][:MAX_LINES]:
+    if view["evaluation"] is not None:
+        say(f"\nevaluation log: {view['evaluation']['path']}", "bold")
+        for line in [each for each in view["evaluation"]["lines"] if each["mark"] in ("fail", "test")][:MAX_LINES]:
             say(f"    {one_line(line['text'], 200)}", "red")
-    for chain in of["chains"]:
+    for chain in view["chains"]:
         say(
             f"\nchain {chain['number']}: {one_line(chain['split_reason'])}, {chain['prompt_tokens']} prompt and"
             f" {chain['response_tokens']} response tokens, {chain['sampled']} sampled"
@@ -257,25 +260,25 @@ def _print_comparison(console: Console, first: ResultIndex, second: ResultIndex,
     from nemo_gym.view.queries import compared
     from nemo_gym.view.text import one_line
 
-    found = compared(first, second, changed_only=True)
+    result = compared(first, second, changed_only=True)
     limit = int(settings["limit"]) if settings.get("limit", "").isdecimal() else 40
-    shown = Table(title=f"A {first.files.output}, B {second.files.output}", title_justify="left")
+    grid = Table(title=f"A {first.files.output}, B {second.files.output}", title_justify="left")
     for name in ("task", "A", "B", "B − A"):
-        shown.add_column(name, justify="left" if name == "task" else "right")
-    for row in found["rows"][:limit]:
+        grid.add_column(name, justify="left" if name == "task" else "right")
+    for row in result["rows"][:limit]:
         a, b = (", ".join(f"{reward:g}" for reward in row[side]) or "–" for side in ("a", "b"))
         difference = "–" if row["difference"] is None else f"{row['difference']:+.2f}"
-        shown.add_row(Text(one_line(row["task_id"], 60)), a, b, difference)
-    console.print(shown)
-    mean = found["difference"]
+        grid.add_row(Text(one_line(row["task_id"], 60)), a, b, difference)
+    console.print(grid)
+    mean = result["difference"]
     if mean is None:
         console.print("no task has a reward in both runs")
         return
     interval = "" if mean["std_err"] is None else f" (95 %: {mean['low']:+.3f} to {mean['high']:+.3f})"
-    console.print(f"B − A: {mean['value']:+.3f}{interval} over {found['tasks']} tasks")
+    console.print(f"B − A: {mean['value']:+.3f}{interval} over {result['tasks']} tasks")
     console.print(
-        f"{found['wins']} tasks better in B, {found['losses']} worse, {found['ties']} the same; solved by B alone"
-        f" {found['gained']}, by A alone {found['lost']}; sign test p = {found['p_value']:.3g}"
+        f"{result['wins']} tasks better in B, {result['losses']} worse, {result['ties']} the same; solved by B alone"
+        f" {result['gained']}, by A alone {result['lost']}; sign test p = {result['p_value']:.3g}"
     )
-    if found["only_a"] or found["only_b"]:
-        console.print(f"not compared: {found['only_a']} tasks in A alone, {found['only_b']} in B alone")
+    if result["only_a"] or result["only_b"]:
+        console.print(f"not compared: {result['only_a']} tasks in A alone, {result['only_b']} in B alone")

@@ -60,10 +60,10 @@ def view(argv: Sequence[str]) -> int:
     app, token = viewer(runs, arguments.host, _password(arguments.password_file), docs)
     listener = _listen(arguments.host, arguments.port)
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     runs.start()
     query = f"?token={token}" if token else ""
-    print(f"http://{shown}:{port}/{query}", flush=True)
+    print(f"http://{url_host}:{port}/{query}", flush=True)
     if token is None and not sys.stderr.isatty():
         print(f"{NAME}: the password crosses the network in the clear; put TLS before this", file=sys.stderr)
     import uvicorn

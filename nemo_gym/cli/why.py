@@ -37,7 +37,7 @@ def why(argv: Sequence[str]) -> int:
     from nemo_gym.cli.show import open_shown
 
     index = open_shown(arguments.output)
-    classes = [_of_rollout(index, arguments.rollout)] if arguments.rollout else [*_of_run(index)]
+    classes = [_explain_rollout(index, arguments.rollout)] if arguments.rollout else [*_explain_run(index)]
     if arguments.json:
         print(json.dumps({"output": str(index.files.output), "classes": classes}, indent=2))
     else:
@@ -45,7 +45,7 @@ def why(argv: Sequence[str]) -> int:
     return command.EXIT_OK
 
 
-def _of_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
+def _explain_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
     """Yield a class for each way to fail, explained by its first rollout."""
     from nemo_gym.view.queries import reasons
 
@@ -53,7 +53,7 @@ def _of_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
         if group["rank"] == 3:
             continue  # it has a reward
         first = group["named"][0]["rollout_id"]
-        explained = _of_rollout(index, first)
+        explained = _explain_rollout(index, first)
         if explained is not None:
             named = [f"{each['task_id']}#{each['sample_index']}" for each in group["named"][:EXAMPLES]]
             yield {**explained, "rollouts": group["rollouts"], "named": named, "label": group["label"]}
@@ -67,10 +67,10 @@ def _stopped(index: ResultIndex) -> dict[str, Any] | None:
     from nemo_gym.view.logs import lines_of
     from nemo_gym.view.why import CAUSES
 
-    found = live.left_over(index.files)
-    if found is None:
+    unfinished = live.left_over(index.files)
+    if unfinished is None:
         return None
-    count, begun = found
+    count, begun = unfinished
     folders = live.server_logs(index.files)
     lines = [line for each in begun[:EXAMPLES] for line in lines_of(folders, each["rollout_id"])]
     first = [f"{each['task_id']}#{each['sample_index']} in attempt {each['attempt']}" for each in begun[:EXAMPLES]]
@@ -92,29 +92,29 @@ def _stopped(index: ResultIndex) -> dict[str, Any] | None:
     }
 
 
-def _of_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
+def _explain_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
     from nemo_gym.view.logs import lines_of, log_folders, trouble_of
     from nemo_gym.view.queries import find_row
     from nemo_gym.view.rollout import evaluation_log
     from nemo_gym.view.why import CAUSES, explain
 
-    found = find_row(index, rollout)
-    explained = explain(found.columns, found.row)
+    result = find_row(index, rollout)
+    explained = explain(result.columns, result.row)
     if explained is None:
         return None
-    folders = log_folders(index.files, found.row)
-    lines = lines_of(folders, str(found.columns["rollout_id"]), found.row)
+    folders = log_folders(index.files, result.row)
+    lines = lines_of(folders, str(result.columns["rollout_id"]), result.row)
     lines = [line for line in lines if line.is_trouble] or lines
     if not lines and (words := CAUSES[explained["cause"]].log_words):
         lines = trouble_of(folders, words)
-    log = evaluation_log(index.files, found.row)
+    log = evaluation_log(index.files, result.row)
     failing = [line["text"] for line in log["lines"] if line["mark"] in ("fail", "test")] if log else []
     return {
         **explained,
         "rollouts": 1,
-        "named": [f"{found.columns['task_id']}#{found.columns['sample_index']}"],
-        "label": found.columns["label"],
-        "rollout_id": found.columns["rollout_id"],
+        "named": [f"{result.columns['task_id']}#{result.columns['sample_index']}"],
+        "label": result.columns["label"],
+        "rollout_id": result.columns["rollout_id"],
         "log_lines": [_line(line) for line in lines[-MAX_LOG_LINES:]],
         "log_folders": [str(folder) for folder in folders],
         "evaluation_log": log and log["path"],

@@ -32,7 +32,7 @@ def check_everything(composition: Composition) -> Topology | None:
         entrypoint(server, composition.roots)
         if composition.values.get("error_on_unknown_keys", True):
             check_server_keys(server, composition.roots, composition.warnings)
-        _check_place(server, composition.warnings)
+        _check_port_and_workers(server, composition.warnings)
     for key in NUMBER_KEYS:
         value = composition.values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
@@ -86,17 +86,17 @@ def notices(composition: Composition) -> list[str]:
 
 def _hidden_plugins(composition: Composition) -> list[str]:
     """Name the plugins that are not used because an earlier root of `plugin_roots` has one of the same name."""
-    told = []
+    sentences = []
     for kind, name in dict.fromkeys(
         (block.server_type, block.implementation) for block in composition.servers.values()
     ):
-        found = [root / kind / name for root in composition.roots if (root / kind / name / "app.py").is_file()]
-        used, *hidden = dict.fromkeys(folder.resolve() for folder in found) or (None,)
-        told += [f"there are two plugins '{name}': {used} is used, {other} is not" for other in hidden]
-    return told
+        folders = [root / kind / name for root in composition.roots if (root / kind / name / "app.py").is_file()]
+        used, *hidden = dict.fromkeys(folder.resolve() for folder in folders) or (None,)
+        sentences += [f"there are two plugins '{name}': {used} is used, {other} is not" for other in hidden]
+    return sentences
 
 
-def _check_place(server: ServerBlock, warnings: list[str]) -> None:
+def _check_port_and_workers(server: ServerBlock, warnings: list[str]) -> None:
     port: Any = server.values.get("port")
     if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535):
         raise ConfigError(

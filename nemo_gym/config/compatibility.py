@@ -55,7 +55,7 @@ def check_composition(
     offered = environment.topologies
     served = agent.topologies
     working = _common(offered, served)
-    unreachable = _out_of_reach(agent, environment)
+    unreachable = _unreachable_reason(agent, environment)
     if unreachable and working is not None and Topology.ENV_SANDBOXED in working:
         working = tuple(choice for choice in working if choice is not Topology.ENV_SANDBOXED)
         if topology is Topology.ENV_SANDBOXED or not working:
@@ -80,8 +80,8 @@ def check_composition(
         )
     selected = topology or (working[0] if working else None)
     if selected in agent.box_topologies and sandbox is None:
-        others = [choice for choice in working or () if choice not in agent.box_topologies]
-        choose = f", or choose another of {_listed(others)} with topology=" if others else ""
+        boxless = [choice for choice in working or () if choice not in agent.box_topologies]
+        choose = f", or choose another of {_listed(boxless)} with topology=" if boxless else ""
         raise ConfigError(
             f"agent '{agent.instance}' in topology '{selected}' needs a sandbox: add sandbox=local or"
             f" sandbox=docker{choose}",
@@ -90,7 +90,7 @@ def check_composition(
     return selected
 
 
-def _out_of_reach(agent: Side, environment: Side) -> str | None:
+def _unreachable_reason(agent: Side, environment: Side) -> str | None:
     """Return why the agent cannot act on the environment's world from outside of it, or ``None`` if it can."""
     if agent.tool_access is None or environment.tool_access is None:
         return None
@@ -195,13 +195,13 @@ def _check_pairing(composition: Composition, agent: ServerBlock, environment: Se
     (implementations). This suite's gateway is always allowed, because it serves what other models do."""
     if composition.values.get(UNSUPPORTED_PAIRING):
         return
-    models = [composition.servers[found.name] for found in references(agent.values) if len(found.path) == 1]
-    asked = [("allowed_agents", "agent", agent)] + [
+    models = [composition.servers[ref.name] for ref in references(agent.values) if len(ref.path) == 1]
+    checks = [("allowed_agents", "agent", agent)] + [
         ("allowed_model_types", "model", model)
         for model in models
         if model.server_type == MODEL_TYPE and model.implementation != DEFAULT_MODEL
     ]
-    for key, what, server in asked:
+    for key, kind, server in checks:
         allowed = environment.values.get(key)
         if allowed is None:
             continue
@@ -209,7 +209,7 @@ def _check_pairing(composition: Composition, agent: ServerBlock, environment: Se
             raise ConfigError(f"{environment.where}.{key} must be a list of names, got {allowed!r}", key=key)
         if not {server.instance, server.implementation} & {str(name) for name in allowed}:
             raise ConfigError(
-                f"environment '{environment.instance}' is made for {what}s {', '.join(map(str, allowed)) or 'none'}"
+                f"environment '{environment.instance}' is made for {kind}s {', '.join(map(str, allowed)) or 'none'}"
                 f" ({environment.where}.{key}), not for '{server.instance}'; choose one of them, or add"
                 f" {UNSUPPORTED_PAIRING}=true",
                 key=".".join((*environment.path, key)),
@@ -222,8 +222,8 @@ def check(composition: Composition) -> Topology | None:
     Returns the chosen agent's topology. If the environment declares topologies, the result is also stored in the
     composition's values, so that every attempt runs in it.
     """
-    wanted = composition.chosen.get("topology")
-    topology = Topology(wanted) if wanted else None
+    requested = composition.chosen.get("topology")
+    topology = Topology(requested) if requested else None
     selected: Topology | None = None
     for server in composition.servers.values():
         provider = sandbox_provider(composition, server)

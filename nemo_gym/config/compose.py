@@ -63,7 +63,7 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
         choices |= take_choices(layer.values, layer.source)  # type: ignore[arg-type]
     choices |= take_choices(env_values, env_layer.source) | command_line
     groups, instance_choices = _load_groups(choices, search)
-    if "model" not in choices and _wants_a_model([*_group_layers(groups), *file_layers]):
+    if "model" not in choices and _needs_model([*_group_layers(groups), *file_layers]):
         default = load_group(Choice("model", DEFAULT_MODEL, "the default"), search)
         groups |= {"model": default} if default is not None else {}
 
@@ -90,11 +90,11 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
         raise ConfigError(f"{problems} (or error_on_almost_servers=false)", keys=list(almost))
     chosen = _chosen(merged, groups, instance_choices, blocks, search)
     merged.values[COMPOSITION] = dict(chosen)
-    if _lends_its_world(merged, chosen, blocks, search):
+    if _needs_broker(merged, chosen, blocks, search):
         merged.values.update(broker_backend=merged.values[SANDBOX], **_BROKER)
         blocks = server_blocks.find_servers(merged)
     _complete_references(merged, chosen, blocks)
-    _hand_down(merged, blocks)
+    _copy_agent_wide_keys(merged, blocks)
     if merged.values.get("error_on_unknown_keys", True):
         check_top_level(merged, [*blocks, *almost], known, free, warnings)
     unresolved = copy.deepcopy(merged.values)
@@ -121,7 +121,7 @@ _BROKER: Final = {
 """What ``sandbox=broker_<backend>`` adds to a composition."""
 
 
-def _lends_its_world(
+def _needs_broker(
     merged: Merged, chosen: Mapping[str, str], blocks: Mapping[str, ServerBlock], roots: Sequence[Path]
 ) -> bool:
     """Whether the environment must lend its box to an agent outside of it (topology B) and the chosen sandbox cannot
@@ -134,21 +134,21 @@ def _lends_its_world(
         return False
     if {"broker_backend", "sandbox_broker"} & set(merged.values):
         return False
-    wanted = chosen.get(TOPOLOGY)
+    requested = chosen.get(TOPOLOGY)
     try:
         offered = compatibility.side_of(environment, roots)
         topology = compatibility.check_composition(
             compatibility.side_of(agent, roots),
             offered,
             sandbox=SANDBOX,
-            topology=Topology(wanted) if wanted else None,
+            topology=Topology(requested) if requested else None,
         )
     except ConfigError:
         return False  # refused later, with its reason
     return topology is Topology.ENV_SANDBOXED and "exec" in (offered.tool_access or ())
 
 
-def _wants_a_model(layers: Sequence[Layer]) -> bool:
+def _needs_model(layers: Sequence[Layer]) -> bool:
     """Whether servers refer to the chosen model, and no file defines a model server."""
     values = [value for layer in layers for value in layer.values.values()]
     defined = any(isinstance(value, Mapping) and MODEL_TYPE in value for value in values)
@@ -156,15 +156,15 @@ def _wants_a_model(layers: Sequence[Layer]) -> bool:
 
 
 def _split_choices(overrides: list[Override]) -> tuple[dict[str, Choice], list[Override]]:
-    choices, rest = {}, []
+    choices, remaining = {}, []
     for override in overrides:
         if override.key in GROUPS and isinstance(override.value, str) and override.mode is not Mode.DELETE:
             if not override.value:
                 raise ConfigError(f"{override.key}= needs a name", key=override.key)
             choices[override.key] = Choice(override.key, override.value, COMMAND_LINE)
         else:
-            rest.append(override)
-    return choices, rest
+            remaining.append(override)
+    return choices, remaining
 
 
 def _env_yaml() -> Layer:
@@ -179,14 +179,14 @@ def _config_paths(
     overrides: list[Override], env_values: dict[str, Any], env_source: str
 ) -> tuple[list[str], list[Override]]:
     paths = include_paths(env_values.pop(CONFIG_PATHS, None), env_source)
-    rest = []
+    remaining = []
     for override in overrides:
         if override.key == CONFIG_PATHS and override.mode is not Mode.DELETE:
             given = include_paths(override.value, COMMAND_LINE)
             paths = [*paths, *given] if override.mode is Mode.ADD else given
         else:
-            rest.append(override)
-    return paths, rest
+            remaining.append(override)
+    return paths, remaining
 
 
 def _load_groups(
@@ -227,8 +227,8 @@ def _group_layers(groups: Mapping[str, LoadedGroup]) -> list[Layer]:
         if name == "environment" and "agent" in groups:
             replaced = set(group.instances(AGENT_TYPE)) - set(groups["agent"].instances(AGENT_TYPE))
         for layer in group.layers:
-            kept = {key: value for key, value in layer.values.items() if key not in replaced}
-            layers.append(Layer(layer.source, kept))
+            remaining = {key: value for key, value in layer.values.items() if key not in replaced}
+            layers.append(Layer(layer.source, remaining))
     return layers
 
 
@@ -282,13 +282,13 @@ def _complete_references(merged: Merged, chosen: Mapping[str, str], blocks: Mapp
                 node["name"] = chosen[group]
 
 
-def _hand_down(merged: Merged, blocks: Mapping[str, ServerBlock]) -> None:
+def _copy_agent_wide_keys(merged: Merged, blocks: Mapping[str, ServerBlock]) -> None:
     """Copy the top-level keys that hold for all agents into the agents' blocks that do not set them."""
-    said = {key: merged.values[key] for key in AGENT_WIDE_KEYS if merged.values.get(key) is not None}
-    for block in blocks.values() if said else ():
+    shared = {key: merged.values[key] for key in AGENT_WIDE_KEYS if merged.values.get(key) is not None}
+    for block in blocks.values() if shared else ():
         if block.server_type == AGENT_TYPE:
             values = merged.values[block.instance][block.server_type][block.implementation]
-            values.update({key: value for key, value in said.items() if key not in values})
+            values.update({key: value for key, value in shared.items() if key not in values})
 
 
 def run_directory_root() -> Path:

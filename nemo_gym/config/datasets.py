@@ -47,31 +47,31 @@ class DataSet:
     @classmethod
     def parse(cls, text: str, split: object = None, environment: Path | None = None) -> DataSet:
         """Parse a name as a user writes it, with the short names of the environment's folder. Raises `ConfigError`."""
-        found = _NAME.fullmatch(text)
-        if found is None or ".." in text:
+        match = _NAME.fullmatch(text)
+        if match is None or ".." in text:
             raise ConfigError(
                 f"'{text}' is no name of a data set; write owner/name, owner/name@revision or owner/name:subset",
                 key="dataset",
             )
-        known = short_names(environment)
-        entry = dict(known.get(found["repo"], {}))
-        if not entry and "/" not in found["repo"]:
+        names = short_names(environment)
+        entry = dict(names.get(match["repo"], {}))
+        if not entry and "/" not in match["repo"]:
             raise ConfigError(
-                f"there is no data set '{found['repo']}'{nearest(found['repo'], known)}; short names here:"
-                f" {', '.join(known) or 'none'}; a data set of the hub is written owner/name",
+                f"there is no data set '{match['repo']}'{nearest(match['repo'], names)}; short names here:"
+                f" {', '.join(names) or 'none'}; a data set of the hub is written owner/name",
                 key="dataset",
             )
-        if found["revision"]:
-            entry |= {"revision": found["revision"]}
+        if match["revision"]:
+            entry |= {"revision": match["revision"]}
             entry.pop("sha256", None)
-        if found["subset"]:
-            entry["subset"] = found["subset"]
+        if match["subset"]:
+            entry["subset"] = match["subset"]
         if split:
             if entry.get("split") != str(split):
                 entry.pop("sha256", None)
             entry["split"] = str(split)
         place = environment.name if environment is not None else None
-        return cls(asked=text, environment=place, **{"repo": found["repo"], **entry})
+        return cls(asked=text, environment=place, **{"repo": match["repo"], **entry})
 
     @property
     def folder(self) -> Path:
@@ -123,14 +123,14 @@ class DataSet:
         return ConfigError(f"data set '{self.asked}' is not on this machine; fetch it: {self.command}", key="dataset")
 
     def _only_split(self) -> str:
-        there = sorted(path.stem for path in self.folder.glob("*.json"))
-        if not there:
+        splits = sorted(path.stem for path in self.folder.glob("*.json"))
+        if not splits:
             raise self.absent()
-        if len(there) > 1:
+        if len(splits) > 1:
             raise ConfigError(
-                f"of data set '{self.asked}' there are {', '.join(there)}; say which with split=", key="split"
+                f"of data set '{self.asked}' there are {', '.join(splits)}; say which with split=", key="split"
             )
-        return there[0]
+        return splits[0]
 
 
 def short_names(environment: Path | None) -> dict[str, dict[str, Any]]:

@@ -57,13 +57,13 @@ class _Resolver:
                 fetched = self._fetch(source, path, word, move=word == INHERIT_FROM)
                 if not isinstance(fetched, dict):
                     raise self._error(path, word, f"'{source}' is no block of keys that could be merged into")
-                base = _over(base, fetched)
-        own = {
+                base = _merged_over(base, fetched)
+        resolved = {
             key: self._resolve(item, (*path, str(key)))
             for key, item in value.items()
             if key not in (INHERIT_FROM, COPY)
         }
-        return _over(base, own) if base else own
+        return _merged_over(base, resolved) if base else resolved
 
     def _fetch(self, dotted: str, path: tuple[str, ...], word: str, *, move: bool) -> Any:
         source = tuple(dotted.split("."))
@@ -87,10 +87,10 @@ class _Resolver:
         return ConfigError(f"{where}: {'.'.join((*path, word))}: {problem}", key=".".join(path), file=where)
 
 
-def _over(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _merged_over(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     result = Merged()
     result.add(Layer("", base))
-    result.add(Layer("", own))
+    result.add(Layer("", overrides))
     return result.values
 
 

@@ -104,7 +104,7 @@ def choose_instance(group: str, chosen: LoadedGroup | None, servers: Mapping[str
     """Return a group's instance. ``servers`` maps instance names of the group's type to implementations.
 
     If a chosen file defines several, take the one whose name, or else implementation, is the choice. Without a choice,
-    take ``policy_model`` for models, else the only instance of the type; if there are several, return ``None``.
+    take ``policy_model`` for models, else the only instance of the type, else return ``None``.
     """
     if chosen is None:
         if group == "model" and "policy_model" in servers:

@@ -104,8 +104,8 @@ class Hosts:
                 f" {', '.join(block.machines)}",
                 key=HOST,
             )
-        own = block.machines[here] if here is not None else None
-        local = {name: Address(str(own.address), port, scheme) for name, port in own.servers.items()} if own else {}
+        host = block.machines[here] if here is not None else None
+        local = {name: Address(str(host.address), port, scheme) for name, port in host.servers.items()} if host else {}
         keys = StackKeys.from_hex(block.stack_secret)
         return cls(here, {name: tuple(places) for name, places in replicas.items()}, local, keys, block.tls)
 
@@ -165,10 +165,10 @@ def _checked(values: Any) -> _Block:
 
 
 def _check_places(composition: Composition, replicas: Mapping[str, list[Address]]) -> None:
-    nowhere = [name for name, places in replicas.items() if not places]
-    if nowhere:
+    missing = [name for name, places in replicas.items() if not places]
+    if missing:
         raise ConfigError(
-            f"{HOSTS}.machines: nobody runs {', '.join(nowhere)}; give a machine 'servers: {{{nowhere[0]}: <port>}}'",
+            f"{HOSTS}.machines: nobody runs {', '.join(missing)}; give a machine 'servers: {{{missing[0]}: <port>}}'",
             key=f"{HOSTS}.machines",
         )
     for server in composition.servers.values():

@@ -64,5 +64,5 @@ class ObservabilityConfig(BaseModel):
         try:
             return cls.model_validate(values.get(OBSERVABILITY) or {})
         except ValidationError as error:
-            said = validation_problems(error, cls.model_fields, where=OBSERVABILITY)
-            raise ConfigError(said, key=OBSERVABILITY) from None
+            problems = validation_problems(error, cls.model_fields, where=OBSERVABILITY)
+            raise ConfigError(problems, key=OBSERVABILITY) from None

@@ -60,10 +60,10 @@ def given_values(words: Sequence[str]) -> dict[str, Any]:
 
 def word_of(key: str, value: Any) -> str:
     """Return the ``key=value`` word for ``value``, which is plain data and may hold any characters."""
-    return f"{key}={_spelled(value)}"
+    return f"{key}={_hydra_value(value)}"
 
 
-def _spelled(value: Any) -> str:
+def _hydra_value(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -71,15 +71,15 @@ def _spelled(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_bare(str(key))}:{_spelled(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{_escaped_key(str(key))}:{_hydra_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(_spelled(item) for item in value) + "]"
+        return "[" + ",".join(_hydra_value(item) for item in value) + "]"
     # In Hydra's quotes, backslashes are special only before a quote.
     quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(value))
     return f"'{quoted}'"
 
 
-def _bare(key: str) -> str:
+def _escaped_key(key: str) -> str:
     """Escape a key of a mapping. Hydra has no quotes for keys; a key that holds a quote is refused when it is read."""
     return re.sub(r"([\\()\[\]{}:=,'\"\s])", r"\\\1", key)
 

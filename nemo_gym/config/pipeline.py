@@ -108,9 +108,9 @@ class PipelineConfig(BaseModel):
         try:
             return cls.model_validate(dict(given))
         except ValidationError as error:
-            found = error.errors()
-            key = ".".join(map(str, found[0]["loc"])) or None
-            raise ConfigError("; ".join(map(_plain, found)), key=key) from None
+            errors = error.errors()
+            key = ".".join(map(str, errors[0]["loc"])) or None
+            raise ConfigError("; ".join(map(_problem_text, errors)), key=key) from None
 
     @model_validator(mode="after")
     def _attempts_end_before_their_stage(self) -> Self:
@@ -161,10 +161,10 @@ class PipelineConfig(BaseModel):
         )
 
 
-def _plain(problem: Any) -> str:
+def _problem_text(problem: Any) -> str:
     """Describe one problem, by the key as a user types it; a message about several keys already names them."""
-    said = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
-        return str(said)
+        return str(message)
     key = ".".join(map(str, problem["loc"]))
-    return f"{key} is required" if problem["type"] == "missing" else f"{key}: {said} (got {problem.get('input')!r})"
+    return f"{key} is required" if problem["type"] == "missing" else f"{key}: {message} (got {problem.get('input')!r})"

@@ -108,14 +108,14 @@ def _defines(cls: _Class, names: frozenset[str], roots: Sequence[Path]) -> bool:
     for statement in cls.node.body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                found = name in names
+                is_defined = name in names
             case ast.AnnAssign(target=target):
-                found = ast.unparse(target) in names
+                is_defined = ast.unparse(target) in names
             case ast.Assign(targets=targets):
-                found = any(ast.unparse(target) in names for target in targets)
+                is_defined = any(ast.unparse(target) in names for target in targets)
             case _:
-                found = False
-        if found:
+                is_defined = False
+        if is_defined:
             return True
     return any(_defines(base, names, roots) for base in _base_classes(cls, roots) if base is not None)
 

@@ -140,19 +140,19 @@ def hosts_block(
         machines[name_of(node)] = {"address": node.address, "servers": {}}
     turn = 0
     for instance in composition.servers:
-        wanted = config.nodes.get(instance, len(nodes))
-        if wanted > len(nodes):
+        count = config.nodes.get(instance, len(nodes))
+        if count > len(nodes):
             raise ConfigError(
-                f"{RAY}.nodes.{instance}: {wanted} nodes are asked for, and the cluster has {len(nodes)}",
+                f"{RAY}.nodes.{instance}: {count} nodes are asked for, and the cluster has {len(nodes)}",
                 key=f"{RAY}.nodes.{instance}",
             )
-        for _ in range(wanted):
+        for _ in range(count):
             node = nodes[turn % len(nodes)]
             turn += 1
             port = next(each for each in node.ports if (node.address, each) not in taken)
             taken.add((node.address, port))
             machines[name_of(node)]["servers"][instance] = port
-        if wanted == len(nodes):
+        if count == len(nodes):
             turn = 0
     addresses = [ip_address(own_address), *(ip_address(node.address) for node in nodes)]
     is_loopback = all(address.is_loopback for address in addresses)

@@ -29,7 +29,7 @@ def resolve(merged: Merged) -> dict[str, Any]:
 
     config = OmegaConf.create(merged.values)
     problems: list[str] = []
-    told: set[str] = set()
+    reported: set[str] = set()
     keys: list[str] = []
     for path, value in leaves(merged.values):
         if not isinstance(value, str):
@@ -43,11 +43,11 @@ def resolve(merged: Merged) -> dict[str, Any]:
                 _get(config, path)
             except OmegaConfBaseException as error:
                 keys.append(dotted)
-                why = _why(value, error, merged)
+                reason = _reason(value, error, merged)
                 # A value that several places lack is reported once.
-                if why not in told:
-                    problems.append(f"{dotted} ({merged.source_of(path)}) {why}")
-                told.add(why)
+                if reason not in reported:
+                    problems.append(f"{dotted} ({merged.source_of(path)}) {reason}")
+                reported.add(reason)
     if problems:
         raise ConfigError("; ".join(problems), keys=keys)
     resolved = OmegaConf.to_container(config, resolve=True)
@@ -70,7 +70,7 @@ def _key(node: Any, part: str) -> Any:
     return part
 
 
-def _why(value: str, error: BaseException, merged: Merged) -> str:
+def _reason(value: str, error: BaseException, merged: Merged) -> str:
     if (variable := _VARIABLE.search(value)) and variable[1] in str(error):
         return f"uses the environment variable {variable[1]}, which is not set: export it"
     for key in interpolated_keys(value):

@@ -38,9 +38,9 @@ def complete_run(composition: Composition, *, wanted: bool) -> None:
             raise ConfigError("dataset= and input= both name rows; leave one of them out", key="dataset")
         values["input"] = str(DataSet.parse(str(dataset), split, plugin).prepared())
     elif not has_input and (wanted or has_output) and "input" not in values:
-        own = plugin / OWN_ROWS if plugin is not None else None
-        if own is not None and own.is_file():
-            values["input"] = str(own)
+        own_rows = plugin / OWN_ROWS if plugin is not None else None
+        if own_rows is not None and own_rows.is_file():
+            values["input"] = str(own_rows)
     if (values.get("input") is not None or has_input) and not has_output:
         values["output"] = str(default_output())
 

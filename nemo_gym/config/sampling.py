@@ -44,9 +44,9 @@ class SamplingConfig(BaseModel):
         try:
             return cls.model_validate(dict(given))
         except ValidationError as error:
-            found = error.errors()
-            said = [": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in found]
-            raise ConfigError("; ".join(said), key=str(found[0]["loc"][0]) if found[0]["loc"] else None) from None
+            errors = error.errors()
+            texts = [": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in errors]
+            raise ConfigError("; ".join(texts), key=str(errors[0]["loc"][0]) if errors[0]["loc"] else None) from None
 
     @model_validator(mode="after")
     def _ahead_is_within_the_bound(self) -> Self:

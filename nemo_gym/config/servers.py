@@ -86,14 +86,14 @@ def almost_servers(merged: Merged, servers: Mapping[str, ServerBlock]) -> dict[s
     found: dict[str, list[str]] = {}
     for name, value in merged.values.items():
         if isinstance(value, Mapping) and name not in servers:
-            problems = list(_what_is_wrong(name, value))
+            problems = list(_block_problems(name, value))
             if problems:
                 source = merged.source_of((name,))
                 found[name] = [f"{source}: {problem}" for problem in problems]
     return found
 
 
-def _what_is_wrong(name: str, value: Mapping[str, Any]) -> Iterator[str]:
+def _block_problems(name: str, value: Mapping[str, Any]) -> Iterator[str]:
     types = [key for key in value if key in SERVER_TYPES]
     for kind in types:
         inner = value[kind]

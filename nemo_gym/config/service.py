@@ -50,7 +50,7 @@ class ServiceConfig(PipelineConfig):
         return self.store is not None and self.store.startswith(POSTGRES_SCHEMES)
 
     @model_validator(mode="after")
-    def _store_can_be_told(self) -> Self:
+    def _check_store_and_intervals(self) -> Self:
         if self.store is not None and "://" in self.store and not self.is_postgres:
             raise ValueError(f"store '{self.store.split('://')[0]}://…' is neither a file nor postgresql://…")
         if self.silent_s < self.watch_s:

@@ -84,14 +84,14 @@ def endpoints(
     composition: Composition, instance: str, addresses: Mapping[str, Address], replicas: Replicas | None = None
 ) -> tuple[str, ...]:
     """Base URLs of all other model servers and environments."""
-    found = [
+    urls = [
         url
         for name, server in composition.servers.items()
         if name != instance and server.server_type in (MODEL_TYPE, ENVIRONMENT_TYPE)
         for place in (_urls(name, addresses[name], replicas),)
         for url in (place["url"], *place.get("urls", ()))
     ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(urls))
 
 
 def pipeline_view(

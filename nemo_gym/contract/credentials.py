@@ -100,8 +100,8 @@ class ServerCredentials:
         for another server. The message never contains the credential."""
         if not credential:
             raise CredentialError(f"server '{self.instance}' needs the header {CREDENTIAL_HEADER}")
-        if (known := self._genuine.get(credential)) is not None:
-            return known
+        if (cached := self._genuine.get(credential)) is not None:
+            return cached
         body, _, mac = credential.rpartition(".")
         parts = body.split(".")
         if len(parts) != 4 or parts[0] != _CREDENTIAL:
@@ -196,8 +196,8 @@ def check_control_token(key: bytes, subject: str, rollout: RolloutIdentity, toke
     expired."""
     if not token:
         raise CredentialError(f"this request needs the header {CONTROL_TOKEN_HEADER}", rollout_id=rollout.rollout_id)
-    kind, _, rest = token.partition(".")
-    expiry_text, _, mac = rest.partition(".")
+    kind, _, expiry_and_mac = token.partition(".")
+    expiry_text, _, mac = expiry_and_mac.partition(".")
     if kind != _CONTROL or not expiry_text.isdecimal() or len(expiry_text) > _EXPIRY_DIGITS:
         raise CredentialError("the control token is malformed", rollout_id=rollout.rollout_id)
     expiry = int(expiry_text)

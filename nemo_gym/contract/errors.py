@@ -85,8 +85,8 @@ _UNWRITABLE = {
 def not_json(error: TypeError) -> TypeError | InvalidBodyError:
     """Return the error to raise for orjson's ``error``: `InvalidBodyError` for received data that cannot be encoded
     again, else ``error`` itself, which is a bug in the program."""
-    said = _UNWRITABLE.get(str(error))
-    return error if said is None else InvalidBodyError(f"a value {said}")
+    problem = _UNWRITABLE.get(str(error))
+    return error if problem is None else InvalidBodyError(f"a value {problem}")
 
 
 class ContractError(NemoGymError):

@@ -42,15 +42,15 @@ class _Entry:
         host = text.strip().lower()
         ports: tuple[int, ...] = DEFAULT_PORTS
         if (bracketed := re.fullmatch(r"\[([^\]]*)\](?::(.*))?", host)) is not None:
-            host, given = bracketed[1], bracketed[2]
+            host, port_text = bracketed[1], bracketed[2]
         elif host.count(":") == 1:
-            host, given = host.split(":")
+            host, port_text = host.split(":")
         else:
-            given = None
-        if given is not None:
-            if not given.isdecimal() or not 1 <= int(given) <= 65535:
+            port_text = None
+        if port_text is not None:
+            if not port_text.isdecimal() or not 1 <= int(port_text) <= 65535:
                 raise ConfigError(f"egress.allow: '{text}' has no port between 1 and 65535 after its ':'")
-            ports = (int(given),)
+            ports = (int(port_text),)
         with contextlib.suppress(ValueError):
             return cls(None, ipaddress.ip_network(host), ports)
         host = host.removesuffix(".")
@@ -84,7 +84,7 @@ class AllowedHosts:
         """Whether a client may request this name or address. `reaches` checks the addresses a name resolves to."""
         host = host.lower().removesuffix(".")
         with contextlib.suppress(ValueError):
-            return self._holds(_plain(ipaddress.ip_address(host)), port)
+            return self._holds(_to_ipv4(ipaddress.ip_address(host)), port)
         # A resolver stops at a zero byte, so it would resolve the part before it while this check sees the whole.
         if _PLAIN_NAME.fullmatch(host) is None:
             return False
@@ -92,14 +92,14 @@ class AllowedHosts:
 
     def reaches(self, address: Address, port: int) -> bool:
         """Whether a permitted name may resolve to this address: it must be public, or on the list itself."""
-        address = _plain(address)
+        address = _to_ipv4(address)
         return _is_public(address) or self._holds(address, port)
 
     def _holds(self, address: Address, port: int) -> bool:
         return any(entry.holds(address) and port in entry.ports for entry in self._entries)
 
 
-def _plain(address: Address) -> Address:
+def _to_ipv4(address: Address) -> Address:
     """Replace an IPv6 address that stands for an IPv4 address (mapped or NAT64) by that IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
@@ -179,11 +179,11 @@ class SandboxResources:
 
     def filled(self, defaults: SandboxResources) -> SandboxResources:
         """Fill limits that are left open here from ``defaults``."""
-        open_here = [name for name in LIMITS if getattr(self, name) is None and name not in self.unlimited]
+        unset = [name for name in LIMITS if getattr(self, name) is None and name not in self.unlimited]
         return dataclasses.replace(
             self,
-            unlimited=(*self.unlimited, *(name for name in defaults.unlimited if name in open_here)),
-            **{name: getattr(defaults, name) for name in open_here},
+            unlimited=(*self.unlimited, *(name for name in defaults.unlimited if name in unset)),
+            **{name: getattr(defaults, name) for name in unset},
         )
 
 

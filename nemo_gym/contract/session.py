@@ -390,16 +390,16 @@ class SessionDescriptor(_Contract):
         Raises:
             ConfigError: the environment does not support the topology. The message lists those it supports.
         """
-        if topology is None or (wanted := Topology.parse(topology)) is self.placement.topology:
+        if topology is None or (requested := Topology.parse(topology)) is self.placement.topology:
             return self
         choices = self.placement.choices
-        if wanted not in choices:
+        if requested not in choices:
             raise ConfigError(
-                f"environment '{self.environment}' cannot place an agent as '{wanted}'; it supports"
+                f"environment '{self.environment}' cannot place an agent as '{requested}'; it supports"
                 f" {', '.join(choices)}",
                 key="topology",
             )
-        placement = self.placement.model_copy(update={"topology": wanted})
+        placement = self.placement.model_copy(update={"topology": requested})
         return SessionDescriptor.model_validate({**self.model_dump(), "placement": placement.model_dump()})
 
 
@@ -505,8 +505,8 @@ class ActRequest(BaseModel):
 
     def turns(self, configured: int | None) -> int | None:
         """The limit of turns: the run's, else the lower of the environment's and the agent's own (``configured``)."""
-        given = [most for most in (configured, self.descriptor.limits.max_turns) if most is not None]
-        return self.limits.max_turns or min(given, default=None)
+        limits = [limit for limit in (configured, self.descriptor.limits.max_turns) if limit is not None]
+        return self.limits.max_turns or min(limits, default=None)
 
     def wall_clock_s(self, configured: float | None) -> float | None:
         """The limit in seconds: the run's, else the environment's, else the agent's own (``configured``)."""

@@ -97,8 +97,8 @@ def public_params(params: Any, metadata_keys: Collection[str] = ()) -> Any:
         return params
     public = {key: value for key, value in params.items() if key != "metadata"}
     metadata = params["metadata"]
-    if isinstance(metadata, Mapping) and (kept := {k: v for k, v in metadata.items() if k in metadata_keys}):
-        public["metadata"] = kept
+    if isinstance(metadata, Mapping) and (allowed := {k: v for k, v in metadata.items() if k in metadata_keys}):
+        public["metadata"] = allowed
     return public
 
 
@@ -112,18 +112,18 @@ def public_row(row: Mapping[str, Any], metadata_keys: Collection[str] = ()) -> d
 
 def has_prompt(params: Any) -> bool:
     """Whether ``responses_create_params`` hold a prompt: text that is not blank, an image, or an earlier tool call."""
-    return _says(params.get("input")) if isinstance(params, Mapping) else False
+    return _has_content(params.get("input")) if isinstance(params, Mapping) else False
 
 
-def _says(value: Any) -> bool:
+def _has_content(value: Any) -> bool:
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, list | tuple):
-        return any(map(_says, value))
+        return any(map(_has_content, value))
     if not isinstance(value, Mapping):
         return False
     if "content" in value or "text" in value:
-        return _says(value.get("content")) or _says(value.get("text"))
+        return _has_content(value.get("content")) or _has_content(value.get("text"))
     # A message without content is no prompt; an image, a file or a tool call is.
     return bool(value.get("type", "message") != "message")
 
@@ -270,10 +270,12 @@ def decide_validity(reply: Mapping[str, Any], unnamed: FailureKind = FailureKind
         unnamed: the kind of a failure for which the reply names no `FailureKind`.
     """
     if declares_failure(reply):
-        named = reply.get("failure_kind") or reply.get(NG_FAILURE_CLASS_KEY)
-        kind = FailureKind(str(named)) if named in [*FailureKind] else unnamed
-        said = reply.get("failure_reason") or (f"reported as '{named}'" if named else "the sample is masked")
-        return Verdict.invalid(kind, str(said))
+        failure_name = reply.get("failure_kind") or reply.get(NG_FAILURE_CLASS_KEY)
+        kind = FailureKind(str(failure_name)) if failure_name in [*FailureKind] else unnamed
+        reason = reply.get("failure_reason") or (
+            f"reported as '{failure_name}'" if failure_name else "the sample is masked"
+        )
+        return Verdict.invalid(kind, str(reason))
     reward = reply.get("reward")
     if isinstance(reward, int | float) and math.isfinite(reward):
         return Verdict.of(float(reward))
@@ -290,8 +292,8 @@ _KIND_OF_CODE = {
 def verdict_of_error(error: NemoGymError) -> Verdict:
     """The invalid verdict for an error of the grading, whose details may hold ``kind`` and ``evaluation_log``."""
     fallback = FailureKind.SANDBOX_FAILED if error.code.startswith("sandbox") else FailureKind.VERIFIER_FAILED
-    named = error.details.get("kind")
-    kind = FailureKind(str(named)) if named in [*FailureKind] else _KIND_OF_CODE.get(error.code, fallback)
+    kind_name = error.details.get("kind")
+    kind = FailureKind(str(kind_name)) if kind_name in [*FailureKind] else _KIND_OF_CODE.get(error.code, fallback)
     return Verdict.invalid(kind, error.message, evaluation_log=error.details.get("evaluation_log"))
 
 

@@ -83,7 +83,7 @@ class StoredVerdict:
     reply: Mapping[str, Any]
 
 
-class _Known(NamedTuple):
+class _RolloutState(NamedTuple):
     """The newest attempt of a rollout; 0 if it has none yet."""
 
     attempt: int = 0
@@ -95,7 +95,7 @@ class AttemptStore:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], _RolloutState] = OrderedDict()
         self._writer: SqliteWriter | None = None
         try:
             if path is not None:
@@ -122,7 +122,7 @@ class AttemptStore:
         """Run one operation on the database; `RowStore` uses this too."""
         return self._opened_writer().call(operation)
 
-    def _ask_here(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+    def _run_here(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
         """Run an operation that only reads, or writes only temporary tables, on this thread if the writer is idle:
         handing it to the writer's thread takes twice as long as the operation."""
         return self._opened_writer().call_here(operation)
@@ -143,24 +143,24 @@ class AttemptStore:
 
     def _remember(self, key: tuple[str, str], attempt: int, *, closed: bool) -> None:
         """Cache a rollout's state. Results may arrive out of order, so a newer or closed attempt stays."""
-        known = self._known.pop(key, _Known())
-        self._known[key] = max(known, _Known(attempt, closed))
+        state = self._known.pop(key, _RolloutState())
+        self._known[key] = max(state, _RolloutState(attempt, closed))
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
     async def require_current(self, rollout: RolloutIdentity) -> None:
         """Raise `FencedError` when a newer attempt has replaced this one."""
         key = _key(rollout)
-        _check_current(rollout, await self.ask(lambda db: _known(db, key)))
+        _check_current(rollout, await self.ask(lambda db: _load_state(db, key)))
 
     async def require_live(self, run_id: str, rollout_id: str, attempt: int) -> None:
         """Raise `FencedError` when the attempt was replaced or closed."""
         key = (run_id, rollout_id)
-        known = self._known.get(key)
-        if known is None:
-            known = await self.ask(lambda db: _known(db, key))
-            self._remember(key, known.attempt, closed=known.closed)
-        if known.attempt > attempt or (known.closed and known.attempt == attempt):
+        state = self._known.get(key)
+        if state is None:
+            state = await self.ask(lambda db: _load_state(db, key))
+            self._remember(key, state.attempt, closed=state.closed)
+        if state.attempt > attempt or (state.closed and state.attempt == attempt):
             raise FencedError(
                 f"attempt {attempt} of rollout '{rollout_id}' was replaced or closed",
                 rollout_id=rollout_id,
@@ -172,7 +172,7 @@ class AttemptStore:
         `ContractError` if it was not seeded since this process started."""
         await self.require_live(run_id, rollout_id, attempt)
         key = (run_id, rollout_id)
-        seed = await self._ask_here(lambda db: _seed(db, key, attempt))
+        seed = await self._run_here(lambda db: _load_seed(db, key, attempt))
         if seed is None:
             raise ContractError(
                 f"attempt {attempt} of rollout '{rollout_id}' has no session here; it must be seeded first",
@@ -192,14 +192,14 @@ class AttemptStore:
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> Seed | None:
-            known = _known(db, key)
-            _check_current(rollout, known)
-            if known.attempt != rollout.attempt:
+            state = _load_state(db, key)
+            _check_current(rollout, state)
+            if state.attempt != rollout.attempt:
                 return None
-            _check_open(rollout, known)
-            return _seed(db, key, rollout.attempt)
+            _check_open(rollout, state)
+            return _load_seed(db, key, rollout.attempt)
 
-        seed = await self._ask_here(operation)
+        seed = await self._run_here(operation)
         _check_row(rollout, seed, digest)
         return seed
 
@@ -207,24 +207,24 @@ class AttemptStore:
         """Raise `ContractError` if this attempt is open here with another row. The row of a closed attempt, or of one
         that an earlier process seeded, is no longer known and not checked."""
         key = _key(rollout)
-        _check_row(rollout, await self.ask(lambda db: _seed(db, key, rollout.attempt)), digest)
+        _check_row(rollout, await self.ask(lambda db: _load_seed(db, key, rollout.attempt)), digest)
 
     async def enter(self, rollout: RolloutIdentity) -> RolloutIdentity | None:
         """Make this the current attempt and fence older ones; returns the older attempt that was open, if any."""
         key = _key(rollout)
 
-        def operation(db: sqlite3.Connection) -> _Known:
-            known = _known(db, key)
-            _check_current(rollout, known)
-            if known.attempt != rollout.attempt:
+        def operation(db: sqlite3.Connection) -> _RolloutState:
+            state = _load_state(db, key)
+            _check_current(rollout, state)
+            if state.attempt != rollout.attempt:
                 _save(db, key, rollout.attempt, closed=False)
-            return known
+            return state
 
-        before = await self.ask(operation)
-        self._remember(key, rollout.attempt, closed=before == _Known(rollout.attempt, True))
-        if before.attempt in (0, rollout.attempt) or before.closed:
+        previous = await self.ask(operation)
+        self._remember(key, rollout.attempt, closed=previous == _RolloutState(rollout.attempt, True))
+        if previous.attempt in (0, rollout.attempt) or previous.closed:
             return None
-        return rollout.model_copy(update={"attempt": before.attempt})
+        return rollout.model_copy(update={"attempt": previous.attempt})
 
     async def keep_seed(self, rollout: RolloutIdentity, seed: Seed) -> None:
         """Store a seed's reply. Raises `FencedError` if the attempt was replaced or closed meanwhile."""
@@ -232,16 +232,16 @@ class AttemptStore:
         values = (*key, rollout.attempt, seed.digest, _json(seed.reply), _json(seed.session))
 
         def operation(db: sqlite3.Connection) -> None:
-            known = _known(db, key)
-            _check_current(rollout, known)
-            _check_open(rollout, known)
+            state = _load_state(db, key)
+            _check_current(rollout, state)
+            _check_open(rollout, state)
             db.execute("INSERT OR REPLACE INTO seed VALUES (?,?,?,?,?,?)", values)
 
-        await self._ask_here(operation)
+        await self._run_here(operation)
 
     async def verdict_of(self, rollout: RolloutIdentity) -> StoredVerdict | None:
         key = _key(rollout)
-        return await self.ask(lambda db: _verdict(db, key, rollout.attempt))
+        return await self.ask(lambda db: _load_verdict(db, key, rollout.attempt))
 
     async def admit_verdict(self, rollout: RolloutIdentity, row: str, digest: str) -> StoredVerdict | None:
         """Return the final verdict to replay, or ``None`` if the work must be graded. ``row`` is the row's digest,
@@ -250,11 +250,11 @@ class AttemptStore:
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> StoredVerdict | None:
-            _check_row(rollout, _seed(db, key, rollout.attempt), row)
-            _check_current(rollout, _known(db, key))
-            return _verdict(db, key, rollout.attempt)
+            _check_row(rollout, _load_seed(db, key, rollout.attempt), row)
+            _check_current(rollout, _load_state(db, key))
+            return _load_verdict(db, key, rollout.attempt)
 
-        stored = await self._ask_here(operation)
+        stored = await self._run_here(operation)
         if stored is None:
             return None
         _check_work(rollout, stored, digest)
@@ -270,14 +270,14 @@ class AttemptStore:
         values = (*key, rollout.attempt, verdict.digest, verdict.final, _json(verdict.reply))
 
         def operation(db: sqlite3.Connection) -> StoredVerdict:
-            _check_current(rollout, _known(db, key))
+            _check_current(rollout, _load_state(db, key))
             db.execute(
                 "INSERT INTO verdict VALUES (?,?,?,?,?,?) ON CONFLICT DO UPDATE SET final = excluded.final,"
                 " reply = excluded.reply WHERE digest = excluded.digest AND NOT final",
                 values,
             )
             db.execute("INSERT INTO rollout VALUES (?,?,?,0) ON CONFLICT DO NOTHING", (*key, rollout.attempt))
-            stored = _verdict(db, key, rollout.attempt)
+            stored = _load_verdict(db, key, rollout.attempt)
             assert stored is not None
             if closes and stored.final and stored.digest == verdict.digest:
                 _close(db, key, rollout.attempt)
@@ -295,10 +295,10 @@ class AttemptStore:
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> bool:
-            known = _known(db, key)
-            _check_current(rollout, known)
+            state = _load_state(db, key)
+            _check_current(rollout, state)
             _close(db, key, rollout.attempt)
-            return known == _Known(rollout.attempt, False)
+            return state == _RolloutState(rollout.attempt, False)
 
         was_open = await self.ask(operation)
         self._remember(key, rollout.attempt, closed=True)
@@ -338,26 +338,26 @@ def _check_work(rollout: RolloutIdentity, stored: StoredVerdict, digest: str) ->
         )
 
 
-def _check_current(rollout: RolloutIdentity, known: _Known) -> None:
-    if known.attempt > rollout.attempt:
+def _check_current(rollout: RolloutIdentity, state: _RolloutState) -> None:
+    if state.attempt > rollout.attempt:
         raise FencedError(
-            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {known.attempt}",
+            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {state.attempt}",
             rollout_id=rollout.rollout_id,
             attempt=rollout.attempt,
-            current_attempt=known.attempt,
+            current_attempt=state.attempt,
         )
 
 
-def _check_open(rollout: RolloutIdentity, known: _Known) -> None:
-    if known == _Known(rollout.attempt, True):
+def _check_open(rollout: RolloutIdentity, state: _RolloutState) -> None:
+    if state == _RolloutState(rollout.attempt, True):
         raise FencedError(
             f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was closed", rollout_id=rollout.rollout_id
         )
 
 
-def _known(db: sqlite3.Connection, key: tuple[str, str]) -> _Known:
+def _load_state(db: sqlite3.Connection, key: tuple[str, str]) -> _RolloutState:
     row = db.execute(f"SELECT attempt, closed FROM rollout WHERE {_ROLLOUT}", key).fetchone()
-    return _Known(int(row[0]), bool(row[1])) if row is not None else _Known()
+    return _RolloutState(int(row[0]), bool(row[1])) if row is not None else _RolloutState()
 
 
 def _save(db: sqlite3.Connection, key: tuple[str, str], attempt: int, *, closed: bool) -> None:
@@ -371,13 +371,13 @@ def _close(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> None:
     db.execute(f"DELETE FROM given WHERE {_ROLLOUT} AND attempt <= ?", (*key, attempt))
 
 
-def _seed(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> Seed | None:
+def _load_seed(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> Seed | None:
     query = f"SELECT digest, reply, session FROM seed WHERE {_ROLLOUT} AND attempt = ?"
     row = db.execute(query, (*key, attempt)).fetchone()
     return Seed(row[0], orjson.loads(row[1]), orjson.loads(row[2])) if row is not None else None
 
 
-def _verdict(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> StoredVerdict | None:
+def _load_verdict(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> StoredVerdict | None:
     query = f"SELECT digest, final, reply FROM verdict WHERE {_ROLLOUT} AND attempt = ?"
     row = db.execute(query, (*key, attempt)).fetchone()
     return StoredVerdict(row[0], bool(row[1]), orjson.loads(row[2])) if row is not None else None
@@ -427,11 +427,11 @@ class RowStore:
     async def get(self, ref: str) -> StoredRow:
         """The stored row. An unknown reference raises `CredentialError`, because the reference grants access too."""
         query = "SELECT row, rollout, access FROM given WHERE ref = ?"
-        found = await self._attempts.ask(lambda db: db.execute(query, (ref,)).fetchone())
-        if found is None:
+        found_row = await self._attempts.ask(lambda db: db.execute(query, (ref,)).fetchone())
+        if found_row is None:
             raise CredentialError(
                 "the row reference is unknown: its attempt was replaced or closed, or the server restarted since",
                 retryable=True,
             )
-        rollout = RolloutIdentity.model_validate_json(found[1])
-        return StoredRow(orjson.loads(found[0]), rollout, RowAccess(found[2]))
+        rollout = RolloutIdentity.model_validate_json(found_row[1])
+        return StoredRow(orjson.loads(found_row[0]), rollout, RowAccess(found_row[2]))

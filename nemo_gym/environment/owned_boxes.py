@@ -148,7 +148,7 @@ class OwnedBoxes:
                         )
                 except TimeoutError:
                     raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
-                await self._destroyed(box)
+                await self._destroy(box)
                 key = AttemptKey.of(rollout)
                 if self._boxes.get(key) is box:
                     self._boxes[key] = self._boxes.pop(key)  # in the order in which they were harvested
@@ -162,25 +162,25 @@ class OwnedBoxes:
         if box is None:
             await self._provider.reap(_labels(rollout))
         elif box.artifacts is None:
-            await self._destroyed(box)
+            await self._destroy(box)
 
     async def aclose(self) -> None:
         """Destroy all boxes, at shutdown."""
         boxes, self._boxes = [*self._boxes.values()], {}
-        await asyncio.gather(*(self._destroyed(box) for box in boxes if box.artifacts is None))
+        await asyncio.gather(*(self._destroy(box) for box in boxes if box.artifacts is None))
 
     def _forget_old(self) -> None:
         """Drop old boxes and artifacts. Many attempts are never closed, because their pipeline was killed."""
-        ended = time.monotonic() - _FORGOTTEN_AFTER_LEASES * self._lease_s
+        oldest_kept = time.monotonic() - _FORGOTTEN_AFTER_LEASES * self._lease_s
         for key, box in [*self._boxes.items()]:
-            if box.seen_at < ended and not box.lock.locked():
+            if box.seen_at < oldest_kept and not box.lock.locked():
                 del self._boxes[key]
         harvested = [key for key, box in self._boxes.items() if box.artifacts is not None]
-        kept = sum(self._boxes[key].kept_bytes for key in harvested)
+        kept_bytes = sum(self._boxes[key].kept_bytes for key in harvested)
         for key in harvested[:-1]:
-            if kept <= MAX_KEPT_BYTES:
+            if kept_bytes <= MAX_KEPT_BYTES:
                 break
-            kept -= self._boxes.pop(key).kept_bytes
+            kept_bytes -= self._boxes.pop(key).kept_bytes
 
     def _box(self, rollout: RolloutIdentity) -> _Box:
         box = self._boxes.get(AttemptKey.of(rollout))
@@ -191,7 +191,7 @@ class OwnedBoxes:
             )
         return box
 
-    async def _destroyed(self, box: _Box) -> None:
+    async def _destroy(self, box: _Box) -> None:
         try:
             await self._provider.close(box.handle)
         except SandboxError as error:  # its lease ends it

@@ -49,12 +49,12 @@ class CatchAll:
 
 def catch_all_of(routes: Iterable[Any]) -> CatchAll | None:
     """The application's only catch-all route; ``None`` if it has none or several."""
-    found = [
+    catch_alls = [
         route
         for route in routes
         if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and _CATCH_ALL_PATH.fullmatch(route.path)
     ]
-    return CatchAll(found[0]) if len(found) == 1 else None
+    return CatchAll(catch_alls[0]) if len(catch_alls) == 1 else None
 
 
 def tools_of(routes: Iterable[Any]) -> dict[str, RouteTool]:
@@ -70,12 +70,12 @@ def tools_of(routes: Iterable[Any]) -> dict[str, RouteTool]:
 def _tool(route: APIRoute) -> RouteTool | None:
     if "POST" not in (route.methods or ()) or not _TOOL_PATH.fullmatch(route.path) or not route.include_in_schema:
         return None
-    wanted = route.dependant
-    if wanted.path_params or wanted.query_params or wanted.header_params or len(wanted.body_params) > 1:
+    dependant = route.dependant
+    if dependant.path_params or dependant.query_params or dependant.header_params or len(dependant.body_params) > 1:
         return None
     schema = _NO_ARGUMENTS
-    if wanted.body_params:
-        model: Any = wanted.body_params[0].field_info.annotation
+    if dependant.body_params:
+        model: Any = dependant.body_params[0].field_info.annotation
         if not _is_model(model):
             return None
         schema = model.model_json_schema()
@@ -88,8 +88,8 @@ def _tool(route: APIRoute) -> RouteTool | None:
     )
 
 
-def _output_schema(answer: Any) -> dict[str, Any] | None:
-    return answer.model_json_schema(mode="serialization") if _is_model(answer) else None
+def _output_schema(response_model: Any) -> dict[str, Any] | None:
+    return response_model.model_json_schema(mode="serialization") if _is_model(response_model) else None
 
 
 def _is_model(annotation: Any) -> Any:

@@ -125,16 +125,16 @@ class Grader:
         """The verdict of an attempt as fields of its result row. Every error but a wrong body becomes an invalid
         verdict."""
         with step("verify", has_span=False) as grading:
-            fields = await self._graded(request, row, response, artifacts, rollout)
+            fields = await self._grade_by_hook(request, row, response, artifacts, rollout)
             outcome = "valid" if fields["valid"] else str(fields.get("failure_kind") or "invalid")
             VERDICTS.add(outcome)
             if not fields["valid"]:
                 grading.outcome = outcome
-            said = {"valid": fields["valid"], "reward": fields.get("reward"), "task_id": rollout.task_id}
-            describe_request(request.scope, "verify", said)
+            span_attributes = {"valid": fields["valid"], "reward": fields.get("reward"), "task_id": rollout.task_id}
+            describe_request(request.scope, "verify", span_attributes)
         return fields
 
-    async def _graded(
+    async def _grade_by_hook(
         self,
         request: Request,
         row: dict[str, Any],
@@ -188,7 +188,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Call:
     """A resolved request: its caller, its attempt and its row."""
 
     caller: Caller | None
@@ -258,16 +258,16 @@ class EnvironmentRoutes:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: Request, *roles: Role) -> _Asked:
+    async def _resolve(self, request: Request, *roles: Role) -> _Call:
         caller = require_role(request, *roles)
         body = await parse_json_object(request)
-        given = body.pop(SESSION_KEY, None)
-        envelope = None if given is None else validated(SessionEnvelope, given, f"'{SESSION_KEY}'")
+        envelope_data = body.pop(SESSION_KEY, None)
+        envelope = None if envelope_data is None else validated(SessionEnvelope, envelope_data, f"'{SESSION_KEY}'")
         if caller is not None and caller.role is Role.AGENT:
-            return await self._asked_by_agent(request, caller, envelope, body)
+            return await self._resolve_agent(request, caller, envelope, body)
         if envelope is not None and envelope.row_ref is not None:
-            stored = await self._stored(envelope.row_ref, envelope.rollout)
-            return _Asked(
+            stored = await self._stored_row(envelope.row_ref, envelope.rollout)
+            return _Call(
                 caller=caller,
                 envelope=envelope,
                 row={**body, **stored.row},
@@ -275,11 +275,11 @@ class EnvironmentRoutes:
                 access=stored.access,
                 row_ref=envelope.row_ref,
             )
-        return _Asked(caller=caller, envelope=envelope, row=body, seeded_row=body)
+        return _Call(caller=caller, envelope=envelope, row=body, seeded_row=body)
 
-    async def _asked_by_agent(
+    async def _resolve_agent(
         self, request: Request, caller: Caller, envelope: SessionEnvelope | None, body: dict[str, Any]
-    ) -> _Asked:
+    ) -> _Call:
         # An agent that rebuilds bodies from typed fields drops the reference, but its client's header and its seed's
         # cookie still carry it.
         ref = envelope.row_ref if envelope is not None else None
@@ -292,19 +292,19 @@ class EnvironmentRoutes:
         stored = await self.rows.get(ref)
         if envelope is not None and envelope.rollout != stored.rollout:
             raise RoleError("the row reference belongs to another attempt", route=request.url.path)
-        asked = SessionEnvelope(rollout=stored.rollout, row_ref=ref)
+        agent_envelope = SessionEnvelope(rollout=stored.rollout, row_ref=ref)
         if envelope is not None:
-            asked = envelope.model_copy(update={"row_ref": ref, "validation": None, "close": False})
-        return _Asked(
+            agent_envelope = envelope.model_copy(update={"row_ref": ref, "validation": None, "close": False})
+        return _Call(
             caller=caller,
-            envelope=asked,
+            envelope=agent_envelope,
             row={**body, **stored.row},
             seeded_row=stored.row,
             access=stored.access,
             row_ref=ref,
         )
 
-    async def _stored(self, ref: str, rollout: RolloutIdentity) -> StoredRow:
+    async def _stored_row(self, ref: str, rollout: RolloutIdentity) -> StoredRow:
         stored = await self.rows.get(ref)
         if stored.rollout != rollout:
             raise ContractError("the row reference belongs to another attempt", rollout_id=rollout.rollout_id)
@@ -340,57 +340,57 @@ class EnvironmentRoutes:
     # -- seed ----------------------------------------------------------------------------------------------------
 
     async def seed(self, request: Request) -> Response:
-        asked = await self._ask(request, Role.PIPELINE, Role.AGENT)
+        call = await self._resolve(request, Role.PIPELINE, Role.AGENT)
         session: LazySession = request.scope["session"]
         session.get("session_id")  # a seed always sets the cookie
-        envelope = asked.envelope
+        envelope = call.envelope
         if envelope is None:
-            return JsonResponse(await self._nemo_seed(request, asked.row))
+            return JsonResponse(await self._nemo_seed(request, call.row))
         rollout = envelope.rollout
-        if envelope.validation is not None and asked.caller is not None and asked.caller.role is not Role.PIPELINE:
+        if envelope.validation is not None and call.caller is not None and call.caller.role is not Role.PIPELINE:
             raise RoleError("only a pipeline may ask for a task's solution", route="/seed_session")
-        digest = row_digest(asked.seeded_row)
+        digest = row_digest(call.seeded_row)
         stored = await self.attempts.seed_of(rollout, digest)
         if stored is None:
-            stored = await self._once("seed", rollout, digest, lambda: self._seed(request, asked, digest))
+            stored = await self._once("seed", rollout, digest, lambda: self._seed(request, call, digest))
         session.replace(stored.session)
         reply = dict(stored.reply)
-        if asked.caller is not None and asked.caller.role is Role.AGENT:
-            if asked.row_ref is not None:
-                session[ROW_REF_SESSION_KEY] = asked.row_ref
+        if call.caller is not None and call.caller.role is Role.AGENT:
+            if call.row_ref is not None:
+                session[ROW_REF_SESSION_KEY] = call.row_ref
             return JsonResponse(reply)
         reply["control_token"] = issue_control_token(self._control_key, CONTROL_SUBJECT, rollout)
-        reply["public_row"] = self._server.public_row(asked.row)
+        reply["public_row"] = self._server.public_row(call.row)
         reply["closes_with_verdict"] = self._closes
         if envelope.validation is not None:
-            reply["validation"] = await self._solution(asked.row, envelope.validation)
+            reply["validation"] = await self._solution(call.row, envelope.validation)
         return JsonResponse(reply)
 
-    async def _seed(self, request: Request, asked: _Asked, digest: str) -> Seed:
-        assert asked.envelope is not None
-        rollout = asked.envelope.rollout
+    async def _seed(self, request: Request, call: _Call, digest: str) -> Seed:
+        assert call.envelope is not None
+        rollout = call.envelope.rollout
         replaced = await self.attempts.enter(rollout)
         if replaced is not None:
             await self._close_hook(replaced)
         session: LazySession = request.scope["session"]
         session[ATTEMPT_SESSION_KEY] = [rollout.run_id, rollout.rollout_id, rollout.attempt]
-        reply = await self._nemo_seed(request, asked.row)
-        descriptor = await self._server.open_session(asked.row, rollout)
+        reply = await self._nemo_seed(request, call.row)
+        descriptor = await self._server.open_session(call.row, rollout)
         if descriptor.rollout != rollout:
             raise ContractError(f"open_session of '{self._server.config.name}' returned another attempt's descriptor")
-        descriptor = descriptor.placed(asked.envelope.topology).model_copy(
-            update={"limits": asked.envelope.limits.over(descriptor.limits)}
+        descriptor = descriptor.placed(call.envelope.topology).model_copy(
+            update={"limits": call.envelope.limits.over(descriptor.limits)}
         )
         if self._mcp is not None:
             session.pop(ALLOWED_TOOLS_SESSION_KEY, None)
-            if (names := self._server.mcp_allowed_tools_for_session(asked.row)) is not None:
+            if (names := self._server.mcp_allowed_tools_for_session(call.row)) is not None:
                 session[ALLOWED_TOOLS_SESSION_KEY] = [*names]
             descriptor = self._mcp.offered(descriptor)
             reply.setdefault("mcp", self._mcp.nemo_metadata(rollout))
-        needs = asked.envelope.box_needs  # a pipeline that states none will send no heartbeats for a box
-        if needs is not None and (asked.caller is None or asked.caller.role is Role.PIPELINE):
-            descriptor, more = await self._lending.lent(descriptor, needs)
-            reply |= more
+        needs = call.envelope.box_needs  # a pipeline that states none will send no heartbeats for a box
+        if needs is not None and (call.caller is None or call.caller.role is Role.PIPELINE):
+            descriptor, extra_fields = await self._lending.lent(descriptor, needs)
+            reply |= extra_fields
         reply["descriptor"] = descriptor.model_dump(mode="json")
         seed = Seed(digest, reply, session.copy())
         await self.attempts.keep_seed(rollout, seed)
@@ -426,13 +426,13 @@ class EnvironmentRoutes:
     # -- verify --------------------------------------------------------------------------------------------------
 
     async def verify(self, request: Request) -> Response:
-        asked = await self._ask(request, Role.PIPELINE, Role.OPERATOR, Role.AGENT)
-        envelope, caller = asked.envelope, asked.caller
+        call = await self._resolve(request, Role.PIPELINE, Role.OPERATOR, Role.AGENT)
+        envelope, caller = call.envelope, call.caller
         if envelope is None:
             if caller is not None:
                 raise InvalidBodyError(f"/verify needs '{SESSION_KEY}.rollout': which attempt is to be judged")
-            return JsonResponse(await self._grader.nemo_verify(request, asked.row))
-        rollout, response = envelope.rollout, asked.row.pop(RESPONSE_KEY, None)
+            return JsonResponse(await self._grader.nemo_verify(request, call.row))
+        rollout, response = envelope.rollout, call.row.pop(RESPONSE_KEY, None)
         if not isinstance(response, dict):
             raise InvalidBodyError("/verify needs 'response': the Responses object of this attempt")
         if caller is not None and (caller.role is Role.OPERATOR) is not envelope.reverify:
@@ -442,47 +442,47 @@ class EnvironmentRoutes:
             )
         self._check_control(request, caller, rollout)
         if envelope.reverify:
-            await self.attempts.require_row(rollout, row_digest(asked.seeded_row))
-            reply: Mapping[str, Any] = await self._again(request, asked, response)
+            await self.attempts.require_row(rollout, row_digest(call.seeded_row))
+            reply: Mapping[str, Any] = await self._reverify(request, call, response)
         else:
             digest = work_digest(response, envelope.artifacts)
-            reply = await self._judged(request, asked, response, digest)
-        if caller is not None and caller.role is Role.AGENT and asked.access is not RowAccess.FULL:
-            shown = {**self._server.public_row(asked.row), RESPONSE_KEY: response, **public_verdict(reply)}
-            return JsonResponse(shown)
-        if asked.access is RowAccess.FULL and asked.row_ref is not None:
+            reply = await self._verdict_for(request, call, response, digest)
+        if caller is not None and caller.role is Role.AGENT and call.access is not RowAccess.FULL:
+            public_reply = {**self._server.public_row(call.row), RESPONSE_KEY: response, **public_verdict(reply)}
+            return JsonResponse(public_reply)
+        if call.access is RowAccess.FULL and call.row_ref is not None:
             reply = {**reply, "row_access": RowAccess.FULL.value}
-        return JsonResponse({**asked.row, RESPONSE_KEY: response, **reply})
+        return JsonResponse({**call.row, RESPONSE_KEY: response, **reply})
 
-    async def _judged(
-        self, request: Request, asked: _Asked, response: dict[str, Any], digest: str
+    async def _verdict_for(
+        self, request: Request, call: _Call, response: dict[str, Any], digest: str
     ) -> Mapping[str, Any]:
-        assert asked.envelope is not None
-        rollout = asked.envelope.rollout
-        stored = await self.attempts.admit_verdict(rollout, row_digest(asked.seeded_row), digest)
+        assert call.envelope is not None
+        rollout = call.envelope.rollout
+        stored = await self.attempts.admit_verdict(rollout, row_digest(call.seeded_row), digest)
         if stored is None:
-            stored = await self._once("verify", rollout, digest, lambda: self._judge(request, asked, response, digest))
-        elif asked.envelope.close and self._closes:
+            stored = await self._once("verify", rollout, digest, lambda: self._judge(request, call, response, digest))
+        elif call.envelope.close and self._closes:
             await self.attempts.close(rollout)
         return stored.reply
 
-    async def _judge(self, request: Request, asked: _Asked, response: dict[str, Any], digest: str) -> StoredVerdict:
-        assert asked.envelope is not None
-        rollout = asked.envelope.rollout
-        reply = await self._grader.grade(request, asked.row, response, asked.envelope.artifacts, rollout)
-        verdict, closes = StoredVerdict(digest, bool(reply["valid"]), reply), asked.envelope.close and self._closes
+    async def _judge(self, request: Request, call: _Call, response: dict[str, Any], digest: str) -> StoredVerdict:
+        assert call.envelope is not None
+        rollout = call.envelope.rollout
+        reply = await self._grader.grade(request, call.row, response, call.envelope.artifacts, rollout)
+        verdict, closes = StoredVerdict(digest, bool(reply["valid"]), reply), call.envelope.close and self._closes
         return await self.attempts.keep_verdict(rollout, verdict, closes=closes)
 
-    async def _again(self, request: Request, asked: _Asked, response: dict[str, Any]) -> dict[str, Any]:
+    async def _reverify(self, request: Request, call: _Call, response: dict[str, Any]) -> dict[str, Any]:
         """Grade stored work once more, for an operator; the first verdict is not changed."""
-        assert asked.envelope is not None
+        assert call.envelope is not None
         if self._server.reverify_mode().value == "unsupported":
             raise ContractError(
                 f"environment '{self._server.config.name}' cannot verify again: its reward needs state of the live"
                 " session"
             )
-        envelope = asked.envelope
-        reply = await self._grader.grade(request, asked.row, response, envelope.artifacts, envelope.rollout)
+        envelope = call.envelope
+        reply = await self._grader.grade(request, call.row, response, envelope.artifacts, envelope.rollout)
         return {**reply, "reverified": True}
 
     # -- the rest ------------------------------------------------------------------------------------------------
@@ -494,14 +494,14 @@ class EnvironmentRoutes:
             # An attempt of an agent's own `/run` is closed by nobody else.
             if not isinstance(ref := body.get("row_ref"), str):
                 raise RoleError("/close: an agent needs the row reference of its attempt", route="/close")
-            asked = validated(RolloutIdentity, body.get("rollout"), "'rollout'")
-            await self._stored(ref, asked)
+            rollout = validated(RolloutIdentity, body.get("rollout"), "'rollout'")
+            await self._stored_row(ref, rollout)
         else:
-            asked = validated(RolloutIdentity, body.get("rollout"), "'rollout'")
-            self._check_control(request, caller, asked)
-        closed = await self.attempts.close(asked)
+            rollout = validated(RolloutIdentity, body.get("rollout"), "'rollout'")
+            self._check_control(request, caller, rollout)
+        closed = await self.attempts.close(rollout)
         if closed:
-            await self._close_hook(asked)
+            await self._close_hook(rollout)
         return JsonResponse({"closed": True, "already_closed": not closed})
 
     async def _close_hook(self, rollout: RolloutIdentity) -> None:
@@ -542,7 +542,7 @@ class EnvironmentRoutes:
 
     async def verdict(self, request: Request) -> Response:
         """Return the stored verdict of an attempt whose agent had it verified itself."""
-        rollout = await self._ask_rollout(request, Role.PIPELINE, Role.OPERATOR)
+        rollout = await self._read_rollout(request, Role.PIPELINE, Role.OPERATOR)
         stored = await self.attempts.verdict_of(rollout)
         if stored is None and self._steps is not None and (episode := self._steps.episode_of(rollout)) is not None:
             return JsonResponse(reply_fields(episode.as_fields()))
@@ -554,9 +554,9 @@ class EnvironmentRoutes:
 
     async def aggregate_metrics(self, request: Request) -> Response:
         require_role(request, Role.PIPELINE, Role.OPERATOR, Role.AGENT)
-        return JsonResponse(plain(await self._aggregated(await parse_json_object(request))))
+        return JsonResponse(plain(await self._aggregate(await parse_json_object(request))))
 
-    async def _aggregated(self, body: dict[str, Any]) -> AggregateMetrics:
+    async def _aggregate(self, body: dict[str, Any]) -> AggregateMetrics:
         responses = body.get("verify_responses")
         if not isinstance(responses, list):
             raise InvalidBodyError("/aggregate_metrics needs 'verify_responses': a list of result rows")
@@ -568,12 +568,12 @@ class EnvironmentRoutes:
         return JsonResponse(self._server.reverify_mode().value)
 
     async def _box_attempt(self, request: Request) -> RolloutIdentity:
-        rollout = await self._ask_rollout(request, Role.PIPELINE)
+        rollout = await self._read_rollout(request, Role.PIPELINE)
         self._check_control(request, caller_of(request), rollout)
         await self.attempts.require_current(rollout)
         return rollout
 
-    async def _ask_rollout(self, request: Request, *roles: Role) -> RolloutIdentity:
+    async def _read_rollout(self, request: Request, *roles: Role) -> RolloutIdentity:
         require_role(request, *roles)
         return validated(RolloutIdentity, (await parse_json_object(request)).get("rollout"), "'rollout'")
 

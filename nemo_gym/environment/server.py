@@ -250,10 +250,10 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         labels = box_labels(
             run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.EVAL
         )
-        wanted = SandboxSpec(**{"ttl_s": GRADING_LEASE_S, **spec, "metadata": {**spec.get("metadata", {}), **labels}})
+        merged = SandboxSpec(**{"ttl_s": GRADING_LEASE_S, **spec, "metadata": {**spec.get("metadata", {}), **labels}})
         provider = self.box_provider()
-        async with AsyncSandbox(provider, wanted) as box:
-            async with keep_renewed(provider, box.handle, wanted.ttl_s or GRADING_LEASE_S):
+        async with AsyncSandbox(provider, merged) as box:
+            async with keep_renewed(provider, box.handle, merged.ttl_s or GRADING_LEASE_S):
                 yield box
 
     # -- hooks of NeMo Gym plugins -------------------------------------------------------------------------------
@@ -297,8 +297,8 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     def reverify_mode(self) -> ReverifyMode:
         """The mode declared by the class or by its configuration class; without one, an environment with ``grade`` is
         stateless."""
-        for said in (self.REVERIFY_MODE, self.config.REVERIFY_MODE):
-            if (mode := ReverifyMode(said)) is not ReverifyMode.UNKNOWN:  # a plugin may declare it as a string
+        for declared in (self.REVERIFY_MODE, self.config.REVERIFY_MODE):
+            if (mode := ReverifyMode(declared)) is not ReverifyMode.UNKNOWN:  # a plugin may declare it as a string
                 return mode
         return ReverifyMode.STATELESS if self.overrides("grade") else ReverifyMode.UNKNOWN
 

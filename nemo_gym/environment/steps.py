@@ -49,17 +49,17 @@ class Episode:
     def add(self, status: int, body: bytes) -> None:
         """Add a step's reward, unless the episode is over."""
         try:
-            answer: Any = orjson.loads(body) if status == 200 else None
+            reply: Any = orjson.loads(body) if status == 200 else None
         except orjson.JSONDecodeError:
             return
-        if not isinstance(answer, dict):
+        if not isinstance(reply, dict):
             return
-        reward = answer.get("reward")
+        reward = reply.get("reward")
         if self.has_ended or isinstance(reward, bool) or not isinstance(reward, int | float):
             return
         self.reward += reward
         self.steps += 1
-        self.terminated, self.truncated = bool(answer.get("terminated")), bool(answer.get("truncated"))
+        self.terminated, self.truncated = bool(reply.get("terminated")), bool(reply.get("truncated"))
 
     def as_fields(self) -> dict[str, Any]:
         return {"reward": self.reward, "terminated": self.terminated, "truncated": self.truncated, "steps": self.steps}
@@ -92,26 +92,26 @@ class StepRewards:
             await self._app(scope, receive, send)
             return
         stored = await self._rows.get(ref)
-        asked = await parse_json_object(Request(scope, receive))
-        whole = iter([{"type": "http.request", "body": orjson.dumps({**asked, **stored.row}), "more_body": False}])
+        posted = await parse_json_object(Request(scope, receive))
+        messages = iter([{"type": "http.request", "body": orjson.dumps({**posted, **stored.row}), "more_body": False}])
         episode = self._episodes.setdefault(AttemptKey.of(stored.rollout), Episode())
-        status, answer = 0, bytearray()
+        status, response_body = 0, bytearray()
 
-        async def with_the_row() -> Message:
-            return next(whole, None) or await receive()
+        async def receive_with_row() -> Message:
+            return next(messages, None) or await receive()
 
-        async def counted(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif message["type"] == "http.response.body" and len(answer) <= MAX_STEP_BYTES:
-                answer.extend(message.get("body", b""))
+            elif message["type"] == "http.response.body" and len(response_body) <= MAX_STEP_BYTES:
+                response_body.extend(message.get("body", b""))
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 # Count before the agent gets the response, so that a verdict requested next includes this step.
                 if scope["path"] == "/reset":
                     episode.began(status)
                 else:
-                    episode.add(status, bytes(answer))
+                    episode.add(status, bytes(response_body))
             await send(message)
 
-        await self._app(scope, with_the_row, counted)
+        await self._app(scope, receive_with_row, send_counted)

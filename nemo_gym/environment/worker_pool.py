@@ -115,18 +115,18 @@ class WorkerPool:
         Raises:
             VerifierError: no process can be started, or the function raised an error of this suite.
         """
-        turn, asked = self._submit(question, timeout_s)
+        turn, future = self._submit(question, timeout_s)
         try:
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             turn.end(Ending.DIED)
             raise
 
     def ask_now(self, question: Mapping[str, Any], *, timeout_s: float) -> Answer:
         """`ask` for a thread without an event loop."""
-        turn, asked = self._submit(question, timeout_s)
+        turn, future = self._submit(question, timeout_s)
         try:
-            return asked.result()
+            return future.result()
         except BaseException:
             turn.end(Ending.DIED)
             raise
@@ -153,10 +153,10 @@ class WorkerPool:
         process = process or self._start(turn)
         answer = _ask(turn, process, question, timeout_s)
         with self._lock:
-            kept = answer.ending in (Ending.ANSWERED, Ending.FAILED) and generation == self._generation
-            if kept:
+            reusable = answer.ending in (Ending.ANSWERED, Ending.FAILED) and generation == self._generation
+            if reusable:
                 self._idle.append(process)
-        if not kept:
+        if not reusable:
             _discard(process)
         if answer.ending is Ending.FAILED and answer.value == "refused":
             raise _verifier_error(answer.said)
@@ -248,9 +248,9 @@ def _serve(function: str) -> None:
     """Answer questions until the pool closes the pipe."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    silence = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # keep the function's own output out of the replies
-        os.dup2(silence, descriptor)
+        os.dup2(devnull, descriptor)
     hello = _read(questions)
     if hello is None:
         return
@@ -260,8 +260,8 @@ def _serve(function: str) -> None:
     logging.disable(logging.CRITICAL)  # logs would repeat an agent's text
     module, _, name = function.partition(":")
     try:
-        answer = getattr(importlib.import_module(module), name)
-        answer(**hello["warm_up"])
+        called_function = getattr(importlib.import_module(module), name)
+        called_function(**hello["warm_up"])
     except Exception as error:  # noqa: BLE001 - the pool reports any error
         _write(replies, {"ending": Ending.FAILED, "said": _error_text(error)})
         return
@@ -270,7 +270,7 @@ def _serve(function: str) -> None:
 
     while (question := _read(questions)) is not None:
         try:
-            reply = {"ending": Ending.ANSWERED, "value": answer(**question)}
+            reply = {"ending": Ending.ANSWERED, "value": called_function(**question)}
         except NemoGymError as error:
             reply = {"ending": Ending.FAILED, "value": "refused", "said": error.message}
         except Exception as error:  # noqa: BLE001 - the boundary of code that reads an agent's text

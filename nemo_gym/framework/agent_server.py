@@ -67,26 +67,26 @@ class AgentServerRunner:
             raise
         finally:
             await attempt.close(30.0)
-        said = reward_of(verified)
-        return Score(float(said["reward"]), "environment", _extra(verified, said["reward_info"]))
+        reward_fields = reward_of(verified)
+        return Score(float(reward_fields["reward"]), "environment", _extra(verified, reward_fields["reward_info"]))
 
     async def _checked(self) -> Servers:
         if self._servers is None:
-            found = await checked_servers(self._client, self._peers, self._agent, _NO_RUN)
-            if found.own_run:
+            servers = await checked_servers(self._client, self._peers, self._agent, _NO_RUN)
+            if servers.own_run:
                 raise ConfigError(
                     f"agent '{self._agent}' overrides run(): it opens sessions of its own; name another agent server",
                     key="agent_server",
                 )
             # The framework holds the model session, so the agent's own model server is not used.
-            self._servers = replace(found, model=None)
+            self._servers = replace(servers, model=None)
         return self._servers
 
 
 def row_of(sample: PromptSample) -> dict[str, Any]:
     """Return the dataset row of a sample."""
-    given = sample.fields.get("extra_info")
-    row = dict(given) if isinstance(given, Mapping) else {}
+    extra_info = sample.fields.get("extra_info")
+    row = dict(extra_info) if isinstance(extra_info, Mapping) else {}
     params = row.get(PARAMS_KEY)
     row[PARAMS_KEY] = {"input": sample.raw_prompt, **(params if isinstance(params, Mapping) else {})}
     return row
@@ -95,9 +95,9 @@ def row_of(sample: PromptSample) -> dict[str, Any]:
 def _extra(verified: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers and flags of a verdict, which trainers log beside the reward."""
     left_out = {"reward", RESPONSE_KEY, PARAMS_KEY, SESSION_KEY}
-    own = {
+    numbers = {
         name: value
         for name, value in verified.items()
         if name not in left_out and not name.startswith("_") and isinstance(value, bool | int | float)
     }
-    return {**own, **info}
+    return {**numbers, **info}

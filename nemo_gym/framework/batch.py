@@ -45,8 +45,8 @@ class PromptSample:
 
     def sessions(self, default: int) -> int:
         """Return the number of sessions: ``default``, unless the prompt sets verl's ``__rollout_n__``."""
-        asked = self.fields.get("__rollout_n__")
-        return default if asked is None else int(asked)
+        requested = self.fields.get("__rollout_n__")
+        return default if requested is None else int(requested)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class _Whole:
 def _columns(prompts: Any) -> dict[str, Any]:
     """Return the columns by name, with a TensorDict's non-tensor columns unpacked. These are recognized by the name
     of their class, so that a batch of plain columns does not need torch."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name, column in prompts.items():
         kind = type(column).__name__
         if kind == "NonTensorStack":
@@ -127,8 +127,8 @@ def _columns(prompts: Any) -> dict[str, Any]:
             column = _Whole(column.data)
         elif getattr(column, "ndim", None) == 0:
             column = _Whole(column.item())
-        found[str(name)] = column
-    return found
+        columns[str(name)] = column
+    return columns
 
 
 def _length(columns: Mapping[str, Any]) -> int:

@@ -108,11 +108,11 @@ class FrameworkConfig(BaseModel):
         try:
             return cls.model_validate(block)
         except ValidationError as error:
-            found = [
+            problems = [
                 f"{CONFIG_PATH}.{'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
                 for item in error.errors()
             ]
-            raise ConfigError("; ".join(found), key=str(error.errors()[0]["loc"][-1])) from None
+            raise ConfigError("; ".join(problems), key=str(error.errors()[0]["loc"][-1])) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,18 +69,18 @@ class EngineBridge:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
-        asked = body["sampling_params"]
-        most = int(asked["max_new_tokens"])
-        sampling = {name: asked[name] for name in _PASSED if asked.get(name) is not None}
+        params = body["sampling_params"]
+        max_tokens = int(params["max_new_tokens"])
+        sampling = {name: params[name] for name in _PASSED if params.get(name) is not None}
         kwargs = {"image_data": body["image_data"]} if body.get("image_data") else {}
         try:
             output = await self._client.generate(
                 body["rid"],
                 prompt_ids=body["input_ids"],
-                sampling_params={**sampling, "logprobs": True, "max_tokens": most},
+                sampling_params={**sampling, "logprobs": True, "max_tokens": max_tokens},
                 **kwargs,
             )
-            reply = _reply(output, most)
+            reply = _reply(output, max_tokens)
         except ValueError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         if not body.get("stream"):
@@ -89,14 +89,14 @@ class EngineBridge:
         return web.Response(body=events, content_type="text/event-stream")
 
 
-def _reply(output: Any, most: int) -> Mapping[str, Any]:
+def _reply(output: Any, max_tokens: int) -> Mapping[str, Any]:
     """Convert verl's ``TokenOutput`` to SGLang's response. Raises `ValueError` if it has no logprobs."""
     ids, logprobs = list(output.token_ids), output.log_probs
     if logprobs is None or len(logprobs) != len(ids):
-        given = "no" if logprobs is None else str(len(logprobs))
-        raise ValueError(f"the inference client gave {given} logprobs for {len(ids)} tokens; the gateway keeps both")
+        count = "no" if logprobs is None else str(len(logprobs))
+        raise ValueError(f"the inference client gave {count} logprobs for {len(ids)} tokens; the gateway keeps both")
     reason = "abort" if output.stop_reason in ("aborted", "abort") else "stop"
-    if reason == "stop" and (output.stop_reason == "length" or len(ids) >= most):
+    if reason == "stop" and (output.stop_reason == "length" or len(ids) >= max_tokens):
         reason = "length"
     extra = getattr(output, "extra_fields", None) or {}
     version = extra.get("max_global_steps", extra.get("global_steps"))

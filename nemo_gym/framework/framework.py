@@ -239,8 +239,8 @@ class OpenAICompatibleAgentFramework(AgentFramework):
                         log.warning("session lost; a new attempt", rollout_id=rollout.rollout_id, error=_reason(error))
                         rollout = rollout.next_attempt()
         except Exception as error:  # noqa: BLE001 - runners are users' code; any error fails this session alone
-            told = _without_tokens("".join(traceback.format_exception(error)))
-            log.warning("session failed", uid=sample.uid, session=index, error=_reason(error), traceback=told)
+            trace_text = _without_tokens("".join(traceback.format_exception(error)))
+            log.warning("session failed", uid=sample.uid, session=index, error=_reason(error), traceback=trace_text)
             return BatchSummary(failed_sessions=1, reasons=[_reason(error)])
 
     def _runner_of(self, sample: PromptSample) -> str:
@@ -282,26 +282,26 @@ class OpenAICompatibleAgentFramework(AgentFramework):
             try:
                 verdict = await self._run(name, session, sample)
             except Exception as error:
-                if _of_the_connection(error) or not await self._gateways.answers(session.gateway):
+                if _is_connection_error(error) or not await self._gateways.answers(session.gateway):
                     raise SessionLostError(
                         f"gateway '{session.gateway.name}' was lost: {_reason(error)}", retryable=True
                     ) from error
                 raise
-            given = (None, None) if verdict is None else (verdict.reward, verdict.extra)
-            trajectories = await self._gateways.finalize(session, reward=given[0], reward_info=given[1])
+            graded = (None, None) if verdict is None else (verdict.reward, verdict.extra)
+            trajectories = await self._gateways.finalize(session, reward=graded[0], reward_info=graded[1])
         except BaseException:
             await self._gateways.abort(session)
             raise
         if not trajectories:
             raise AgentError(f"session {index} of uid {sample.uid!r} ended without a single model call")
-        kept = selected(trajectories, self._config.agent_runners[name].trajectory_selection)
-        score = await score_session(kept, sample, verdict=verdict, scorer=self._scorer)
-        kept = [replace(each, reward=score.reward) for each in kept]
+        chosen = selected(trajectories, self._config.agent_runners[name].trajectory_selection)
+        score = await score_session(chosen, sample, verdict=verdict, scorer=self._scorer)
+        chosen = [replace(each, reward=score.reward) for each in chosen]
         if self._config.log_dir is not None:
-            await self._logged(batch, rollout, kept)
-        unfinished = finished(kept[-1]) is False
+            await self._write_log(batch, rollout, chosen)
+        unfinished = finished(chosen[-1]) is False
         masked = unfinished and self._config.mask_unfinished_episode
-        rows = [self._row(batch, sample, index, place, each, score, masked) for place, each in enumerate(kept)]
+        rows = [self._row(batch, sample, index, place, each, score, masked) for place, each in enumerate(chosen)]
         await self._sink.put(batch.partition, rows)
         return BatchSummary(trajectories=len(rows), unfinished_sessions=int(unfinished))
 
@@ -346,7 +346,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
             multi_modal_inputs=inputs,
         )
 
-    async def _logged(self, batch: Batch, rollout: RolloutIdentity, trajectories: Iterable[Trajectory]) -> None:
+    async def _write_log(self, batch: Batch, rollout: RolloutIdentity, trajectories: Iterable[Trajectory]) -> None:
         """Write trajectories to the log folder, for people. An error is logged and does not fail the session."""
         assert self._config.log_dir is not None
         step = f"step_{batch.global_steps}" if batch.global_steps is not None else batch.partition
@@ -384,12 +384,12 @@ def _without_tokens(text: str) -> str:
     return _TOKENS.sub("***", text)
 
 
-def _of_the_connection(error: BaseException | None) -> bool:
+def _is_connection_error(error: BaseException | None) -> bool:
     """Return whether the runner failed because the connection to its gateway broke; the gateway may be back by now."""
-    seen = 0
-    while error is not None and seen < 10:
+    depth = 0
+    while error is not None and depth < 10:
         names = {kind.__name__ for kind in type(error).__mro__}
         if isinstance(error, ConnectionError) or names & _CONNECTION_ERRORS:
             return True
-        error, seen = error.__cause__ or error.__context__, seen + 1
+        error, depth = error.__cause__ or error.__context__, depth + 1
     return False

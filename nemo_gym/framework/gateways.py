@@ -114,10 +114,10 @@ class GatewayPool:
                 continue
             gateway.active += 1
             try:
-                opened = await self._opened(gateway, rollout, sampling, ttl_s)
+                opened = await self._request_session(gateway, rollout, sampling, ttl_s)
             except PeerError as error:
                 gateway.active -= 1
-                if not _lost(error):
+                if not _is_gateway_failure(error):
                     raise
                 self._mark_lost(gateway, str(error))
                 continue
@@ -139,7 +139,7 @@ class GatewayPool:
             async with asyncio.timeout(FINALIZE_TIMEOUT_S):
                 rows = (await self._control(session, "finalize", body))["trajectories"]
         except (PeerError, TimeoutError) as error:
-            if isinstance(error, PeerError) and not _lost(error):
+            if isinstance(error, PeerError) and not _is_gateway_failure(error):
                 raise
             self._mark_lost(session.gateway, str(error) or "timed out")
             raise SessionLostError(
@@ -152,9 +152,9 @@ class GatewayPool:
                 " take token ids, with policy.path",
                 key="policy.path",
             )
-        found = [from_row(row) for row in rows]
+        trajectories = [from_row(row) for row in rows]
         session.gateway.active -= 1
-        return found
+        return trajectories
 
     async def abort(self, session: OpenSession) -> None:
         """Close a session and discard its trajectories, even if the caller is cancelled meanwhile; if its gateway is
@@ -165,7 +165,7 @@ class GatewayPool:
                 return
             await finish(self._control(session, "abort", {}), timeout_s=ABORT_TIMEOUT_S)
         except (PeerError, TimeoutError) as error:
-            if not isinstance(error, PeerError) or _lost(error):
+            if not isinstance(error, PeerError) or _is_gateway_failure(error):
                 session.gateway.orphans.append((session.session_id, session.control_token))
                 self._mark_lost(session.gateway, str(error) or "timed out")
             else:
@@ -194,7 +194,7 @@ class GatewayPool:
         first = next(self._turn) % len(alive)
         return min([*alive[first:], *alive[:first]], key=lambda gateway: gateway.active)
 
-    async def _opened(
+    async def _request_session(
         self, gateway: Gateway, rollout: RolloutIdentity, sampling: Mapping[str, Any], ttl_s: float | None
     ) -> OpenSession:
         body: dict[str, Any] = {
@@ -244,7 +244,7 @@ class GatewayPool:
                             path = f"/sessions/{session_id}/abort"
                             await gateway.peers.post(gateway.name, path, {}, control_token=token, idempotent=True)
                         except PeerError as error:
-                            if _lost(error):
+                            if _is_gateway_failure(error):
                                 raise
                         gateway.orphans.pop()
             except (PeerError, TimeoutError):
@@ -253,6 +253,6 @@ class GatewayPool:
             log.info("gateway is back", gateway=gateway.name)
 
 
-def _lost(error: PeerError) -> bool:
+def _is_gateway_failure(error: PeerError) -> bool:
     """Return whether the gateway itself failed, rather than refused the request."""
     return error.status == 0 or error.status >= 500

@@ -27,18 +27,18 @@ class MediaColumns:
         ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.response_ids]], dtype=torch.long)
         images = [_image(item) for item in trajectory.multimodal]
         text = self._processor.tokenizer.decode(ids[0], skip_special_tokens=True)
-        made = self._processor(text=[text], images=images, videos=None, return_tensors="pt", do_sample_frames=False)
-        inputs = {name: value for name, value in dict(made).items() if name not in ("input_ids", "attention_mask")}
+        output = self._processor(text=[text], images=images, videos=None, return_tensors="pt", do_sample_frames=False)
+        inputs = {name: value for name, value in dict(output).items() if name not in ("input_ids", "attention_mask")}
         grid = inputs.get("image_grid_thw")
-        asked: dict[str, Any] = {"image_grid_thw": grid, "video_grid_thw": inputs.get("video_grid_thw")}
+        rope_inputs: dict[str, Any] = {"image_grid_thw": grid, "video_grid_thw": inputs.get("video_grid_thw")}
         if grid is not None:
             inputs["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
         if inputs.get("mm_token_type_ids") is not None:
             kinds = torch.zeros_like(ids)
             kinds[ids == self._processor.image_token_id] = 1
-            asked["mm_token_type_ids"] = kinds
+            rope_inputs["mm_token_type_ids"] = kinds
         mask = torch.ones_like(ids)
-        vision, _ = self._processor.get_rope_index(input_ids=ids, attention_mask=mask, **asked)
+        vision, _ = self._processor.get_rope_index(input_ids=ids, attention_mask=mask, **rope_inputs)
         order = torch.arange(ids.shape[1], dtype=torch.long)[None]
         return torch.cat([order, vision[:, 0]], dim=0), inputs
 

@@ -45,21 +45,21 @@ def load_runner(config: RunnerConfig, where: str) -> Runner:
     kwargs = dict(config.runner_kwargs)
     if config.tool_config_path is not None:
         kwargs["tool_config"] = _tools(config.tool_config_path, where)
-    found = imported(fqn, f"{where}.runner_fqn")
-    if inspect.isclass(found):
+    loaded = imported(fqn, f"{where}.runner_fqn")
+    if inspect.isclass(loaded):
         try:
-            found = found(**kwargs)
+            loaded = loaded(**kwargs)
         except TypeError as error:
             raise ConfigError(f"{where}.runner_kwargs: {fqn} refuses them: {error}", key="runner_kwargs") from error
-        called = type(found).__call__ if callable(found) else None
+        called = type(loaded).__call__ if callable(loaded) else None
     else:
-        called = found if callable(found) else None
-        found = partial(found, **kwargs) if kwargs and called is not None else found
+        called = loaded if callable(loaded) else None
+        loaded = partial(loaded, **kwargs) if kwargs and called is not None else loaded
     if called is None or not inspect.iscoroutinefunction(called):
         raise ConfigError(
             f"{where}.runner_fqn: '{fqn}' is no async function and no class with an async __call__", key="runner_fqn"
         )
-    runner: Runner = found
+    runner: Runner = loaded
     return runner
 
 
@@ -71,14 +71,14 @@ def imported(fqn: str, where: str) -> Any:
     try:
         if not module:
             raise ImportError("it names no module")
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{where}: '{fqn}' cannot be imported: {error}; write package.module.name", key=where.rpartition(".")[2]
         ) from error
-    return found
+    return target
 
 
 def _tools(path: str, where: str) -> Any:

@@ -79,13 +79,13 @@ def posted_score(trajectory: Trajectory) -> Score | None:
 
 def finished(trajectory: Trajectory) -> bool | None:
     """Return the runner's posted ``finished`` flag, or ``None``. Raises `VerifierError` if it is not a bool."""
-    said = trajectory.reward_info.get("finished")
-    if said is not None and not isinstance(said, bool):
-        raise VerifierError(f"reward_info.finished must be true, false or null, got {said!r}")
-    return said
+    flag = trajectory.reward_info.get("finished")
+    if flag is not None and not isinstance(flag, bool):
+        raise VerifierError(f"reward_info.finished must be true, false or null, got {flag!r}")
+    return flag
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, label: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise VerifierError(f"{what} must be a finite number, got {value!r}")
+        raise VerifierError(f"{label} must be a finite number, got {value!r}")
     return float(value)

@@ -74,18 +74,18 @@ class TransferQueueSink:
         """Write one session's rows. Raises `TransferQueueError` within 30 s."""
         if self._archive is not None:
             await self._archive.add(partition, rows)
-        await self._bounded("put", lambda: self._put(partition, rows))
+        await self._call("put", lambda: self._put(partition, rows))
 
     async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
         """Set a prompt's state, leaving other fields of its tag unchanged. Raises `TransferQueueError`."""
         if self._archive is not None:
             await self._archive.add_state(partition, uid, dict(tag))
-        await self._bounded("tag", lambda: self._tq.async_kv_put(key=uid, partition_id=partition, tag=dict(tag)))
+        await self._call("tag", lambda: self._tq.async_kv_put(key=uid, partition_id=partition, tag=dict(tag)))
 
     async def get(self, partition: str, keys: Sequence[str], columns: Sequence[str] | None = None) -> Any:
         """Return rows as a TensorDict; rows of dead units are first written again."""
         select = list(columns) if columns is not None else None
-        return await self._bounded(
+        return await self._call(
             "get",
             lambda: self._tq.async_kv_batch_get(keys=list(keys), partition_id=partition, select_fields=select),
         )
@@ -95,9 +95,9 @@ class TransferQueueSink:
         if self._archive is None:
             return
         for partition in self._archive.partitions():
-            known = await self._bounded("list", partial(self._tq.async_kv_list, partition_id=partition))
-            kept = known.get(partition) or {}
-            await self._archive.remove(partition, [key for key in self._archive.keys(partition) if key not in kept])
+            listed = await self._call("list", partial(self._tq.async_kv_list, partition_id=partition))
+            stored = listed.get(partition) or {}
+            await self._archive.remove(partition, [key for key in self._archive.keys(partition) if key not in stored])
 
     async def aclose(self) -> None:
         await self._background.cancel()
@@ -114,8 +114,8 @@ class TransferQueueSink:
             tags=[row.tag for row in rows],
         )
 
-    async def _bounded(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Make a call, and repeat it once after dead units were replaced. ``what`` names it in errors."""
+    async def _call(self, operation: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Make a call, and repeat it once after dead units were replaced. ``operation`` names it in errors."""
         epoch = self._epoch
         try:
             return await self._in_time(call)
@@ -126,25 +126,25 @@ class TransferQueueSink:
         try:
             async with asyncio.timeout(RECOVERY_TIMEOUT_S):
                 if epoch == self._epoch or self._lost:
-                    await asyncio.shield(self._recovered())
+                    await asyncio.shield(self._start_recovery())
         except Exception as error:
             why = f"not within {RECOVERY_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
             raise TransferQueueError(
-                f"TransferQueue: {what} ended with {first!r}, and dead storage units were not replaced: {why}",
+                f"TransferQueue: {operation} ended with {first!r}, and dead storage units were not replaced: {why}",
                 retryable=True,
             ) from error
         try:
             return await self._in_time(call)
         except Exception as error:
             raise TransferQueueError(
-                f"TransferQueue: {what} failed twice: {type(error).__name__}: {error}", retryable=True
+                f"TransferQueue: {operation} failed twice: {type(error).__name__}: {error}", retryable=True
             ) from error
 
     async def _in_time(self, call: Callable[[], Awaitable[Any]]) -> Any:
         async with asyncio.timeout(self._call_timeout_s):
             return await call()
 
-    def _recovered(self) -> asyncio.Task[None]:
+    def _start_recovery(self) -> asyncio.Task[None]:
         """Return the running recovery, or start one. It continues even if its callers stop waiting for it."""
         if self._recovery is None or self._recovery.done():
             self._recovery = self._background.start(self._recover(), name="transfer-queue-recovery")
@@ -165,13 +165,13 @@ class TransferQueueSink:
             if self._archive is not None:
                 for partition in self._archive.partitions():
                     await self._note_lost(client, partition, {*dead}, len(names))
-            manager.storage_unit_infos = await asyncio.to_thread(self._replaced, manager, infos, names, dead)
+            manager.storage_unit_infos = await asyncio.to_thread(self._replace, manager, infos, names, dead)
         # This also writes the rows that an earlier, failed recovery left.
         for partition in [*self._lost]:
             await self._rewrite(partition)
         self._epoch += 1
 
-    def _replaced(self, manager: Any, infos: Mapping[str, Any], names: list[str], dead: list[int]) -> dict[str, Any]:
+    def _replace(self, manager: Any, infos: Mapping[str, Any], names: list[str], dead: list[int]) -> dict[str, Any]:
         """Start new units, and return all units in their order, with the new ones at the places of the dead ones."""
         import ray
         from transfer_queue.storage.simple_storage import SimpleStorageUnit
@@ -195,8 +195,8 @@ class TransferQueueSink:
 
     async def _note_lost(self, client: Any, partition: str, dead: set[int], units: int) -> None:
         assert self._archive is not None
-        known = (await self._tq.async_kv_list(partition_id=partition)).get(partition) or {}
-        keys = [key for key in self._archive.keys(partition) if key in known]
+        stored = (await self._tq.async_kv_list(partition_id=partition)).get(partition) or {}
+        keys = [key for key in self._archive.keys(partition) if key in stored]
         if not keys:
             return
         meta = await client.async_kv_retrieve_meta(keys=keys, partition_id=partition, create=False)
@@ -208,7 +208,7 @@ class TransferQueueSink:
         lost, count = self._lost[partition], 0
         while lost:
             keys = lost[-_REWRITTEN_AT_ONCE:]
-            for together in _alike(list(self._archive.rows(partition, keys))):
+            for together in _grouped_by_columns(list(self._archive.rows(partition, keys))):
                 await self._put(partition, together)
             del lost[-len(keys) :]
             count += len(keys)
@@ -251,24 +251,24 @@ def _jagged(tensors: list[Any]) -> Any:
     [rows, 4, L]."""
     import torch
 
-    most = max(tensor.dim() for tensor in tensors)
-    if most == 1:
+    max_dim = max(tensor.dim() for tensor in tensors)
+    if max_dim == 1:
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-    wide = next(tensor.shape[0] for tensor in tensors if tensor.dim() == 2)
-    alike = [tensor if tensor.dim() == 2 else tensor[None].expand(wide, -1) for tensor in tensors]
-    lengths = torch.tensor([0, *(tensor.shape[1] for tensor in alike)])
-    values = torch.cat(alike, dim=1)
-    made = torch.nested.nested_tensor_from_jagged(values=values, offsets=lengths.cumsum(0))
-    made._ragged_idx = 2  # as in verl's own tensors, the sequence is the last dimension
-    return made
+    channels = next(tensor.shape[0] for tensor in tensors if tensor.dim() == 2)
+    expanded = [tensor if tensor.dim() == 2 else tensor[None].expand(channels, -1) for tensor in tensors]
+    lengths = torch.tensor([0, *(tensor.shape[1] for tensor in expanded)])
+    values = torch.cat(expanded, dim=1)
+    nested = torch.nested.nested_tensor_from_jagged(values=values, offsets=lengths.cumsum(0))
+    nested._ragged_idx = 2  # as in verl's own tensors, the sequence is the last dimension
+    return nested
 
 
-def _alike(rows: Sequence[TrajectoryRow]) -> list[list[TrajectoryRow]]:
+def _grouped_by_columns(rows: Sequence[TrajectoryRow]) -> list[list[TrajectoryRow]]:
     """Group rows that have the same columns."""
-    found: dict[tuple[str, ...], list[TrajectoryRow]] = {}
+    groups: dict[tuple[str, ...], list[TrajectoryRow]] = {}
     for row in rows:
-        found.setdefault(tuple(sorted(row.fields)), []).append(row)
-    return list(found.values())
+        groups.setdefault(tuple(sorted(row.fields)), []).append(row)
+    return list(groups.values())
 
 
 def _listens(info: Any) -> bool:

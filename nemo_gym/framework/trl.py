@@ -55,7 +55,7 @@ class FrameworkRollouts:
         self._batches = itertools.count()
         # TRL calls repeatedly from a thread without an event loop; the framework's connections need a lasting loop.
         self._thread = LoopThread("framework-rollouts")
-        self._framework = self._thread.run(self._made(framework))
+        self._framework = self._thread.run(self._build(framework))
         self.masked = 0
         """How many completions are placeholders for sessions without a trajectory."""
 
@@ -72,19 +72,19 @@ class FrameworkRollouts:
             "global_steps": step,
             "__rollout_n__": [1] * len(prompts),
         }
-        more = [self._columns(prompt) for prompt in prompts]
-        for name in {name for each in more for name in each}:
-            batch[name] = [each.get(name) for each in more]
+        extra_columns = [self._columns(prompt) for prompt in prompts]
+        for name in {name for each in extra_columns for name in each}:
+            batch[name] = [each.get(name) for each in extra_columns]
         self.sink.rows.clear()
         self._thread.run(self._framework.run_batch(batch))
         rows = [self._longest(uid) for uid in uids]
-        rewards = _filled([None if row is None else float(row.fields["rm_scores"][-1]) for row in rows], prompts)
-        found: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
+        rewards = _fill_rewards([None if row is None else float(row.fields["rm_scores"][-1]) for row in rows], prompts)
+        columns: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
         for row in rows:
             for name, values in _completion(row).items():
-                found[name].append(values)
+                columns[name].append(values)
         self.masked += sum(row is None for row in rows)
-        return {**found, "session_reward": rewards}
+        return {**columns, "session_reward": rewards}
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         """Return the rewards of the sessions; for ``reward_funcs``."""
@@ -100,7 +100,7 @@ class FrameworkRollouts:
         rows = self.sink.rows.get(f"{uid}_0")
         return max(rows, key=lambda row: int(row.fields["response_mask"].sum())) if rows else None
 
-    async def _made(
+    async def _build(
         self, framework: Callable[[MemorySink], OpenAICompatibleAgentFramework]
     ) -> OpenAICompatibleAgentFramework:
         return framework(self.sink)
@@ -122,19 +122,19 @@ def _completion(row: TrajectoryRow | None) -> dict[str, list[Any]]:
     }
 
 
-def _filled(rewards: Sequence[float | None], prompts: Sequence[Any]) -> list[float]:
+def _fill_rewards(rewards: Sequence[float | None], prompts: Sequence[Any]) -> list[float]:
     """Fill in missing rewards with the mean reward of the prompt's other sessions (0 if none has a reward), which
     changes no sibling's advantage. TRL would count a missing reward as 0."""
     groups: dict[str, list[float]] = {}
     for reward, prompt in zip(rewards, prompts, strict=True):
         if reward is not None:
             groups.setdefault(repr(prompt), []).append(reward)
-    found = []
+    filled = []
     for reward, prompt in zip(rewards, prompts, strict=True):
         others = groups.get(repr(prompt), [])
         mean = sum(others) / len(others) if others else 0.0
-        found.append(mean if reward is None else reward)
-    return found
+        filled.append(mean if reward is None else reward)
+    return filled
 
 
 def _messages(prompt: Any) -> Any:

@@ -33,7 +33,7 @@ from nemo_gym.gateway.tokens.trajectories import Trajectory
 from nemo_gym.stack.endpoints import StackEntry
 from nemo_gym.stack.stack import pipeline_client
 
-_SCORED = ("raw_prompt", "data_source", "reward_model", "extra_info", "tools_kwargs", "agent_name")
+_SCORER_COLUMNS = ("raw_prompt", "data_source", "reward_model", "extra_info", "tools_kwargs", "agent_name")
 log = structlog.get_logger(__name__)
 
 
@@ -51,10 +51,10 @@ def build_agent_framework(
     if block.framework_class_fqn is not None:
         kind = imported(block.framework_class_fqn, "framework_class_fqn")
     scorer = RewardLoopScorer(reward_loop_worker_handles) if reward_loop_worker_handles else None
-    made: AgentFramework = kind.from_config(
+    framework: AgentFramework = kind.from_config(
         config=config, gateways=gateways, sink=sink or TransferQueueSink(), processor=processor, scorer=scorer
     )
-    return made
+    return framework
 
 
 class RewardLoopScorer(RewardScorer):
@@ -68,13 +68,13 @@ class RewardLoopScorer(RewardScorer):
     ) -> tuple[float, Mapping[str, Any]]:
         """Score a trajectory. Fields that the runner posted override ``extra_info``. Raises `VerifierError`."""
         worker = random.choice(self._handles)
-        result = await worker.compute_score.remote(_scored(trajectory, sample, reward_info))
+        result = await worker.compute_score.remote(_as_data_proto(trajectory, sample, reward_info))
         if not isinstance(result, Mapping) or "reward_score" not in result:
             raise VerifierError(f"the reward worker answered without 'reward_score' for uid {sample.uid!r}")
         return float(result["reward_score"]), result.get("reward_extra_info") or {}
 
 
-def _scored(trajectory: Trajectory, sample: PromptSample, reward_info: Mapping[str, Any]) -> Any:
+def _as_data_proto(trajectory: Trajectory, sample: PromptSample, reward_info: Mapping[str, Any]) -> Any:
     """Return one trajectory in the form that verl's reward managers take."""
     import numpy as np
     import torch
@@ -85,15 +85,15 @@ def _scored(trajectory: Trajectory, sample: PromptSample, reward_info: Mapping[s
     responses = torch.tensor([list(trajectory.response_ids)], dtype=torch.long)
     ids = torch.cat([prompts, responses], dim=1)
     tensors = {"prompts": prompts, "responses": responses, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    fields = {name: sample.fields[name] for name in _SCORED if name in sample.fields}
+    fields = {name: sample.fields[name] for name in _SCORER_COLUMNS if name in sample.fields}
     if reward_info:
         fields["extra_info"] = {**dict(fields.get("extra_info") or {}), **reward_info}
-    others: dict[str, Any] = {}
+    non_tensors: dict[str, Any] = {}
     for name, value in fields.items():
-        others[name] = np.empty(1, dtype=object)
-        others[name][0] = value
-    others["__num_turns__"] = np.array([trajectory.message_count + 1])
-    return DataProto(batch=TensorDict(tensors, batch_size=1), non_tensor_batch=others)
+        non_tensors[name] = np.empty(1, dtype=object)
+        non_tensors[name][0] = value
+    non_tensors["__num_turns__"] = np.array([trajectory.message_count + 1])
+    return DataProto(batch=TensorDict(tensors, batch_size=1), non_tensor_batch=non_tensors)
 
 
 class AgentFrameworkWorker:

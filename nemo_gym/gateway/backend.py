@@ -32,7 +32,7 @@ SMALL_BYTES = 32 << 10
 LARGE_BYTES = 512 << 10
 """The steps for a body above this size take long."""
 _COME_BACK_S = 1
-_APART = ThreadPoolExecutor(1, "long requests")
+_LONG_STEP_THREAD = ThreadPoolExecutor(1, "long requests")
 """One thread: each further thread that competes for the interpreter would cost the event loop some milliseconds."""
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ def step_begins(body_bytes: int) -> float:
 
 async def apart(step: Callable[[], T]) -> T:
     """Run a long step in a thread, so that it does not hold the event loop. If cancelled, wait for the step to end."""
-    work = _APART.submit(step)
+    work = _LONG_STEP_THREAD.submit(step)
     running = asyncio.wrap_future(work)
     try:
         return await asyncio.shield(running)

@@ -151,15 +151,15 @@ def redacted_json(body: Any, secrets: Collection[str] = ()) -> bytes:
     return redact_tokens(data)
 
 
-def _digest_of(found: re.Match[bytes]) -> bytes:
-    blob = found[0]
+def _digest_of(match: re.Match[bytes]) -> bytes:
+    blob = match[0]
     return b"(%d bytes, sha256 %s)" % (len(blob), hashlib.sha256(blob).hexdigest()[:32].encode())
 
 
-def _member(found: re.Match[bytes]) -> bytes:
-    name = found[2].decode("ascii", "replace").replace(".", "_")
+def _member(match: re.Match[bytes]) -> bytes:
+    name = match[2].decode("ascii", "replace").replace(".", "_")
     secret = is_secret_name(name) or name.lower().replace("-", "_").endswith(("cookie", "cookies"))
-    return found[1] + found[2] + found[3] + _MASK if secret and found[4] else found[0]
+    return match[1] + match[2] + match[3] + _MASK if secret and match[4] else match[0]
 
 
 # The directory of captured calls: whole lines, limited file sizes, limited total size.
@@ -326,7 +326,7 @@ class FileCapture:
                 self._changed.notify()
                 return
             self._dropped += 1
-        self._complain("the disk is slower than the calls")
+        self._warn_sometimes("the disk is slower than the calls")
 
     def figures(self) -> dict[str, int]:
         with self._changed:
@@ -361,7 +361,7 @@ class FileCapture:
         try:
             self._directory.tidy()
         except OSError as error:
-            self._complain(f"cannot tidy up: {error}")
+            self._warn_sometimes(f"cannot tidy up: {error}")
 
     def _write(self, record: CallRecord) -> None:
         try:
@@ -369,7 +369,7 @@ class FileCapture:
         except Exception as error:  # noqa: BLE001 - no record and no disk error may end the thread
             with self._changed:
                 self._dropped += 1
-            self._complain(f"{type(error).__name__}: {error}")
+            self._warn_sometimes(f"{type(error).__name__}: {error}")
         else:
             with self._changed:
                 self._written += 1
@@ -385,13 +385,13 @@ class FileCapture:
                 continue
             text = redacted_json(body, self._secrets) if self.bodies else b""
             if not self.bodies or len(text) + len(name) + 4 > room:
-                text = _left_out(text if self.bodies else body)
+                text = _omitted(text if self.bodies else body)
             room -= len(text) + len(name) + 4
             parts[name] = text
         bodies = {name: orjson.Fragment(parts[name]) for name in _BODIES if name in parts}
         return orjson.dumps({**orjson.loads(head), **bodies}, option=orjson.OPT_APPEND_NEWLINE)
 
-    def _complain(self, reason: str) -> None:
+    def _warn_sometimes(self, reason: str) -> None:
         """Log lost records, at most every `COMPLAINT_INTERVAL_S`."""
         now = time.monotonic()
         if now - self._complained_at >= COMPLAINT_INTERVAL_S:
@@ -399,7 +399,7 @@ class FileCapture:
             log.warning("calls not captured", reason=reason, directory=str(self._config.directory), **self.figures())
 
 
-def _left_out(body: Any) -> bytes:
+def _omitted(body: Any) -> bytes:
     data = body if isinstance(body, bytes) else orjson.dumps(body, default=str, option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps({"omitted_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 

@@ -89,10 +89,10 @@ class PolicyConfig(BaseModel):
     def _context_of_directory(self) -> int | None:
         for file, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
             try:
-                said = orjson.loads((self.path / file).read_bytes())
+                config = orjson.loads((self.path / file).read_bytes())
             except (OSError, orjson.JSONDecodeError):
                 continue
-            inner = said.get("text_config") or said
+            inner = config.get("text_config") or config
             value = inner.get(key)
             if isinstance(value, int | float) and 0 < value < _ABSURD_CONTEXT:
                 return int(value)
@@ -144,7 +144,7 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     (``…/complete``), for trusted runners that can set a URL but no header."""
 
     def limits(self) -> CallLimits:
-        return CallLimits(**{one.name: getattr(self, one.name) for one in fields(CallLimits)})
+        return CallLimits(**{limit.name: getattr(self, limit.name) for limit in fields(CallLimits)})
 
     @property
     def kind(self) -> Literal["text", "token"]:

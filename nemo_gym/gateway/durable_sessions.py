@@ -78,10 +78,12 @@ class DurableSessions(Generic[C, D]):
     ) -> None:
         """Open the journal and restore every session in it. Raises `JournalBusyError`, `JournalDamagedError`."""
         self.journal, replayed = SessionJournal.open(directory, durability=durability, clock=clock)
-        for found in replayed:
-            self._table.add(self._restored(found))
+        for session in replayed:
+            self._table.add(self._restored(session))
         if replayed:
-            log.info("sessions restored", sessions=len(replayed), turns=sum(len(found.turns) for found in replayed))
+            log.info(
+                "sessions restored", sessions=len(replayed), turns=sum(len(session.turns) for session in replayed)
+            )
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def aclose(self) -> None:
@@ -162,7 +164,7 @@ class DurableSessions(Generic[C, D]):
         if live.state is SessionState.ABORTED and live.reason == DEADLINE_REASON:
             raise CredentialError("the inference token has expired: its session's deadline has passed")
         if live.state is not SessionState.OPEN:
-            raise FencedError(f"the session of this inference token is {live.state}" + _because(live.reason))
+            raise FencedError(f"the session of this inference token is {live.state}" + _reason_suffix(live.reason))
         if live.record.deadline_at <= time.time():
             raise CredentialError("the inference token has expired: its session's deadline has passed")
         return live
@@ -202,16 +204,18 @@ class DurableSessions(Generic[C, D]):
                 session_id=session_id,
                 param="reward_info",
             )
-        given = checked_reward(reward_info or {})
+        reward_data = checked_reward(reward_info or {})
         async with live.ending:
             if live.state is SessionState.ABORTED:
-                raise FencedError(f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id)
+                raise FencedError(
+                    f"session '{session_id}' was aborted{_reason_suffix(live.reason)}", session_id=session_id
+                )
             if live.state is SessionState.OPEN:
                 live.state = SessionState.COMPLETE  # at once, for calls that come while the journal is being written
                 await live.answers.aclose()
-                with self._unless_kept(live, SessionState.OPEN):
-                    await self.journal.complete(session_id, orjson.dumps(given))
-                live.reward_info = given
+                with self._rolled_back_if_full(live, SessionState.OPEN):
+                    await self.journal.complete(session_id, orjson.dumps(reward_data))
+                live.reward_info = reward_data
         return {**_summary(live), "state": live.state}
 
     async def finalize(
@@ -227,17 +231,19 @@ class DurableSessions(Generic[C, D]):
         live = self._table.controlled(session_id, control_token)
         async with live.ending:
             if live.state is SessionState.ABORTED:
-                raise FencedError(f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id)
+                raise FencedError(
+                    f"session '{session_id}' was aborted{_reason_suffix(live.reason)}", session_id=session_id
+                )
             if live.closed_at is None:
-                said = {**live.reward_info, **(reward_info or {})}
+                reward_data = {**live.reward_info, **(reward_info or {})}
                 if reward is not None:
-                    said["reward"] = reward
-                result = orjson.dumps(checked_reward(said))
+                    reward_data["reward"] = reward
+                result = orjson.dumps(checked_reward(reward_data))
                 before, live.state = live.state, SessionState.FINALIZED
                 await live.answers.aclose()
-                with self._unless_kept(live, before):
+                with self._rolled_back_if_full(live, before):
                     live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
-                self._has_closed(live)
+                self._mark_closed(live)
                 live.forget_requests()
                 self.memory_is_free = True
                 self._backend.forget(session_id)
@@ -254,20 +260,20 @@ class DurableSessions(Generic[C, D]):
     def _new(self, record: SessionRecord) -> LiveSession[C]:
         # Not validated again: it was validated on opening, perhaps by a release with other bounds.
         rollout = RolloutIdentity.model_construct(**record.rollout)
-        given = record.extra.get("limits")
-        limits = ChosenLimits(**given) if given else NONE_CHOSEN
+        limit_values = record.extra.get("limits")
+        limits = ChosenLimits(**limit_values) if limit_values else NONE_CHOSEN
         session = GatewaySession(record.session_id, rollout, record.sampling, record.deadline_at, limits)
         now = datetime.fromisoformat(record.extra["now"])
         return LiveSession(record, session, self._backend.conversations(now))
 
-    def _restored(self, found: ReplayedSession) -> LiveSession[C]:
-        live = self._new(found.record)
-        live.state, live.reason = found.state, found.reason
-        if found.state is SessionState.ABORTED:
-            self._has_closed(live)
+    def _restored(self, replayed: ReplayedSession) -> LiveSession[C]:
+        live = self._new(replayed.record)
+        live.state, live.reason = replayed.state, replayed.reason
+        if replayed.state is SessionState.ABORTED:
+            self._mark_closed(live)
             return live
         records = []
-        for turn in found.turns:
+        for turn in replayed.turns:
             committed, record = decode_committed(turn.body, turn.index)
             records.append(record)
             live.answers.restore(turn.fingerprint, turn.key, committed, sent=turn.sent)
@@ -275,20 +281,20 @@ class DurableSessions(Generic[C, D]):
             self.committed(live.session, Usage(usage.prompt_tokens, usage.completion_tokens))
         try:
             live.conversations.restore(records)
-            for turn, record in zip(found.turns, records, strict=True):
+            for turn, record in zip(replayed.turns, records, strict=True):
                 live.share.count_turn(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
         except (KeyError, TypeError, ValueError) as error:
             raise JournalDamagedError(
                 f"the journal's turns of session '{live.session_id}' cannot be read ({type(error).__name__}: {error});"
                 " was it written by another version? Move the directory away to start without them"
             ) from error
-        if found.result:
-            live.reward_info = orjson.loads(found.result)
-        if found.state is SessionState.FINALIZED:
-            self._has_closed(live)
+        if replayed.result:
+            live.reward_info = orjson.loads(replayed.result)
+        if replayed.state is SessionState.FINALIZED:
+            self._mark_closed(live)
         return live
 
-    def _has_closed(self, live: LiveSession[C]) -> None:
+    def _mark_closed(self, live: LiveSession[C]) -> None:
         live.closed_at = time.time()
         self._closed.append(live)
         self._closed_bytes += live.share.bytes
@@ -312,7 +318,7 @@ class DurableSessions(Generic[C, D]):
         return (oldest.closed_at or 0.0) + self._keep_closed_s < time.time()
 
     @contextlib.contextmanager
-    def _unless_kept(self, live: LiveSession[C], before: SessionState) -> Iterator[None]:
+    def _rolled_back_if_full(self, live: LiveSession[C], before: SessionState) -> Iterator[None]:
         """Put the session back into the state ``before`` if the journal is full and could not store the change."""
         try:
             yield
@@ -332,7 +338,7 @@ class DurableSessions(Generic[C, D]):
             await live.answers.aclose()
             await self.journal.abort(live.session_id, reason)
             live.share.bytes = 0
-            self._has_closed(live)
+            self._mark_closed(live)
             live.forget_requests()
             self.memory_is_free = True
             # Keep only a tombstone.
@@ -385,5 +391,5 @@ def _summary(live: LiveSession[Any]) -> dict[str, Any]:
     return {"session_id": session.session_id, "turns": session.turns, "usage": session.usage.as_dict()}
 
 
-def _because(reason: str | None) -> str:
+def _reason_suffix(reason: str | None) -> str:
     return f" ({reason})" if reason else ""

@@ -94,8 +94,8 @@ def failure_event(
         return _event(None, openai_error(error)[1])
     if dialect is Dialect.MESSAGES:
         return _event("error", anthropic_error(error)[1])
-    known = error.status == 429 or isinstance(error, ContextOverflowError)
-    code = openai_code(error) if known else "server_error"
+    has_own_code = error.status == 429 or isinstance(error, ContextOverflowError)
+    code = openai_code(error) if has_own_code else "server_error"
     if response is None:
         return _event(
             "error",
@@ -236,7 +236,7 @@ class KeepAlive:
         self._interval_s = interval_s
         self._grace_s = grace_s
         self._next: asyncio.Task[bytes | None] | None = None
-        self._rest = b""
+        self._incomplete_event = b""
         self.pings = 0
 
     async def started(self) -> None:
@@ -262,10 +262,10 @@ class KeepAlive:
                 chunk = task.result()
                 if chunk is None:
                     break
-                if ready := self._whole(chunk):
+                if ready := self._complete_events(chunk):
                     yield ready
-            if self._rest:
-                yield self._pings.passing(self._rest)
+            if self._incomplete_event:
+                yield self._pings.passing(self._incomplete_event)
         except NemoGymError as error:
             log.info("a stream failed after it began", code=error.code, error=str(error))
             yield failure_event(
@@ -294,14 +294,14 @@ class KeepAlive:
     async def _advance(self) -> bytes | None:
         return await anext(self._source, None)
 
-    def _whole(self, chunk: bytes) -> bytes:
+    def _complete_events(self, chunk: bytes) -> bytes:
         """Return the events that ``chunk`` completes: a ping must not fall into the middle of an event."""
-        text = self._rest + chunk
+        text = self._incomplete_event + chunk
         ready = b""
         while (end := _event_end(text)) > 0:
             ready += self._pings.passing(text[:end])
             text = text[end:]
-        self._rest = text
+        self._incomplete_event = text
         return ready
 
 
@@ -334,8 +334,8 @@ class DeliveredJson(JsonResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for left, piece in zip(range(len(self._pieces) - 1, -1, -1), self._pieces, strict=True):
-            await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+        for remaining, piece in zip(range(len(self._pieces) - 1, -1, -1), self._pieces, strict=True):
+            await send({"type": "http.response.body", "body": piece, "more_body": remaining > 0})
         self._sent()
 
 
@@ -374,19 +374,19 @@ class DeliveredStream(StreamingResponse):
 
 def pieces(events: Iterable[bytes]) -> Iterable[bytes]:
     """Join events to pieces large enough for a write of their own."""
-    held: list[bytes] = []
+    buffered: list[bytes] = []
     size = 0
     for event in events:
-        held.append(event)
+        buffered.append(event)
         size += len(event)
         if size >= _PIECE_BYTES:
-            yield b"".join(held)
-            held, size = [], 0
-    if held:
-        yield b"".join(held)
+            yield b"".join(buffered)
+            buffered, size = [], 0
+    if buffered:
+        yield b"".join(buffered)
 
 
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
+_FIRST_CHECK_S, _LONGEST_CHECK_S = 0.002, 0.25
 """First and longest interval between two checks whether the kernel has taken all of a reply."""
 _LARGE_BODY_BYTES = 1 << 20
 ROUTES = {dialect: path for path, dialect in PATHS.items()}
@@ -464,10 +464,10 @@ class Inference(Generic[C, D]):
         """Return the reply to one call of the session ``live``. The sampling ends if the caller leaves or this task is
         cancelled, unless another caller waits for the same answer. Raises `CallerGoneError` if the caller left."""
         watch = DELIVERIES.watch(request.connection)
-        call = Call(dialect, ADAPTERS[dialect], body, live, request.connection, watch, None, self._handed_over)
-        call.taken_back = self._taken_back
+        call = Call(dialect, ADAPTERS[dialect], body, live, request.connection, watch, None, self._on_sent)
+        call.taken_back = self._on_undelivered
         call.body_bytes = request.body_bytes
-        call.record = self._begun(call, request)
+        call.record = self._new_record(call, request)
         try:
             if not watch.watched:
                 return await while_connected(request, self._answered(call, request))
@@ -480,7 +480,7 @@ class Inference(Generic[C, D]):
                     watch.when_lost(None)
         except TimeoutError as error:
             call.failed(error)
-            self._captured(call)
+            self._capture_record(call)
             if scope.expired():
                 raise CallerGoneError from None
             raise
@@ -488,7 +488,7 @@ class Inference(Generic[C, D]):
             if isinstance(error, EngineAnswerTooLargeError):
                 self._sessions.memory_is_free = True
             call.failed(error)
-            self._captured(call)
+            self._capture_record(call)
             raise
         finally:
             if call.body_bytes > _LARGE_BODY_BYTES:
@@ -505,14 +505,14 @@ class Inference(Generic[C, D]):
         if self._return_token_ids:
             call.lowered = replace(call.lowered, token_ids=True)
         if live is None:
-            return await self._reply(call, self._observed(call, request, self._alone(call)))
+            return await self._reply(call, self._observed(call, request, self._answer_without_session(call)))
         live.share.worked(working)
         await self.turns.wait(live.share)
         working = step_begins(call.body_bytes)
         call.fingerprint = request_fingerprint(call.dialect, call.body, live.cache)
         live.share.worked(working)
         hints = request_hints(request.headers, call.connection, live.answered_on(call.fingerprint))
-        return await self._reply(call, self._observed(call, request, self._once(call, live, hints)))
+        return await self._reply(call, self._observed(call, request, self._answer_once(call, live, hints)))
 
     async def _observed(self, call: Call[C], request: CallRequest, work: Coroutine[Any, Any, None]) -> None:
         session = call.live.session if call.live is not None else None
@@ -521,11 +521,14 @@ class Inference(Generic[C, D]):
             await work
             if call.committed is not None:
                 answer, repeated = call.committed.answer, call.delivery is not None and call.delivery.repeated
-                said = {"gen_ai.response.id": answer.answer_id, "gen_ai.response.finish_reasons": (str(answer.end),)}
+                attributes = {
+                    "gen_ai.response.id": answer.answer_id,
+                    "gen_ai.response.finish_reasons": (str(answer.end),),
+                }
                 usage = Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens)
-                answered(calling, None if repeated else usage, repeated=repeated, **said)
+                answered(calling, None if repeated else usage, repeated=repeated, **attributes)
 
-    async def _once(self, call: Call[C], live: LiveSession[C], hints: RequestHints) -> None:
+    async def _answer_once(self, call: Call[C], live: LiveSession[C], hints: RequestHints) -> None:
         """Sample the session's answer, or reuse the answer of the call that this one repeats."""
         live.in_flight += 1
         try:
@@ -580,7 +583,7 @@ class Inference(Generic[C, D]):
             self._backend.take_back(conversations, facts.turn_id)
             raise
         call.large = large_texts(turn, pieces)
-        size = size_of(pieces) - sum(one.length for one in call.large)
+        size = size_of(pieces) - sum(text.length for text in call.large)
         live.share.worked(working)
         index = await self._sessions.journal.commit_turn(
             live.session_id,
@@ -595,7 +598,7 @@ class Inference(Generic[C, D]):
         call.sampled(facts)
         return Committed(answer, facts.turn_id, index)
 
-    async def _alone(self, call: Call[C]) -> None:
+    async def _answer_without_session(self, call: Call[C]) -> None:
         """Answer a call without a session (of a judge, or of a NeMo Gym agent). Nothing is stored."""
         conversations = self._backend.conversations(datetime.now().astimezone())
         context = CallContext(None, call.call_id, body_bytes=call.body_bytes)
@@ -608,7 +611,7 @@ class Inference(Generic[C, D]):
     async def _reply(self, call: Call[C], work: Coroutine[Any, Any, None]) -> Response:
         if not call.lowered.stream:
             await work
-            return DeliveredJson(self._raised(call), call.sent)
+            return DeliveredJson(self._reply_body(call), call.sent)
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timing.first_event_grace_s)
@@ -617,11 +620,11 @@ class Inference(Generic[C, D]):
             raise
         if done:
             task.result()
-            events = call.adapter.events(self._raised(call), call.lowered)
+            events = call.adapter.events(self._reply_body(call), call.lowered)
             return DeliveredEvents(b"".join(events), call.sent)
-        return self._kept_alive(call, task)
+        return self._streamed_reply(call, task)
 
-    def _kept_alive(self, call: Call[C], task: asyncio.Future[None]) -> Response:
+    def _streamed_reply(self, call: Call[C], task: asyncio.Future[None]) -> Response:
         async def source() -> AsyncGenerator[bytes, None]:
             try:
                 await task
@@ -631,7 +634,7 @@ class Inference(Generic[C, D]):
             finally:
                 task.cancel()
             # With the id under which a ping may have opened the stream, even if the answer repeats an earlier one.
-            reply = self._raised(call, answer_id=call.call_id, created_at=opened_at)
+            reply = self._reply_body(call, answer_id=call.call_id, created_at=opened_at)
             for piece in pieces(call.adapter.events(reply, call.lowered)):
                 yield piece
             call.all_yielded = True
@@ -648,11 +651,11 @@ class Inference(Generic[C, D]):
                 return
             if call.record is not None:
                 call.record.client_gone = call.record.code is None
-            self._captured(call)
+            self._capture_record(call)
 
         return DeliveredStream(stream, task, ended)
 
-    def _raised(self, call: Call[C], **changed: Any) -> dict[str, Any]:
+    def _reply_body(self, call: Call[C], **changed: Any) -> dict[str, Any]:
         assert call.committed is not None
         answer = replace(call.committed.answer, **changed) if changed else call.committed.answer
         if call.lowered.logprobs or call.lowered.token_ids:
@@ -666,16 +669,16 @@ class Inference(Generic[C, D]):
             call.record.answer = reply
         return reply
 
-    def _handed_over(self, call: Call[C], delivered: bool) -> None:
+    def _on_sent(self, call: Call[C], delivered: bool) -> None:
         if delivered and call.live is not None and call.delivery is not None and call.committed is not None:
             call.delivery.sent()
             call.live.sent_on(call.fingerprint, call.connection)
             # In the loop's next turn: the reply's bytes leave at the end of this one.
-            asyncio.get_running_loop().call_soon(self._note_sent, call, _FIRST_LOOK_S)
+            asyncio.get_running_loop().call_soon(self._note_sent, call, _FIRST_CHECK_S)
         if call.record is not None:
             call.record.status, call.record.client_gone = 200, not delivered
             call.record.mark("sent")
-            self._captured(call)
+            self._capture_record(call)
 
     def _note_sent(self, call: Call[C], look_again_s: float) -> None:
         """Note a reply as sent in the journal, once the kernel has taken all of it. What is still in this process when
@@ -684,18 +687,18 @@ class Inference(Generic[C, D]):
         if not call.delivery.counts_as_sent:
             return  # the caller is gone
         if not call.watch.left:
-            later = min(2 * look_again_s, _LAST_LOOK_S)
+            later = min(2 * look_again_s, _LONGEST_CHECK_S)
             asyncio.get_running_loop().call_later(look_again_s, self._note_sent, call, later)
             return
         call.noted_as_sent = True
         call.let_go()
         self._sessions.journal.sent(call.live.session_id, call.committed.index)
 
-    def _taken_back(self, call: Call[C]) -> None:
+    def _on_undelivered(self, call: Call[C]) -> None:
         if call.noted_as_sent and call.live is not None and call.committed is not None:
             self._sessions.journal.undelivered(call.live.session_id, call.committed.index)
 
-    def _begun(self, call: Call[C], request: CallRequest) -> CallRecord | None:
+    def _new_record(self, call: Call[C], request: CallRequest) -> CallRecord | None:
         if self._capture is None:
             return None
         session = call.live.session if call.live is not None else None
@@ -713,7 +716,7 @@ class Inference(Generic[C, D]):
             request=call.body if self._capture.bodies else None,
         )
 
-    def _captured(self, call: Call[C]) -> None:
+    def _capture_record(self, call: Call[C]) -> None:
         if self._capture is not None and call.record is not None:
             self._capture.record(call.record)
 
@@ -786,8 +789,8 @@ class Call(Generic[C]):
     def let_go(self) -> None:
         """Drop the large texts from memory: the answer has left, and its turn is durable."""
         if self.kept is not None:
-            for one in self.large:
-                one.let_go(self.kept)
+            for text in self.large:
+                text.let_go(self.kept)
         self.large, self.kept = (), None
 
     def answered(self, committed: Committed, *, repeated: bool) -> None:

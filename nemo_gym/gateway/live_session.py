@@ -281,7 +281,7 @@ _BODIES = msgspec.json.Decoder(_Body)
 def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> list[Buffer]:
     """Return the journal's body of a turn, in pieces. The texts in ``turn["relayed"]`` (`JsonText` by name) are not
     copied."""
-    said = {
+    answer_data = {
         "id": answer.answer_id,
         "created_at": answer.created_at,
         "model": answer.model,
@@ -290,8 +290,8 @@ def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> list[Buffer]:
         "usage": {name: getattr(answer.usage, name) for name in _USAGE},
         "stop": answer.stop,
     }
-    own = {name: value for name, value in turn.items() if name != "relayed"}
-    return written({"answer": said, "turn": own, "relayed": turn.get("relayed") or {}})
+    turn_data = {name: value for name, value in turn.items() if name != "relayed"}
+    return written({"answer": answer_data, "turn": turn_data, "relayed": turn.get("relayed") or {}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,16 +329,16 @@ def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, A
     """Return the answer and its turn's record. Raises `RowError` for a body of another version."""
     try:
         data = _BODIES.decode(body)
-        said, turn = data.answer, data.turn
+        answer_data, turn = data.answer, data.turn
         turn["relayed"] = {name: JsonText(memoryview(raw)) for name, raw in data.relayed.items()}
         answer = Answer(
-            said["id"],
-            said["created_at"],
-            said["model"],
-            said["message"],
-            AnswerEnd(said["end"]),
-            AnswerUsage(**said["usage"]),
-            said["stop"],
+            answer_data["id"],
+            answer_data["created_at"],
+            answer_data["model"],
+            answer_data["message"],
+            AnswerEnd(answer_data["end"]),
+            AnswerUsage(**answer_data["usage"]),
+            answer_data["stop"],
         )
         return Committed(answer, turn["turn_id"], index), turn
     except (msgspec.DecodeError, RecursionError, KeyError, TypeError, ValueError) as error:

@@ -76,8 +76,8 @@ class CaptureStore:
     def calls(self, rollout_id: str) -> list[dict[str, Any]]:
         """Return the calls of a rollout, in the order in which they began."""
         files = sorted(self._directory(rollout_id).glob("*.jsonl"))
-        found = [call for file in files for call in read_calls(file)]
-        return sorted(found, key=lambda call: call.get("started_at") or 0.0)
+        calls = [call for file in files for call in read_calls(file)]
+        return sorted(calls, key=lambda call: call.get("started_at") or 0.0)
 
     def _directory(self, rollout_id: str) -> Path:
         if not ROLLOUT_ID_PATTERN.match(rollout_id):
@@ -134,11 +134,11 @@ class CallWriter:
         self._model_ref = ModelServerRef(type="responses_api_models", name=server).model_dump(mode="json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        named = _named(scope)
-        if named is None:
+        rollout_and_dialect = _rollout_and_dialect_of(scope)
+        if rollout_and_dialect is None:
             await self.app(scope, receive, send)
             return
-        rollout_id, dialect = named
+        rollout_id, dialect = rollout_and_dialect
         headers = Headers(scope=scope)
         call: dict[str, Any] = {
             "model_call_id": uuid4().hex,
@@ -148,20 +148,20 @@ class CallWriter:
             "started_at": time.time(),
         }
         began = time.monotonic()
-        asked, answered = bytearray(), bytearray()
+        request_body, response_body = bytearray(), bytearray()
         streamed = False
 
         async def reading() -> Message:
             message = await receive()
-            asked.extend(message.get("body", b""))
+            request_body.extend(message.get("body", b""))
             return message
 
         async def finished(error: str | None = None) -> None:
             took = time.monotonic() - began
             call.update(duration_ms=round(took * 1000, 3), completed_at=call["started_at"] + took)
             try:
-                facts = _reply_facts(dialect, bytes(answered), streamed, call.get("status_code"))
-                call.update(facts, request=_json(asked), **({"error_category": error} if error else {}))
+                facts = _reply_facts(dialect, bytes(response_body), streamed, call.get("status_code"))
+                call.update(facts, request=_json(request_body), **({"error_category": error} if error else {}))
                 self._store.record(rollout_id, call)
             except Exception as problem:  # noqa: BLE001 - no malformed reply and no disk error may fail a call
                 log.warning("model call not captured", directory=str(self._store.root), error=str(problem))
@@ -172,7 +172,7 @@ class CallWriter:
                 call["status_code"] = message["status"]
                 streamed = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
             else:
-                answered.extend(message.get("body", b""))
+                response_body.extend(message.get("body", b""))
                 if not message.get("more_body", False):
                     await finished()
             await send(message)
@@ -185,7 +185,7 @@ class CallWriter:
             raise
 
 
-def _named(scope: Scope) -> tuple[str, Dialect] | None:
+def _rollout_and_dialect_of(scope: Scope) -> tuple[str, Dialect] | None:
     """Return the rollout id and the dialect of a request that is to be recorded, otherwise ``None``."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return None
@@ -313,8 +313,8 @@ def merge_model_call_capture_into_record(
     rollout_id = maybe_rollout_id_from_run_body(record)
     if rollout_id is None:
         return
-    found = [call for directory in directories for call in CaptureStore(directory).calls(rollout_id)]
-    calls = _numbered(sorted(found, key=lambda call: call.get("started_at") or 0.0))
+    captured = [call for directory in directories for call in CaptureStore(directory).calls(rollout_id)]
+    calls = _numbered(sorted(captured, key=lambda call: call.get("started_at") or 0.0))
     if not calls:
         return
     left_out = set() if include_payloads else {"request", "response"}

@@ -255,10 +255,12 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             routes.append(Route(path, self._inference_route, methods=["POST"]))
         routes.append(Route("/v1/models", self._models_route, methods=["GET"]))
         if self.overrides("responses") or self.overrides("chat_completions"):
-            known = getattr(self.server_client, "global_config_dict", None)
-            asked = {key: known.get(key) for key in ModelCallCaptureConfig.model_fields} if known else {}
-            given = {key: value for key, value in asked.items() if value is not None}
-            config = ModelCallCaptureConfig.model_validate(given)
+            global_config = getattr(self.server_client, "global_config_dict", None)
+            settings = (
+                {key: global_config.get(key) for key in ModelCallCaptureConfig.model_fields} if global_config else {}
+            )
+            set_values = {key: value for key, value in settings.items() if value is not None}
+            config = ModelCallCaptureConfig.model_validate(set_values)
             install_model_call_capture(app, config, model_server_name=self.config.name)
         return app
 
@@ -343,7 +345,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             raise upstream_error(error.status, error.message, error.headers) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise ModelError(f"the model endpoint failed: {type(error).__name__}: {error}", retryable=True) from error
-        return self._accounted(call, reply)
+        return self._count_call(call, reply)
 
     async def _infer_in_time(self, call: InferenceCall) -> Response:
         session = call.session
@@ -358,27 +360,27 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             answered(calling, call.usage)
             return reply
 
-    def _accounted(self, call: InferenceCall, reply: Response) -> Response:
+    def _count_call(self, call: InferenceCall, reply: Response) -> Response:
         """Count a successful call for its session: a plain reply now, a stream when it has completed."""
         session = call.session
         if session is None or reply.status_code != 200:
             return reply
         if isinstance(reply, StreamingResponse):
-            reply.body_iterator = self._watched(session, reply.body_iterator)
+            reply.body_iterator = self._counted_stream(session, reply.body_iterator)
         else:
             usage = call.usage if call.usage is not None else _usage_in(reply)
             if usage is not None:
                 self.gateway_sessions.committed(session, usage)
         return reply
 
-    async def _watched(self, session: GatewaySession, stream: Any) -> AsyncIterator[bytes]:
-        seen = StreamedUsage()
+    async def _counted_stream(self, session: GatewaySession, stream: Any) -> AsyncIterator[bytes]:
+        streamed_usage = StreamedUsage()
         async for chunk in stream:
             data = chunk.encode() if isinstance(chunk, str) else bytes(chunk)
-            seen.feed(data)
+            streamed_usage.feed(data)
             yield data
-        if seen.completed:
-            self.gateway_sessions.committed(session, seen.usage)
+        if streamed_usage.completed:
+            self.gateway_sessions.committed(session, streamed_usage.usage)
 
 
 def start_model_execution(request: Request, *, upstream_attempted: bool) -> dict[str, Any]:

@@ -81,10 +81,10 @@ def written(content: Any) -> list[Buffer]:
     whole = orjson.dumps(content, default=place, option=_OPTIONS)
     if not texts:
         return [whole]
-    found: list[Buffer] = []
+    pieces: list[Buffer] = []
     for part, text in zip(whole.split(_QUOTED_PLACE), (*texts, b""), strict=True):
-        found += (part, text)
-    return found
+        pieces += (part, text)
+    return pieces
 
 
 def size_of(pieces: Iterable[Buffer]) -> int:
@@ -94,17 +94,17 @@ def size_of(pieces: Iterable[Buffer]) -> int:
 
 def coalesced(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
     """Join small neighbouring pieces for fewer writes; large pieces stay as they are."""
-    held: list[Buffer] = []
+    buffered: list[Buffer] = []
     for piece in pieces:
         if len(piece) < _WORTH_A_WRITE_BYTES:
-            held.append(piece)
+            buffered.append(piece)
             continue
-        if held:
-            yield b"".join(held)
-            held = []
+        if buffered:
+            yield b"".join(buffered)
+            buffered = []
         yield piece
-    if held:
-        yield b"".join(held)
+    if buffered:
+        yield b"".join(buffered)
 
 
 # Token ids and logprobs as arrays.
@@ -117,13 +117,13 @@ def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:
     """Return an array of int32 or float32. Raises `TypeError` and `OverflowError` for values that do not fit."""
     if len(values) < LARGE or isinstance(values, array):
         return array(typecode, values)
-    made: array[Any] = array(typecode)
+    result: array[Any] = array(typecode)
     try:
         # `struct` converts all values in one call, ``array`` one by one.
-        made.frombytes(struct.pack(f"{len(values)}{typecode}", *values))
+        result.frombytes(struct.pack(f"{len(values)}{typecode}", *values))
     except struct.error as error:
         raise TypeError(str(error)) from error
-    return made
+    return result
 
 
 class AnswerEnd(StrEnum):
@@ -304,7 +304,7 @@ class StreamedUsage:
     """Reads the usage from server-sent events while they are streamed."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete_line = b""
         self._input = 0
         self._output = 0
         self.completed = False
@@ -315,7 +315,7 @@ class StreamedUsage:
         return Usage(self._input, self._output)
 
     def feed(self, chunk: bytes) -> None:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        *lines, self._incomplete_line = (self._incomplete_line + chunk).split(b"\n")
         for line in lines:
             self._line(line)
 
@@ -412,19 +412,19 @@ def model_call(
     if not is_on():
         return step("model_call")
     parent = attempt_context(rollout, headers.get(TRACEPARENT)) if rollout is not None else None
-    given = {name: body[key] for key, name in _SAMPLING.items() if isinstance(body.get(key), int | float)}
-    named: dict[str, Any] = {
+    sampling = {name: body[key] for key, name in _SAMPLING.items() if isinstance(body.get(key), int | float)}
+    attributes: dict[str, Any] = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": str(body.get("model") or model),
         "gen_ai.response.model": model,
         "gen_ai.conversation.id": session_id,
         "dialect": dialect,
-        **given,
+        **sampling,
     }
     if rollout is not None:
-        named |= {"rollout_id": rollout.rollout_id, "attempt": rollout.attempt}
-    return step("model_call", title=f"chat {model}", kind=SpanKind.SERVER, parent=parent, **named)
+        attributes |= {"rollout_id": rollout.rollout_id, "attempt": rollout.attempt}
+    return step("model_call", title=f"chat {model}", kind=SpanKind.SERVER, parent=parent, **attributes)
 
 
 def answered(calling: step, usage: Usage | None, **attributes: Any) -> None:

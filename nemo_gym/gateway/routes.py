@@ -36,7 +36,7 @@ from nemo_gym.http.requests import JsonResponse, parse_json_object
 from nemo_gym.http.telemetry import ROLLOUT_ID_HEADER
 
 _SESSIONS = "/sessions/"
-_ELSEWHERE = frozenset(
+_LAYER_HEADERS = frozenset(
     {CREDENTIAL_HEADER.lower(), ROLLOUT_ID_HEADER.lower(), "cookie", "content-encoding", "transfer-encoding"}
 )
 """A request with one of these headers goes through the server's layers, which read them."""
@@ -55,9 +55,9 @@ class InferenceShortcut:
         if scope["type"] != "http" or scope["method"] != "POST":
             return None
         path: str = scope["path"]
-        named: str | None = None
+        path_session_id: str | None = None
         if (dialect := PATHS.get(path)) is None and path.startswith(_SESSIONS):
-            named, slash, route = path[len(_SESSIONS) :].partition("/")
+            path_session_id, slash, route = path[len(_SESSIONS) :].partition("/")
             dialect = PATHS.get(slash + route)
         if dialect is None:
             return None
@@ -66,12 +66,12 @@ class InferenceShortcut:
         length = headers.get("content-length", "")
         if not (length.isdecimal() and len(length) <= LENGTH_DIGITS and int(length) <= self._limits.max_body_bytes):
             return None
-        if not _ELSEWHERE.isdisjoint(headers):
+        if not _LAYER_HEADERS.isdisjoint(headers):
             return None
-        live = self._session(headers, named)
+        live = self._session(headers, path_session_id)
         return None if live is None else self._serve(dialect, live, headers, int(length), scope, receive, send)
 
-    def _session(self, headers: Mapping[str, str], named: str | None) -> LiveSession[Any] | None:
+    def _session(self, headers: Mapping[str, str], path_session_id: str | None) -> LiveSession[Any] | None:
         token = token_in(headers)
         if token is None:
             return None
@@ -79,7 +79,7 @@ class InferenceShortcut:
             live = self._sessions.authorized(token)
         except NemoGymError:
             return None
-        return live if named is None or named == live.session_id else None
+        return live if path_session_id is None or path_session_id == live.session_id else None
 
     async def _serve(
         self,
@@ -103,8 +103,8 @@ class InferenceShortcut:
                         return  # the caller left before its whole body arrived: nobody waits for a response
                     parts.append(message["body"])
                     more = message["more_body"]
-                asked = CallRequest(headers, scope["client"], receive)
-                response = await self._inference.answer_session(dialect, live, scope["path"], parts, asked)
+                request = CallRequest(headers, scope["client"], receive)
+                response = await self._inference.answer_session(dialect, live, scope["path"], parts, request)
             except NemoGymError as error:
                 response = refused(Request(scope), error)
             except Exception as error:  # noqa: BLE001 - the boundary of this server, as in `UnknownErrorMiddleware`
@@ -116,7 +116,7 @@ class InferenceShortcut:
 #
 # The token is removed before any other code reads the path, so that no log and no error can show it.
 
-_MARK = "/token/"
+_TOKEN_SEGMENT = "/token/"
 
 
 class PathTokenMiddleware:
@@ -127,13 +127,13 @@ class PathTokenMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/sessions/") and _MARK in scope["path"]:
-            before, _, after = scope["path"].partition(_MARK)
-            token, _, rest = after.partition("/")
+        if scope["type"] == "http" and scope["path"].startswith("/sessions/") and _TOKEN_SEGMENT in scope["path"]:
+            before, _, after = scope["path"].partition(_TOKEN_SEGMENT)
+            token, _, route = after.partition("/")
             # Clients insist on sending some key in a header; it is ignored.
             headers = [(k, v) for k, v in scope["headers"] if k not in (b"authorization", b"x-api-key")]
             headers.append((b"authorization", b"Bearer " + token.encode("latin-1", "replace")))
-            path = f"{before}/{rest}"
+            path = f"{before}/{route}"
             scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
         await self.app(scope, receive, send)
 
@@ -167,18 +167,18 @@ class OpenSession(BaseModel):
     def read(cls, body: Mapping[str, Any]) -> OpenSession:
         """Validate the body of a request. Raises `InvalidBodyError`, which names the wrong field."""
         try:
-            asked = cls.model_validate(body)
+            parsed = cls.model_validate(body)
         except ValidationError as error:
             raise InvalidBodyError(f"/sessions: {validation_problems(error, cls.model_fields)}") from None
-        checked_depth(asked.sampling, "sampling")
-        if (size := len(orjson.dumps(asked.sampling))) > MAX_SAMPLING_BYTES:
+        checked_depth(parsed.sampling, "sampling")
+        if (size := len(orjson.dumps(parsed.sampling))) > MAX_SAMPLING_BYTES:
             raise InvalidBodyError(
                 f"/sessions: sampling: {size} bytes of JSON, and {MAX_SAMPLING_BYTES} are taken; it holds sampling"
                 " parameters alone",
                 param="sampling",
             )
-        pinned_sampling({}, asked.sampling or {}, room_tokens=1)
-        return asked
+        pinned_sampling({}, parsed.sampling or {}, room_tokens=1)
+        return parsed
 
 
 # Engines over HTTP, for the trainer that starts them and updates their weights, and for operators.
@@ -273,16 +273,18 @@ def engine_routes(pool: EnginePool, require_role: RequireRole) -> list[Route]:
 
     async def remove(request: Request) -> Response:
         name = known(request)
-        given = request.query_params.get("drain_timeout_s")
-        timeout_s = None if given is None else _valid(TypeAdapter(_Drain), {"timeout_s": given}).timeout_s
+        drain_timeout = request.query_params.get("drain_timeout_s")
+        timeout_s = (
+            None if drain_timeout is None else _valid(TypeAdapter(_Drain), {"timeout_s": drain_timeout}).timeout_s
+        )
         # The removal goes on if the caller disconnects.
         await asyncio.shield(pool.remove(name, timeout_s))
         return JsonResponse({"name": name, "removed": True})
 
     async def drain(request: Request) -> Response:
         name = known(request)
-        wanted = _valid(TypeAdapter(_Drain), await parse_json_object(request))
-        await pool.drain(name, timeout_s=wanted.timeout_s)
+        body = _valid(TypeAdapter(_Drain), await parse_json_object(request))
+        await pool.drain(name, timeout_s=body.timeout_s)
         return JsonResponse(pool.engine_status(known(request)))  # it may have been removed meanwhile
 
     async def undrain(request: Request) -> Response:
@@ -296,13 +298,13 @@ def engine_routes(pool: EnginePool, require_role: RequireRole) -> list[Route]:
         return JsonResponse(pool.engine_status(name))
 
     async def weights(request: Request) -> Response:
-        wanted = _valid(TypeAdapter(_Weights), await parse_json_object(request))
-        for name in wanted.engines or ():
+        body = _valid(TypeAdapter(_Weights), await parse_json_object(request))
+        for name in body.engines or ():
             if name not in pool:
                 raise UnknownEngineError(f"engines: there is no engine '{name}'; there are: {', '.join(pool.names)}")
-        pool.set_weights_version(wanted.version, wanted.engines)
-        names = pool.names if wanted.engines is None else wanted.engines
-        return JsonResponse({"version": wanted.version, "engines": names})
+        pool.set_weights_version(body.version, body.engines)
+        names = pool.names if body.engines is None else body.engines
+        return JsonResponse({"version": body.version, "engines": names})
 
     return [
         Route("/engines", checked(show), methods=["GET"]),

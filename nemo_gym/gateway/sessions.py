@@ -35,7 +35,7 @@ KEEP_CLOSED_SESSIONS = 1024
 KEEP_CLOSED_BYTES = 256 << 20
 """Limit of the conversations of closed sessions."""
 KEEP_CLOSED_AT_LEAST = 16
-"""Kept even above `KEEP_CLOSED_BYTES`: a finalize is repeated soon after the first, so these still answer it."""
+"""So many are kept even above `KEEP_CLOSED_BYTES`: a finalize is repeated soon, and these still answer it."""
 
 PIPELINE = ""
 """The opener of the pipeline's sessions, whoever runs the pipeline."""
@@ -170,22 +170,22 @@ class SessionTable(Generic[S]):
 
     def known(self, session_id: str) -> S:
         """Return the session of an id. Raises `ContractError` for an unknown id."""
-        if (found := self._by_id.get(session_id)) is None:
+        if (session := self._by_id.get(session_id)) is None:
             raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
-        return found
+        return session
 
     def controlled(self, session_id: str, control_token: str) -> S:
         """Return the session that a control token is for. Raises `ContractError`, `CredentialError`."""
-        found = self.known(session_id)
-        if not hmac.compare_digest(found.control_digest, token_digest(control_token)):
+        session = self.known(session_id)
+        if not hmac.compare_digest(session.control_digest, token_digest(control_token)):
             raise CredentialError("the control token is not this session's", session_id=session_id)
-        return found
+        return session
 
     def completable(self, session_id: str, token: str) -> S:
         """Return the session that a control or completion token is for. Raises `ContractError`, `CredentialError`."""
-        found = self.known(session_id)
-        if hmac.compare_digest(completion_token(found.control_digest), token):
-            return found
+        session = self.known(session_id)
+        if hmac.compare_digest(completion_token(session.control_digest), token):
+            return session
         return self.controlled(session_id, token)
 
     def __iter__(self) -> Iterator[S]:

@@ -76,10 +76,10 @@ class TextConversations:
         """By turn: ``entries`` and ``token_ids`` of the endpoint's answer, if it returned them."""
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
-        found = [*records]
-        restore(self.forest, found)
-        self.said = [record["said"] for record in found]
-        self.relayed = [record["relayed"] for record in found]
+        turn_records = [*records]
+        restore(self.forest, turn_records)
+        self.said = [record["said"] for record in turn_records]
+        self.relayed = [record["relayed"] for record in turn_records]
 
     def rows(
         self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
@@ -92,7 +92,7 @@ class TextConversations:
         rows = []
         for trajectory, leaf in zip(trajectories, leaves, strict=True):
             path = [self.said[turn.turn_id] for turn in leaf.path()]
-            messages = [message for said in path for message in said["messages"]]
+            messages = [message for turn_data in path for message in turn_data["messages"]]
             row = as_row(trajectory)
             for turn in row["turns"]:
                 turn["details"] |= self._token_details(numbers[turn["details"]["call_id"]])
@@ -100,11 +100,11 @@ class TextConversations:
         return rows
 
     def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens | None:
-        told = self.relayed[turn_id]
-        if "entries" not in told:
+        token_json = self.relayed[turn_id]
+        if "entries" not in token_json:
             return None
         if relayed and texts:
-            return AnswerTokens([], [], ids_json=told.get("token_ids"), entries_json=told["entries"])
+            return AnswerTokens([], [], ids_json=token_json.get("token_ids"), entries_json=token_json["entries"])
         details = self._token_details(turn_id)
         if "token_logprobs" not in details:
             return None
@@ -115,11 +115,11 @@ class TextConversations:
 
     def _token_details(self, turn_id: int) -> dict[str, Any]:
         """Return a turn's tokens as details of its trajectory."""
-        told = self.relayed[turn_id]
-        if "entries" not in told:
+        token_json = self.relayed[turn_id]
+        if "entries" not in token_json:
             return {}
         try:
-            tokens = tokens_in(told["entries"], told.get("token_ids"))
+            tokens = tokens_in(token_json["entries"], token_json.get("token_ids"))
         except ValueError as error:
             return {"token_error": f"the endpoint's logprobs cannot be read: {error}"}
         if tokens is None:
@@ -197,10 +197,10 @@ class TextBackend:
             prepared, Sampled((), None, str(end), weights.last or weights.first, _details(sampled, request)), message
         )
         start = prepared.reading.start_of(prepared.shared)
-        said: dict[str, Any] = {"messages": [*prepared.reading.messages[start:], message]}
+        turn_data: dict[str, Any] = {"messages": [*prepared.reading.messages[start:], message]}
         if turn.parent is None and request.tools:
-            said["tools"] = [*request.tools]
-        conversations.said.append(said)
+            turn_data["tools"] = [*request.tools]
+        conversations.said.append(turn_data)
         relayed: dict[str, JsonText] = {}
         if completion.entries:
             relayed["entries"] = completion.entries
@@ -216,7 +216,7 @@ class TextBackend:
             sampled.usage,
         )
         facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
-        return answer, {**record_of(turn), "said": said, "relayed": relayed}, facts
+        return answer, {**record_of(turn), "said": turn_data, "relayed": relayed}, facts
 
     def take_back(self, conversations: TextConversations, turn_id: int) -> None:
         conversations.forest.take_back(turn_id)

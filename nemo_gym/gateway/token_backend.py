@@ -62,11 +62,11 @@ class TokenConversations:
         self, asked: Mapping[str, Any], pinned: Mapping[str, Any], room_tokens: int, stops: tuple[int, ...]
     ) -> Sampling:
         """Cached `pinned_sampling`: most requests pass the same two mapping objects as the request before."""
-        known = self._sampling
-        if known is None or known[0] is not asked or known[1] is not pinned:
-            made = pinned_sampling(asked, pinned, room_tokens=_ANY_ROOM, stop_token_ids=stops)
-            known = self._sampling = (asked, pinned, made)
-        sampling = known[2]
+        cached = self._sampling
+        if cached is None or cached[0] is not asked or cached[1] is not pinned:
+            resolved = pinned_sampling(asked, pinned, room_tokens=_ANY_ROOM, stop_token_ids=stops)
+            cached = self._sampling = (asked, pinned, resolved)
+        sampling = cached[2]
         return sampling if sampling.max_tokens <= room_tokens else replace(sampling, max_tokens=room_tokens)
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -75,8 +75,8 @@ class TokenConversations:
     def rows(
         self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
-        found = trajectories_of(self.forest.turns, session_id, reward=reward, reward_info=reward_info)
-        return [as_row(trajectory) for trajectory in found]
+        trajectories = trajectories_of(self.forest.turns, session_id, reward=reward, reward_info=reward_info)
+        return [as_row(trajectory) for trajectory in trajectories]
 
     def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens:
         turn = self.forest.turns[turn_id]
@@ -170,8 +170,8 @@ class TokenBackend:
 
     def _context(self) -> int:
         """Return the context limit: the smaller of the configured one and the one that the engines report."""
-        told = self._pool.context_tokens
-        return self._limits.context if told is None else min(told, self._limits.context)
+        engine_limit = self._pool.context_tokens
+        return self._limits.context if engine_limit is None else min(engine_limit, self._limits.context)
 
     def conversations(self, now: datetime) -> TokenConversations:
         return TokenConversations(TokenForest(self._encoder, self._policy, self._history, now), self._policy)

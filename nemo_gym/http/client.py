@@ -92,7 +92,7 @@ class ServerUnreachableError(ServerError, ConnectionError):
 
 
 @cache
-def _not_begun() -> tuple[type[Exception], ...]:
+def _not_started() -> tuple[type[Exception], ...]:
     """Errors that mean nothing was sent: refused, unresolvable, unroutable, or no reply to the connection attempt."""
     return (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, NotConnectedError)
 
@@ -100,7 +100,7 @@ def _not_begun() -> tuple[type[Exception], ...]:
 @cache
 def network_errors() -> tuple[type[Exception], ...]:
     """What either client raises when the peer cannot be reached or the connection breaks."""
-    return (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, NoHttpError, OSError, *_not_begun())
+    return (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, NoHttpError, OSError, *_not_started())
 
 
 class Tries:
@@ -115,7 +115,7 @@ class Tries:
     async def again(self, error: Exception) -> None:
         """Wait before the next try. ``error`` ended this try and is one of `network_errors`. Raises
         `ServerUnreachableError` if no try remains, and ``error`` itself if the request's own time limit is over."""
-        if isinstance(error, _not_begun()):
+        if isinstance(error, _not_started()):
             started, repeatable = "no", True
         else:
             if is_own_timeout(error) and not isinstance(error, aiohttp.ClientError):
@@ -128,8 +128,8 @@ class Tries:
         parts = urlsplit(self._url)
         where = f"{parts.scheme}://{parts.hostname}:{parts.port or ''}{parts.path}"
         broke = "the connection broke after the request may have been delivered"
-        said = "could not connect" if started == "no" else broke
-        message = f"{self._method} {where}: {said} ({type(error).__name__}: {error})"
+        problem = "could not connect" if started == "no" else broke
+        message = f"{self._method} {where}: {problem} ({type(error).__name__}: {error})"
         return ServerUnreachableError(message, retryable=True, started=started, url=where)
 
 
@@ -153,7 +153,7 @@ async def _close_at_the_end(close: Callable[[], Awaitable[None]]) -> AsyncGenera
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NO_VALUE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
-_OURS = frozenset({"content-length", "expect", "transfer-encoding", "upgrade"})
+_FRAMING_HEADERS = frozenset({"content-length", "expect", "transfer-encoding", "upgrade"})
 """Framing headers. A duplicate would allow request smuggling."""
 _IN_PATHS = "/%!$&'()*+,;=:@~"
 _IN_ROUTES = f"{_IN_PATHS}?"
@@ -173,29 +173,29 @@ class RequestHeads:
         tls = parts.scheme == "https"
         self.origin = Origin(parts.hostname or "", port or (443 if tls else 80), tls)
         name = f"[{host.decode()}]" if b":" in host else host.decode()
-        sent = {
+        by_name = {
             "host": ("Host", f"{name}:{port}" if port else name),
             "accept": ("Accept", "application/json, text/event-stream"),
             "accept-encoding": ("Accept-Encoding", "identity"),
             "content-type": ("Content-Type", "application/json"),
         }
-        sent |= {name.lower(): (name, value) for name, value in headers.items()}
-        for name, _ in sent.values():
-            if name.lower() in _OURS:
+        by_name |= {name.lower(): (name, value) for name, value in headers.items()}
+        for name, _ in by_name.values():
+            if name.lower() in _FRAMING_HEADERS:
                 raise ConfigError(f"header {name!r} is the gateway's own; leave it out of the engine's 'headers'")
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"header {name[:40]!r} is no name of a header; give for example 'X-Tenant'")
         self._path = quote(parts.path, safe=_IN_PATHS)
-        self._headers = _lines(dict(sent.values())).encode()
+        self._headers = _header_lines(dict(by_name.values())).encode()
 
     def of(self, method: str, route: str, length: int, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
         """Return the encoded head of one request. ``length`` is the body's in bytes; ``headers`` are added for this
         call alone. Raises `ConfigError` for a header that cannot be sent."""
-        first = f"{method} {self._path}{quote(route, safe=_IN_ROUTES)} HTTP/1.1\r\n{_lines(headers)}"
+        first = f"{method} {self._path}{quote(route, safe=_IN_ROUTES)} HTTP/1.1\r\n{_header_lines(headers)}"
         return b"%b%bContent-Length: %d\r\n\r\n" % (first.encode(), self._headers, length)
 
 
-def _lines(headers: Mapping[str, str]) -> str:
+def _header_lines(headers: Mapping[str, str]) -> str:
     for name, value in headers.items():
         if _NO_VALUE.search(value):
             raise ConfigError(f"header {name[:40]!r}: a line break or control character in it cannot be sent")
@@ -212,11 +212,11 @@ _connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _OwnedConnect
 
 def _connections_of_loop() -> Connections:
     loop = asyncio.get_running_loop()
-    known = _connections.get(loop)
-    if known is None:
-        made = Connections(keepalive_s=KEEPALIVE_S, socket_factory=watched_socket)
-        _connections[loop] = known = made, close_with_the_loop(made.aclose)
-    return known[0]
+    owned = _connections.get(loop)
+    if owned is None:
+        connections = Connections(keepalive_s=KEEPALIVE_S, socket_factory=watched_socket)
+        _connections[loop] = owned = connections, close_with_the_loop(connections.aclose)
+    return owned[0]
 
 
 @lru_cache(maxsize=1024)
@@ -228,8 +228,8 @@ async def send_once(
     method: str, url: str, *, headers: Mapping[str, str], data: bytes = b"", patience: Patience = PATIENCE
 ) -> Reply:
     """Send one request without retries. Raises what `Connections.send` raises. The caller must close the reply."""
-    scheme, _, rest = url.partition("://")
-    host, _, path = rest.partition("/")
+    scheme, _, location = url.partition("://")
+    host, _, path = location.partition("/")
     heads = _request_heads(f"{scheme}://{host}")
     head = heads.of(method, f"/{path}", len(data), headers)
     return await _connections_of_loop().send(heads.origin, head, data, patience)
@@ -265,10 +265,10 @@ async def read_whole(reply: Reply, max_bytes: int = MAX_REPLY_BYTES) -> bytes:
         return body
     if coding not in ("gzip", "deflate"):
         raise NoHttpError(f"a body in the coding {coding[:40]!r}, which nobody asked for")
-    return await asyncio.to_thread(_inflated, body, max_bytes)
+    return await asyncio.to_thread(_inflate, body, max_bytes)
 
 
-def _inflated(body: bytes, max_bytes: int) -> bytes:
+def _inflate(body: bytes, max_bytes: int) -> bytes:
     inflating = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # accepts a gzip or a zlib header
     try:
         inflated = inflating.decompress(body, max_bytes + 1)
@@ -301,8 +301,8 @@ _attached: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("nemo_gym_at
 @contextlib.contextmanager
 def attach_headers(server_name: str, headers: Mapping[str, str]) -> Iterator[None]:
     """Add ``headers`` to `ServerClient` calls made inside the block to ``server_name``, and to no other server."""
-    known = _attached.get({})
-    reset = _attached.set({**known, server_name: {**known.get(server_name, {}), **headers}})
+    attached = _attached.get({})
+    reset = _attached.set({**attached, server_name: {**attached.get(server_name, {}), **headers}})
     try:
         yield
     finally:
@@ -321,9 +321,9 @@ def new_session(
 
     It keeps no cookies, ignores proxies in the environment, limits no connections, and notices a peer that vanished.
     """
-    kept: dict[str, Any] = {"force_close": True} if force_close else {"keepalive_timeout": keepalive_s}
+    keepalive: dict[str, Any] = {"force_close": True} if force_close else {"keepalive_timeout": keepalive_s}
     connector = aiohttp.TCPConnector(
-        limit=CONNECTION_LIMIT, limit_per_host=0, ttl_dns_cache=60, socket_factory=watched_socket, **kept
+        limit=CONNECTION_LIMIT, limit_per_host=0, ttl_dns_cache=60, socket_factory=watched_socket, **keepalive
     )
     return aiohttp.ClientSession(
         connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False, **options
@@ -476,9 +476,9 @@ def server_config_of(global_config_dict: Mapping[str, Any], server_name: str) ->
         for _ in ("server type", "implementation"):
             block = block[next(iter(block))]
     except (KeyError, StopIteration, TypeError, IndexError):
-        known = [str(key) for key in global_config_dict]
+        names = [str(key) for key in global_config_dict]
         raise ConfigError(
-            f"server '{server_name}' is not configured{nearest(server_name, known)}", key=server_name
+            f"server '{server_name}' is not configured{nearest(server_name, names)}", key=server_name
         ) from None
     return block  # type: ignore[no-any-return]
 
@@ -547,8 +547,8 @@ class ServerClient(BaseModel):
         urls = self._replica_urls.get(server_name)
         if urls is None:
             block = server_config_of(self.global_config_dict, server_name)
-            several = block.get("urls") or ()
-            urls = tuple(str(url).rstrip("/") for url in several) or (self._build_server_base_url(block),)
+            configured = block.get("urls") or ()
+            urls = tuple(str(url).rstrip("/") for url in configured) or (self._build_server_base_url(block),)
             self._replica_urls[server_name] = urls
         return urls
 
@@ -603,17 +603,17 @@ class ServerClient(BaseModel):
         if (replicas := current_replicas()) and REPLICAS_HEADER not in headers:
             headers[REPLICAS_HEADER] = encode_replicas(replicas)
         inject(headers)
-        *others, last = self._replicas_for(server_name, urls)
-        for number in others:
+        *earlier, last = self._replicas_for(server_name, urls)
+        for number in earlier:
             try:
-                few = {**options, "max_tries": TRIES_OF_ONE_REPLICA}
-                return await self._sent(send, method, urls[number], url_path, headers, few)
+                options_of_one = {**options, "max_tries": TRIES_OF_ONE_REPLICA}
+                return await self._send_to(send, method, urls[number], url_path, headers, options_of_one)
             except ServerUnreachableError as error:
                 if error.details.get("started") != "no":
                     raise
-        return await self._sent(send, method, urls[last], url_path, headers, options)
+        return await self._send_to(send, method, urls[last], url_path, headers, options)
 
-    async def _sent(
+    async def _send_to(
         self,
         send: Callable[..., Awaitable[T]],
         method: str,
@@ -622,8 +622,8 @@ class ServerClient(BaseModel):
         headers: dict[str, str],
         options: dict[str, Any],
     ) -> T:
-        if (own := self._credentials_by_url.get(url)) is not None:
-            headers = {**headers, CREDENTIAL_HEADER: own}
+        if (credential := self._credentials_by_url.get(url)) is not None:
+            headers = {**headers, CREDENTIAL_HEADER: credential}
         with self._chooser.busy(url):
             try:
                 return await send(method, url + url_path, headers=headers, **options)

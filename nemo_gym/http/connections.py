@@ -48,7 +48,7 @@ class Reply:
         """By lower-case name. The values of a repeated header are joined with commas, cookies with newlines."""
         self._connection = connection
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
-        self._fed = 0
+        self._fed_bytes = 0
         self._parts: list[bytes] = []
         self._unread = 0
         self._read_whole = False
@@ -57,15 +57,15 @@ class Reply:
         self._keep_alive = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._overdue = loop.call_at(deadline, self._fail, TimeoutError())
+        self._deadline_timer = loop.call_at(deadline, self._fail, TimeoutError())
         self._idle_s = idle_s
         """The longest silence once the reply has begun; before that, a model that does not stream is still working."""
-        self._idle: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
 
     async def head(self) -> None:
         """Wait until status and headers have arrived."""
         while not self.status:
-            await self._more()
+            await self._wait_for_data()
 
     async def read(self, at_most: int) -> bytes:
         """Read the rest of the body. Raises `TooLongError` as soon as it is known to have more than ``at_most``
@@ -75,28 +75,28 @@ class Reply:
         self._connection.read_on()
         self._check_size()
         while not self._done:
-            await self._more()
-        return self._taken()
+            await self._wait_for_data()
+        return self._take_parts()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
             if self._parts:
-                yield self._taken()
+                yield self._take_parts()
             elif self._done:
                 return
             else:
                 self._connection.read_on()
-                await self._more()
+                await self._wait_for_data()
 
     def close(self) -> None:
-        self._overdue.cancel()
-        if self._idle is not None:
-            self._idle.cancel()
+        self._deadline_timer.cancel()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         self._parser = None  # breaks a reference cycle
         # After an application error a server may close the connection without announcing it, as uvicorn does.
         self._connection.answered(keep=self._done and self._keep_alive and self.status != 500)
 
-    async def _more(self) -> None:
+    async def _wait_for_data(self) -> None:
         if self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -107,12 +107,12 @@ class Reply:
             raise self._error
 
     @property
-    def _announced(self) -> int:
+    def _content_length(self) -> int:
         """The body's length by its header, in bytes; 0 without a usable one."""
-        said = self.headers.get("content-length", "")
-        return int(said) if said.isdecimal() and len(said) < _LENGTH_DIGITS else 0
+        value = self.headers.get("content-length", "")
+        return int(value) if value.isdecimal() and len(value) < _LENGTH_DIGITS else 0
 
-    def _taken(self) -> bytes:
+    def _take_parts(self) -> bytes:
         parts, self._parts, self._unread = self._parts, [], 0
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -131,25 +131,25 @@ class Reply:
             self._fail(NoHttpError("another protocol"))
         except HttpParserError as error:
             self._fail(NoHttpError(str(error)))
-        self._fed += len(data)
-        if not self.status and self._fed > _HEAD_BYTES:
+        self._fed_bytes += len(data)
+        if not self.status and self._fed_bytes > _HEAD_BYTES:
             self._fail(NoHttpError("a head without an end"))
         if self._read_whole:
             self._check_size()
         if self._idle_s is not None:
-            self._heard()
+            self._restart_idle_timer()
         if self._done or (self.status and not self._read_whole):
             self._wake()
         return self._read_whole or self._unread <= _UNREAD_BYTES
 
     def not_heard(self) -> None:
         """Stop the idle timer while reading is paused, since silence is then not the other end's fault."""
-        if self._idle is not None:
-            self._idle.cancel()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
 
     def heard_again(self) -> None:
-        if self._fed and not self._done and self._error is None:
-            self._heard()
+        if self._fed_bytes and not self._done and self._error is None:
+            self._restart_idle_timer()
 
     def broke_off(self, error: Exception | None) -> None:
         """Record that the connection has ended; ``error`` is ``None`` if the other end closed it in order."""
@@ -159,14 +159,14 @@ class Reply:
             self._wake()
         self._fail(error if isinstance(error, OSError) else ConnectionResetError())
 
-    def _heard(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
+    def _restart_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if self._idle_s is not None:
-            self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._fail, TimeoutError())
+            self._idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self._fail, TimeoutError())
 
     def _check_size(self) -> None:
-        if self._unread > self._at_most or (self._announced > self._at_most and not self._done):
+        if self._unread > self._at_most or (self._content_length > self._at_most and not self._done):
             self._parts = []
             self._fail(TooLongError(f"a body of more than {self._at_most} bytes"))
 
@@ -189,8 +189,8 @@ class Reply:
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # ignore trailers: they come after the body and cannot change how it is read
             key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-            between = "\n" if key == SET_COOKIE else ", "  # a cookie may have commas of its own
-            self.headers[key] = f"{self.headers[key]}{between}{text}" if key in self.headers else text
+            separator = "\n" if key == SET_COOKIE else ", "  # a cookie may have commas of its own
+            self.headers[key] = f"{self.headers[key]}{separator}{text}" if key in self.headers else text
 
     def on_headers_complete(self) -> None:
         if self._parser is None or self._done:
@@ -291,7 +291,7 @@ class Connection(asyncio.Protocol):
 KEEPALIVE_S = 4.0
 """How long an unused connection is kept: less than the 5 s after which vLLM and SGLang close theirs, so that no
 request is sent on a connection that is just ending."""
-_NAMES_S = 10.0
+_LOOKUP_CACHE_S = 10.0
 """How long a host's resolved addresses are cached."""
 _FIRST_ADDRESS_S = 0.25
 """How long the first of a host's addresses is tried alone."""
@@ -341,8 +341,8 @@ class Connections:
         self._socket_factory = socket_factory
         self._unused: dict[Origin, list[tuple[float, Connection]]] = {}
         self._open: set[Connection] = set()
-        self._ageing: asyncio.TimerHandle | None = None
-        self._names: dict[Origin, tuple[float, asyncio.Task[list[Any]]]] = {}
+        self._expiry_timer: asyncio.TimerHandle | None = None
+        self._lookups: dict[Origin, tuple[float, asyncio.Task[list[Any]]]] = {}
         self._tls: ssl.SSLContext | None = None
         self._closed = False
 
@@ -351,7 +351,7 @@ class Connections:
         if self._closed:
             raise RuntimeError("these connections are closed")
         begun = asyncio.get_running_loop().time()
-        connection = self._take_unused(origin, begun) or await self._made(origin, patience)
+        connection = self._take_unused(origin, begun) or await self._open_connection(origin, patience)
         reply = connection.ask(head, body, begun + patience.total_s, patience.idle_s)
         try:
             await reply.head()
@@ -363,9 +363,9 @@ class Connections:
     async def aclose(self) -> None:
         """End every connection; replies still being read fail. Nothing can be sent afterwards."""
         self._closed = True
-        if self._ageing is not None:
-            self._ageing.cancel()
-        for _, lookup in self._names.values():
+        if self._expiry_timer is not None:
+            self._expiry_timer.cancel()
+        for _, lookup in self._lookups.values():
             lookup.cancel()
         for connection in [*self._open]:
             connection.end()
@@ -391,30 +391,30 @@ class Connections:
     def _keep(self, origin: Origin, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
         self._unused.setdefault(origin, []).append((loop.time(), connection))
-        if self._ageing is None:
-            self._ageing = loop.call_later(self._keepalive_s, self._end_old)
+        if self._expiry_timer is None:
+            self._expiry_timer = loop.call_later(self._keepalive_s, self._end_expired)
 
-    def _end_old(self) -> None:
+    def _end_expired(self) -> None:
         loop = asyncio.get_running_loop()
-        young = loop.time() - self._keepalive_s
+        oldest_kept = loop.time() - self._keepalive_s
         for origin, unused in [*self._unused.items()]:
-            self._unused[origin] = [one for one in unused if one[0] > young and one[1].usable]
+            self._unused[origin] = [entry for entry in unused if entry[0] > oldest_kept and entry[1].usable]
             for since, connection in unused:
-                if since <= young:
+                if since <= oldest_kept:
                     connection.end()
             if not self._unused[origin]:
                 del self._unused[origin]
-        self._ageing = loop.call_later(self._keepalive_s / 4, self._end_old) if self._unused else None
+        self._expiry_timer = loop.call_later(self._keepalive_s / 4, self._end_expired) if self._unused else None
 
     # -- made ----------------------------------------------------------------------------------------------------
 
-    async def _made(self, origin: Origin, patience: Patience) -> Connection:
+    async def _open_connection(self, origin: Origin, patience: Patience) -> Connection:
         try:
             async with asyncio.timeout(min(patience.connect_s, patience.total_s)):
                 return await self._connect(origin)
         except (OSError, UnicodeError) as error:
-            ours = isinstance(error, TimeoutError) and error.errno is None  # not the system's own
-            if ours and patience.total_s <= patience.connect_s:
+            is_own = isinstance(error, TimeoutError) and error.errno is None  # not the system's own
+            if is_own and patience.total_s <= patience.connect_s:
                 raise
             raise NotConnectedError(str(error) or type(error).__name__) from error
 
@@ -446,11 +446,11 @@ class Connections:
     async def _addresses(self, origin: Origin) -> list[Any]:
         """Resolve a host's addresses, with one lookup for all concurrent callers."""
         loop = asyncio.get_running_loop()
-        until, lookup = self._names.get(origin, (0.0, None))
+        until, lookup = self._lookups.get(origin, (0.0, None))
         failed = lookup is not None and lookup.done() and (lookup.cancelled() or lookup.exception() is not None)
         if lookup is None or failed or until < loop.time():
-            lookup = loop.create_task(_resolved(origin))
-            self._names[origin] = loop.time() + _NAMES_S, lookup
+            lookup = loop.create_task(_resolve(origin))
+            self._lookups[origin] = loop.time() + _LOOKUP_CACHE_S, lookup
         try:
             return await asyncio.shield(lookup)
         except asyncio.CancelledError:
@@ -460,11 +460,11 @@ class Connections:
             raise
 
 
-async def _resolved(origin: Origin) -> list[Any]:
+async def _resolve(origin: Origin) -> list[Any]:
     return await asyncio.get_running_loop().getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
 
 
-_WATCHED = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+_TCP_OPTIONS = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """TCP options and their values, in seconds, seconds, probes and milliseconds."""
 
 
@@ -472,10 +472,10 @@ def watched_socket(address: Any) -> socket.socket:
     """Create a socket that notices within 30 s that its peer vanished: while it waits for a reply by the kernel's
     probes, while it sends by missing acknowledgements. ``address`` is an entry of `socket.getaddrinfo`."""
     family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
+    sock = socket.socket(family, kind, protocol)
     if family in (socket.AF_INET, socket.AF_INET6):
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _WATCHED.items():
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _TCP_OPTIONS.items():
             if (option := getattr(socket, name, None)) is not None:  # not every system has every option
-                made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return sock

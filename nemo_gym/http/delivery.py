@@ -86,10 +86,10 @@ def untaken(transport: asyncio.BaseTransport | None) -> int:
     closes its connection in order; its reset follows after the end of the stream, where it is not read any more."""
     sock = transport.get_extra_info("socket") if transport is not None else None
     try:
-        waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
+        queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
     except (OSError, ValueError):  # the socket is closed
         return 0
-    return int.from_bytes(waiting, sys.byteorder)
+    return int.from_bytes(queued, sys.byteorder)
 
 
 class AnswerWatch:
@@ -156,8 +156,8 @@ class Deliveries:
         connection proves that the client has read the response before it."""
         watch = AnswerWatch(self._open.get(connection) if connection is not None else None)
         if connection is not None:
-            if (before := self._watches.get(connection)) is not None:
-                before._read()
+            if (previous := self._watches.get(connection)) is not None:
+                previous._read()
             self._watches[connection] = watch
         return watch
 

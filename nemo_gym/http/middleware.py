@@ -105,13 +105,13 @@ class UnknownErrorMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def watched(message: Message) -> None:
+        async def send_watched(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_watched)
         except Exception as error:
             if started or scope["type"] != "http":
                 raise
@@ -139,29 +139,29 @@ class BodyLimitMiddleware:
             await self.app(scope, receive, send)
             return
         limits = self._agent_limits if sent_by_agent(scope) else self._limits
-        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        taken = 0
+        content_length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        received_bytes = 0
         counter = ValueCounter(_OF_CONTAINERS) if limits.max_values is not None else None
         error: NemoGymError | None = None
         replaced = False
 
-        async def bounded() -> Message:
-            nonlocal taken, error
-            if error is None and not (announced.isdigit() and int(announced) > limits.max_bytes):
+        async def receive_bounded() -> Message:
+            nonlocal received_bytes, error
+            if error is None and not (content_length.isdigit() and int(content_length) > limits.max_bytes):
                 message = await receive()
                 body = message.get("body", b"")
-                taken += len(body)
+                received_bytes += len(body)
                 if counter is not None and limits.max_values is not None and body:
                     counter.feed(body)
                     if counter.found > limits.max_values:
                         error = limits.refuse_values()
                         raise error
-                if taken <= limits.max_bytes:
+                if received_bytes <= limits.max_bytes:
                     return message
             error = error or limits.refuse_bytes()
             raise error
 
-        async def worded(message: Message) -> None:
+        async def send_or_replace(message: Message) -> None:
             # A framework turns any error raised while it reads the body into a 400.
             nonlocal replaced
             if error is not None and message["type"] == "http.response.start" and message["status"] != error.status:
@@ -170,7 +170,7 @@ class BodyLimitMiddleware:
             elif not replaced:
                 await send(message)
 
-        await self.app(scope, bounded, worded)
+        await self.app(scope, receive_bounded, send_or_replace)
 
 
 MAX_AGE_S = 14 * 24 * 3600
@@ -266,10 +266,10 @@ class ObserveMiddleware:
         seen = scope[SEEN] = Seen()
         status = 500
         span = None
-        if telemetry.is_on() and _is_traced(scope["path"]) and (span := self._begun(scope)) is not None:
+        if telemetry.is_on() and _is_traced(scope["path"]) and (span := self._begin_span(scope)) is not None:
             telemetry.enter(span.context)  # never reset: each request runs in a task of its own
 
-        async def watched(message: Message) -> None:
+        async def send_watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -278,7 +278,7 @@ class ObserveMiddleware:
         start = time.perf_counter()
         IN_FLIGHT.count += 1
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_watched)
         finally:
             IN_FLIGHT.count -= 1
             route, method = seen.route, scope["method"]
@@ -294,17 +294,17 @@ class ObserveMiddleware:
                 }
                 telemetry.end(span, f"status {status}" if status >= 500 else None)
 
-    def _begun(self, scope: Scope) -> telemetry.Span | None:
-        given = rollout_id = None
+    def _begin_span(self, scope: Scope) -> telemetry.Span | None:
+        traceparent = rollout_id = None
         follows = self._follows_anybody
         for name, value in scope["headers"]:
             if name == _TRACEPARENT:
-                given = value
+                traceparent = value
             elif name == _CREDENTIAL_HEADER:
                 follows = True
             elif name == _ROLLOUT_HEADER:
                 rollout_id = value.decode("latin-1")
-        if given is None or not follows or (parent := telemetry.extract(given.decode("latin-1"))) is None:
+        if traceparent is None or not follows or (parent := telemetry.extract(traceparent.decode("latin-1"))) is None:
             return None
         return telemetry.begin("", parent, SpanKind.SERVER, rollout_id=rollout_id)
 
@@ -343,12 +343,12 @@ class RolloutMiddleware:
         rollout_id: str | None = None
         path: str = scope["path"]
         if path.startswith(_PREFIX):
-            rollout_id, _, rest = path[len(_PREFIX) :].partition("/")
-            capture = rest.startswith(f"{TOKEN_CAPTURE_PATH_SEGMENT}/")
-            rest = "/" + rest.removeprefix(f"{TOKEN_CAPTURE_PATH_SEGMENT}/")
+            rollout_id, _, inner = path[len(_PREFIX) :].partition("/")
+            capture = inner.startswith(f"{TOKEN_CAPTURE_PATH_SEGMENT}/")
+            inner = "/" + inner.removeprefix(f"{TOKEN_CAPTURE_PATH_SEGMENT}/")
             # Handlers get the path parameter that NeMo Gym's prefixed routes provide.
             prefix = {"rollout_id": rollout_id}
-            scope = {**scope, "path": rest, "raw_path": rest.encode(), "path_params": prefix, TOKEN_CAPTURE: capture}
+            scope = {**scope, "path": inner, "raw_path": inner.encode(), "path_params": prefix, TOKEN_CAPTURE: capture}
         else:
             for name, value in scope["headers"]:
                 if name == _ROLLOUT_HEADER:
@@ -390,14 +390,14 @@ class CredentialMiddleware:
                 break
         try:
             if credential is None and self._checks_callers(scope):
-                checked = None
+                caller = None
             else:
-                checked = self._credentials.check(credential)
+                caller = self._credentials.check(credential)
         except NemoGymError as error:
             await send_problem(scope, receive, send, error)
             return
-        if checked is not None:
-            scope[CALLER] = checked
+        if caller is not None:
+            scope[CALLER] = caller
         await self.app(scope, receive, send)
 
     def _checks_callers(self, scope: Scope) -> bool:
@@ -426,7 +426,7 @@ class DirectRoutesMiddleware:
     def __init__(self, app: ASGIApp, application: FastAPI) -> None:
         self.app = app
         self._application = application
-        self._known = -1
+        self._route_count = -1
         self._exact: dict[tuple[str, str], Endpoint] = {}
         self._patterns: list[Route] = []
 
@@ -440,7 +440,7 @@ class DirectRoutesMiddleware:
             return
         started = False
 
-        async def watched(message: Message) -> None:
+        async def send_watched(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -448,7 +448,7 @@ class DirectRoutesMiddleware:
         request = Request(scope, receive, send)
         try:
             response = await endpoint(request)
-            await response(scope, receive, watched)
+            await response(scope, receive, send_watched)
         except ClientDisconnect:
             return  # the client left before it sent the whole body
         except NemoGymError as error:
@@ -462,36 +462,36 @@ class DirectRoutesMiddleware:
 
     def _find(self, scope: Scope) -> Endpoint | None:
         routes = self._application.router.routes
-        if len(routes) != self._known:  # plugins may add routes until the first request
-            self._learn()
+        if len(routes) != self._route_count:  # plugins may add routes until the first request
+            self._index_routes()
         endpoint = self._exact.get((scope["method"], scope["path"]))
         if endpoint is None and scope["path"].startswith("/sessions/"):
             for route in self._patterns:
-                match, found = route.matches(scope)
+                match, child_scope = route.matches(scope)
                 if match is Match.FULL:
-                    scope.update(found)
+                    scope.update(child_scope)
                     note_route(scope, route.path)
                     return route.endpoint
         if endpoint is not None:
             note_route(scope, scope["path"])
         return endpoint
 
-    def _learn(self) -> None:
+    def _index_routes(self) -> None:
         routes = self._application.router.routes
-        self._known = len(routes)
+        self._route_count = len(routes)
         self._exact, self._patterns = {}, []
-        taken: set[tuple[str, str]] = set()
+        claimed: set[tuple[str, str]] = set()
         for route in routes:
             for method in getattr(route, "methods", None) or ():
                 key = (method, getattr(route, "path", ""))
                 # `type is`: the framework's own routes are subclasses and parse their arguments.
-                if key not in taken and type(route) is Route:
+                if key not in claimed and type(route) is Route:
                     if route.param_convertors:
                         if route not in self._patterns:
                             self._patterns.append(route)
                     else:
                         self._exact[key] = route.endpoint
-                taken.add(key)
+                claimed.add(key)
 
 
 # -- The application inside all layers --------------------------------------------------------------------------------
@@ -543,14 +543,14 @@ class _Inner:
         if scope.get(self._PASSED):  # the inner application contains this one, and none of its routes matched either
             await self._not_found(scope, receive, send)
             return
-        failed: list[Message] = []
+        withheld: list[Message] = []
 
-        async def kept_when_failed(message: Message) -> None:
-            if failed or (message["type"] == "http.response.start" and message["status"] == 500):
-                failed.append(message)
+        async def withhold_failure(message: Message) -> None:
+            if withheld or (message["type"] == "http.response.start" and message["status"] == 500):
+                withheld.append(message)
             else:
                 await send(message)
 
-        await self._app({**scope, self._PASSED: True}, receive, kept_when_failed)
-        for message in failed:
+        await self._app({**scope, self._PASSED: True}, receive, withhold_failure)
+        for message in withheld:
             await send(message)

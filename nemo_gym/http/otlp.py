@@ -45,11 +45,11 @@ TRIES = 4
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 AT_EXIT_S = 2.0
 """How long an ending process waits for the collector to accept its last spans."""
-_LATER = frozenset({408, 429, 502, 503, 504})
+_RETRYABLE_STATUSES = frozenset({408, 429, 502, 503, 504})
 """Statuses after which the same request may be sent again."""
 _FLAGS = 0x100
 """Span flags: "is the parent remote" is known, and the answer is no. The SDK sends the same."""
-_FAILED = 2
+_STATUS_ERROR = 2
 """OTLP's status code of an error."""
 
 EXPORTED = Counter("nemo_gym_trace_spans_exported", "Spans that the collector took")
@@ -89,19 +89,19 @@ class JsonEncoding:
             "endTimeUnixNano": str(span.end_ns),
             "attributes": _json_pairs(span.attributes),
             "flags": _FLAGS,
-            "status": {} if span.error is None else {"code": _FAILED, "message": span.error},
+            "status": {} if span.error is None else {"code": _STATUS_ERROR, "message": span.error},
         }
         if span.parent_id is not None:
             encoded["parentSpanId"] = span.parent_id
         return orjson.dumps(encoded)
 
     def request(self, resource: Resource, spans: Sequence[bytes]) -> bytes:
-        of_scope = {
+        scope_spans = {
             "scope": {"name": SCOPE, "version": SCOPE_VERSION},
             "spans": [orjson.Fragment(span) for span in spans],
         }
-        described = {"attributes": _json_pairs(resource)}
-        return orjson.dumps({"resourceSpans": [{"resource": described, "scopeSpans": [of_scope]}]})
+        encoded_resource = {"attributes": _json_pairs(resource)}
+        return orjson.dumps({"resourceSpans": [{"resource": encoded_resource, "scopeSpans": [scope_spans]}]})
 
 
 def _json_pairs(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ def _attribute(key: str, value: Any) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def _named(name: str, kind: int) -> bytes:
+def _name_and_kind(name: str, kind: int) -> bytes:
     return _field(0x2A, name.encode("utf-8", "replace")) + bytes((0x30, kind))
 
 
@@ -183,21 +183,21 @@ class ProtobufEncoding:
         parts = [b"\x0a\x10", bytes.fromhex(context.trace_id), b"\x12\x08", bytes.fromhex(context.span_id)]
         if span.parent_id is not None:
             parts += (b"\x22\x08", bytes.fromhex(span.parent_id))
-        parts += (_named(span.name, span.kind), _TIMES.pack(0x39, span.start_ns, 0x41, span.end_ns))
+        parts += (_name_and_kind(span.name, span.kind), _TIMES.pack(0x39, span.start_ns, 0x41, span.end_ns))
         for key, value in span.attributes.items():
             if value is not None:
                 parts += (b"\x4a", _attribute(key, tuple(value) if type(value) is list else value))
         status = b""
         if span.error is not None:
-            status = _field(0x12, span.error.encode("utf-8", "replace")) + bytes((0x18, _FAILED))
+            status = _field(0x12, span.error.encode("utf-8", "replace")) + bytes((0x18, _STATUS_ERROR))
         parts += (_field(0x7A, status), _SPAN_FLAGS)
         return b"".join(parts)
 
     def request(self, resource: Resource, spans: Sequence[bytes]) -> bytes:
-        described = b"".join(b"\x0a" + _attribute(key, value) for key, value in resource.items())
+        resource_attributes = b"".join(b"\x0a" + _attribute(key, value) for key, value in resource.items())
         scope = _field(0x0A, SCOPE.encode()) + _field(0x12, SCOPE_VERSION.encode())
-        of_scope = _field(0x0A, scope) + b"".join(_field(0x12, span) for span in spans)
-        return _field(0x0A, _field(0x0A, described) + _field(0x12, of_scope))
+        scope_spans = _field(0x0A, scope) + b"".join(_field(0x12, span) for span in spans)
+        return _field(0x0A, _field(0x0A, resource_attributes) + _field(0x12, scope_spans))
 
 
 ENCODINGS: Mapping[str, Encoding] = {"http/protobuf": ProtobufEncoding(), "http/json": JsonEncoding()}
@@ -238,14 +238,14 @@ class Collector:
             path = parts.path + (f"?{parts.query}" if parts.query else "")
             connection.request("POST", path, body, self._headers)
             response = connection.getresponse()
-            said = response.read(2000)
+            body_start = response.read(2000)
         except BaseException:
             connection.close()
             raise
         self._connection = connection
         if response.status >= 300:
-            what = f"answered {response.status}: {said[:200].decode('utf-8', 'replace')}"
-            raise ConnectionError(what) if response.status in _LATER else RefusedError(what)
+            problem = f"answered {response.status}: {body_start[:200].decode('utf-8', 'replace')}"
+            raise ConnectionError(problem) if response.status in _RETRYABLE_STATUSES else RefusedError(problem)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -265,9 +265,9 @@ class SpanExporter:
         self._limit = config.queue_spans
         self._wake = threading.Event()
         self._closing = False
-        self._until: float | None = None
+        self._close_deadline: float | None = None
         """The deadline for the last spans once `close` was called, by the monotonic clock."""
-        self._is_out = False
+        self._is_failing = False
         self._thread = threading.Thread(target=self._work, name="otlp", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -284,7 +284,7 @@ class SpanExporter:
     def close(self, timeout_s: float = AT_EXIT_S) -> None:
         """Send the remaining spans, for at most ``timeout_s`` seconds. Idempotent."""
         atexit.unregister(self.close)
-        self._until = time.monotonic() + timeout_s
+        self._close_deadline = time.monotonic() + timeout_s
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_s)
@@ -299,10 +299,10 @@ class SpanExporter:
 
     def _send_all(self) -> None:
         while self._queue and not self._is_late():
-            if batch := [*self._encoded(min(len(self._queue), BATCH_SPANS))]:
+            if batch := [*self._encode(min(len(self._queue), BATCH_SPANS))]:
                 self._send(batch)
 
-    def _encoded(self, count: int) -> Iterator[bytes]:
+    def _encode(self, count: int) -> Iterator[bytes]:
         for _ in range(count):
             try:
                 yield self._encoding.span(self._queue.popleft())
@@ -312,34 +312,34 @@ class SpanExporter:
     def _send(self, batch: Sequence[bytes]) -> None:
         for failures in range(1, TRIES + 1):
             try:
-                self._collector.post(self._resource, batch, self._left_s())
+                self._collector.post(self._resource, batch, self._remaining_s())
             except RefusedError as error:
-                self._lost(batch, "refused", error)
+                self._drop(batch, "refused", error)
                 return
             except (OSError, http.client.HTTPException) as error:
                 if failures == TRIES or self._closing:
-                    self._lost(batch, "unreachable", error)
+                    self._drop(batch, "unreachable", error)
                     return
                 self._wake.wait(pause_after(failures, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S))
             else:
                 EXPORTED.add(amount=len(batch))
-                if self._is_out:
-                    self._is_out = False
+                if self._is_failing:
+                    self._is_failing = False
                     log.info("traces are taken again", endpoint=self._collector.url)
                 return
 
-    def _lost(self, batch: Sequence[bytes], why: str, error: Exception) -> None:
+    def _drop(self, batch: Sequence[bytes], why: str, error: Exception) -> None:
         DROPPED.add(why, amount=len(batch))
-        if not self._is_out:  # log once, not for every batch
-            self._is_out = True
-            said = f"{type(error).__name__}: {error}"[:300]
-            log.warning("traces are not taken, and dropped", endpoint=self._collector.url, error=said)
+        if not self._is_failing:  # log once, not for every batch
+            self._is_failing = True
+            error_text = f"{type(error).__name__}: {error}"[:300]
+            log.warning("traces are not taken, and dropped", endpoint=self._collector.url, error=error_text)
 
-    def _left_s(self) -> float | None:
-        return None if self._until is None else max(self._until - time.monotonic(), 0.1)
+    def _remaining_s(self) -> float | None:
+        return None if self._close_deadline is None else max(self._close_deadline - time.monotonic(), 0.1)
 
     def _is_late(self) -> bool:
-        return self._until is not None and time.monotonic() > self._until
+        return self._close_deadline is not None and time.monotonic() > self._close_deadline
 
 
 _ROLES = (Role.PIPELINE, Role.ENVIRONMENT, Role.MODEL, Role.OPERATOR)
@@ -349,8 +349,8 @@ _ROLES = (Role.PIPELINE, Role.ENVIRONMENT, Role.MODEL, Role.OPERATOR)
 def require_scraper(request: Request, caller: Caller | None, token: str | None, *, secured: bool) -> None:
     """Raise `CredentialError` or `RoleError` unless the sender may read metrics: it needs the run's token as bearer,
     or a credential of any role but ``agent``."""
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if token is not None and hmac.compare_digest(given.encode(), token.encode()):
+    bearer_token = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if token is not None and hmac.compare_digest(bearer_token.encode(), token.encode()):
         return
     if caller is not None:
         caller.require(*_ROLES, route=METRICS_PATH)
@@ -367,14 +367,14 @@ def start_traces(config: ObservabilityConfig, *, server: str, run_id: str, **res
         return
     from importlib.metadata import version
 
-    described = {
+    attributes = {
         "service.name": server,
         "service.namespace": "nemo_gym",
         "service.version": version("nemo-gym-suite"),
         "run_id": run_id,
         **resource,
     }
-    telemetry.install(SpanExporter(config.traces, described), config.traces.sample)
+    telemetry.install(SpanExporter(config.traces, attributes), config.traces.sample)
 
 
 def start_server_telemetry(launch: ServerLaunch) -> None:

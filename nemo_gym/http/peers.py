@@ -174,9 +174,9 @@ class Peers:
             await asyncio.sleep(0.5)
 
 
-def _too_large(server: str, path: str, what: str) -> PeerError:
+def _too_large(server: str, path: str, problem: str) -> PeerError:
     # Status 413 is final: trying the same again would get the same reply.
-    return PeerError(server, path, 413, {"code": "reply_too_large", "detail": f"the answer {what}"})
+    return PeerError(server, path, 413, {"code": "reply_too_large", "detail": f"the answer {problem}"})
 
 
 def _cookies(incoming: Incoming) -> Mapping[str, str]:
@@ -206,8 +206,8 @@ def failure_of_peer(stage: StageName, error: PeerError) -> StageFailure:
     code = str(error.problem.get("code", ""))
     kind = _LOST_BY_STAGE[stage] if error.status == 0 else _KIND_BY_CODE.get(code, _KIND_BY_STAGE[stage])
     refused = error.status in (401, 403, 404, 409, 410)
-    told = error.problem.get("retryable")
-    final = (code in _FINAL_CODES or error.status in _FINAL_STATUSES) and told is not True
+    retryable_by_peer = error.problem.get("retryable")
+    final = (code in _FINAL_CODES or error.status in _FINAL_STATUSES) and retryable_by_peer is not True
     return StageFailure(
         stage=stage,
         kind=kind,

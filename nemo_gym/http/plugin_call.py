@@ -68,26 +68,26 @@ class PluginCall:
             arguments[self._response] = response or Response()
         if self._body is not None:
             name, models = self._body
-            arguments[name] = self._validated(models, body) if models and isinstance(body, dict) else body
+            arguments[name] = self._validate(models, body) if models and isinstance(body, dict) else body
         try:
-            return await self._called(arguments)
+            return await self._call(arguments)
         except RequestValidationError as error:  # raised by a plugin that validates its body itself
             raise InvalidBodyError(
                 f"{self._name}: the body is not as it must be", errors=_error_list(error.errors())
             ) from None
 
-    async def _called(self, arguments: dict[str, Any]) -> Any:
+    async def _call(self, arguments: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._hook):
             return await self._hook(**arguments)
         result = await anyio.to_thread.run_sync(lambda: self._hook(**arguments))
         return await result if isinstance(result, Awaitable) else result
 
-    def _validated(self, models: tuple[type[BaseModel], ...], body: dict[str, Any]) -> BaseModel:
+    def _validate(self, models: tuple[type[BaseModel], ...], body: dict[str, Any]) -> BaseModel:
         """Return the body as the first of ``models`` that accepts it; if none does, the error is the last model's."""
-        *others, model = models
-        for other in others:
+        *earlier, model = models
+        for candidate in earlier:
             with contextlib.suppress(ValidationError):
-                return other.model_validate(body)
+                return candidate.model_validate(body)
         try:
             return model.model_validate(body)
         except ValidationError as error:

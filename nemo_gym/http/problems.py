@@ -60,26 +60,28 @@ async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGy
 def install_problem_handlers(app: FastAPI) -> None:
     """Answer this suite's errors as problems."""
 
-    async def known(request: Request, error: Exception) -> Response:
+    async def handle_suite_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, NemoGymError)
         return refused(request, error)
 
-    async def framework(request: Request, error: Exception) -> Response:
+    async def handle_framework_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return await refused_by_framework(request, error)
 
-    async def left(request: Request, error: Exception) -> Response:
+    async def handle_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)  # not an error, and no client is left to receive it
 
-    app.add_exception_handler(NemoGymError, known)
-    app.add_exception_handler(HTTPException, framework)
-    app.add_exception_handler(ClientDisconnect, left)
+    app.add_exception_handler(NemoGymError, handle_suite_error)
+    app.add_exception_handler(HTTPException, handle_framework_error)
+    app.add_exception_handler(ClientDisconnect, handle_disconnect)
 
 
 def refused(request: Request, error: NemoGymError) -> Response:
     """Log one of this suite's errors, and return the response to its request."""
-    said = log.warning if error.status >= 500 else log.info
-    said("request refused", route=request.scope["path"], code=error.code, status=error.status, error=error.message)
+    log_refusal = log.warning if error.status >= 500 else log.info
+    log_refusal(
+        "request refused", route=request.scope["path"], code=error.code, status=error.status, error=error.message
+    )
     return problem_response(error, request.scope)
 
 
@@ -88,8 +90,8 @@ async def refused_by_framework(request: Request, error: HTTPException) -> Respon
     one that a plugin raised."""
     shape: ErrorShape | None = getattr(request.scope["app"].state, "nemo_gym_error_shape", None)
     if shape is not None:
-        said = error.detail if isinstance(error.detail, str) else orjson.dumps(error.detail, default=str).decode()
-        shaped = shape(request.scope, http_error(error.status_code, f"{said} ({request.scope['path']})"))
+        detail = error.detail if isinstance(error.detail, str) else orjson.dumps(error.detail, default=str).decode()
+        shaped = shape(request.scope, http_error(error.status_code, f"{detail} ({request.scope['path']})"))
         if shaped is not None:
             shaped.headers.update(error.headers or {})
             return shaped
@@ -110,5 +112,5 @@ def unexpected(scope: Scope, error: Exception) -> Response:
     """Log an unexpected error with its traceback, and return the response to its request. Call it while ``error`` is
     being handled."""
     log.exception("route failed", route=scope["path"])
-    said = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
-    return problem_response(InternalError(said), scope)
+    message = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
+    return problem_response(InternalError(message), scope)

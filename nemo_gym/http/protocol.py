@@ -27,17 +27,17 @@ class JoinedWrites:
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
-        self._held = b""
+        self._pending_head = b""
 
     def write(self, data: bytes | memoryview) -> None:
-        if self._held and len(data) <= _JOINED_BYTES:
-            held, self._held = self._held, b""
-            self._transport.write(b"".join((held, data)))
-        elif self._held or isinstance(data, memoryview):
+        if self._pending_head and len(data) <= _JOINED_BYTES:
+            head, self._pending_head = self._pending_head, b""
+            self._transport.write(b"".join((head, data)))
+        elif self._pending_head or isinstance(data, memoryview):
             self._flush()
             self._transport.write(data)
         elif data.startswith(_HEAD) and data.endswith(_HEAD_END):
-            self._held = data
+            self._pending_head = data
             self._loop.call_soon(self._flush)
         else:
             self._transport.write(data)
@@ -47,13 +47,13 @@ class JoinedWrites:
         self._transport.close()
 
     def abort(self) -> None:
-        self._held = b""
+        self._pending_head = b""
         self._transport.abort()
 
     def _flush(self) -> None:
-        held, self._held = self._held, b""
-        if held and not self._transport.is_closing():
-            self._transport.write(held)
+        head, self._pending_head = self._pending_head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -82,7 +82,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         self._timeout_s = slow_request_timeout_s
         self._watching: asyncio.TimerHandle | None = None
         self._is_receiving = True
-        """Whether the rest of a request, or the next request, is still to arrive."""
+        """Whether this waits for the rest of a request, possibly of one that has not even begun."""
         self._progress_at = 0.0
         self._progress_bytes = 0
         self._is_late = False
@@ -90,7 +90,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._stuck_bytes = 0
         """Bytes received since the last progress: since a message began, a head or message ended, or body arrived."""
-        self._has_moved = False
+        self._made_progress = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,9 +100,9 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         self._watching = self.loop.call_later(self._timeout_s, self._watch)
 
     def data_received(self, data: bytes) -> None:
-        self._has_moved = False
+        self._made_progress = False
         super().data_received(data)
-        self._stuck_bytes = 0 if self._has_moved else self._stuck_bytes + len(data)
+        self._stuck_bytes = 0 if self._made_progress else self._stuck_bytes + len(data)
         if self._stuck_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse_head()
 
@@ -123,39 +123,39 @@ class WatchedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = self._has_moved = True
+        self._in_head = self._made_progress = True
         self._head_bytes = 0
         self._is_receiving = True
         self._progress()
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._take_head(len(url))
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # a trailer: the request was already checked and routed without it
         super().on_header(name, value)
-        self._take_head(len(name) + len(value))
+        self._count_head(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._has_moved = False, True
+        self._in_head, self._made_progress = False, True
         super().on_headers_complete()
         self._progress()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._has_moved = True
+        self._made_progress = True
         self._progress_bytes += len(body)
         if self._progress_bytes >= PROGRESS_BYTES:
             self._progress()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._has_moved = True
+        self._made_progress = True
         self._is_receiving = False
 
-    def _take_head(self, size: int) -> None:
+    def _count_head(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
@@ -187,11 +187,11 @@ class WatchedHttpProtocol(HttpToolsProtocol):
             # This process may itself have been stalled; give it a moment to read what arrived in the meantime.
             self._is_late, left_s = True, _RECHECK_S
         elif left_s <= 0:
-            self._end()
+            self._time_out()
             return
         self._watching = self.loop.call_later(left_s, self._watch)
 
-    def _end(self) -> None:
+    def _time_out(self) -> None:
         if self.transport.get_write_buffer_size():
             self.transport.abort()  # the client is not reading earlier replies either
             return

@@ -49,12 +49,12 @@ _VALUE_BYTES = 2
 """The shortest value and its separator."""
 _HELD_AT_ONCE_BYTES = 256 << 10
 """Bytes scanned in one call, which holds the interpreter's lock for a millisecond or two."""
-_IN_A_THREAD_BYTES = 2 << 20
+_INLINE_SCAN_BYTES = 2 << 20
 _COUNTING = ThreadPoolExecutor(1, "body values")
 """One body at a time: every further thread that competes for the interpreter's lock delays the event loop."""
 _STRUCTURE = b",[{"
-_OTHERS = bytes(one for one in range(256) if one not in _STRUCTURE)
-_NO_QUOTES = bytes(one for one in range(256) if one not in _STRUCTURE + b'"')
+_NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in _STRUCTURE)
+_NOT_STRUCTURE_OR_QUOTE = bytes(byte for byte in range(256) if byte not in _STRUCTURE + b'"')
 
 
 async def check_values(body: bytes, at_most: int) -> None:
@@ -63,7 +63,7 @@ async def check_values(body: bytes, at_most: int) -> None:
         return
     too_many = (
         has_more_values(body, at_most)
-        if len(body) <= _IN_A_THREAD_BYTES
+        if len(body) <= _INLINE_SCAN_BYTES
         else await asyncio.get_running_loop().run_in_executor(_COUNTING, has_more_values, body, at_most)
     )
     if too_many:
@@ -78,7 +78,7 @@ def has_more_values(body: bytes, at_most: int) -> bool:
     pieces = range(0, len(body), _HELD_AT_ONCE_BYTES)
     anywhere = 0
     for at in pieces:
-        anywhere += len(body[at : at + _HELD_AT_ONCE_BYTES].translate(None, _OTHERS))
+        anywhere += len(body[at : at + _HELD_AT_ONCE_BYTES].translate(None, _NOT_STRUCTURE))
         if anywhere > at_most:
             break
     else:
@@ -98,20 +98,20 @@ class ValueCounter:
 
     def __init__(self, of_containers: int = 1) -> None:
         self.found = self.quotes = 0
-        self._more = of_containers - 1
-        self._inside, self._backslash = False, b""
+        self._extra_per_container = of_containers - 1
+        self._in_string, self._backslash = False, b""
 
     def feed(self, piece: bytes) -> None:
         piece = (self._backslash + piece).replace(b"\\\\", b"")
         self._backslash = b"\\" if piece.endswith(b"\\") else b""  # the character it escapes is in the next piece
-        piece = piece.removesuffix(b"\\").replace(b'\\"', b"").translate(None, _NO_QUOTES)
+        piece = piece.removesuffix(b"\\").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE_OR_QUOTE)
         self.quotes += piece.count(b'"')
         parts = piece.split(b'"')
-        for part in parts[self._inside :: 2]:
+        for part in parts[self._in_string :: 2]:
             self.found += len(part)
-            if self._more and part:
-                self.found += self._more * (part.count(b"[") + part.count(b"{"))
-        self._inside ^= len(parts) % 2 == 0
+            if self._extra_per_container and part:
+                self.found += self._extra_per_container * (part.count(b"[") + part.count(b"{"))
+        self._in_string ^= len(parts) % 2 == 0
 
 
 def check_messages(body: Mapping[str, Any], at_most: int) -> None:
@@ -195,11 +195,11 @@ def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.l
 def _require_shallow(value: dict[str, Any], path: str) -> None:
     """Raise `InvalidBodyError` for a value nested too deeply to be passed on: encoding allows fewer levels than
     parsing, and the enclosing levels count too. The trial encoding costs a third of the parsing."""
-    within: Any = value
+    nested: Any = value
     for _ in range(_LEVELS_AROUND):
-        within = [within]
+        nested = [nested]
     try:
-        orjson.dumps(within)
+        orjson.dumps(nested)
     except TypeError as error:
         raise InvalidBodyError(f"the body of {path}: {not_json(error)}") from None
 

@@ -89,14 +89,14 @@ class BaseServer(BaseModel):
 
             block = OmegaConf.to_container(block, resolve=True) if isinstance(block, DictConfig) else dict(block)
         # A null value counts as a missing key, unless the field accepts null.
-        known = cls.config_class().model_fields
-        nullable = {name for name, field in known.items() if type(None) in get_args(field.annotation)}
-        given = {key: value for key, value in block.items() if value is not None or key in nullable}
+        fields = cls.config_class().model_fields
+        nullable = {name for name, field in fields.items() if type(None) in get_args(field.annotation)}
+        settings = {key: value for key, value in block.items() if value is not None or key in nullable}
         try:
-            return cls.config_class().model_validate({"host": "127.0.0.1", "port": 0, **given, "name": instance})
+            return cls.config_class().model_validate({"host": "127.0.0.1", "port": 0, **settings, "name": instance})
         except ValidationError as error:
             where = server_path(global_config, instance)
-            raise ConfigError(validation_problems(error, known, where=where), key=where) from None
+            raise ConfigError(validation_problems(error, fields, where=where), key=where) from None
 
 
 class SimpleServer(BaseServer):
@@ -123,9 +123,9 @@ class SimpleServer(BaseServer):
         if self.__pydantic_private__ is None:  # some plugins' tests replace ``model_post_init``, which sets these
             self.__pydantic_private__ = {}
             for name, private in self.__private_attributes__.items():
-                make: Any = private.default_factory
-                if make is not None or private.default is not PydanticUndefined:
-                    self.__pydantic_private__[name] = copy(private.default) if make is None else make()
+                factory: Any = private.default_factory
+                if factory is not None or private.default is not PydanticUndefined:
+                    self.__pydantic_private__[name] = copy(private.default) if factory is None else factory()
 
     def contract_app(self) -> Application:
         """Build the application with the fixed routes of this type of server."""
@@ -158,8 +158,8 @@ class SimpleServer(BaseServer):
         self._credentials = credentials
         self._launch = launch
         if isinstance(self.server_client, ServerClient):
-            own = {credentials.instance: credentials.for_self(self.ROLE)}
-            self.server_client.use_credentials({**credentials.outgoing, **own})
+            self_credential = {credentials.instance: credentials.for_self(self.ROLE)}
+            self.server_client.use_credentials({**credentials.outgoing, **self_credential})
 
     @property
     def secured(self) -> bool:
@@ -300,10 +300,10 @@ class SimpleServer(BaseServer):
             await telemetry.shut_down()
 
     async def _ready_route(self, request: Request) -> Response:
-        missing = await self.ready()
-        if missing is None:
+        not_ready = await self.ready()
+        if not_ready is None:
             return JsonResponse({"status": "ready", **self.facts()})
-        return JsonResponse({"status": "not_ready", **self.facts(), **missing}, status_code=503)
+        return JsonResponse({"status": "not_ready", **self.facts(), **not_ready}, status_code=503)
 
     @classmethod
     def from_launch(cls, launch: ServerLaunch | None = None) -> Self:

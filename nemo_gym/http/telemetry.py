@@ -167,11 +167,11 @@ def encode_replicas(replicas: Mapping[str, int]) -> str:
 
 def decode_replicas(header: str) -> dict[str, int]:
     """Parse the replicas header. Unreadable entries are skipped: the header only tells where sessions are."""
-    found: dict[str, int] = {}
+    replicas: dict[str, int] = {}
     for entry in header[:MAX_HEADER_CHARS].split(","):
         if match := _ENTRY.match(entry.strip()):
-            found[unquote(match[1])] = int(match[2])
-    return found
+            replicas[unquote(match[1])] = int(match[2])
+    return replicas
 
 
 class Chooser:
@@ -179,7 +179,7 @@ class Chooser:
 
     def __init__(self) -> None:
         self._busy: collections.Counter[str] = collections.Counter()
-        self._left_out: dict[str, float] = {}
+        self._left_out_until: dict[str, float] = {}
         self._turn = count()
 
     def order(self, urls: Sequence[str], key: str | None = None) -> list[int]:
@@ -193,11 +193,11 @@ class Chooser:
         return sorted(ranked, key=lambda i: self.is_left_out(urls[i]))
 
     def is_left_out(self, url: str) -> bool:
-        return self._left_out.get(url, 0.0) > time.monotonic()
+        return self._left_out_until.get(url, 0.0) > time.monotonic()
 
     def unreachable(self, url: str) -> None:
         """Record that the replica at ``url`` refused a connection."""
-        self._left_out[url] = time.monotonic() + LEFT_OUT_S
+        self._left_out_until[url] = time.monotonic() + LEFT_OUT_S
 
     @contextlib.contextmanager
     def busy(self, url: str) -> Iterator[None]:
@@ -234,7 +234,7 @@ class Counter:
     def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
         self.name, self.documentation, self.labels = name, documentation, tuple(labels)
         self.values: dict[Labels, float] = {} if labels else {(): 0.0}
-        _OWN.append(self)
+        _METRICS.append(self)
 
     def add(self, *labels: str, amount: float = 1.0) -> None:
         self.values[labels] = self.values.get(labels, 0.0) + amount
@@ -249,7 +249,7 @@ class Histogram:
         self.name, self.documentation, self.labels = name, documentation, tuple(labels)
         self.values: dict[Labels, list[float]] = {}
         """By labels: the count of each bucket, the count beyond the last bound, and the sum of all seconds."""
-        _OWN.append(self)
+        _METRICS.append(self)
 
     def observe(self, seconds: float, *labels: str) -> None:
         counts = self.values.get(labels)
@@ -271,7 +271,7 @@ class Reading:
 
 Source = Callable[[], Iterable[Reading]]
 
-_OWN: list[Counter | Histogram] = []
+_METRICS: list[Counter | Histogram] = []
 _SOURCES: dict[object, Source] = {}
 
 
@@ -307,32 +307,32 @@ def _families(readings: Iterable[Reading]) -> Iterator[Metric]:
     from prometheus_client import ProcessCollector
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    for own in _OWN:
-        if not own.values:
+    for metric in _METRICS:
+        if not metric.values:
             continue
-        if isinstance(own, Counter):
-            counter = CounterMetricFamily(own.name, own.documentation, labels=own.labels)
-            for labels, value in own.values.items():
+        if isinstance(metric, Counter):
+            counter = CounterMetricFamily(metric.name, metric.documentation, labels=metric.labels)
+            for labels, value in metric.values.items():
                 counter.add_metric(labels, value)
             yield counter
             continue
-        histogram = HistogramMetricFamily(own.name, own.documentation, labels=own.labels)
-        for labels, (*counts, total) in own.values.items():
-            histogram.add_metric(labels, [*_cumulated(counts)], total)
+        histogram = HistogramMetricFamily(metric.name, metric.documentation, labels=metric.labels)
+        for labels, (*counts, total) in metric.values.items():
+            histogram.add_metric(labels, [*_cumulative(counts)], total)
         yield histogram
     kinds: dict[str, Any] = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-    for reading in [*readings, *(one for source in [*_SOURCES.values()] for one in source())]:
+    for reading in [*readings, *(item for source in [*_SOURCES.values()] for item in source())]:
         if not reading.samples:
             continue
         names = [*reading.samples[0][0]]
         family = kinds[reading.kind](reading.name, reading.documentation, labels=names)
-        for given, value in reading.samples:
-            family.add_metric([given[name] for name in names], value)
+        for sample_labels, value in reading.samples:
+            family.add_metric([sample_labels[name] for name in names], value)
         yield family
     yield from ProcessCollector(registry=None).collect()
 
 
-def _cumulated(counts: Sequence[float]) -> Iterator[tuple[str, float]]:
+def _cumulative(counts: Sequence[float]) -> Iterator[tuple[str, float]]:
     """Return cumulative counts: a Prometheus bucket counts every value up to its bound."""
     so_far = 0.0
     for bound, counted in zip((*map(str, BUCKETS_S), "+Inf"), counts, strict=True):
@@ -461,8 +461,8 @@ def attempt_context(rollout: Any, header: str | None = None) -> SpanContext | No
     root = context_of_attempt(run_id, rollout_id, attempt)
     if int(root.trace_id[:8], 16) >= _sample * 0x100000000:
         return None
-    given = extract(header)
-    return given if given is not None and given.trace_id == root.trace_id else root
+    parent = extract(header)
+    return parent if parent is not None and parent.trace_id == root.trace_id else root
 
 
 def enter(context: SpanContext) -> None:
@@ -549,12 +549,12 @@ class step:  # noqa: N801 - reads as a verb: `with step("seed")`
 
 def tool_call(name: str, **options: Any) -> step:
     """Return the step to put around a tool call."""
-    named: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.operation.name": "execute_tool",
         "gen_ai.tool.name": name,
         "gen_ai.tool.type": "function",
     }
-    return step("tool_call", title=f"execute_tool {name}", **named, **options)
+    return step("tool_call", title=f"execute_tool {name}", **attributes, **options)
 
 
 def begin(

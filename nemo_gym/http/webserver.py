@@ -76,7 +76,9 @@ def serve(
     if launch is not None and launch.parent_pid is not None:
         die_with_parent(launch.parent_pid)
     secured = launch is not None and launch.credentials is not None
-    sockets = [_inherited(launch.socket_fd)] if launch and launch.socket_fd is not None else [bind(config, secured)]
+    sockets = (
+        [_inherited_socket(launch.socket_fd)] if launch and launch.socket_fd is not None else [bind(config, secured)]
+    )
     settings = _settings(slow_request_timeout_s)
     if launch is not None and launch.certificate_file is not None:
         settings |= {"ssl_certfile": launch.certificate_file, "ssl_keyfile": launch.key_file}
@@ -86,7 +88,7 @@ def serve(
         sys.exit(3)
 
 
-class _Guest(WebServer):
+class _EmbeddedServer(WebServer):
     """Runs in another program's event loop and leaves signals to that program."""
 
     @contextlib.contextmanager
@@ -103,7 +105,7 @@ async def served(
     _tune_process()
     listener = bind(config, secured=True)
     host, port = listener.getsockname()[:2]
-    server = _Guest(uvicorn.Config(app, **_settings(60.0), lifespan="off"), None, on_stop)
+    server = _EmbeddedServer(uvicorn.Config(app, **_settings(60.0), lifespan="off"), None, on_stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
     try:
         yield f"http://{url_host(host)}:{port}"
@@ -133,7 +135,7 @@ def _settings(slow_request_timeout_s: float) -> dict[str, Any]:
     }
 
 
-def _inherited(fd: int) -> socket.socket:
+def _inherited_socket(fd: int) -> socket.socket:
     listener = socket.socket(fileno=fd)
     listener.setblocking(False)
     return listener
@@ -170,9 +172,9 @@ def raise_file_limit() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def keep_memory() -> None:

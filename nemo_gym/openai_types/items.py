@@ -243,8 +243,8 @@ def training_variant_of(item_cls: type[BaseModel]) -> type[BaseModel]:
     try:
         return RESPONSES_TO_TRAIN[item_cls]
     except KeyError:
-        known = ", ".join(cls.__name__ for cls in RESPONSES_TO_TRAIN)
-        raise NotImplementedError(f"{item_cls.__name__} cannot carry token ids; only {known} can") from None
+        names = ", ".join(cls.__name__ for cls in RESPONSES_TO_TRAIN)
+        raise NotImplementedError(f"{item_cls.__name__} cannot carry token ids; only {names} can") from None
 
 
 _BY_TYPE: dict[str, type[BaseModel]] = {

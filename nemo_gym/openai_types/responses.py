@@ -111,8 +111,8 @@ def accumulate_response_usage(
 ) -> NeMoGymResponseUsage | None:
     """Return the sum of two usages as a new object; ``None`` counts as zero."""
     if total is None or additional is None:
-        known = total or additional
-        return known.model_copy(deep=True) if known is not None else None
+        usage = total or additional
+        return usage.model_copy(deep=True) if usage is not None else None
     result = total.model_copy(deep=True)
     _add(result, additional)
     return result

@@ -96,7 +96,7 @@ class OpenHandsServer:
         self.allow_skip_eval = allow_skip_eval
         self.timeout_s = _positive("timeout_s", timeout_s)
         self._llm_servers = LlmServers(llm_server_addresses or ())
-        self._life = threading.Lock()
+        self._lifecycle_lock = threading.Lock()
         """Held while starting and stopping."""
         self._lock = threading.Lock()
         """Held briefly, to schedule work on the thread or to use the LLM servers."""
@@ -112,7 +112,7 @@ class OpenHandsServer:
 
     def start(self) -> None:
         """Start the workers. Handlers start what they need with their first job."""
-        with self._life:
+        with self._lifecycle_lock:
             if self._running:
                 raise ConfigError("the server is running already; stop() it first", key="start")
             self._thread = LoopThread("prorl-server")
@@ -123,7 +123,7 @@ class OpenHandsServer:
     def stop(self) -> None:
         """End running jobs, each with an error that says so, and release everything they opened; idempotent."""
         self._refuse_own_thread()
-        with self._life:
+        with self._lifecycle_lock:
             with self._lock:
                 was_running, self._running = self._running, False
             if was_running and self._thread is not None:
@@ -272,8 +272,8 @@ class OpenHandsServer:
         else:
             _check_job_id(job_id)
             digest = _digest(instance, params, iterations)
-            if (known := self._known(job_id, digest)) is not None:
-                return known if isinstance(known, dict) else await self._result_of(known)
+            if (earlier := self._find_job(job_id, digest)) is not None:
+                return earlier if isinstance(earlier, dict) else await self._result_of(earlier)
         with self._lock:
             address = self._llm_servers.next()
         details = JobDetails(job_id, instance, iterations, {**params, "base_url": address})
@@ -290,25 +290,25 @@ class OpenHandsServer:
         self._pools.put(job)
         return await self._result_of(job)
 
-    def _known(self, job_id: str, digest: str) -> HandlerJob | dict[str, Any] | None:
+    def _find_job(self, job_id: str, digest: str) -> HandlerJob | dict[str, Any] | None:
         """Return the running job of this id, or the result of a finished one, or ``None``. Raises `ContractError` if
         the id belongs to a different job."""
-        job, kept = self._pools.jobs.get(job_id), self._finished.get(job_id)
-        before = job.digest if job is not None else kept[0] if kept is not None else digest
-        if before != digest:
+        job, finished = self._pools.jobs.get(job_id), self._finished.get(job_id)
+        prior = job.digest if job is not None else finished[0] if finished is not None else digest
+        if prior != digest:
             raise ContractError(
-                f"job_id '{job_id}' is another job's: its instance and parameters have the digest {before}, these have"
+                f"job_id '{job_id}' is another job's: its instance and parameters have the digest {prior}, these have"
                 f" {digest}; choose another id, or none",
                 job_id=job_id,
             )
-        return job if job is not None else kept[1] if kept is not None else None
+        return job if job is not None else finished[1] if finished is not None else None
 
     def _withdraw(self, job: HandlerJob, error: BaseException) -> None:
         """Remove a job that was refused at submission, and pass the error to callers that meanwhile wait for it."""
         self._pools.jobs.pop(job.job.job_id, None)
         if not job.result.done():
-            told = error if isinstance(error, Exception) else NotRunningError("the job was withdrawn", retryable=True)
-            job.result.set_exception(told)
+            cause = error if isinstance(error, Exception) else NotRunningError("the job was withdrawn", retryable=True)
+            job.result.set_exception(cause)
             job.result.exception()  # mark it as retrieved, because perhaps no caller waits for it
 
     async def _result_of(self, job: HandlerJob) -> dict[str, Any]:
@@ -347,8 +347,8 @@ def _parameters(given: Any) -> dict[str, Any]:
 
 
 def _digest(instance: Any, params: Mapping[str, Any], iterations: int) -> str:
-    asked = orjson.dumps([row_of(instance), row_of({"iterations": iterations, **params})], option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(asked).hexdigest()[:16]
+    body = orjson.dumps([row_of(instance), row_of({"iterations": iterations, **params})], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(body).hexdigest()[:16]
 
 
 def _check_job_id(job_id: Any) -> None:

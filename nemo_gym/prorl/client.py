@@ -58,18 +58,18 @@ def assign_llm_servers(addresses: Sequence[str], urls: Sequence[str]) -> dict[st
     an even share of all. LLM servers on nodes without a ProRL server are shared out evenly as well."""
     hosts = {url: urlsplit(url).hostname for url in urls}
     assigned: dict[str, list[str]] = {url: [] for url in urls}
-    left = []
+    unassigned = []
     for address in addresses:
-        own = [url for url in urls if hosts[url] == urlsplit(address).hostname]
-        for url in own:
+        local_urls = [url for url in urls if hosts[url] == urlsplit(address).hostname]
+        for url in local_urls:
             assigned[url].append(address)
-        if not own:
-            left.append(address)
-    for url, address in zip(cycle(urls), left, strict=False):
+        if not local_urls:
+            unassigned.append(address)
+    for url, address in zip(cycle(urls), unassigned, strict=False):
         assigned[url].append(address)
-    without = [url for url in urls if not assigned[url]]
+    unserved = [url for url in urls if not assigned[url]]
     if addresses:
-        for url, address in zip(without, islice(cycle(addresses), len(without)), strict=True):
+        for url, address in zip(unserved, islice(cycle(addresses), len(unserved)), strict=True):
             assigned[url].append(address)
     return assigned
 
@@ -128,8 +128,8 @@ class ProRLClient:
         for name, value in (("places", places), ("max_tries", max_tries)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number from 1, got {value!r}", key=name)
-        given = token or os.environ.get(TOKEN_ENV)
-        self._headers = {"Authorization": f"Bearer {given}"} if given else {}
+        bearer_token = token or os.environ.get(TOKEN_ENV)
+        self._headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
         self._places, self._max_tries, self._patience_s = places, max_tries, patience_s
         self._free: asyncio.Queue[_Place] = asyncio.Queue()
         self._tasks = BackgroundTasks()
@@ -229,14 +229,14 @@ class ProRLClient:
     async def status(self) -> dict[str, dict[str, Any]]:
         """Return the status of each server; ``{problem}`` for a server that is not available."""
 
-        async def one(server: _Server) -> dict[str, Any]:
+        async def status_of(server: _Server) -> dict[str, Any]:
             try:
                 return await self._ask(server, "/status")
             except (JobLost, ConfigError) as error:
                 return {"problem": str(error)}
 
-        told = await asyncio.gather(*map(one, self._servers))
-        return {server.url: each for server, each in zip(self._servers, told, strict=True)}
+        statuses = await asyncio.gather(*map(status_of, self._servers))
+        return {server.url: each for server, each in zip(self._servers, statuses, strict=True)}
 
     async def _post(self, server: _Server, path: str, body: Mapping[str, Any]) -> None:
         try:
@@ -255,14 +255,14 @@ class ProRLClient:
             self._tasks.start(self._find_again(server))
 
     async def _open(self, server: _Server) -> None:
-        told = await self._ask(server, "/status")
-        if not told.get("running"):
+        status = await self._ask(server, "/status")
+        if not status.get("running"):
             try:
                 await self._ask(server, "/start", {})
             except ConfigError:  # another client may have started it meanwhile
                 if not (await self._ask(server, "/status")).get("running"):
                     raise
-        workers = (int(told[f"max_{stage}_workers"]) for stage in ("init", "run", "eval"))
+        workers = (int(status[f"max_{stage}_workers"]) for stage in ("init", "run", "eval"))
         server.places, server.problem = self._places or sum(workers), None
         for _ in range(server.places):
             self._free.put_nowait(_Place(server, server.life))
@@ -324,16 +324,16 @@ class ProRLClient:
         try:
             async with self._http.request("GET" if body is None else "POST", server.url + path, **options) as reply:
                 answer, status = await reply.read(), reply.status
-            told = orjson.loads(answer)
+            payload = orjson.loads(answer)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise JobLost(f"{type(error).__name__}: {error}") from error
         except orjson.JSONDecodeError:
             raise JobLost(f"{path} answers {status} and no JSON") from None
-        said = told.get("detail") if isinstance(told, dict) else None
+        detail = payload.get("detail") if isinstance(payload, dict) else None
         if status >= 500 and path != "/start":
-            if isinstance(told, dict) and told.get("code") not in ("not_running", None):
-                raise ServerError(f"{server.url}{path}: {said}", retryable=bool(told.get("retryable")))
-            raise JobLost(f"{path} answers {status}: {said}")
-        if status >= 400 or not isinstance(told, dict):
-            raise ConfigError(f"{server.url}{path}: {said or f'status {status}'}", key=path)
-        return told
+            if isinstance(payload, dict) and payload.get("code") not in ("not_running", None):
+                raise ServerError(f"{server.url}{path}: {detail}", retryable=bool(payload.get("retryable")))
+            raise JobLost(f"{path} answers {status}: {detail}")
+        if status >= 400 or not isinstance(payload, dict):
+            raise ConfigError(f"{server.url}{path}: {detail or f'status {status}'}", key=path)
+        return payload

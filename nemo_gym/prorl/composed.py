@@ -62,8 +62,8 @@ class LlmAccess:
     @property
     def engine(self) -> str:
         """The LLM server's engine name at the gateway."""
-        told = orjson.dumps([self.address, self.model, self.api_key])
-        return f"{urlsplit(self.address).netloc}-{hashlib.sha256(told).hexdigest()[:8]}"
+        identity = orjson.dumps([self.address, self.model, self.api_key])
+        return f"{urlsplit(self.address).netloc}-{hashlib.sha256(identity).hexdigest()[:8]}"
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class ComposedServers:
     async def running(self, llm: LlmAccess) -> Running:
         """Return the servers, starting them if they do not run or have failed. Raises the error of a failed start."""
         async with self._changing:
-            if (why := self._over()) is not None:
+            if (why := self._restart_reason()) is not None:
                 log.warning("servers failed, starting them again", error=why)
                 await self._stop()
             if self._startup is None:
@@ -124,7 +124,7 @@ class ComposedServers:
             startup = self._startup
         return await asyncio.shield(startup)
 
-    def _over(self) -> str | None:
+    def _restart_reason(self) -> str | None:
         """Return why the servers must be started again, or ``None``."""
         startup = self._startup
         if startup is None or not startup.done():
@@ -160,13 +160,13 @@ class ComposedServers:
 
     async def _models(self, address: str, api_key: str | None) -> list[str]:
         """Return the models that the LLM server lists. All jobs share one request; a failed request is repeated."""
-        asked = self._answering.get(address)
-        if asked is None:
-            asked = self._answering[address] = asyncio.ensure_future(_listed_models(address, api_key))
+        request = self._answering.get(address)
+        if request is None:
+            request = self._answering[address] = asyncio.ensure_future(_listed_models(address, api_key))
         try:
-            return await asyncio.shield(asked)
+            return await asyncio.shield(request)
         except ModelError:
-            if self._answering.get(address) is asked:
+            if self._answering.get(address) is request:
                 del self._answering[address]
             raise
 

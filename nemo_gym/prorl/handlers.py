@@ -104,7 +104,7 @@ class SuiteHandler(AgentHandler):
         limits = {"max_turns": max_iterations}
         task = instance_id_of(instance)
         while True:
-            known = llm.engine in running.engines
+            was_registered = llm.engine in running.engines
             engine = await running.engine_for(llm)
             identity = {
                 # The suffix is random because a job that is submitted again after an error is a new rollout.
@@ -122,7 +122,7 @@ class SuiteHandler(AgentHandler):
                 await steps.prepare(rollout.attempt)
             except BaseException as error:
                 await rollout.close()
-                if known and isinstance(error, PeerError) and error.problem.get("code") == "unknown_engine":
+                if was_registered and isinstance(error, PeerError) and error.problem.get("code") == "unknown_engine":
                     running.engines.clear()  # the gateway has restarted
                     continue
                 raise
@@ -210,8 +210,8 @@ class MathHandler(SuiteHandler):
     def row(self, instance: Any) -> dict[str, Any]:
         row = super().row(instance)
         judge = row.get("reward_model")
-        given = {**(judge if isinstance(judge, dict) else {}), **row}
-        answer = next((given[name] for name in self.ANSWERS if given.get(name) not in (None, "")), None)
+        fields = {**(judge if isinstance(judge, dict) else {}), **row}
+        answer = next((fields[name] for name in self.ANSWERS if fields.get(name) not in (None, "")), None)
         if answer is None:
             raise RowError(
                 f"instance '{instance_id_of(instance)}': the expected answer is missing; give 'expected_answer'",
@@ -244,8 +244,8 @@ def _patch(act: Mapping[str, Any]) -> str:
 def _messages(attempt: Attempt) -> list[dict[str, Any]]:
     """Return the conversation as chat messages: the prompt and the agent's output."""
     params = attempt.agent_params()
-    asked = params.get("input") or []
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+    prompt = params.get("input") or []
+    items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     output = attempt.act[RESPONSE_KEY].get("output") or []
     return chat_messages([*items, *output], params.get("instructions"))
 

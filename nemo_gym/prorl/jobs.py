@@ -71,7 +71,7 @@ class HandlerStage:
         self.name, self.workers, self._work = name, workers, work
 
     async def run(self, attempt: JobAttempt) -> StageResult:
-        job = _own(attempt)
+        job = _as_handler_job(attempt)
         job.place = f"active_{self.name}"
         left_s = job.timeout_s - sum(job.timings.values())
         start = time.perf_counter()
@@ -152,14 +152,14 @@ class JobPools:
 
     async def _init(self, job: HandlerJob) -> None:
         details = job.details
-        made = await job.handler.init(
+        returned = await job.handler.init(
             details.instance, llm_config=details.llm_config, sid=details.job_id, max_iterations=details.max_iterations
         )
         try:
-            details.runtime, details.metadata, details.config = made
+            details.runtime, details.metadata, details.config = returned
         except (TypeError, ValueError):
             raise ConfigError(
-                f"handler '{job.handler.name}': init must return (runtime, metadata, config), not {kind_of(made)}"
+                f"handler '{job.handler.name}': init must return (runtime, metadata, config), not {kind_of(returned)}"
             ) from None
 
     async def _run(self, job: HandlerJob) -> None:
@@ -174,8 +174,8 @@ class JobPools:
     async def _eval(self, job: HandlerJob) -> None:
         details = job.details
         details.start_eval_time = time.time()
-        told = await job.handler.eval(details, sid=f"eval_{details.job_id}", allow_skip=self._allow_skip_eval)
-        results = _mapping(told, job.handler, "eval")
+        returned = await job.handler.eval(details, sid=f"eval_{details.job_id}", allow_skip=self._allow_skip_eval)
+        results = _mapping(returned, job.handler, "eval")
         details.eval_results = _mapping(results["report"], job.handler, "eval") if "report" in results else results
 
     async def _ready(self, attempt: JobAttempt, _: StageResult) -> None:
@@ -185,21 +185,21 @@ class JobPools:
         await self._hand_on(attempt, 2, "eval_queue")
 
     async def _hand_on(self, attempt: JobAttempt, number: int, place: str) -> None:
-        _own(attempt).place = place
+        _as_handler_job(attempt).place = place
         pool = self._pools[number]
         if not await pool.put(attempt) and (failure := pool.stopped(attempt)) is not None:
             await self._failed(attempt, failure)
 
     async def _evaluated(self, attempt: JobAttempt, _: StageResult) -> None:
-        await self._complete(_own(attempt), None)
+        await self._complete(_as_handler_job(attempt), None)
 
     async def _failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
-        await self._complete(_own(attempt), failure)
+        await self._complete(_as_handler_job(attempt), failure)
 
     async def _abandoned(self, attempt: JobAttempt) -> None:
         """Complete a job that was cancelled while it waited, or whose handler cancelled itself."""
         reason = f"the handler of '{attempt.job.spec.agent}' was cancelled from within"
-        await self._complete(_own(attempt), StageFailure(StageName.RUN, FailureKind.INTERNAL, reason))
+        await self._complete(_as_handler_job(attempt), StageFailure(StageName.RUN, FailureKind.INTERNAL, reason))
 
     async def _complete(self, job: HandlerJob, failure: StageFailure | None) -> None:
         if job.result.done() or (job.completing and not self.stopping):
@@ -233,9 +233,9 @@ def _result(job: HandlerJob, failure: StageFailure | None) -> dict[str, Any]:
     resolved = None if failure is not None else evaluation.get("resolved")
     if reward is None and isinstance(resolved, bool):
         reward = float(resolved)
-    told = None
+    failure_details = None
     if failure is not None:
-        told = {
+        failure_details = {
             "stage": str(failure.stage),
             "kind": str(failure.kind),
             "reason": failure.reason,
@@ -250,7 +250,7 @@ def _result(job: HandlerJob, failure: StageFailure | None) -> dict[str, Any]:
         "llm_server": details.llm_config["base_url"],
         "success": failure is None,
         "error": f"{failure.stage}: {failure.reason}" if failure is not None else results.get("error"),
-        "failure": told,
+        "failure": failure_details,
         "eval_results": None if failure is not None else details.eval_results,
         "reward": reward,
         "resolved": resolved,
@@ -279,7 +279,7 @@ async def _closed(close: Callable[[], Any]) -> None:
             await closing
 
 
-def _own(attempt: JobAttempt) -> HandlerJob:
+def _as_handler_job(attempt: JobAttempt) -> HandlerJob:
     assert isinstance(attempt, HandlerJob)
     return attempt
 

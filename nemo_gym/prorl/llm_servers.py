@@ -38,9 +38,9 @@ class LlmServers:
             raise ConfigError(f"llm_server_addresses is a list: ['{addresses}']", key="llm_server_addresses")
         for given in addresses.items() if isinstance(addresses, Mapping) else addresses:
             address, weight = parse_address(given)
-            known = next((server for server in self._servers if server.address == address), None)
-            if known is not None:
-                known.weight += weight
+            existing = next((server for server in self._servers if server.address == address), None)
+            if existing is not None:
+                existing.weight += weight
             else:
                 self._servers.append(_LlmServer(address, weight, 0.0))
 

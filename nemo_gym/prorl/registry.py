@@ -128,8 +128,8 @@ def register_agent_handler(handler: AgentHandler) -> None:
 
 
 def _is_lacking(kind: type, name: str) -> bool:
-    found = inspect.getattr_static(kind, name, None)
-    return found is None or found is inspect.getattr_static(AgentHandler, name)
+    member = inspect.getattr_static(kind, name, None)
+    return member is None or member is inspect.getattr_static(AgentHandler, name)
 
 
 def registered_handlers() -> list[str]:
@@ -172,8 +172,8 @@ def data_source_of(instance: Any) -> str:
 
 def instance_id_of(instance: Any) -> str:
     """Return the instance's own name, with characters that ids do not allow replaced, or ``instance``."""
-    named = (_plain_number(_member(instance, name)) for name in ("instance_id", "task_id", "id", "uuid"))
-    first = next((value for value in named if value is not None), None)
+    candidates = (_plain_number(_member(instance, name)) for name in ("instance_id", "task_id", "id", "uuid"))
+    first = next((value for value in candidates if value is not None), None)
     name = task_id_of({"task_id": first}, -1)
     return "instance" if name == "-1" else name
 
@@ -181,17 +181,17 @@ def instance_id_of(instance: Any) -> str:
 def row_of(instance: Any) -> dict[str, Any]:
     """Return the instance as a JSON object, with NaN as null. Raises `RowError` if it is no instance."""
     if isinstance(instance, Mapping):
-        given = dict(instance)
+        members = dict(instance)
     elif callable(to_dict := getattr(instance, "to_dict", None)):
-        given = to_dict()
+        members = to_dict()
     else:
-        given = _attributes(instance)
-    if not given or not all(isinstance(key, str) for key in given):
+        members = _attributes(instance)
+    if not members or not all(isinstance(key, str) for key in members):
         raise RowError(
             f"an instance is a mapping, a pandas Series or an object with named fields, not {type(instance).__name__}"
         )
     try:
-        row: dict[str, Any] = orjson.loads(orjson.dumps(given, default=_encoded, option=orjson.OPT_SERIALIZE_NUMPY))
+        row: dict[str, Any] = orjson.loads(orjson.dumps(members, default=_encoded, option=orjson.OPT_SERIALIZE_NUMPY))
     except (TypeError, orjson.JSONEncodeError) as error:
         raise RowError(f"instance '{instance_id_of(instance)}' cannot be written as JSON: {error}") from None
     return row
@@ -199,8 +199,8 @@ def row_of(instance: Any) -> dict[str, Any]:
 
 def _attributes(instance: Any) -> dict[str, Any]:
     slots = (name for kind in type(instance).__mro__ for name in getattr(kind, "__slots__", ()))
-    named = {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
-    return {name: value for name, value in {**named, **getattr(instance, "__dict__", {})}.items() if name[:1] != "_"}
+    slotted = {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
+    return {name: value for name, value in {**slotted, **getattr(instance, "__dict__", {})}.items() if name[:1] != "_"}
 
 
 def _member(instance: Any, name: str) -> Any:

@@ -71,8 +71,8 @@ def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
 
     def checked(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            bearer_token = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if token is not None and not hmac.compare_digest(bearer_token.encode(), token.encode()):
                 raise CredentialError(f"this server wants its token as 'Authorization: Bearer …'; see {TOKEN_ENV}")
             return await handler(request)
 
@@ -112,10 +112,10 @@ def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
         return JsonResponse({"status": "LLM servers cleared successfully"})
 
     async def status(request: Request) -> Response:
-        told = await asyncio.to_thread(server.status)
+        counts = await asyncio.to_thread(server.status)
         workers = {name: getattr(server, name) for name in ("max_init_workers", "max_run_workers", "max_eval_workers")}
-        more = {"data_sources": registered_handlers(), "llm_servers": server.llm_server_addresses}
-        return JsonResponse({**told, "running": server.running, **workers, **more})
+        details = {"data_sources": registered_handlers(), "llm_servers": server.llm_server_addresses}
+        return JsonResponse({**counts, "running": server.running, **workers, **details})
 
     async def health(request: Request) -> Response:
         return JsonResponse({"status": "ok"})
@@ -152,8 +152,8 @@ class Listening:
             listener.close()
             raise ConfigError(f"host={host} port={port} cannot be used: {error}", key="port") from error
         listener.setblocking(False)
-        named = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        return cls(listener, f"http://{url_host(named)}:{listener.getsockname()[1]}")
+        host_name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        return cls(listener, f"http://{url_host(host_name)}:{listener.getsockname()[1]}")
 
     def announce(self, file: Path | None) -> None:
         """Write the service's URL to ``file``, if given, atomically: for a launcher of servers on many nodes."""

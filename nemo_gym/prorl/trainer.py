@@ -77,15 +77,15 @@ async def open_prorl_sampler(
 
     Raises `ConfigError` before anything runs.
     """
-    given = dict(run) if isinstance(run, Mapping) else run.model_dump(exclude_unset=True)
+    run_keys = dict(run) if isinstance(run, Mapping) else run.model_dump(exclude_unset=True)
     # The dispatcher, and not the client, retries a failed job, as a new attempt.
     async with ProRLClient(urls, max_tries=1) as client:
         if not client.places:
-            problems = "; ".join(f"{url}: {told.get('problem')}" for url, told in (await client.status()).items())
+            problems = "; ".join(f"{url}: {status.get('problem')}" for url, status in (await client.status()).items())
             raise ConfigError(f"no ProRL server is there: {problems}", key="PRORL_SERVER_URLS")
         if llm_servers is not None:
             await client.set_llm_servers(list(llm_servers))
-        config = run_config({"concurrency": client.places, **given}, loader)
+        config = run_config({"concurrency": client.places, **run_keys}, loader)
         async with sampler_at(
             _ProRLServers(client, config, sampling_params or {}), config, loader, sampling=sampling, filters=filters
         ) as sampler:
@@ -117,20 +117,20 @@ class _ProRLServers:
         self._client, self._config = client, config
         turns = {"max_iterations": config.max_turns} if config.max_turns is not None else {}
         self._params = {**sampling_params, **config.overrides, **turns}
-        self._known: set[str] = set()
+        self._checked_agents: set[str] = set()
 
     async def prepare(self, agent: str | None) -> None:
-        if agent is None or agent in self._known:
+        if agent is None or agent in self._checked_agents:
             return
-        told = await self._client.status()
-        for url, status in told.items():
+        statuses = await self._client.status()
+        for url, status in statuses.items():
             sources = status.get("data_sources")
             if sources is not None and agent not in sources:
                 raise ConfigError(
                     f"data_source '{agent}' has no handler on {url}; there are: {', '.join(sources)}",
                     key="data_source",
                 )
-        self._known.add(agent)
+        self._checked_agents.add(agent)
 
     async def check(self, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
         try:
@@ -164,8 +164,8 @@ class _ProRLServers:
         instance.pop(TASK_INDEX_KEY, None)
         name = f"{attempt.job.job_id}-a{attempt.job.attempt}"
         result = await self._client.process(instance, self._params, name)
-        if (told := result.get("failure")) is not None:
-            raise StageError(_failure(told, result["llm_server"]))
+        if (failure := result.get("failure")) is not None:
+            raise StageError(_failure(failure, result["llm_server"]))
         if result.get("reward") is None:
             reason = f"the handler of '{result['data_source']}' gave no reward: {result.get('eval_results')!r}"[:500]
             raise StageError(StageFailure(StageName.RUN, FailureKind.VERIFIER_FAILED, reason, retryable=False))
@@ -180,8 +180,8 @@ class _ProRLServers:
         return result_row(attempt, verified, validation=None)
 
 
-def _failure(told: Mapping[str, Any], llm_server: str) -> StageFailure:
+def _failure(reported: Mapping[str, Any], llm_server: str) -> StageFailure:
     """Return a job's failure as a failure of the RUN stage, which does the whole job."""
-    kind = FailureKind(told["kind"]) if told.get("kind") in [*FailureKind] else FailureKind.INTERNAL
-    reason, details = f"{told.get('stage')}: {told.get('reason')}", {"llm_server": llm_server}
-    return StageFailure(StageName.RUN, kind, reason, retryable=bool(told.get("retryable")), details=details)
+    kind = FailureKind(reported["kind"]) if reported.get("kind") in [*FailureKind] else FailureKind.INTERNAL
+    reason, details = f"{reported.get('stage')}: {reported.get('reason')}", {"llm_server": llm_server}
+    return StageFailure(StageName.RUN, kind, reason, retryable=bool(reported.get("retryable")), details=details)

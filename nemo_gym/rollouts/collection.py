@@ -241,10 +241,10 @@ class Collection:
                 rows[record.spec.agent].append(for_aggregation(row, record.spec.row))
         aggregates: list[dict[str, Any]] = []
         if not self._config.disable_aggregation:
-            for agent, of_agent in tally.agents.items():
-                mine = [item for item in summaries if item.agent == agent]
+            for agent, counts in tally.agents.items():
+                items = [item for item in summaries if item.agent == agent]
                 servers = self._core.routes[agent]
-                aggregates.append(await aggregate(self._core.peers, servers, rows[agent], of_agent, mine))
+                aggregates.append(await aggregate(self._core.peers, servers, rows[agent], counts, items))
             await asyncio.to_thread(write_aggregates, self._files.aggregate_metrics, aggregates)
         seconds = asyncio.get_running_loop().time() - start
         return _result(run_id, self._files, tally, summaries, aggregates, seconds=seconds)

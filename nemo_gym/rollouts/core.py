@@ -114,11 +114,11 @@ class RolloutCore:
 
     def _pool(self) -> ServerPool:
         config = self.config
-        for key, caps, known in (
+        for key, caps, names in (
             ("agent_caps", config.agent_caps, self.agents),
             ("environment_caps", config.environment_caps, self._environments()),
         ):
-            reject_unknown_keys(caps, known, where=key)
+            reject_unknown_keys(caps, names, where=key)
         return ServerPool(
             self.client,
             self.routes,
@@ -128,5 +128,5 @@ class RolloutCore:
         )
 
     def _environments(self) -> list[str]:
-        found = (servers_of(self.client.global_config_dict, agent).environment for agent in self.agents)
-        return [environment for environment in found if environment is not None]
+        environments = (servers_of(self.client.global_config_dict, agent).environment for agent in self.agents)
+        return [environment for environment in environments if environment is not None]

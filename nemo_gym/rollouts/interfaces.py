@@ -236,25 +236,25 @@ class JobAttempt(Attempt):
 
     def stored_run(self) -> bytes:
         """Return RUN's payload: what EVAL needs if another process continues the attempt."""
-        held: dict[str, Any] = {"control_token": self.control_token, "cookies": dict(self.cookies)}
+        state: dict[str, Any] = {"control_token": self.control_token, "cookies": dict(self.cookies)}
         if self.session is not None:
-            held["session"] = {"session_id": self.session.session_id, "control_token": self.session.control_token}
-        held["replicas"] = self.replicas
-        held["timings"] = self.timings
+            state["session"] = {"session_id": self.session.session_id, "control_token": self.session.control_token}
+        state["replicas"] = self.replicas
+        state["timings"] = self.timings
         act = self.act if self.act_json is None else orjson.Fragment(self.act_json)
         verified = {} if self.verified is None else {"verified": self.verified}  # if the agent has its own run()
-        return orjson.dumps({"act": act, "held": held, **verified})
+        return orjson.dumps({"act": act, "held": state, **verified})
 
     def _restore(self, payload: bytes) -> None:
         stored = orjson.loads(payload)
         self.verified = stored.get("verified")
         self.act = stored.get("act") or {}
-        held = stored.get("held") or {}
-        self.control_token = held.get("control_token")
-        self.cookies = held.get("cookies") or {}
-        self.replicas.update(held.get("replicas") or {})
-        self.timings.update(held.get("timings") or {})
-        if (session := held.get("session")) is not None:
+        state = stored.get("held") or {}
+        self.control_token = state.get("control_token")
+        self.cookies = state.get("cookies") or {}
+        self.replicas.update(state.get("replicas") or {})
+        self.timings.update(state.get("timings") or {})
+        if (session := state.get("session")) is not None:
             self.session = ModelSession(session["session_id"], "", "", session["control_token"])
 
 

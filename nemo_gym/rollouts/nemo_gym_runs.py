@@ -57,7 +57,7 @@ class NemoGymRun:
             return None
         keys: set[Key] = set()
         for row in _rows(files.output):
-            if row is None or (key := _key_of(row)) is None or _is_ours(row, key):
+            if row is None or (key := _key_of(row)) is None or _is_from_suite(row, key):
                 return None
             keys.add(key)
         if not keys:
@@ -77,22 +77,22 @@ class NemoGymRun:
         NeMo Gym's row names one; other fields that a run adds to its rows are ignored."""
         assert inputs.lines is not None
         inputs.lines.seek(0)
-        asked = dict(map(_key_and_digest, map(orjson.loads, inputs.lines)))
+        requested = dict(map(_key_and_digest, map(orjson.loads, inputs.lines)))
         problem = None
         begun = 0
         for row in _rows(self.files.materialized_inputs):
             key = None if row is None else _key_of(row)
             if row is None or key is None:
                 problem = "a line of its rows cannot be read"
-            elif key not in asked:
+            elif key not in requested:
                 problem = f"task {key[0]}, rollout {key[1]} is no part of this run"
-            elif not _same(asked[key], _key_and_digest(row)[1]):
+            elif not _same_row(requested[key], _key_and_digest(row)[1]):
                 problem = f"task {key[0]}, rollout {key[1]} has other fields or another agent"
             begun += 1
             if problem is not None:
                 break
-        if problem is None and begun != len(asked):
-            problem = f"it has {begun} rollouts, this one {len(asked)}"
+        if problem is None and begun != len(requested):
+            problem = f"it has {begun} rollouts, this one {len(requested)}"
         if problem is not None:
             raise self._refused(
                 f"with other rows, repeats or parameters ({problem}); to go on with what it began, give"
@@ -113,47 +113,47 @@ async def take_over(files: RunFiles, store: JobStore, *, failures: bool = True) 
     A rollout with a line in the output is not run again: with a valid verdict it is done, without one it has failed.
     A rollout in the failures file has failed if NeMo Gym marks it terminal and ``failures`` is true; the others stay
     queued, as they do for NeMo Gym. The caller then repairs the files from the store."""
-    output = [key for _, key in _foreign(files.output)]
-    if not output and next(_foreign(files.failures), None) is None:
+    output = [key for _, key in _nemo_gym_rows(files.output)]
+    if not output and next(_nemo_gym_rows(files.failures), None) is None:
         return 0
     jobs = {
         (record.spec.task_index, record.spec.sample_index): record async for record in store.iterate(JobSelector())
     }
-    found = 0
+    line_count = 0
     batch: list[tuple[str, JobState, bytes]] = []
     for path in (files.output, files.failures):
-        for row, key in _foreign(path):
-            found += 1
+        for row, key in _nemo_gym_rows(path):
+            line_count += 1
             if (job := jobs.get(key)) is None:
                 continue
             state = JobState.DONE if path == files.output and decide_validity(row).valid else JobState.FAILED
             if path == files.failures and not (failures and row.get(NG_TERMINAL_KEY)):
                 continue
-            batch.append((job.job_id, state, _as_ours(row, job, state)))
+            batch.append((job.job_id, state, _as_result_row(row, job, state)))
             if len(batch) == RECORDED_AT_ONCE:
                 await store.record_ended(batch)
                 batch = []
     await store.record_ended(batch)
-    return found
+    return line_count
 
 
-def _as_ours(row: dict[str, Any], job: JobRecord, state: JobState) -> bytes:
+def _as_result_row(row: dict[str, Any], job: JobRecord, state: JobState) -> bytes:
     """Return NeMo Gym's row with the fields that this suite's readers need. The row's own fields are kept, but a
     failed row is marked as a terminal failure without a reward."""
     row = {**row, ROLLOUT_ID_KEY: job.job_id}
     row.setdefault(AGENT_REF_KEY, {"type": "responses_api_agents", "name": job.spec.agent})
     row.setdefault("task_id", job.spec.task_id)
     if state is JobState.DONE:
-        ours: dict[str, Any] = {"valid": True, "mask_sample": False, "outcome": AgentOutcome.COMPLETED.value}
-        return orjson.dumps(ours | {"findings": []} | row)
+        defaults: dict[str, Any] = {"valid": True, "mask_sample": False, "outcome": AgentOutcome.COMPLETED.value}
+        return orjson.dumps(defaults | {"findings": []} | row)
     verdict = decide_validity({**row, "valid": False})
-    said = row.get("failure_reason") or row.get("_ng_failure_message") or row.get("error") or verdict.failure_reason
+    reason = row.get("failure_reason") or row.get("_ng_failure_message") or row.get("error") or verdict.failure_reason
     row |= {
         "reward": None,
         "valid": False,
         "mask_sample": True,
         "failure_kind": verdict.failure_kind,
-        "failure_reason": str(said)[:MAX_REASON_CHARS],
+        "failure_reason": str(reason)[:MAX_REASON_CHARS],
         # Neither this pipeline nor NeMo Gym retries it unless asked to.
         NG_TERMINAL_KEY: True,
     }
@@ -161,10 +161,10 @@ def _as_ours(row: dict[str, Any], job: JobRecord, state: JobState) -> bytes:
     return orjson.dumps({"findings": []} | row)
 
 
-def _foreign(path: Path) -> Iterator[tuple[dict[str, Any], Key]]:
+def _nemo_gym_rows(path: Path) -> Iterator[tuple[dict[str, Any], Key]]:
     """Yield the lines of a result file that NeMo Gym wrote."""
     for row in _rows(path) if path.exists() else ():
-        if row is not None and (key := _key_of(row)) is not None and not _is_ours(row, key):
+        if row is not None and (key := _key_of(row)) is not None and not _is_from_suite(row, key):
             yield row, key
 
 
@@ -185,7 +185,7 @@ def _key_of(row: Mapping[str, Any]) -> Key | None:
     return (task, rollout) if isinstance(task, int) and isinstance(rollout, int) else None
 
 
-def _is_ours(row: Mapping[str, Any], key: Key) -> bool:
+def _is_from_suite(row: Mapping[str, Any], key: Key) -> bool:
     """Return whether this suite wrote the row: its rollout ids end in the two indices. NeMo Gym's rows have a rollout
     id only if their dataset set one."""
     return str(row.get(ROLLOUT_ID_KEY, "")).endswith(f".{key[0]}-{key[1]}")
@@ -199,10 +199,10 @@ def _key_and_digest(row: dict[str, Any]) -> tuple[Key, _Digest]:
     parameters."""
     ref = row.get(AGENT_REF_KEY)
     agent = ref.get("name") if isinstance(ref, dict) else None
-    said = {key: value for key, value in row.items() if key != AGENT_REF_KEY and not key.startswith(_RUN_KEYS)}
-    digest = hashlib.blake2b(orjson.dumps(said, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    content = {key: value for key, value in row.items() if key != AGENT_REF_KEY and not key.startswith(_RUN_KEYS)}
+    digest = hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
     return (row[TASK_INDEX_KEY], row[ROLLOUT_INDEX_KEY]), (agent, digest)
 
 
-def _same(asked: _Digest, begun: _Digest) -> bool:
-    return asked[1] == begun[1] and (begun[0] is None or asked[0] == begun[0])
+def _same_row(requested: _Digest, recorded: _Digest) -> bool:
+    return requested[1] == recorded[1] and (recorded[0] is None or requested[0] == recorded[0])

@@ -164,12 +164,12 @@ class StagePool:
                 await place
             except asyncio.CancelledError:
                 if place.done() and not place.cancelled():
-                    self._room()  # pass on the place that this attempt was given
+                    self._offer_place()  # pass on the place that this attempt was given
                 raise
             finally:
                 self._blocked.pop(key, None)
             if attempt.stop is not None or attempt.lost:
-                self._room()
+                self._offer_place()
                 return False
         self.put_now(attempt)
         return True
@@ -187,10 +187,10 @@ class StagePool:
         elif (place := self._blocked.get(key)) is not None and not place.done():
             place.set_result(None)
         elif self._waiting.pop(key, None) is not None:
-            self._room()
-            self._ending.start(self._given_up(attempt), name=f"end {attempt.job.job_id}")
+            self._offer_place()
+            self._ending.start(self._end_stopped(attempt), name=f"end {attempt.job.job_id}")
 
-    async def _given_up(self, attempt: JobAttempt) -> None:
+    async def _end_stopped(self, attempt: JobAttempt) -> None:
         if attempt.lost or (failure := self.stopped(attempt)) is None:
             await self._on_abandon(attempt)
         else:
@@ -202,7 +202,7 @@ class StagePool:
             return None
         return StageFailure(self._stage.name, stop.kind, stop.reason, retryable=stop.retryable)
 
-    def _room(self) -> None:
+    def _offer_place(self) -> None:
         while self._queue_of_blocked:
             place = self._blocked.get(self._queue_of_blocked.popleft())
             if place is not None and not place.done():
@@ -214,7 +214,7 @@ class StagePool:
             await self._filled.acquire()
             if self._waiting:
                 attempt = self._waiting.pop(next(iter(self._waiting)))
-                self._room()
+                self._offer_place()
                 return attempt
 
     async def _work(self) -> None:
@@ -223,7 +223,7 @@ class StagePool:
         while True:
             attempt = await self._next()
             if attempt.lost or attempt.stop is not None:
-                await self._given_up(attempt)
+                await self._end_stopped(attempt)
                 continue
             failure: StageFailure | None = None
             result: StageResult | None = None
@@ -277,9 +277,9 @@ _REWARDS = _Rewards()
 def attempt_begins(attempt: Attempt) -> None:
     context = telemetry.attempt_context(attempt.rollout)
     if context is not None:
-        named = {"rollout_id": attempt.rollout["rollout_id"], "attempt": attempt.rollout["attempt"]}
-        more = {"run_id": attempt.rollout["run_id"], "task_id": attempt.rollout["task_id"]}
-        attempt.span = telemetry.begin("rollout", context, is_root=True, **named, **more, agent=attempt.servers.agent)
+        ids = {"rollout_id": attempt.rollout["rollout_id"], "attempt": attempt.rollout["attempt"]}
+        run_ids = {"run_id": attempt.rollout["run_id"], "task_id": attempt.rollout["task_id"]}
+        attempt.span = telemetry.begin("rollout", context, is_root=True, **ids, **run_ids, agent=attempt.servers.agent)
 
 
 def attempt_succeeds(attempt: Attempt) -> None:
@@ -406,7 +406,7 @@ class FailureStreak:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._same: str | None = None
+        self._signature: str | None = None
         self._stage = StageName.INIT
         self._count = 0
 
@@ -423,9 +423,9 @@ class FailureStreak:
         """Count a failure. Return the error that stops the run if the limit is reached."""
         if not self._limit or failure.kind in NOT_IN_A_ROW:
             return None
-        same = same_way(failure.kind, failure.reason, (job.job_id, job.spec.task_id))
-        self._count = self._count + 1 if same == self._same else 1
-        self._same, self._stage = same, failure.stage
+        signature = same_way(failure.kind, failure.reason, (job.job_id, job.spec.task_id))
+        self._count = self._count + 1 if signature == self._signature else 1
+        self._signature, self._stage = signature, failure.stage
         if self._count < self._limit:
             return None
         return SameFailureError(
@@ -467,14 +467,14 @@ class AsyncDispatcher:
         self._sweeps = sweeps
         self._server_logs = server_logs
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._open = asyncio.Event()
-        self._open.set()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
         init, run, eval_ = stages
         buffer = config.ready_buffer or max(1, run.workers // 4)
         self._eval = StagePool(eval_, max(1, eval_.workers // 4), self._evaluated, self._failed, self._abandoned)
         self._run = StagePool(run, buffer, self._ran, self._failed, self._abandoned)
         self._init = StagePool(init, init.workers, self._ready, self._failed, self._abandoned)
-        self._held: dict[str, JobAttempt] = {}
+        self._attempts: dict[str, JobAttempt] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
@@ -498,14 +498,14 @@ class AsyncDispatcher:
 
     def pause(self) -> None:
         """Claim no more jobs until `resume`."""
-        self._open.clear()
+        self._unpaused.clear()
 
     def resume(self) -> None:
-        self._open.set()
+        self._unpaused.set()
 
     @property
     def is_paused(self) -> bool:
-        return not self._open.is_set()
+        return not self._unpaused.is_set()
 
     @property
     def failure(self) -> BaseException | None:
@@ -515,7 +515,7 @@ class AsyncDispatcher:
     @property
     def held(self) -> Collection[JobAttempt]:
         """The running attempts."""
-        return self._held.values()
+        return self._attempts.values()
 
     @property
     def stages(self) -> list[StageStatus]:
@@ -536,7 +536,7 @@ class AsyncDispatcher:
 
     async def quiet(self) -> None:
         """Return when no job is running, even if jobs are queued."""
-        while self._held:
+        while self._attempts:
             if self._fatal is not None:
                 raise self._fatal
             self._changed.clear()
@@ -546,7 +546,7 @@ class AsyncDispatcher:
         while True:
             if self._fatal is not None:
                 raise self._fatal
-            if self._idle and not self._held:
+            if self._idle and not self._attempts:
                 return
             self._changed.clear()
             await self._changed.wait()
@@ -562,7 +562,7 @@ class AsyncDispatcher:
         # From the first stage to the last, so that no later stage takes up what an earlier one gives up.
         for pool in (self._init, self._run, self._eval):
             await pool.stop()
-        for attempt in list(self._held.values()):
+        for attempt in list(self._attempts.values()):
             await self._abandoned(attempt)
 
     async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
@@ -571,11 +571,11 @@ class AsyncDispatcher:
         queued = await self._store.cancel(selector, failure, self._failure_row)
         for job in queued:
             self._tell(JobEvent(job, JobState.CANCELLED, StageName.INIT, failure=failure))
-        active = [attempt for attempt in self._held.values() if selector.matches(attempt.job)]
+        active = [attempt for attempt in self._attempts.values() if selector.matches(attempt.job)]
         released = sum(len(attempt.closers) for attempt in active)
         for attempt in active:
             self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))
-        while any(self._held.get(attempt.job.job_id) is attempt for attempt in active):
+        while any(self._attempts.get(attempt.job.job_id) is attempt for attempt in active):
             self._changed.clear()
             await self._changed.wait()
         return CancelReport(len(queued), len(active), time.perf_counter() - start, released)
@@ -590,7 +590,7 @@ class AsyncDispatcher:
 
     async def _feed(self) -> None:
         while True:
-            await self._open.wait()
+            await self._unpaused.wait()
             free = self._init.free
             # Claim in batches, because each claim is a durable write.
             if free and (free >= max(1, self._init.capacity // 2) or not self._init.waiting):
@@ -628,7 +628,7 @@ class AsyncDispatcher:
             return
         attempt = JobAttempt.of(job, self._servers(job.spec.agent))
         attempt_begins(attempt)
-        self._held[job.job_id] = attempt
+        self._attempts[job.job_id] = attempt
         if self._pool is not None:
             self._pool.admit(attempt)
         if job.left_s is not None:
@@ -643,22 +643,22 @@ class AsyncDispatcher:
         while True:
             for job in await self._store.claim_overdue(self._owner, SWEPT_AT_ONCE, self._config.lease_s):
                 await self._admit(job)
-            if self._store.is_shared() and self._held:
+            if self._store.is_shared() and self._attempts:
                 for job_id, reason in (await self._store.asked_to_end(self._owner)).items():
-                    if (attempt := self._held.get(job_id)) is not None:
+                    if (attempt := self._attempts.get(job_id)) is not None:
                         self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))
             await asyncio.sleep(SWEEP_S)
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._config.lease_s / 3)
-            if not (before := list(self._held.values())):
+            if not (active := list(self._attempts.values())):
                 continue
-            held = await self._store.renew(self._owner, self._config.lease_s, [each.job.job_id for each in before])
-            for attempt in before:
+            held = await self._store.renew(self._owner, self._config.lease_s, [each.job.job_id for each in active])
+            for attempt in active:
                 if attempt.job.job_id in held or attempt.has_result:
                     continue
-                if self._held.get(attempt.job.job_id) is attempt:
+                if self._attempts.get(attempt.job.job_id) is attempt:
                     log.warning("lease lost", rollout_id=attempt.job.job_id)
                     attempt.lost = True
                     for pool in (self._init, self._run, self._eval):
@@ -723,7 +723,7 @@ class AsyncDispatcher:
             self._eval.put_now(attempt)
             return
         final = not again and failure.kind is not FailureKind.CANCELLED
-        kept = await attempt.salvage() if final and attempt.salvage is not None else {}
+        salvaged = await attempt.salvage() if final and attempt.salvage is not None else {}
         await attempt.close(self._config.close_timeout_s)
         if again:
             reason = failure.reason if is_new else "the same as before"
@@ -731,7 +731,7 @@ class AsyncDispatcher:
             await self._recording(self._store.requeue(job, failure, delay_s=delay_s))
             self.notify()
         else:
-            await self._end(job, failure, kept)
+            await self._end(job, failure, salvaged)
         self._drop(attempt)
 
     def _budget(self, job: Job, failure: StageFailure) -> tuple[int, int]:
@@ -745,15 +745,15 @@ class AsyncDispatcher:
         is_lost = class_of(failure) == (True, True)
         return spent, (self._config.max_lost_attempts or 0) if is_lost else self._config.max_attempts
 
-    async def _end(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> None:
+    async def _end(self, job: Job, failure: StageFailure, salvaged: Mapping[str, Any] | None = None) -> None:
         """Record that the job ends without a verdict."""
-        if await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, kept))):
+        if await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, salvaged))):
             state = JobState.CANCELLED if failure.kind is FailureKind.CANCELLED else JobState.FAILED
             self._tell(JobEvent(job, state, failure.stage, failure=failure))
 
     async def _abandoned(self, attempt: JobAttempt) -> None:
         """Release everything and queue the job again, because the dispatcher stops or the lease was lost."""
-        if self._held.get(attempt.job.job_id) is not attempt:
+        if self._attempts.get(attempt.job.job_id) is not attempt:
             return
         await attempt.close(self._config.close_timeout_s)
         if self._fatal is None or isinstance(self._fatal, SameFailureError):
@@ -774,15 +774,15 @@ class AsyncDispatcher:
         return True
 
     def _drop(self, attempt: JobAttempt) -> None:
-        if self._held.get(attempt.job.job_id) is attempt:
-            del self._held[attempt.job.job_id]
+        if self._attempts.get(attempt.job.job_id) is attempt:
+            del self._attempts[attempt.job.job_id]
             attempt_ends(attempt)
             if (handle := self._deadlines.pop(attempt.job.job_id, None)) is not None:
                 handle.cancel()
         if self._pool is not None:
             self._pool.release(attempt)
             self._wake.set()
-        if not self._held or attempt.stop is not None:
+        if not self._attempts or attempt.stop is not None:
             self._changed.set()
 
     def _failure_row(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> bytes:

@@ -28,17 +28,17 @@ def for_aggregation(row: Mapping[str, Any], given: bytes) -> dict[str, Any]:
     environments may still group by them. Token usage is the model server's count, or else the agent's.
     """
     left_out = ("responses_create_params", "response", "artifacts", "ng_trajectory")
-    kept = {key: value for key, value in row.items() if key not in left_out}
+    reduced = {key: value for key, value in row.items() if key not in left_out}
     numbers = [
         key
         for key, value in orjson.loads(given).items()
-        if isinstance(value, int | float) and key != "reward" and kept.get(key) == value
+        if isinstance(value, int | float) and key != "reward" and reduced.get(key) == value
     ]
     if numbers:
-        kept[GIVEN_NUMBERS_KEY] = numbers
+        reduced[GIVEN_NUMBERS_KEY] = numbers
     if usage := _usage(row):
-        kept["response"] = {"usage": usage}
-    return kept
+        reduced["response"] = {"usage": usage}
+    return reduced
 
 
 def _usage(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -105,14 +105,14 @@ def _headline(rates: Mapping[str, float]) -> dict[str, float]:
 
 def _groups(answered: Sequence[dict[str, Any]], tasks: Mapping[int, Sequence[RolloutSummary]]) -> list[dict[str, Any]]:
     """Return the environment's metrics of each task, with its id and the number of its rollouts without a verdict."""
-    known = {group.get(TASK_INDEX_KEY): group for group in answered}
+    by_index = {group.get(TASK_INDEX_KEY): group for group in answered}
     groups = []
     for index, samples in tasks.items():
         without = sum(item.reward is None for item in samples)
-        if index not in known and without < len(samples):
+        if index not in by_index and without < len(samples):
             continue
         counts = {"num_rollouts": len(samples), INVALID_COUNT: without}
-        groups.append({TASK_INDEX_KEY: index, "task_id": samples[0].task_id, **known.get(index, {}), **counts})
+        groups.append({TASK_INDEX_KEY: index, "task_id": samples[0].task_id, **by_index.get(index, {}), **counts})
     return groups
 
 
@@ -163,13 +163,13 @@ def print_reasons(console: Console, summaries: Sequence[RolloutSummary], logs: P
         return
     console.print(Text("Why:", style="bold"))
     for reason in reasons:
-        which = ", ".join(reason.rollouts[:MAX_NAMED]) + (", …" if len(reason.rollouts) > MAX_NAMED else "")
+        details = ", ".join(reason.rollouts[:MAX_NAMED]) + (", …" if len(reason.rollouts) > MAX_NAMED else "")
         text = f"  {len(reason.rollouts)} × {reason.label}" + (f": {reason.text}" if reason.text else "")
         # A dataset row may have its own field of that name.
         shown = reason.log and reason.log.startswith(f"{logs.name}/")
-        which += f"; log: {logs.parent / reason.log}" if reason.log and shown else ""
+        details += f"; log: {logs.parent / reason.log}" if reason.log and shown else ""
         style = "yellow" if reason.label.startswith("no verdict") else ""
-        console.print(Text(f"{text} ({which})", style=style), soft_wrap=True)
+        console.print(Text(f"{text} ({details})", style=style), soft_wrap=True)
 
 
 def warn_of_context(console: Console, summaries: Sequence[RolloutSummary]) -> None:

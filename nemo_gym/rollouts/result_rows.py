@@ -173,7 +173,7 @@ def _topology(attempt: JobAttempt) -> str | None:
 
 _SAMPLED = frozenset({"reasoning", "function_call", "local_shell_call", "custom_tool_call"})
 """Types of output items that the model generates, besides its messages."""
-_UNTOLD = "msg_untold_turn_"
+_MISSING_TURN = "msg_untold_turn_"
 """Prefix of the ids of items for turns that are missing from the harness's output."""
 MASKED = "masked"
 """The metadata key of a placeholder response, for a rollout that has none."""
@@ -190,7 +190,7 @@ def with_tokens(row: dict[str, Any]) -> dict[str, Any]:
     items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
     if any(item.get("generation_token_ids") for item in items):
         return row
-    return {**row, RESPONSE_KEY: {**response, "output": _attached(items, _turns(trajectory))}}
+    return {**row, RESPONSE_KEY: {**response, "output": _with_turns(items, _turns(trajectory))}}
 
 
 def masked_response(failure: str, *, created_at: float = 0.0) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def without_tokens(response: Any) -> Any:
     items = [
         {key: value for key, value in item.items() if key not in TOKEN_FIELDS} if isinstance(item, dict) else item
         for item in output
-        if not (isinstance(item, dict) and str(item.get("id", "")).startswith(_UNTOLD))
+        if not (isinstance(item, dict) and str(item.get("id", "")).startswith(_MISSING_TURN))
     ]
     return {**response, "output": items}
 
@@ -232,12 +232,12 @@ def without_tokens(response: Any) -> Any:
 def _longest(trajectories: Any) -> Mapping[str, Any] | None:
     """Return the trajectory with the most sampled tokens, the latest of equal ones. Trajectories without tokens or
     logprobs do not count."""
-    found = [
+    candidates = [
         each
         for each in (trajectories if isinstance(trajectories, list) else ())
         if isinstance(each, Mapping) and each.get("prompt_ids") and each.get("logprobs") is not None
     ]
-    return max(found, key=lambda each: (sum(each["response_mask"]), each["index"]), default=None)
+    return max(candidates, key=lambda each: (sum(each["response_mask"]), each["index"]), default=None)
 
 
 def _turns(trajectory: Mapping[str, Any]) -> list[tuple[list[int], list[int], list[float]]]:
@@ -253,7 +253,7 @@ def _turns(trajectory: Mapping[str, Any]) -> list[tuple[list[int], list[int], li
     ]
 
 
-def _attached(
+def _with_turns(
     items: Sequence[dict[str, Any]], turns: Sequence[tuple[list[int], list[int], list[float]]]
 ) -> list[dict[str, Any]]:
     """Put the tokens of each turn into the last item that the model generated in it, matching turns from the end. Each
@@ -264,15 +264,15 @@ def _attached(
         if _is_sampled(item) and not (number + 1 < len(items) and _is_sampled(items[number + 1]))
     ]
     places = last_items[-len(turns) :] if turns else []
-    untold = turns[: len(turns) - len(places)]
-    told = dict(zip(places, turns[len(untold) :], strict=True))
-    found = [_message_of_tokens(f"{_UNTOLD}{number}", *turn) for number, turn in enumerate(untold)]
+    missing_turns = turns[: len(turns) - len(places)]
+    turn_of_item = dict(zip(places, turns[len(missing_turns) :], strict=True))
+    output = [_message_of_tokens(f"{_MISSING_TURN}{number}", *turn) for number, turn in enumerate(missing_turns)]
     for number, item in enumerate(items):
-        if (turn := told.get(number)) is not None:
-            found.append({**item, **_token_fields(*turn)})
+        if (turn := turn_of_item.get(number)) is not None:
+            output.append({**item, **_token_fields(*turn)})
         else:
-            found.append(item)
-    return found
+            output.append(item)
+    return output
 
 
 def _is_sampled(item: Mapping[str, Any]) -> bool:
@@ -368,8 +368,8 @@ class RolloutSummary:
             return f"no verdict, {self.outcome}"
         if self.kinds:
             return f"findings {', '.join(self.kinds)}"
-        odd = "" if self.outcome == AgentOutcome.COMPLETED else f", {self.outcome}"
-        return f"reward {self.reward:g}{odd}" if odd or self.reward <= 0 else ""
+        outcome_note = "" if self.outcome == AgentOutcome.COMPLETED else f", {self.outcome}"
+        return f"reward {self.reward:g}{outcome_note}" if outcome_note or self.reward <= 0 else ""
 
     @property
     def why(self) -> str:
@@ -387,7 +387,7 @@ class RolloutSummary:
         reward = decide_validity(row).reward
         valid = reward is not None
         findings = row.get("findings") or ()
-        said = (row.get("reward_reason"), row.get("outcome_detail")) if valid else (row.get("failure_reason"),)
+        reasons = (row.get("reward_reason"), row.get("outcome_detail")) if valid else (row.get("failure_reason"),)
         return cls(
             task_id=str(row.get("task_id", row["_ng_task_index"])),
             task_index=row["_ng_task_index"],
@@ -399,7 +399,7 @@ class RolloutSummary:
             turns=_turns_of_row(row),
             seconds=sum(timings.values()) if timings else None,
             attempts=int(row.get("_ng_attempt_index", 0)) + 1,
-            reason="; ".join(dict.fromkeys(str(words) for words in said if words)) or None,
+            reason="; ".join(dict.fromkeys(str(text) for text in reasons if text)) or None,
             kinds=tuple(dict.fromkeys(str(each.get("kind")) for each in findings if isinstance(each, Mapping))),
             log=log if isinstance(log := row.get("evaluation_log"), str) else None,
         )

@@ -134,14 +134,14 @@ class RecordedRun:
 
     def require_same(self, config: RolloutRunConfig, inputs_sha256: str) -> None:
         """Raise `ConfigError` if ``config`` and the inputs describe a different run."""
-        for mine, asked, what in (
+        for recorded, requested, difference in (
             (self.inputs_sha256, inputs_sha256, "rows, repeats or parameters"),
             (self.validation, config.validation, "'validation'"),
         ):
-            if mine != asked:
+            if recorded != requested:
                 state = f"{self.left} of {self.rollouts} rollouts left" if self.left else "finished"
                 raise ConfigError(
-                    f"output '{self.files.output}' holds run '{self.run_id}' ({state}) with other {what}: choose"
+                    f"output '{self.files.output}' holds run '{self.run_id}' ({state}) with other {difference}: choose"
                     " another 'output', or discard that run with overwrite=true",
                     key="output",
                 )
@@ -285,14 +285,14 @@ class ResultFiles:
                 raise store_error(path, error) from error
 
     async def _recover(self, path: Path, store: JobStore, selector: JobSelector) -> None:
-        present, odd = _scan(path)
+        present, is_irregular = _scan(path)
         missing: list[bytes] = []
         async for record in store.iterate(selector):
             if record.job_id in present:
                 present.discard(record.job_id)
             elif record.result is not None:
                 missing.append(record.result)
-        if odd or present:  # lines that the store does not know: rewrite the file
+        if is_irregular or present:  # lines that the store does not know: rewrite the file
             await self._rewrite(path, store, selector)
             return
         if path.exists():
@@ -323,15 +323,15 @@ class ResultFiles:
 def _scan(path: Path) -> tuple[set[str], bool]:
     """Return the rollout ids in a result file, and whether a line repeats an id or has none."""
     ids: set[str] = set()
-    odd = False
+    is_irregular = False
     for line in whole_lines(path) if path.exists() else ():
         try:
             rollout_id = orjson.loads(line).get(ROLLOUT_ID_KEY)
         except (orjson.JSONDecodeError, AttributeError):
             rollout_id = None
-        odd = odd or not isinstance(rollout_id, str) or rollout_id in ids
+        is_irregular = is_irregular or not isinstance(rollout_id, str) or rollout_id in ids
         ids.add(str(rollout_id))
-    return ids, odd
+    return ids, is_irregular
 
 
 # -- The running attempts, for viewers of a run ----------------------------------------------------------------------
@@ -375,18 +375,18 @@ def _described(attempt: JobAttempt, dispatcher: AsyncDispatcher, client: ServerC
 async def show_running(path: Path, dispatcher: AsyncDispatcher, client: ServerClient) -> AsyncIterator[None]:
     """Keep the list of running attempts in ``path`` up to date until the block ends, and then remove the file."""
 
-    async def tell() -> None:
+    async def keep_writing() -> None:
         while True:
-            held = {"at": time.time(), "running": under_way(dispatcher, client)}
-            _replace(path, orjson.dumps(held))  # a few kilobytes, without fsync
+            content = {"at": time.time(), "running": under_way(dispatcher, client)}
+            _replace(path, orjson.dumps(content))  # a few kilobytes, without fsync
             await asyncio.sleep(WRITE_EVERY_S)
 
-    telling = asyncio.create_task(tell(), name="tell what is under way")
+    writer = asyncio.create_task(keep_writing(), name="tell what is under way")
     try:
         yield
     finally:
-        telling.cancel()
-        await asyncio.wait({telling})
+        writer.cancel()
+        await asyncio.wait({writer})
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
@@ -403,11 +403,11 @@ def read_running(path: Path) -> list[dict[str, Any]] | None:
     """Read the running attempts that a collection last wrote, with their ages brought up to now. Return ``None`` if it
     wrote none within `STALE_S`."""
     try:
-        held = orjson.loads(path.read_bytes())
-        age_s = max(0.0, time.time() - float(held["at"]))
+        content = orjson.loads(path.read_bytes())
+        age_s = max(0.0, time.time() - float(content["at"]))
         running = [
             {**each, **{key: each[key] and each[key] + age_s for key in ("seconds", "stage_seconds")}}
-            for each in held["running"]
+            for each in content["running"]
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -132,12 +132,12 @@ def _missing(row: Mapping[str, Any], artifacts: list[dict[str, Any]]) -> str | N
 
 def _verdict(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the compared fields of a verdict, and the official result if there is one."""
-    found = row.get("findings") or ()
+    findings = row.get("findings") or ()
     official = row.get("official")
     resolved = official.get("resolved") if isinstance(official, Mapping) else None
     return {
         "reward": row.get("reward"),
-        "findings": sorted(str(each.get("kind")) for each in found if isinstance(each, Mapping)),
+        "findings": sorted(str(each.get("kind")) for each in findings if isinstance(each, Mapping)),
         **({"resolved": resolved} if resolved is not None else {}),
     }
 
@@ -233,7 +233,7 @@ async def reverify(
         async def worker() -> None:
             for work in works:
                 environment = environment_of(work.agent)
-                line = await _again(peers, work, inputs, environment, timeout_s)
+                line = await _grade(peers, work, inputs, environment, timeout_s)
                 result.counts.setdefault(environment, Counter())[line["status"]] += 1
                 if reason := line.get("reason"):
                     result.reasons[reason] += 1
@@ -249,7 +249,7 @@ async def reverify(
     return result
 
 
-async def _again(peers: Peers, work: StoredWork, inputs: Inputs, environment: str, timeout_s: float) -> dict[str, Any]:
+async def _grade(peers: Peers, work: StoredWork, inputs: Inputs, environment: str, timeout_s: float) -> dict[str, Any]:
     line: dict[str, Any] = {
         ROLLOUT_ID_KEY: work.rollout_id,
         "task_id": work.task_id,

@@ -59,11 +59,11 @@ def _implementation(
 ) -> Mapping[str, Any]:
     block = config.get(name)
     if not isinstance(block, Mapping) or server_type not in block:
-        known = [str(key) for key, value in config.items() if isinstance(value, Mapping) and server_type in value]
+        names = [str(key) for key, value in config.items() if isinstance(value, Mapping) and server_type in value]
         where = f"{referred_by}: " if referred_by else ""
         raise ConfigError(
-            f"{where}no {server_type} instance is named '{name}'{nearest(name, known)}; there are:"
-            f" {', '.join(known) or 'none'}",
+            f"{where}no {server_type} instance is named '{name}'{nearest(name, names)}; there are:"
+            f" {', '.join(names) or 'none'}",
             key=referred_by or name,
         )
     implementations = block[server_type]
@@ -79,8 +79,8 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
         ready = (await peers.get(agent, "/ready")).json()
     except PeerError as error:
         raise ConfigError(f"agent '{agent}' is not ready: {error}", key=agent) from error
-    told = ready if isinstance(ready, dict) else {}
-    own_run = bool(told.get("overrides_run"))
+    agent_facts = ready if isinstance(ready, dict) else {}
+    own_run = bool(agent_facts.get("overrides_run"))
     if servers.environment is None and not own_run:
         raise ConfigError(
             f"agent '{agent}' names no 'resources_server', so nothing could judge its work; name one", key=agent
@@ -96,31 +96,31 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
             f"agent '{agent}' only validates environments; run it with oracle=gold or oracle=nothing", key="validation"
         )
     if own_run or servers.environment is None:
-        _check_limits(agent, told, config, owns_boxes=False)
+        _check_limits(agent, agent_facts, config, owns_boxes=False)
         return replace(servers, own_run=own_run)
     facts = await _facts(peers, servers.environment)
     owns_boxes = bool(facts.get("owns_boxes"))
-    _check_limits(agent, told, config, owns_boxes=owns_boxes)
+    _check_limits(agent, agent_facts, config, owns_boxes=owns_boxes)
     return replace(
         servers,
-        needs_prompt=bool(told.get("needs_prompt", True)),
+        needs_prompt=bool(agent_facts.get("needs_prompt", True)),
         words_prompts=bool(facts.get("words_prompts")),
         box_needs=await _box_needs(peers, servers) if owns_boxes else None,
     )
 
 
-def _check_limits(agent: str, told: Mapping[str, Any], config: PipelineConfig, *, owns_boxes: bool) -> None:
+def _check_limits(agent: str, agent_facts: Mapping[str, Any], config: PipelineConfig, *, owns_boxes: bool) -> None:
     """Raise `ConfigError` for limits of the run that neither the agent nor its environment enforces."""
-    kept = set(told.get("limits") or ())
+    enforced = set(agent_facts.get("limits") or ())
     if owns_boxes:
-        kept |= {"memory_mib", "cpu"}
-    lost = [name for name in config.limits.model_dump(exclude_none=True) if name not in kept]
-    if lost:
-        able = f"it keeps {', '.join(sorted(kept))}" if kept else "it keeps none of a run's limits"
+        enforced |= {"memory_mib", "cpu"}
+    unmet = [name for name in config.limits.model_dump(exclude_none=True) if name not in enforced]
+    if unmet:
+        able = f"it keeps {', '.join(sorted(enforced))}" if enforced else "it keeps none of a run's limits"
         raise ConfigError(
-            f"{' and '.join(lost)} cannot be kept with agent '{agent}': {able}. Leave the key out, or choose an agent"
+            f"{' and '.join(unmet)} cannot be kept with agent '{agent}': {able}. Leave the key out, or choose an agent"
             " that works in a box",
-            key=lost[0],
+            key=unmet[0],
         )
 
 
@@ -135,13 +135,13 @@ async def _facts(peers: Peers, environment: str) -> Mapping[str, Any]:
 async def _box_needs(peers: Peers, servers: Servers) -> Mapping[str, Any]:
     """Ask the agent what it needs in its sandboxes, which the environment creates."""
     try:
-        told = await peers.get(servers.agent, "/box_needs")
+        reply = await peers.get(servers.agent, "/box_needs")
     except PeerError as error:
         raise ConfigError(
             f"'{error.server}' does not say how boxes are to be made: {error}", key=error.server
         ) from error
     try:
-        needs = told.json()
+        needs = reply.json()
     except orjson.JSONDecodeError:
         needs = None
     if not isinstance(needs, dict):
@@ -207,16 +207,16 @@ def _without_prompt(
     batches: dict[str, dict[int, dict[str, Any]]] = {}
     sizes: Counter[str] = Counter()
     for number, line in numbered_lines(config.input, inputs.without_prompt):
-        its = servers[inputs.without_prompt[number].agent]
-        if not its.needs_prompt or its.environment is None:
+        route = servers[inputs.without_prompt[number].agent]
+        if not route.needs_prompt or route.environment is None:
             continue
-        if not its.words_prompts:
+        if not route.words_prompts:
             refused[number] = NO_PROMPT
             continue
-        batch = batches.setdefault(its.environment, {})
+        batch = batches.setdefault(route.environment, {})
         batch[number] = orjson.loads(line)
-        sizes[its.environment] += len(line)
-        if sizes[its.environment] >= PROMPT_BATCH_BYTES:
-            yield its.environment, batches.pop(its.environment)
-            del sizes[its.environment]
+        sizes[route.environment] += len(line)
+        if sizes[route.environment] >= PROMPT_BATCH_BYTES:
+            yield route.environment, batches.pop(route.environment)
+            del sizes[route.environment]
     yield from batches.items()

@@ -191,7 +191,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
     checker = RunRowChecker(source, config, agents)
     bad: list[RowError] = []
     without_prompt: dict[int, Promptless] = {}
-    tasks = rollouts = others = 0
+    tasks = rollouts = other_shards = 0
     remainder, shards = config.shard_of
     used: dict[str, None] = {}
     digest = hashlib.sha256()
@@ -207,7 +207,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
                             f" {source} > rows.jsonl",
                             key="input",
                         )
-                    position = tasks + others + len(bad)
+                    position = tasks + other_shards + len(bad)
                     if config.limit is not None and position >= config.limit:
                         break
                     if not line.strip():
@@ -218,7 +218,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
                         bad.append(error)
                         continue
                     if position % shards != remainder:
-                        others += 1
+                        other_shards += 1
                         continue
                     if not has_prompt(row.get(PARAMS_KEY)):
                         without_prompt[number] = Promptless(agent, range(rollouts, rollouts + len(samples)))
@@ -235,9 +235,9 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
         except OSError as error:
             raise store_error(config.output if keep else source, error) from error
         if bad and not config.skip_bad_rows:
-            raise _all_of(bad, source)
+            raise _combined_error(bad, source)
         if not tasks:
-            raise _nothing_left(config)
+            raise _no_rows_error(config)
         undo.pop_all()
     return MaterializedInputs(tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad), without_prompt, lines=out)
 
@@ -252,9 +252,9 @@ def without_rows(
         for number, why in sorted(refused.items())
     ]
     if bad and not config.skip_bad_rows:
-        raise _all_of(bad, config.input)
+        raise _combined_error(bad, config.input)
     if len(bad) == inputs.tasks:
-        raise _nothing_left(config)
+        raise _no_rows_error(config)
     left_out = inputs.left_out.union(*(inputs.without_prompt[number].rollouts for number in refused))
     return replace(
         inputs,
@@ -291,12 +291,12 @@ def job_specs(path: Path, run_id: str) -> Iterator[JobSpec]:
             )
 
 
-def _nothing_left(config: RolloutRunConfig) -> ConfigError:
-    of = f" for shard {config.shard}" if config.shard else ""
-    return ConfigError(f"input '{config.input}' holds no usable rows{of}", key="input")
+def _no_rows_error(config: RolloutRunConfig) -> ConfigError:
+    shard_text = f" for shard {config.shard}" if config.shard else ""
+    return ConfigError(f"input '{config.input}' holds no usable rows{shard_text}", key="input")
 
 
-def _all_of(bad: list[RowError], path: Path) -> RowError:
+def _combined_error(bad: list[RowError], path: Path) -> RowError:
     listed = "\n  ".join(error.message for error in bad[:MAX_LISTED])
     more = f"\n  … and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
     return RowError(

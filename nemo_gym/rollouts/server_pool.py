@@ -139,14 +139,14 @@ class ServerPool:
         `ConfigError`."""
         servers = self.replicas(instance)
         url = url.rstrip("/")
-        known = next((each for each in servers if each.url == url), None)
+        server = next((each for each in servers if each.url == url), None)
         number = self._client.add_replica(instance, url, credential)
-        if known is None:
-            known = PooledServer(instance, servers[0].kind, url, number)
-            servers.append(known)
-        known.capacity, known.state, known.reason, known.strikes = capacity, ServerState.READY, None, 0
-        known.answered_at = time.monotonic()
-        return known
+        if server is None:
+            server = PooledServer(instance, servers[0].kind, url, number)
+            servers.append(server)
+        server.capacity, server.state, server.reason, server.strikes = capacity, ServerState.READY, None, 0
+        server.answered_at = time.monotonic()
+        return server
 
     def replicas(self, instance: str) -> list[PooledServer]:
         """Return the replicas of an instance. Raises `ConfigError` if the instance is not configured."""
@@ -157,7 +157,7 @@ class ServerPool:
                 names = [
                     str(name)
                     for name, each in self._client.global_config_dict.items()
-                    if isinstance(each, Mapping) and any(one in each for one in SERVER_TYPES)
+                    if isinstance(each, Mapping) and any(server_type in each for server_type in SERVER_TYPES)
                 ]
                 raise ConfigError(
                     f"instance: no server of this composition is named '{instance}'{nearest(instance, names)}; there"
@@ -241,33 +241,33 @@ class ServerPool:
         ready = [server for server in servers if server.state is ServerState.READY] or servers
 
         def load(server: PooledServer) -> tuple[bool, float, int]:
-            most = server.capacity or max((each.capacity or 1) for each in servers)
-            return server.free == 0, server.busy / most, server.done
+            capacity = server.capacity or max((each.capacity or 1) for each in servers)
+            return server.free == 0, server.busy / capacity, server.done
 
         return min(ready, key=load)
 
     def ran(self, attempt: JobAttempt) -> None:
         """Free the attempt's place at its agent server, because RUN is over."""
-        if (held := self._places.get(id(attempt))) is not None:
-            for place in [each for each in held[1] if each.server.kind == AGENT_TYPE]:
-                held[1].remove(place)
+        if (entry := self._places.get(id(attempt))) is not None:
+            for place in [each for each in entry[1] if each.server.kind == AGENT_TYPE]:
+                entry[1].remove(place)
                 self._leave(place, is_done=True)
 
     def succeeded(self, attempt: JobAttempt) -> None:
-        if (held := self._places.get(id(attempt))) is not None:
-            while held[1]:
-                self._leave(held[1].pop(), is_done=True)
+        if (entry := self._places.get(id(attempt))) is not None:
+            while entry[1]:
+                self._leave(entry[1].pop(), is_done=True)
 
     def failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
         """Count an exceeded deadline against the attempt's servers: a stage's deadline, or the job's own if at least
         half of it passed at that server. Drain a server after `STRIKES` in a row, if another replica is ready."""
-        held = self._places.get(id(attempt))
-        if held is None or failure.kind is not FailureKind.DEADLINE:
+        entry = self._places.get(id(attempt))
+        if entry is None or failure.kind is not FailureKind.DEADLINE:
             return
-        own_s = 0.0 if attempt.stop is None else (attempt.job.spec.deadline_s or 0.0)
-        for place in held[1]:
+        job_deadline_s = 0.0 if attempt.stop is None else (attempt.job.spec.deadline_s or 0.0)
+        for place in entry[1]:
             server = place.server
-            if time.monotonic() - place.since < own_s / 2:
+            if time.monotonic() - place.since < job_deadline_s / 2:
                 continue
             server.strikes += 1
             others = [each for each in self.replicas(server.instance) if each is not server]
@@ -295,10 +295,10 @@ class ServerPool:
 
     def _give_back(self, server: PooledServer, reason: str) -> int:
         stop = Stop(LOST_KINDS.get(server.kind, FailureKind.MODEL_UNREACHABLE), reason, retryable=True)
-        hit = [held for held, places in self._places.values() if any(place.server is server for place in places)]
-        for attempt in hit:
+        affected = [each for each, places in self._places.values() if any(place.server is server for place in places)]
+        for attempt in affected:
             self._on_lost(attempt, stop)
-        return len(hit)
+        return len(affected)
 
     # Watching
 
@@ -308,9 +308,9 @@ class ServerPool:
         while True:
             await asyncio.sleep(every_s)
             servers = [each for each in self.all() if each.state is not ServerState.REMOVED]
-            await asyncio.gather(*(self._look(server, silent_s) for server in servers))
+            await asyncio.gather(*(self._probe(server, silent_s) for server in servers))
 
-    async def _look(self, server: PooledServer, silent_s: float) -> None:
+    async def _probe(self, server: PooledServer, silent_s: float) -> None:
         try:
             async with asyncio.timeout(silent_s):
                 async with get_global_aiohttp_client().get(server.url + "/ready", allow_redirects=False) as reply:

@@ -47,24 +47,24 @@ def _of_row(line: bytes) -> list[Trajectory]:
         raise RowError(f"not JSON ({error})") from error
     if not isinstance(row, dict):
         raise RowError("not a JSON object")
-    held = row.get(TRAJECTORY_KEY)
-    if held is None:
-        held = []
-    if not isinstance(held, list):
+    entries = row.get(TRAJECTORY_KEY)
+    if entries is None:
+        entries = []
+    if not isinstance(entries, list):
         raise RowError(f"'{TRAJECTORY_KEY}' is no list")
     reward, identity = _reward(row), _identity(row)
-    found = []
-    for index, each in enumerate(held):
+    trajectories = []
+    for index, each in enumerate(entries):
         where = f"'{TRAJECTORY_KEY}[{index}]'"
         if not isinstance(each, dict):
             raise RowError(f"{where} is no JSON object")
         if each.get("messages") is not None and not each.get("prompt_ids"):
             raise RowError(f"{where} holds text and no token ids: the model behind it takes and returns text only")
         try:
-            found.append(replace(from_row(each), reward=reward, identity=identity))
+            trajectories.append(replace(from_row(each), reward=reward, identity=identity))
         except RowError as error:
             raise RowError(f"{where}: {error.message}") from error
-    return found
+    return trajectories
 
 
 def _reward(row: Mapping[str, Any]) -> float | None:
@@ -78,7 +78,7 @@ def _reward(row: Mapping[str, Any]) -> float | None:
 
 def _identity(row: Mapping[str, Any]) -> dict[str, Any]:
     agent = row.get(AGENT_REF_KEY)
-    named = {
+    fields = {
         "rollout_id": row.get(ROLLOUT_ID_KEY),
         "task_id": row.get("task_id"),
         "task_index": row.get(TASK_INDEX_KEY),
@@ -86,4 +86,4 @@ def _identity(row: Mapping[str, Any]) -> dict[str, Any]:
         "attempt_index": row.get(ATTEMPT_INDEX_KEY),
         "agent": agent.get("name") if isinstance(agent, Mapping) else None,
     }
-    return {name: value for name, value in named.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}

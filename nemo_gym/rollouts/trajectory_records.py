@@ -75,12 +75,12 @@ def _invocations(record: TrajectoryRecord, bundle: AgentObservationBundle | None
     """Merge recorded and observed invocations. The observed one of a pair wins, with the recorded conversation and
     model calls if it has none of its own."""
     merged = {invocation.invocation_id: invocation for invocation in record.invocations}
-    for seen in bundle.records if bundle is not None else ():
-        if isinstance(seen, AgentInvocation):
-            known = merged.get(seen.invocation_id)
-            said = seen.conversation or (known.conversation if known is not None else [])
-            calls = seen.model_calls or (known.model_calls if known is not None else [])
-            merged[seen.invocation_id] = seen.model_copy(update={"conversation": said, "model_calls": calls})
+    for observed in bundle.records if bundle is not None else ():
+        if isinstance(observed, AgentInvocation):
+            recorded = merged.get(observed.invocation_id)
+            items = observed.conversation or (recorded.conversation if recorded is not None else [])
+            calls = observed.model_calls or (recorded.model_calls if recorded is not None else [])
+            merged[observed.invocation_id] = observed.model_copy(update={"conversation": items, "model_calls": calls})
     return list(merged.values())
 
 
@@ -94,16 +94,16 @@ def _tool_calls(record: TrajectoryRecord, bundle: AgentObservationBundle | None)
         for item in invocation.conversation
         if isinstance(item, Mapping) and item.get("type") == "function_call_output"
     }
-    for seen in bundle.records if bundle is not None else ():
-        if isinstance(seen, ToolCallObservation):
-            key = (seen.invocation_id, seen.tool_call_id)
-            merged.setdefault(key, TrajectoryToolCall(**seen.model_dump(), output=outputs.get(key)))
+    for observed in bundle.records if bundle is not None else ():
+        if isinstance(observed, ToolCallObservation):
+            key = (observed.invocation_id, observed.tool_call_id)
+            merged.setdefault(key, TrajectoryToolCall(**observed.model_dump(), output=outputs.get(key)))
     return list(merged.values())
 
 
 def _trajectory_call(call: ModelCallRecord) -> TrajectoryModelCall:
-    said = call.response.get("status") if isinstance(call.response, Mapping) else None
-    known = call.tokens_in is not None and call.tokens_out is not None
+    status = call.response.get("status") if isinstance(call.response, Mapping) else None
+    has_tokens = call.tokens_in is not None and call.tokens_out is not None
     return TrajectoryModelCall(
         model_call_id=call.model_call_id,
         started_at=call.started_at,
@@ -117,7 +117,7 @@ def _trajectory_call(call: ModelCallRecord) -> TrajectoryModelCall:
             model=call.model,
             dialect=call.dialect,
             status_code=call.status_code,
-            response_status=call.response_status or (said if isinstance(said, str) else None),
+            response_status=call.response_status or (status if isinstance(status, str) else None),
             finish_reason=call.finish_reason,
             error_category=call.error_category,
         ),
@@ -125,7 +125,7 @@ def _trajectory_call(call: ModelCallRecord) -> TrajectoryModelCall:
             prompt_tokens=call.tokens_in,
             completion_tokens=call.tokens_out,
             reasoning_tokens=call.tokens_reasoning,
-            total_tokens=(call.tokens_in or 0) + (call.tokens_out or 0) if known else None,
+            total_tokens=(call.tokens_in or 0) + (call.tokens_out or 0) if has_tokens else None,
             cached_tokens=call.cached_tokens,
         ),
     )

@@ -54,9 +54,9 @@ class Sample:
 def _reported(row: Mapping[str, Any]) -> WeightsSpan | None:
     """Return the weights versions in the row's trajectories, if they are numbers."""
     trajectories = row.get(TRAJECTORY_KEY) or ()
-    told = [version for each in trajectories for version in each.get("weights_versions") or ()]
+    versions = [version for each in trajectories for version in each.get("weights_versions") or ()]
     try:
-        numbers = [int(version) for version in told]
+        numbers = [int(version) for version in versions]
     except ValueError:
         return None
     return WeightsSpan(min(numbers), max(numbers)) if numbers else None
@@ -98,8 +98,8 @@ class ValidSamples:
     at_least: int | None = None
 
     def __call__(self, group: Group) -> str | None:
-        wanted = group.size if self.at_least is None else self.at_least
-        return None if len(group.rewards) >= wanted else "too few valid samples"
+        required = group.size if self.at_least is None else self.at_least
+        return None if len(group.rewards) >= required else "too few valid samples"
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,13 +76,13 @@ class GroupRecord:
 
     def values(self) -> tuple[Any, ...]:
         samples = orjson.dumps(self.samples)
-        own = (self.size, self.rank, self.reruns, self.weights_version, self.taken)
-        return (self.serial, self.row, self.agent, samples, *own)
+        counters = (self.size, self.rank, self.reruns, self.weights_version, self.taken)
+        return (self.serial, self.row, self.agent, samples, *counters)
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> GroupRecord:
-        serial, data, agent, samples, *own = row
-        return cls(serial, bytes(data), agent, orjson.loads(samples), *own)
+        serial, data, agent, samples, *counters = row
+        return cls(serial, bytes(data), agent, orjson.loads(samples), *counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +205,15 @@ class SamplerLedger:
 
     async def spans(self, job_ids: Iterable[str]) -> dict[str, WeightsSpan]:
         """Return the spans of the rollouts that started; one without a recorded end ends with its first version."""
-        wanted = orjson.dumps(list(job_ids)).decode()
+        ids_json = orjson.dumps(list(job_ids)).decode()
 
         def operation(connection: sqlite3.Connection) -> dict[str, WeightsSpan]:
-            found = connection.execute(
+            rows = connection.execute(
                 "SELECT job_id, first, coalesce(last, first) FROM spans"
                 " WHERE job_id IN (SELECT value FROM json_each(?))",
-                (wanted,),
+                (ids_json,),
             )
-            return {job_id: WeightsSpan(first, last) for job_id, first, last in found}
+            return {job_id: WeightsSpan(first, last) for job_id, first, last in rows}
 
         return await self._writer.call(operation)
 

@@ -53,9 +53,9 @@ class RowFile:
         except orjson.JSONDecodeError as error:
             raise RowError(f"{self.path}:{number}: not JSON ({error})", path=str(self.path), line=number) from None
         if not isinstance(row, dict):
-            what = type(row).__name__
+            kind = type(row).__name__
             raise RowError(
-                f"{self.path}:{number}: a row is one JSON object, this is a {what}", path=str(self.path), line=number
+                f"{self.path}:{number}: a row is one JSON object, this is a {kind}", path=str(self.path), line=number
             )
         return row
 

@@ -211,9 +211,9 @@ class _Stack:
 
 def loader_row(number: int, row: Mapping[str, Any]) -> bytes:
     """Return a loader's row as JSON, without its own task index. Raises `RowError`."""
-    own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
+    fields = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
     try:
-        return orjson.dumps(own)
+        return orjson.dumps(fields)
     except orjson.JSONEncodeError as error:
         raise RowError(f"row {number} of the data loader is not JSON: {error}", line=number) from error
 

@@ -84,7 +84,7 @@ class RolloutSampler:
         self._exhausted = False
         self._checkpoint: Mapping[str, Any] | None = None
         """The checkpoint to start from, and later that of the last batch."""
-        self._asked = False
+        self._in_next_batch = False
         self._tasks: list[asyncio.Task[None]] = []
         self._fatal: BaseException | None = None
         self._turn = asyncio.Lock()
@@ -100,9 +100,9 @@ class RolloutSampler:
         the pipeline or of reading rows, after which a newly opened sampler continues.
         """
         _check_count("requested_batch_size", requested_batch_size, 1)
-        if self._asked:
+        if self._in_next_batch:
             raise ConfigError("next_batch is under way: one batch is asked for at a time", key="requested_batch_size")
-        self._asked = True
+        self._in_next_batch = True
         try:
             await self._start()
             version = max(self._weights_version, self._batch) if weights_version is None else weights_version
@@ -119,7 +119,7 @@ class RolloutSampler:
                     self._check_yield()
                 await self._full.wait()
         finally:
-            self._requested, self._asked = 0, False
+            self._requested, self._in_next_batch = 0, False
 
     async def set_weights_version(self, version: int) -> None:
         """Record that the engines now serve these weights; drop samples that are then too old, or run them again."""
@@ -217,9 +217,9 @@ class RolloutSampler:
     async def _recover(self) -> None:
         """Restore the state of the files or of the checkpoint, including everything that has ended since."""
         remembered = await self._ledger.recall(self._run_id, OBSERVED)
-        state, known = self._checkpoint, remembered.next_serial > 0
+        state, has_records = self._checkpoint, remembered.next_serial > 0
         if state is not None:
-            if known and state["run_id"] != self._run_id:
+            if has_records and state["run_id"] != self._run_id:
                 raise ConfigError(
                     f"the checkpoint is of run '{state['run_id']}', the output holds run '{self._run_id}': go on with"
                     " that run's output, or with an empty one",
@@ -239,7 +239,7 @@ class RolloutSampler:
                 if record.state.terminal:
                     group.ended.add(record.spec.sample_index)
         await self._cancel_strays()
-        if state is not None and not known:
+        if state is not None and not has_records:
             self._look_ahead.learn_outcomes(state["outcomes"])
             for item in state["groups"]:
                 await self._add(self._as_new(orjson.dumps(item["row"])), item["agent"], rank=item["rank"])
@@ -363,21 +363,21 @@ class RolloutSampler:
         jobs = self._jobs_of(record)
         spans = await self._ledger.spans(jobs.job_ids or ())
         at_least = WeightsSpan(record.weights_version, self._weights_version)
-        samples = [Sample.of(found, spans.get(found.job_id, at_least)) async for found in self._store.iterate(jobs)]
+        samples = [Sample.of(job, spans.get(job.job_id, at_least)) async for job in self._store.iterate(jobs)]
         for sample in samples:
             self._look_ahead.learn_times(sample.row)
         row = orjson.loads(record.row)
         group = Group(group_id_of(self._run_id, record.serial), row, tuple(samples), record.size)
-        if (kept := await self._fresh(record, group)) is None:
+        if (fresh := await self._fresh(record, group)) is None:
             return
-        reason = why_left_out(kept, self._filters)
+        reason = why_left_out(fresh, self._filters)
         self._look_ahead.learn_outcomes([reason is None])
         if reason is not None:
             await self._leave_out(record, reason)
             return
         await self._ledger.settle(record, GroupState.EFFECTIVE)
         self._open.pop(record.serial, None)
-        self._ready[record.serial] = (record, kept)
+        self._ready[record.serial] = (record, fresh)
 
     async def _leave_out(self, record: GroupRecord, reason: str) -> None:
         await self._ledger.settle(record, GroupState.LEFT_OUT, reason)
@@ -392,21 +392,21 @@ class RolloutSampler:
         if self._config.max_weights_lag is None:
             return
         for record, group in list(self._ready.values()):
-            if (kept := await self._fresh(record, group)) is None:
+            if (fresh := await self._fresh(record, group)) is None:
                 continue
-            if kept is group:
+            if fresh is group:
                 continue
-            self._ready[record.serial] = (record, kept)
-            if (reason := why_left_out(kept, self._filters)) is not None:
+            self._ready[record.serial] = (record, fresh)
+            if (reason := why_left_out(fresh, self._filters)) is not None:
                 await self._leave_out(record, reason)
             else:
                 await self._ledger.settle(record, GroupState.EFFECTIVE)
         for record in list(self._open.values()):
-            began = await self._began(record)
-            if old := [sample for sample in record.samples if sample in began and self._is_old(began[sample])]:
+            first = await self._first_versions(record)
+            if old := [sample for sample in record.samples if sample in first and self._is_old(first[sample])]:
                 await self._too_old(record, old)
 
-    async def _began(self, record: GroupRecord) -> dict[int, int]:
+    async def _first_versions(self, record: GroupRecord) -> dict[int, int]:
         """Return the weights version with which each started sample of an open group began."""
         ids = {rollout_id_of(self._run_id, record.serial, sample): sample for sample in record.samples}
         running = {
@@ -426,8 +426,8 @@ class RolloutSampler:
             return group
         if await self._too_old(record, old):
             return None
-        left = tuple(sample for sample in group.samples if sample.sample_index not in old)
-        return Group(group.group_id, group.row, left, group.size)
+        remaining = tuple(sample for sample in group.samples if sample.sample_index not in old)
+        return Group(group.group_id, group.row, remaining, group.size)
 
     async def _too_old(self, record: GroupRecord, old: Sequence[int]) -> bool:
         """Drop samples that are too old, or run them again. Return whether the group is gone or waits for samples."""

@@ -108,10 +108,10 @@ __all__ = [*_HOME, *_ALIASES]  # noqa: PLE0604  all of them are strings
 
 
 def __getattr__(name: str) -> Any:
-    wanted = _ALIASES.get(name, name)
-    if wanted not in _HOME:
+    canonical = _ALIASES.get(name, name)
+    if canonical not in _HOME:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOME[wanted]), wanted)
+    value = getattr(importlib.import_module(_HOME[canonical]), canonical)
     globals()[name] = value
     return value
 

@@ -59,16 +59,16 @@ async def seed_mcp_servers(
             server_name=server.name, url_path="/seed_session", json=body.model_dump(mode="json"), cookies=cookies
         )
         await raise_for_status(reply)
-        offered = (await get_response_json(reply)).get(MCP_METADATA_KEY)
-        if not isinstance(offered, Mapping) or not offered.get("headers"):
+        mcp_metadata = (await get_response_json(reply)).get(MCP_METADATA_KEY)
+        if not isinstance(mcp_metadata, Mapping) or not mcp_metadata.get("headers"):
             raise ValueError(f"the seed of '{server.name}' offers no authenticated MCP: it serves no tools over MCP")
         url = sandbox_server_url(server.name, require_reachable=require_reachable)
-        path = str(offered.get("url_path") or "/mcp").lstrip("/")
+        path = str(mcp_metadata.get("url_path") or "/mcp").lstrip("/")
         entries[server.name] = {
             "enabled": True,
             "url": f"{url.rstrip('/')}/{path}",
             "timeout": int(timeout_s * 1000),
-            "headers": dict(offered["headers"]),
+            "headers": dict(mcp_metadata["headers"]),
         }
     return entries
 
@@ -84,13 +84,13 @@ async def verify_agent_response(
 ) -> dict[str, Any]:
     """Return the result of the environment's ``/verify``. With ``force_zero_reward`` (the agent failed), the
     environment judges an empty output, and the result still contains the agent's actual response."""
-    said = response.model_dump(mode="json")
-    judged = {**said, "output": []} if force_zero_reward else said
-    asked = {**body.model_dump(mode="json"), "response": judged}
-    reply = await client.post(server_name=server.name, url_path="/verify", json=asked, cookies=cookies)
+    response_json = response.model_dump(mode="json")
+    judged_response = {**response_json, "output": []} if force_zero_reward else response_json
+    verify_request = {**body.model_dump(mode="json"), "response": judged_response}
+    reply = await client.post(server_name=server.name, url_path="/verify", json=verify_request, cookies=cookies)
     await raise_for_status(reply)
     result: dict[str, Any] = await get_response_json(reply)
-    result["response"] = said
+    result["response"] = response_json
     if force_zero_reward:
         result["failure_kind"] = AGENT_RUN_ERROR
     return result

@@ -101,12 +101,12 @@ class _Packer:
 
     def run(self, path: str, name: str | None) -> Iterator[bytes]:
         path = path.rstrip("/") or "/"
-        first = name or os.path.basename(path) or "."  # noqa: PTH119  a path in the box, kept as it is
+        member_name = name or os.path.basename(path) or "."  # noqa: PTH119  a path in the box, kept as it is
         parent = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # noqa: PTH120
         try:
             entry = os.path.basename(path) or "."  # noqa: PTH119
             info = os.stat(entry, dir_fd=parent, follow_symlinks=False)
-            yield from self._entry(parent, entry, [first], info, info.st_dev)
+            yield from self._entry(parent, entry, [member_name], info, info.st_dev)
         finally:
             os.close(parent)
         self._add(END_OF_ARCHIVE)
@@ -128,9 +128,9 @@ class _Packer:
                 member.linkname = os.readlink(entry, dir_fd=parent)
                 self._add(encode_header(member))
             elif stat.S_ISREG(info.st_mode):
-                seen = self._inodes.get((info.st_dev, info.st_ino)) if info.st_nlink > 1 else None
-                if seen is not None:
-                    member.type, member.linkname = tarfile.LNKTYPE, seen
+                first_path = self._inodes.get((info.st_dev, info.st_ino)) if info.st_nlink > 1 else None
+                if first_path is not None:
+                    member.type, member.linkname = tarfile.LNKTYPE, first_path
                     self._add(encode_header(member))
                 else:
                     yield from self._file(parent, entry, member)
@@ -176,15 +176,15 @@ class _Packer:
             if self._max_bytes is not None and self._total + member.size > self._max_bytes:
                 self._too_large()
             self._add(encode_header(member))
-            left = member.size
-            while left:
-                data = data[:left] or bytes(min(left, CHUNK_BYTES))
+            remaining = member.size
+            while remaining:
+                data = data[:remaining] or bytes(min(remaining, CHUNK_BYTES))
                 self._add(data)
-                left -= len(data)
+                remaining -= len(data)
                 if len(self._buffer) >= CHUNK_BYTES:
                     yield bytes(self._buffer)
                     self._buffer.clear()
-                data = os.read(descriptor, CHUNK_BYTES) if left else b""
+                data = os.read(descriptor, CHUNK_BYTES) if remaining else b""
             self._add(bytes(-member.size % _BLOCK))
         finally:
             os.close(descriptor)
@@ -337,17 +337,17 @@ class _Extractor:
         if key in self._open:
             self._open.move_to_end(key)
             return self._open[key]
-        known = next((n for n in range(len(key) - 1, 0, -1) if key[:n] in self._open), 0)
-        current, steps = (self._open[key[:known]] if known else self._root), []
+        open_depth = next((n for n in range(len(key) - 1, 0, -1) if key[:n] in self._open), 0)
+        current, opened = (self._open[key[:open_depth]] if open_depth else self._root), []
         try:
-            for part in key[known:]:
+            for part in key[open_depth:]:
                 current = self._step(current, part, create)
-                steps.append(current)
+                opened.append(current)
         except NotADirectoryError as error:
-            for descriptor in steps:
+            for descriptor in opened:
                 os.close(descriptor)
             raise ArchiveError(f"'{shown('/'.join(key))}' leads through a link or a file") from error
-        for descriptor in steps[:-1]:
+        for descriptor in opened[:-1]:
             os.close(descriptor)
         self._open[key] = current
         if len(self._open) > self._OPEN_DIRECTORIES:

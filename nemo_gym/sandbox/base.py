@@ -221,8 +221,8 @@ class SandboxCapabilities:
         default if the provider can enforce it. A configured limit that it cannot enforce stays, for `check` to refuse.
         """
         suite = default_limits(host_memory_mib)
-        kept = {name: getattr(suite, name) for name, able in _LIMIT_CAPABILITIES.items() if getattr(self, able)}
-        return replace(self, default_limits=configured.filled(SandboxResources(**kept)))
+        enforceable = {name: getattr(suite, name) for name, able in _LIMIT_CAPABILITIES.items() if getattr(self, able)}
+        return replace(self, default_limits=configured.filled(SandboxResources(**enforceable)))
 
     def limits(self, wanted: SandboxResources) -> SandboxResources:
         """Return the limits of a box whose spec has the resources ``wanted``."""
@@ -230,31 +230,31 @@ class SandboxCapabilities:
 
     def missing(self, spec: SandboxSpec) -> list[str]:
         """Return one sentence per capability that the spec needs and the provider lacks; empty if it lacks none."""
-        wanted: dict[str, bool] = {
+        required: dict[str, bool] = {
             "loopback_door": bool(spec.doors),
             **{able: getattr(spec.resources, name) is not None for name, able in _LIMIT_CAPABILITIES.items()},
             "gpu": bool(spec.resources.gpu),
             "endpoint": bool(spec.ports),
         }
         for name in spec.requires:
-            wanted[name] = True
-        lacking = []
-        for name, is_wanted in wanted.items():
-            if is_wanted and not getattr(self, name, False):
-                lacking.append(f"{name}: {self.reasons.get(name, 'not supported by this provider')}")
+            required[name] = True
+        problems = []
+        for name, is_required in required.items():
+            if is_required and not getattr(self, name, False):
+                problems.append(f"{name}: {self.reasons.get(name, 'not supported by this provider')}")
         if spec.network not in self.network_policies:
-            why = self.reasons.get(f"network_{spec.network}", "not supported by this provider")
-            lacking.append(f"network={spec.network}: {why}")
-        return lacking
+            reason = self.reasons.get(f"network_{spec.network}", "not supported by this provider")
+            problems.append(f"network={spec.network}: {reason}")
+        return problems
 
     def check(self, spec: SandboxSpec, provider_name: str) -> None:
         """Raise one `SandboxCapabilityError` that names every missing capability."""
-        lacking = self.missing(spec)
-        if lacking:
+        problems = self.missing(spec)
+        if problems:
             raise SandboxCapabilityError(
-                f"sandbox provider '{provider_name}' cannot serve this spec: " + "; ".join(lacking),
+                f"sandbox provider '{provider_name}' cannot serve this spec: " + "; ".join(problems),
                 provider=provider_name,
-                missing=lacking,
+                missing=problems,
             )
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import orjson
 
-_SAID_BYTES = 2048
+_ERROR_BYTES = 2048
 _TAIL_BYTES = 16 * 1024
-_OF_THE_REQUEST = (b"context_length", b"invalid_request")
+_REQUEST_ERROR_MARKERS = (b"context_length", b"invalid_request")
 """Strings in the error event of a stream which show that the request caused the error, not the target."""
 _FAILURES = frozenset({401, 403, 408, 429})
 """Statuses that, like 5xx, are failures of the target: the box cannot avoid them, as the door sets the credentials."""
@@ -112,7 +112,7 @@ class Exchange:
         self._statistics = statistics
         self._status = 0
         self._readable = self._stream = False
-        self._seen = b""
+        self._kept_body = b""
 
     @property
     def has_answered(self) -> bool:
@@ -122,7 +122,7 @@ class Exchange:
 
     def unreachable(self, said: str) -> None:
         self._statistics.unreachable += 1
-        self._fails(said)
+        self._record_failure(said)
 
     def answers(self, status: int, headers: Mapping[str, str]) -> None:
         """Record the status and headers of the target's response."""
@@ -137,45 +137,45 @@ class Exchange:
         if not self._readable:
             return
         if self._status >= 400:
-            self._seen = (self._seen + data)[:_SAID_BYTES]
+            self._kept_body = (self._kept_body + data)[:_ERROR_BYTES]
         elif self._stream:
-            self._seen = (self._seen + data)[-_TAIL_BYTES:]
+            self._kept_body = (self._kept_body + data)[-_TAIL_BYTES:]
 
     def broke_off(self, said: str) -> None:
         self._statistics.broken += 1
-        self._fails(said)
+        self._record_failure(said)
 
     def ends(self) -> None:
         """Classify the response, now that it is complete."""
         statistics = self._statistics
         if self._status >= 500 or self._status in _FAILURES:
             statistics.failed += 1
-            self._fails(f"{self._status}: {_text(self._seen)}")
+            self._record_failure(f"{self._status}: {_text(self._kept_body)}")
         elif self._status >= 400:
             statistics.refused += 1
-            statistics.last_error = f"{self._status}: {_text(self._seen)}"
+            statistics.last_error = f"{self._status}: {_text(self._kept_body)}"
             self.ended = True
-        elif self._stream and (error := _error_at_the_end(self._seen)) is not None:
-            if any(words in self._seen for words in _OF_THE_REQUEST):
+        elif self._stream and (error := _final_error(self._kept_body)) is not None:
+            if any(marker in self._kept_body for marker in _REQUEST_ERROR_MARKERS):
                 statistics.refused += 1
                 statistics.last_error = error
                 self.ended = self._failed = True
             else:
                 statistics.failed += 1
-                self._fails(error)
+                self._record_failure(error)
         else:
             statistics.answered += 1
             if self._tells:
                 statistics.failures_since_answer = 0
             self.ended = True
 
-    def _fails(self, said: str) -> None:
+    def _record_failure(self, error_text: str) -> None:
         self._statistics.failures_since_answer += self._tells
-        self._statistics.last_error = said[:_SAID_BYTES]
+        self._statistics.last_error = error_text[:_ERROR_BYTES]
         self.ended = self._failed = True
 
 
-def _error_at_the_end(tail: bytes) -> str | None:
+def _final_error(tail: bytes) -> str | None:
     """Return the error with which an event stream (Chat Completions, Responses, Messages) ended, if any."""
     for line in reversed(tail.splitlines()):
         if not line.startswith(b"data:") or line[5:].strip() in (b"", b"[DONE]"):
@@ -192,7 +192,7 @@ def _error_at_the_end(tail: bytes) -> str | None:
 
 
 def _text(data: bytes) -> str:
-    return data[:_SAID_BYTES].decode("utf-8", "replace")
+    return data[:_ERROR_BYTES].decode("utf-8", "replace")
 
 
 # -- Limit ---------------------------------------------------------------------------------------------------------

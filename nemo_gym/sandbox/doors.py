@@ -114,7 +114,7 @@ class RouteMatcher:
     def allows(self, method: str, path: str) -> bool:
         """Return whether a pattern matches; ``path`` must come from `normalize_path`."""
         segments = path.split("/")[1:]
-        return any(method == wanted and self._match(route, segments) for wanted, route in self._routes)
+        return any(method == route_method and self._match(route, segments) for route_method, route in self._routes)
 
     @staticmethod
     def _match(route: list[str], segments: list[str]) -> bool:
@@ -122,7 +122,8 @@ class RouteMatcher:
             route, segments = route[:-1], segments[: len(route) - 1]
         # A '*' needs a non-empty segment: '/a/*' does not match '/a/'.
         return len(route) == len(segments) and all(
-            bool(given) if wanted == "*" else wanted == given for wanted, given in zip(route, segments, strict=True)
+            bool(segment) if pattern == "*" else pattern == segment
+            for pattern, segment in zip(route, segments, strict=True)
         )
 
 
@@ -242,8 +243,8 @@ class DoorServer:
         limit = self._limit if counts else None
         if limit is not None and not await limit.enter():
             self.statistics.over_limit += 1
-            said = f"door '{self.door.name}' has forwarded all of the {self.door.max_answers} answers it may"
-            return self._problem(403, "door_limit", said, started="no")
+            detail = f"door '{self.door.name}' has forwarded all of the {self.door.max_answers} answers it may"
+            return self._problem(403, "door_limit", detail, started="no")
         try:
             with self.statistics.exchange(counts=counts, tells=counts or not self.door.counted) as exchange:
                 return await self._forward(request, path, query, exchange)
@@ -272,17 +273,17 @@ class DoorServer:
                 allow_redirects=False,
             )
         except aiohttp.ClientConnectorError as error:
-            exchange.unreachable(said := self._say("cannot be reached", error))
-            return self._problem(502, "door_unreachable", said, started="no")
+            exchange.unreachable(detail := self._failure_text("cannot be reached", error))
+            return self._problem(502, "door_unreachable", detail, started="no")
         except (aiohttp.ClientError, TimeoutError) as error:
             # The target received an incomplete body, which no server processes as a request.
             if body is not None and body.is_too_large:
                 return self._problem(413, "door_body", self._too_large(), started="no")
             if body is not None and body.is_too_slow:
-                said = f"door '{self.door.name}' waited {self._patience_s:g} s for the rest of the body"
-                return self._problem(408, "door_slow", said, started="no")
-            exchange.unreachable(said := self._say("failed before it answered", error))
-            return self._problem(502, "door_failed", said, started="unknown")
+                detail = f"door '{self.door.name}' waited {self._patience_s:g} s for the rest of the body"
+                return self._problem(408, "door_slow", detail, started="no")
+            exchange.unreachable(detail := self._failure_text("failed before it answered", error))
+            return self._problem(502, "door_failed", detail, started="unknown")
         async with upstream:
             return await self._relay(request, upstream, exchange)
 
@@ -293,9 +294,9 @@ class DoorServer:
 
         exchange.answers(upstream.status, upstream.headers)
         response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
-        named = _connection_tokens(upstream.headers)
+        connection_headers = _connection_tokens(upstream.headers)
         for key, value in upstream.headers.items():
-            if key.lower() not in _HOP_BY_HOP | named | {"set-cookie"}:
+            if key.lower() not in _HOP_BY_HOP | connection_headers | {"set-cookie"}:
                 response.headers.add(key, value)
         await response.prepare(request)
         try:
@@ -303,7 +304,7 @@ class DoorServer:
                 exchange.saw(data)
                 await response.write(data)
         except (aiohttp.ClientError, TimeoutError) as error:
-            exchange.broke_off(self._say("broke off in its answer", error))
+            exchange.broke_off(self._failure_text("broke off in its answer", error))
             # The target broke off. Abort, so that the box does not take the partial body for a complete one.
             if request.transport is not None:
                 request.transport.abort()
@@ -312,10 +313,10 @@ class DoorServer:
         await response.write_eof()
         return response
 
-    def _request_headers(self, given: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-        dropped = self._dropped | _connection_tokens(given)
+    def _request_headers(self, incoming: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+        dropped = self._dropped | _connection_tokens(incoming)
         headers: CIMultiDict[str] = CIMultiDict()
-        for key, value in given.items():
+        for key, value in incoming.items():
             if key.lower() not in dropped and not _FORWARDING.fullmatch(key):
                 headers.add(key, value)
         headers.update(self.door.headers)
@@ -324,8 +325,8 @@ class DoorServer:
     def _too_large(self) -> str:
         return f"door '{self.door.name}' forwards bodies of at most {self._max_body_bytes} bytes"
 
-    def _say(self, what: str, error: BaseException) -> str:
-        return f"the target of door '{self.door.name}' {what} ({type(error).__name__})"
+    def _failure_text(self, problem: str, error: BaseException) -> str:
+        return f"the target of door '{self.door.name}' {problem} ({type(error).__name__})"
 
     @staticmethod
     def _problem(status: int, code: str, detail: str, *, started: str) -> web.Response:
@@ -370,8 +371,8 @@ class _Body:
 
     def __init__(self, content: aiohttp.StreamReader, *, patience_s: float, max_bytes: int) -> None:
         self._content = content
-        self._left_s = patience_s
-        self._left_bytes = max_bytes
+        self._remaining_s = patience_s
+        self._remaining_bytes = max_bytes
         self.is_too_large = self.is_too_slow = False
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -380,16 +381,16 @@ class _Body:
             # Only the box's share of the time counts: it is not to blame for a target that reads slowly.
             began = clock()
             try:
-                async with asyncio.timeout(self._left_s):
+                async with asyncio.timeout(self._remaining_s):
                     piece = await self._content.readany()
             except TimeoutError:
                 self.is_too_slow = True
                 raise
-            self._left_s -= clock() - began
+            self._remaining_s -= clock() - began
             if not piece:
                 return
-            self._left_bytes -= len(piece)
-            if self._left_bytes < 0:
+            self._remaining_bytes -= len(piece)
+            if self._remaining_bytes < 0:
                 self.is_too_large = True
                 raise aiohttp.ClientPayloadError("the request's body is too large")
             yield piece

@@ -5,7 +5,7 @@ The spec is the environment's, with the harness's needs merged in; a conflict ra
 The proxy connects only to the hosts and ports that a task names. A box without a network reaches it on its loopback
 (``HTTPS_PROXY``, ``HTTP_PROXY``). ``CONNECT`` opens a tunnel; a plain ``http://`` request is forwarded. Names are
 resolved here, not in the box, and the proxy dials exactly the address that it checked. An address that is not public
-is refused, whichever name resolves to it, unless the allow-list contains the address.
+is refused, whichever name resolves to it, unless the allow-list contains the address or its network.
 
 The proxy does not inspect tunnelled data. If several sites share an address, a box that may reach one of them can also
 reach the others.
@@ -69,11 +69,11 @@ class _Request:
 
     @classmethod
     def parse(cls, raw: bytes) -> _Request:
-        line, *rest = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
-        words = line.decode("latin-1").split(" ")
-        if len(words) != 3 or not words[0].isalpha() or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
+        line, *header_lines = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
+        fields = line.decode("latin-1").split(" ")
+        if len(fields) != 3 or not fields[0].isalpha() or fields[2] not in ("HTTP/1.1", "HTTP/1.0"):
             raise _Refused(400, "bad_request", "this is no HTTP/1.1 request to a proxy")
-        method, target = words[0].upper(), words[1]
+        method, target = fields[0].upper(), fields[1]
         url = f"//{target}" if method == "CONNECT" else target
         try:
             parts = urlsplit(url)
@@ -86,7 +86,7 @@ class _Request:
             return cls(method, host, port)
         if parts.scheme.lower() != "http" or host is None or "@" in parts.netloc:
             raise _Refused(400, "bad_request", "a proxy request names http://host/path; https goes through CONNECT")
-        headers, body_bytes = _headers(rest)
+        headers, body_bytes = _headers(header_lines)
         path = f"{parts.path or '/'}" + (f"?{parts.query}" if parts.query else "")
         lines = [f"{method} {path} HTTP/1.1".encode("latin-1"), b"Host: " + parts.netloc.encode("latin-1"), *headers]
         head = b"\r\n".join([*lines, b"Connection: close", b"", b""])
@@ -107,7 +107,7 @@ def _headers(lines: Sequence[bytes]) -> tuple[list[bytes], int]:
     lengths = {line.partition(b":")[2].strip() for name, line in headers if name == b"content-length"}
     if len(lengths) > 1 or any(not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS for length in lengths):
         raise _Refused(400, "bad_request", "Content-Length is no single number")
-    dropped = _NOT_FORWARDED | {word.strip().lower() for word in values.get(b"connection", b"").split(b",")}
+    dropped = _NOT_FORWARDED | {token.strip().lower() for token in values.get(b"connection", b"").split(b",")}
     return [line for name, line in headers if name not in dropped], int(next(iter(lengths), b"0"))
 
 
@@ -193,8 +193,8 @@ class EgressProxy:
             writer.write(_problem(refused))
             await writer.drain()
 
-    def _forbidden(self, request: _Request, why: str) -> _Refused:
-        detail = f"this box reaches {self._hosts}; {request.host[:253]}:{request.port} {why}"
+    def _forbidden(self, request: _Request, reason: str) -> _Refused:
+        detail = f"this box reaches {self._hosts}; {request.host[:253]}:{request.port} {reason}"
         return _Refused(403, "egress_not_allowed", detail)
 
     async def _forward(
@@ -227,11 +227,11 @@ class EgressProxy:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                found = await loop.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
+                resolved = await loop.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError, UnicodeError) as error:
-            exchange.unreachable(said := f"{request.host[:253]} has no address: {error or type(error).__name__}")
-            raise _Refused(502, "name_not_resolved", said) from None
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+            exchange.unreachable(error_text := f"{request.host[:253]} has no address: {error or type(error).__name__}")
+            raise _Refused(502, "name_not_resolved", error_text) from None
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in resolved))
         allowed = [
             address for address in addresses if self._hosts.reaches(ipaddress.ip_address(address), request.port)
         ]
@@ -244,34 +244,34 @@ class EgressProxy:
     async def _connect_upstream(
         self, request: _Request, addresses: Sequence[str], exchange: Exchange
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        said = ""
+        error_text = ""
         for address in addresses:
             try:
                 async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                     return await asyncio.open_connection(address, request.port)
             except (OSError, TimeoutError) as error:
-                said = f"{request.host[:253]}:{request.port} cannot be reached: {error or type(error).__name__}"
-        exchange.unreachable(said)
-        raise _Refused(502, "unreachable", said)
+                error_text = f"{request.host[:253]}:{request.port} cannot be reached: {error or type(error).__name__}"
+        exchange.unreachable(error_text)
+        raise _Refused(502, "unreachable", error_text)
 
     async def _pump(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         idle: asyncio.Timeout,
-        left: int | None,
+        remaining: int | None,
     ) -> None:
-        """Copy data from ``reader`` to ``writer`` until its end, or at most ``left`` bytes."""
+        """Copy data from ``reader`` to ``writer`` until its end, or at most ``remaining`` bytes."""
         loop = asyncio.get_running_loop()
-        while left is None or left > 0:
-            data = await reader.read(_PIECE if left is None else min(_PIECE, left))
+        while remaining is None or remaining > 0:
+            data = await reader.read(_PIECE if remaining is None else min(_PIECE, remaining))
             if not data:
                 break
             idle.reschedule(loop.time() + self._idle_s)
-            left = None if left is None else left - len(data)
+            remaining = None if remaining is None else remaining - len(data)
             writer.write(data)
             await writer.drain()
-        if left is None and writer.can_write_eof():
+        if remaining is None and writer.can_write_eof():
             writer.write_eof()
 
 
@@ -330,15 +330,15 @@ def world_spec(spec: SandboxSpec, descriptor: SessionDescriptor, needs: HarnessN
     doors, proxies = egress_door(descriptor.egress)
     env = merge_env(spec.env, descriptor.egress.env, name=descriptor.environment)
     env = merge_env(merge_env(env, needs.env, name=descriptor.environment), proxies, name=descriptor.environment)
-    taken = {mount.target: mount for mount in spec.mounts}
+    mounts_by_target = {mount.target: mount for mount in spec.mounts}
     for mount in needs.mounts:
-        if mount.target in taken and taken[mount.target] != mount:
+        if mount.target in mounts_by_target and mounts_by_target[mount.target] != mount:
             raise ConfigError(
                 f"environment '{descriptor.environment}' and the agent both mount {mount.target}:"
-                f" {taken[mount.target].source} and {mount.source}",
+                f" {mounts_by_target[mount.target].source} and {mount.source}",
                 key="mounts",
             )
-    mounts = tuple({**taken, **{mount.target: mount for mount in needs.mounts}}.values())
+    mounts = tuple({**mounts_by_target, **{mount.target: mount for mount in needs.mounts}}.values())
     requires = tuple(dict.fromkeys((*spec.requires, *descriptor.placement.requires, *needs.requires)))
     return spec.replace(
         env=env,
@@ -352,9 +352,9 @@ def world_spec(spec: SandboxSpec, descriptor: SessionDescriptor, needs: HarnessN
 
 def bounded(resources: SandboxResources, limits: Limits) -> SandboxResources:
     """Return a box's resources, with the attempt's CPU and memory limits in place of the requested ones."""
-    given = {name: value for name in ("cpu", "memory_mib") if (value := getattr(limits, name)) is not None}
-    unlimited = tuple(name for name in resources.unlimited if name not in given)
-    return replace(resources, unlimited=unlimited, **given)
+    limited = {name: value for name in ("cpu", "memory_mib") if (value := getattr(limits, name)) is not None}
+    unlimited = tuple(name for name in resources.unlimited if name not in limited)
+    return replace(resources, unlimited=unlimited, **limited)
 
 
 def network_policy(egress: Egress) -> NetworkPolicy:

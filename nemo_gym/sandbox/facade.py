@@ -65,9 +65,9 @@ def get_provider_class(name: str) -> ProviderClass:
         return sandbox_blocks.registered_providers[name]
     entry_point = sandbox_blocks.installed_providers().get(name)
     if entry_point is None:
-        known = sandbox_blocks.list_providers()
+        names = sandbox_blocks.list_providers()
         raise ConfigError(
-            f"there is no sandbox provider '{name}'{nearest(name, known)}; installed are {', '.join(known) or 'none'}"
+            f"there is no sandbox provider '{name}'{nearest(name, names)}; installed are {', '.join(names) or 'none'}"
         )
     try:
         return cast(ProviderClass, entry_point.load())
@@ -89,18 +89,18 @@ def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> Sandb
         ConfigError: the mapping has another shape, or the provider or one of the settings is unknown.
     """
     if isinstance(provider, str):
-        name, given = provider, {}
+        name, provider_settings = provider, {}
     elif len(provider) == 1:
         ((name, values),) = provider.items()
-        given = dict(values or {})
+        provider_settings = dict(values or {})
     else:
         raise ConfigError(f"a sandbox provider is configured as {{name: settings}}, not with keys {sorted(provider)}")
-    given |= settings
+    provider_settings |= settings
     provider_class = get_provider_class(name)
     parameters = inspect.signature(provider_class).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        reject_unknown_keys(given, list(parameters), where=f"sandbox provider '{name}'")
-    return observed(provider_class(**given))
+        reject_unknown_keys(provider_settings, list(parameters), where=f"sandbox provider '{name}'")
+    return observed(provider_class(**provider_settings))
 
 
 def _how_to_install(point: EntryPoint) -> str:
@@ -146,8 +146,8 @@ def observed(provider: SandboxProvider) -> SandboxProvider:
     The trace omits the text of commands, because a grader's commands may contain private data."""
     name = str(getattr(provider, "name", type(provider).__name__))  # providers written for NeMo Gym have no name
     for method, wrap in (("create", _create), ("exec", _exec), ("close", _close)):
-        if (own := getattr(provider, method, None)) is not None:
-            setattr(provider, method, wrap(own, name))
+        if (original := getattr(provider, method, None)) is not None:
+            setattr(provider, method, wrap(original, name))
     return provider
 
 

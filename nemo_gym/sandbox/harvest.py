@@ -383,11 +383,11 @@ class _Harvester:
             reason = {97: "it has no git", 98: f"its {self._path} is no repository at {self._item.base_commit}"}
             why = reason.get(result.return_code or 0, f"git said {(result.stderr or '').strip()[-500:]!r}")
             raise SandboxError(f"the image cannot be harvested from: {why}", path=self._path)
-        names = result.stdout_bytes.split(b"\0")
-        first, second = names.index(b"/"), names.index(b"/", names.index(b"/") + 1)
-        self._algorithm, exclude_file = (name.decode("utf-8", "surrogateescape") for name in names[:first])
-        tracked = frozenset(names[first + 1 : second])
-        exclude = _excludes(tracked, [name for name in names[second + 1 :] if name.endswith(b"/")])
+        fields = result.stdout_bytes.split(b"\0")
+        first_end, second_end = fields.index(b"/"), fields.index(b"/", fields.index(b"/") + 1)
+        self._algorithm, exclude_file = (name.decode("utf-8", "surrogateescape") for name in fields[:first_end])
+        tracked = frozenset(fields[first_end + 1 : second_end])
+        exclude = _excludes(tracked, [name for name in fields[second_end + 1 :] if name.endswith(b"/")])
         contents: dict[bytes, bytes] = {}
         reader = self._reader(max_content_bytes=1024 * 1024)
         stream = self._provider.get_archive(self._box, self._path, exclude=exclude, max_bytes=MAX_TREE_BYTES)
@@ -429,8 +429,8 @@ class _Harvester:
     async def _ignored(self, paths: list[bytes], pristine: _Pristine) -> set[bytes]:
         """Return the subset of ``paths`` that the pristine rules ignore or that are by-products."""
         byproducts = {path for path in paths if path.endswith(BYPRODUCT_SUFFIXES)}
-        rest = [path for path in paths if path not in byproducts]
-        if not rest:
+        candidates = [path for path in paths if path not in byproducts]
+        if not candidates:
             return byproducts
         rules = [
             (f"ignore/{path.decode('utf-8', 'surrogateescape')}", content)
@@ -440,7 +440,7 @@ class _Harvester:
         if rules:
             await self._upload(rules)
         # The prefix keeps a name like ":(x)" from being read as pathspec magic.
-        result = await self._sh(_CHECK_IGNORE, stdin=b"".join(b"./" + path + b"\0" for path in rest))
+        result = await self._sh(_CHECK_IGNORE, stdin=b"".join(b"./" + path + b"\0" for path in candidates))
         if result.return_code not in (0, 1) or result.stdout_truncated:
             raise _BoxContentsError(f"the changed paths cannot be judged: {(result.stderr or '').strip()[-500:]}")
         return byproducts | {path.removeprefix(b"./") for path in result.stdout_bytes.split(b"\0") if path}
@@ -474,8 +474,8 @@ class _Harvester:
             cap = self._item.max_bytes
             raise _BoxContentsError(f"the patch is larger than the cap of {cap} bytes", truncated=True, size=size)
         if not result.ok:
-            said = (result.stderr or "").strip()[-500:]
-            raise _BoxContentsError(f"no patch can be made of the changes: {result.outcome}, {said!r}")
+            stderr = (result.stderr or "").strip()[-500:]
+            raise _BoxContentsError(f"no patch can be made of the changes: {result.outcome}, {stderr!r}")
         return result.stdout_bytes
 
     # --------------------------------------------------------------------------------------------- the harvest box
@@ -599,12 +599,12 @@ def harvested_file(artifacts: Sequence[Artifact], name: str, path: str) -> bytes
     artifact = next((found for found in artifacts if found.name == name), None)
     if artifact is None or artifact.error or artifact.truncated:
         return None
-    wanted, content = member_parts(posixpath.normpath(path).lstrip("/")), None
+    wanted_parts, content = member_parts(posixpath.normpath(path).lstrip("/")), None
     parser, inside = TarParser(), False
     try:
         for event in parser.feed(artifact.content()):
             if isinstance(event, tarfile.TarInfo):
-                inside = event.isreg() and member_parts(event.name) == wanted
+                inside = event.isreg() and member_parts(event.name) == wanted_parts
                 if inside:
                     content = b""
             elif inside and event is not None:

@@ -338,11 +338,11 @@ def _body(calls: _Calls) -> list[bytes]:
     for number, error in sorted(calls.denied.items()):
         code += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _FAIL | error)]
     # For a call that creates sockets, jump to the check of its first argument; allow every other call.
-    for place, number in enumerate(calls.socket):
-        code.append(_step(_EQUAL, number, len(calls.socket) - place, 0))
+    for index, number in enumerate(calls.socket):
+        code.append(_step(_EQUAL, number, len(calls.socket) - index, 0))
     code += [_step(_RETURN, _ALLOW), _step(_LOAD, _FIRST_ARGUMENT_AT)]
-    for place, family in enumerate(SOCKET_FAMILIES):
-        code.append(_step(_EQUAL, int(family), len(SOCKET_FAMILIES) - place, 0))
+    for index, family in enumerate(SOCKET_FAMILIES):
+        code.append(_step(_EQUAL, int(family), len(SOCKET_FAMILIES) - index, 0))
     return [*code, _step(_RETURN, _FAIL | errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW)]
 
 

@@ -1,6 +1,6 @@
 """Runs one command in a box and kills everything that it started.
 
-An agent uploads this file and runs it with the box's Python, so it uses only the standard library of Python 3.8:
+An agent uploads this file and runs it with the box's Python, so it uses only the standard library, from Python 3.8 on:
 
     python -I process_supervisor.py --timeout 600 --receipt cleanup.json [--stop-file F] -- COMMAND…
 
@@ -55,12 +55,12 @@ def descendants() -> list[int]:
                 continue
             if state not in "ZX":
                 parents[int(entry.name)] = int(parent)
-    found, grown = {os.getpid()}, True
-    while grown:
-        below = {pid for pid, parent in parents.items() if parent in found} - found
-        found |= below
-        grown = bool(below)
-    return sorted(found - {os.getpid()})
+    pids, has_grown = {os.getpid()}, True
+    while has_grown:
+        children = {pid for pid, parent in parents.items() if parent in pids} - pids
+        pids |= children
+        has_grown = bool(children)
+    return sorted(pids - {os.getpid()})
 
 
 def reap() -> None:
@@ -86,9 +86,9 @@ def supervise(
 ) -> dict[str, Any]:
     """Run ``command`` until it ends or must be ended; return the receipt."""
     receipt: dict[str, Any] = {"cleanup_confirmed": False, "return_code": None, "error": None, "timed_out": False}
-    told: list[int] = []
+    received_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda received, frame: told.append(received))
+        signal.signal(number, lambda received, frame: received_signals.append(received))
     if not adopt_orphans():
         receipt["error"] = "orphans cannot be adopted on this system"
         return receipt
@@ -99,30 +99,30 @@ def supervise(
         return receipt
 
     deadline = time.monotonic() + timeout
-    while child.poll() is None and not told and time.monotonic() < deadline:
+    while child.poll() is None and not received_signals and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if child.poll() is None:
-        receipt["timed_out"] = not told
+        receipt["timed_out"] = not received_signals
         if stop_file is not None:
             Path(stop_file).touch()
         send(signal.SIGTERM, [child.pid])
-        asked = time.monotonic() + cleanup_timeout
-        while child.poll() is None and time.monotonic() < asked:
+        term_deadline = time.monotonic() + cleanup_timeout
+        while child.poll() is None and time.monotonic() < term_deadline:
             time.sleep(POLL_S)
 
     # A process may start another before it is killed, so repeat until none is left.
-    until = time.monotonic() + cleanup_timeout
-    left = descendants()
-    while left and time.monotonic() < until:
-        send(signal.SIGKILL, left)
+    kill_deadline = time.monotonic() + cleanup_timeout
+    remaining = descendants()
+    while remaining and time.monotonic() < kill_deadline:
+        send(signal.SIGKILL, remaining)
         child.poll()
         time.sleep(POLL_S)
-        left = descendants()
+        remaining = descendants()
     receipt["return_code"] = child.poll()
     reap()
-    receipt["cleanup_confirmed"] = not left and receipt["return_code"] is not None
-    if left:
-        receipt["error"] = f"still running: {', '.join(map(str, left))}"
+    receipt["cleanup_confirmed"] = not remaining and receipt["return_code"] is not None
+    if remaining:
+        receipt["error"] = f"still running: {', '.join(map(str, remaining))}"
     return receipt
 
 

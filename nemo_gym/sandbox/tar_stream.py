@@ -320,13 +320,13 @@ class TarFilter:
             if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
                 return False
         member.name = "/".join(parts) or "."
-        if member.islnk() and self._left_out(member.linkname) and not self._left_out(member.name):
+        if member.islnk() and self._is_excluded(member.linkname) and not self._is_excluded(member.name):
             raise ArchiveError(
                 f"'{shown(member.name)}' is a hard link to '{shown(member.linkname)}', which is excluded"
             )
-        return not self._left_out(member.name)
+        return not self._is_excluded(member.name)
 
-    def _left_out(self, name: str) -> bool:
+    def _is_excluded(self, name: str) -> bool:
         parts = [part for part in name.split("/") if part not in ("", ".")]
         return self._excludes.match(parts[self._strip :])
 

@@ -44,9 +44,9 @@ class ServiceTokens:
         """Load the tokens from a file or else from the environment, or else create new ones. Raises `ConfigError`."""
         if path is not None:
             return cls(_of_file(path))
-        given = {role: environment.get(variable_of(role)) for role in ServiceRole}
-        if any(given.values()):
-            return cls({role: _checked([token], variable_of(role)) for role, token in given.items() if token})
+        tokens = {role: environment.get(variable_of(role)) for role in ServiceRole}
+        if any(tokens.values()):
+            return cls({role: _checked([token], variable_of(role)) for role, token in tokens.items() if token})
         return cls({role: [secrets.token_urlsafe(24)] for role in ServiceRole})
 
     def one_of(self, role: ServiceRole) -> str | None:
@@ -59,18 +59,18 @@ class ServiceTokens:
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise CredentialError(f"{route} needs the header 'Authorization: Bearer <token>' with a token of {role}")
-        found = [
+        roles = [
             each
             for each, tokens in self._tokens.items()
-            for known in tokens
-            if hmac.compare_digest(known.encode(), token.strip().encode())
+            for valid_token in tokens
+            if hmac.compare_digest(valid_token.encode(), token.strip().encode())
         ]
-        if not found:
+        if not roles:
             raise CredentialError("the bearer token is none of this service's")
-        has = max(found, key=lambda each: each.rank)  # a token may be listed under several roles
-        if not has.covers(role):
-            raise RoleError(f"{route} needs a token of role '{role}'; this one is of role '{has}'", route=route)
-        return has
+        granted = max(roles, key=lambda each: each.rank)  # a token may be listed under several roles
+        if not granted.covers(role):
+            raise RoleError(f"{route} needs a token of role '{role}'; this one is of role '{granted}'", route=route)
+        return granted
 
 
 def variable_of(role: ServiceRole) -> str:

@@ -1,7 +1,7 @@
 """Typed clients of the rollout service: `AsyncRolloutClient`, and `RolloutClient` for programs without an event loop.
 
-If the service cannot be reached, every request is repeated; a submission may be, because a job id names one job. A
-stream of results resumes after the last result that was read.
+If the service cannot be reached, requests are repeated. This is safe for submissions, because a job id names one job.
+A stream of results resumes after the last result that was read.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ class Address:
         if url is None and run_dir is not None:
             path = run_dir / ADDRESS_FILE
             try:
-                found = json.loads(path.read_text(encoding="utf-8"))
+                address = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"no service runs in '{run_dir}' ({path.name}: {error})", key="run_dir") from None
-            url, token = str(found["url"]), token or found["tokens"].get(role)
+            url, token = str(address["url"]), token or address["tokens"].get(role)
         if url is None:
             raise ConfigError(f"no service is named: give url= or run_dir=, or set {URL_VARIABLE}", key="url")
         return cls(url.rstrip("/"), token)
@@ -163,12 +163,12 @@ class AsyncRolloutClient:
         accepted = known = 0
         refused: list[Refusal] = []
         for batch in _batches(jobs):
-            told = await self._call("POST", "/v1/jobs", {"jobs": batch}, accepts=lambda body: "jobs" in body)
-            accepted += told["accepted"]
-            known += told["known"]
+            response = await self._call("POST", "/v1/jobs", {"jobs": batch}, accepts=lambda body: "jobs" in body)
+            accepted += response["accepted"]
+            known += response["known"]
             refused += [
                 Refusal(each["job_id"], each["error"]["code"], each["error"]["detail"], each["error"])
-                for each in told["jobs"]
+                for each in response["jobs"]
                 if "error" in each
             ]
         return Submission(accepted, known, tuple(refused))
@@ -190,12 +190,12 @@ class AsyncRolloutClient:
         """Yield every matching job, without its result, in order of submission."""
         cursor: str | None = None
         while True:
-            told = await self._call(
+            page = await self._call(
                 "GET", "/v1/jobs", query={"group": group, "run": run, "state": state, "cursor": cursor}
             )
-            for each in told["jobs"]:
+            for each in page["jobs"]:
                 yield JobView.of(each)
-            if (cursor := told["cursor"]) is None:
+            if (cursor := page["cursor"]) is None:
                 return
 
     async def results(
@@ -228,15 +228,15 @@ class AsyncRolloutClient:
         async with self._session.get(url, params=params, headers=headers, timeout=timeout) as response:
             if response.status >= 300:
                 raise _refused("/v1/results", response.status, await response.read())
-            held = bytearray()
+            buffer = bytearray()
             async for piece in response.content.iter_any():
-                held += piece
-                if len(held) > MAX_EVENT_BYTES:
+                buffer += piece
+                if len(buffer) > MAX_EVENT_BYTES:
                     raise ServiceError("a result of the service is larger than 1 GiB")
-                if b"\n\n" not in piece and b"\n\n" not in held[-len(piece) - 1 :]:
+                if b"\n\n" not in piece and b"\n\n" not in buffer[-len(piece) - 1 :]:
                     continue
-                *events, rest = bytes(held).split(b"\n\n")
-                held = bytearray(rest)
+                *events, tail = bytes(buffer).split(b"\n\n")
+                buffer = bytearray(tail)
                 for event in events:
                     if (view := _view_of(event)) is not None:
                         yield view
@@ -250,16 +250,16 @@ class AsyncRolloutClient:
         on_result: Progress | None = None,
     ) -> dict[str, int]:
         """Read results until every job that ``run`` or ``group`` has now has ended. Return their counts by state."""
-        left = {view.job_id async for view in self.jobs(run=run, group=group)}
+        pending = {view.job_id async for view in self.jobs(run=run, group=group)}
         counts: dict[str, int] = {}
-        if not left:
+        if not pending:
             return counts
         async for view in self.results(run=run, group=group, after=after):
             if on_result is not None:
                 on_result(view)
             counts[view.state] = counts.get(view.state, 0) + 1
-            left.discard(view.job_id)
-            if not left:
+            pending.discard(view.job_id)
+            if not pending:
                 break
         return counts
 
@@ -272,8 +272,8 @@ class AsyncRolloutClient:
         reason: str | None = None,
     ) -> Cancelled:
         """Cancel jobs; return when their attempts are closed. Agents remove their sandboxes a moment later."""
-        given = {"job_ids": None if job_ids is None else list(job_ids), "group": group, "run": run, "reason": reason}
-        body = {key: value for key, value in given.items() if value is not None}
+        fields = {"job_ids": None if job_ids is None else list(job_ids), "group": group, "run": run, "reason": reason}
+        body = {key: value for key, value in fields.items() if value is not None}
         return Cancelled(**await self._call("POST", "/v1/cancel", body))
 
     async def drain(self, *, wait_s: float = 0.0, resume: bool = False) -> dict[str, Any]:
@@ -327,8 +327,8 @@ class AsyncRolloutClient:
                         if not accepts(error.details["problem"]):
                             raise error
                         return dict(error.details["problem"])
-                    told: dict[str, Any] = orjson.loads(content)
-                    return told
+                    payload: dict[str, Any] = orjson.loads(content)
+                    return payload
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 if not await backoff.again():
                     raise self._unreachable(path, error) from error

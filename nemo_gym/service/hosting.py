@@ -30,8 +30,8 @@ async def host(client: ServerClient, config: ServiceConfig, run_dir: Path, say: 
         app = application(service, tokens)
         url = await undo.enter_async_context(served(app, address, on_stop=end_streams))
         path = run_dir / ADDRESS_FILE
-        told = {role.value: tokens.one_of(role) for role in ServiceRole}
-        await asyncio.to_thread(write_address, path, url, told, service.store_id)
+        role_tokens = {role.value: tokens.one_of(role) for role in ServiceRole}
+        await asyncio.to_thread(write_address, path, url, role_tokens, service.store_id)
         undo.callback(path.unlink, missing_ok=True)
         say(f"rollouts are served at {url}; tokens in {path}")
         await service.dispatcher.stopped()

@@ -135,15 +135,15 @@ class _Routes:
 
     async def submit(self, request: Request) -> Response:
         jobs = jobs_of(await parse_json_object(request), self._service.config.max_jobs_per_request)
-        told = await self._service.submit(jobs)
-        errors = [each["error"] for each in told if "error" in each]
+        outcomes = await self._service.submit(jobs)
+        errors = [each["error"] for each in outcomes if "error" in each]
         body = {
-            "accepted": sum(each.get("new") is True for each in told),
-            "known": sum(each.get("new") is False for each in told),
+            "accepted": sum(each.get("new") is True for each in outcomes),
+            "known": sum(each.get("new") is False for each in outcomes),
             "refused": len(errors),
-            "jobs": told,
+            "jobs": outcomes,
         }
-        if len(errors) < len(told):
+        if len(errors) < len(outcomes):
             return JsonResponse(body)
         # No job was accepted: respond with the first error, and list all of them.
         return JsonResponse({**errors[0], **body}, status_code=errors[0]["status"])

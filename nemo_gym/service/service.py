@@ -90,7 +90,7 @@ class RolloutService:
         self._counted: list[RunCounts] = []
         self._counted_until = 0.0
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
-        self._news = asyncio.Event()
+        self._new_results = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -125,7 +125,7 @@ class RolloutService:
     def end_streams(self) -> None:
         """End all streams and waiting requests, because the service stops."""
         self.closing.set()
-        self._tell_all()
+        self._wake_all()
 
     async def stop(self) -> None:
         self.end_streams()
@@ -186,7 +186,7 @@ class RolloutService:
         last = self.place_of(after)
         idle_since = asyncio.get_running_loop().time()
         while True:
-            news = self._news
+            new_results = self._new_results
             records = await self.store.results(selector, last, FEED_PAGE)
             for record in records:
                 assert record.result_place is not None
@@ -205,7 +205,7 @@ class RolloutService:
                 continue
             try:
                 async with asyncio.timeout(min(left_s, POLL_S) if self.store.is_shared() else left_s):
-                    await news.wait()
+                    await new_results.wait()
             except TimeoutError:
                 pass
 
@@ -264,24 +264,24 @@ class RolloutService:
             self._counted = await self.store.runs(RATE_WINDOW_S)
             # Counting blocks the store's writer: use a twentieth of its time at most, however often clients ask.
             self._counted_until = loop.time() + max(MIN_COUNT_S, 20 * (loop.time() - start))
-        told = []
+        runs = []
         for run in self._counted:
-            left = sum(count for state, count in run.jobs.items() if not state.terminal)
+            unfinished = sum(count for state, count in run.jobs.items() if not state.terminal)
             rate = run.recent / run.recent_s if run.recent > 1 and run.recent_s else None
-            told.append(
+            runs.append(
                 {
                     "run_id": run.run_id,
                     "jobs": {state.value: count for state, count in run.jobs.items()},
                     "retried": run.retried,
                     "waiting_for_retry": run.waiting_for_retry,
                     "per_minute": None if rate is None else round(rate * 60, 3),
-                    "seconds_left": left / rate if rate and left else None,
+                    "seconds_left": unfinished / rate if rate and unfinished else None,
                     "finished_at": run.finished_at,
                 }
             )
         return {
             "store": self.store_id,
-            "runs": told,
+            "runs": runs,
             "under_way": len(self.dispatcher.held),
             "running": under_way(self.dispatcher, self.core.client),
         }
@@ -325,11 +325,11 @@ class RolloutService:
             for waiter in self._waiters.get(event.job.job_id, ()):
                 if not waiter.done():
                     waiter.set_result(None)
-            self._tell_all()
+            self._wake_all()
 
-    def _tell_all(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _wake_all(self) -> None:
+        new_results, self._new_results = self._new_results, asyncio.Event()
+        new_results.set()
         if self.closing.is_set():
             for waiters in self._waiters.values():
                 for waiter in waiters:
@@ -405,5 +405,5 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 def write_address(path: Path, url: str, tokens: Mapping[str, str | None], store_id: str) -> None:
     """Write the service's URL and tokens to a private file, for commands of the same user."""
-    told = {"url": url, "tokens": dict(tokens), "store": store_id, "pid": os.getpid()}
-    write_private(path, json.dumps(told), sync=True)
+    address = {"url": url, "tokens": dict(tokens), "store": store_id, "pid": os.getpid()}
+    write_private(path, json.dumps(address), sync=True)

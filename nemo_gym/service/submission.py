@@ -127,7 +127,7 @@ class Submissions:
                 specs[number] = await self._spec(body, number)
             except NemoGymError as error:
                 outcomes[number] = Outcome(_id_of(body, number), error=error)
-        for number, why in (await self._refused(specs)).items():
+        for number, why in (await self._jobs_without_prompt(specs)).items():
             outcomes[number] = Outcome(specs.pop(number).job_id, error=why)
         offers = await self._store.offer(list(specs.values())) if specs else []
         for number, offer in zip(specs, offers, strict=True):
@@ -139,11 +139,11 @@ class Submissions:
     async def _spec(self, body: Any, number: int) -> JobSpec:
         job = validated(JobBody, body, f"jobs[{number}]")
         row = job.row if job.dataset is None else await self._row_of(job.dataset)
-        given = {key: value for key, value in (row or {}).items() if key != TASK_INDEX_KEY}
+        fields = {key: value for key, value in (row or {}).items() if key != TASK_INDEX_KEY}
         if job.agent is not None:
-            given["agent_ref"] = {"type": "responses_api_agents", "name": job.agent}
+            fields["agent_ref"] = {"type": "responses_api_agents", "name": job.agent}
         try:
-            line = orjson.dumps(given)
+            line = orjson.dumps(fields)
         except TypeError as error:
             raise RowError(f"row: not JSON of this suite ({error})") from None
         checked, agent = self._checker.row_and_agent(0, line)
@@ -175,22 +175,22 @@ class Submissions:
                 key="agent",
             ) from None
 
-    async def _row_of(self, wanted: DatasetRow) -> dict[str, Any]:
-        path = self._datasets.get(wanted.name)
+    async def _row_of(self, dataset: DatasetRow) -> dict[str, Any]:
+        path = self._datasets.get(dataset.name)
         if path is None:
-            known = list(self._datasets)
+            names = list(self._datasets)
             raise ConfigError(
-                f"dataset.name: the service has no data set '{wanted.name}'{nearest(wanted.name, known)}; it has:"
-                f" {', '.join(known) or 'none (datasets in the serve block)'}",
+                f"dataset.name: the service has no data set '{dataset.name}'{nearest(dataset.name, names)}; it has:"
+                f" {', '.join(names) or 'none (datasets in the serve block)'}",
                 key="dataset.name",
             )
-        line = await asyncio.to_thread(self._line, wanted.name, path, wanted.row)
+        line = await asyncio.to_thread(self._line, dataset.name, path, dataset.row)
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise RowError(f"dataset.row: line {wanted.row} of '{wanted.name}' is no JSON ({error})") from None
+            raise RowError(f"dataset.row: line {dataset.row} of '{dataset.name}' is no JSON ({error})") from None
         if not isinstance(row, dict):
-            raise RowError(f"dataset.row: line {wanted.row} of '{wanted.name}' is no object")
+            raise RowError(f"dataset.row: line {dataset.row} of '{dataset.name}' is no object")
         return row
 
     def _line(self, name: str, path: Path, number: int) -> bytes:
@@ -208,7 +208,7 @@ class Submissions:
         except OSError as error:
             raise ConfigError(f"dataset.name: '{name}' cannot be read ({error.strerror})", key="datasets") from error
 
-    async def _refused(self, specs: Mapping[int, JobSpec]) -> dict[int, NemoGymError]:
+    async def _jobs_without_prompt(self, specs: Mapping[int, JobSpec]) -> dict[int, NemoGymError]:
         """Return the errors of jobs for which neither the row nor the environment has a prompt."""
         refused: dict[int, NemoGymError] = {}
         to_ask: dict[str, dict[int, dict[str, Any]]] = {}
@@ -237,8 +237,8 @@ class Submissions:
 
 
 def _id_of(body: Any, number: int) -> str:
-    found = body.get("job_id") if isinstance(body, Mapping) else None
-    return found if isinstance(found, str) else f"jobs[{number}]"
+    job_id = body.get("job_id") if isinstance(body, Mapping) else None
+    return job_id if isinstance(job_id, str) else f"jobs[{number}]"
 
 
 def _conflict(offer: Offer) -> JobConflictError:

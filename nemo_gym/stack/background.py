@@ -55,7 +55,7 @@ class BackgroundStack:
         config_paths: Sequence[str] = (),
         run_dir: Path | None = None,
     ) -> None:
-        self._words = list(words)
+        self._settings = list(words)
         self._config_paths = list(config_paths)
         self._values = dict(values or {})
         self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="nemo-gym-stack-"))
@@ -77,20 +77,20 @@ class BackgroundStack:
             # Private, because the configuration may contain keys.
             write_private(file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True))
             paths.append(str(file))
-        words = [*self._words, *([f"+config_paths=[{','.join(paths)}]"] if paths else [])]
+        settings = [*self._settings, *([f"+config_paths=[{','.join(paths)}]"] if paths else [])]
         command = [sys.executable, "-c", _PROGRAM, str(os.getpid())]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.PIPE)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # ng_run has already ended, and its log shows why
-            self._process.stdin.write(json.dumps([*words, f"run_dir={self.run_dir}"]).encode())
+            self._process.stdin.write(json.dumps([*settings, f"run_dir={self.run_dir}"]).encode())
             self._process.stdin.close()
         give_up = time.monotonic() + timeout_s
         while _READY not in self._log_end():
             if (code := self._process.poll()) is not None:
                 self._process = None
-                refused = ConfigError if code == 2 else ServerError
-                raise refused(f"ng_run ended with {code} before its servers were ready; it said: {self._log_end()}")
+                error_type = ConfigError if code == 2 else ServerError
+                raise error_type(f"ng_run ended with {code} before its servers were ready; it said: {self._log_end()}")
             if time.monotonic() >= give_up:
                 self.stop()
                 raise ServerError(f"the servers were not ready within {timeout_s:g} s; ng_run said: {self._log_end()}")

@@ -71,10 +71,10 @@ def _execute(request: dict[str, Any], launch: ServerLaunch) -> NoReturn:
         os.set_inheritable(fd, True)
     os.environ[LAUNCH_FD_ENV] = str(write_launch(launch))
     # Variables passed on by name may be secret, so they too go through a descriptor, not the environment block.
-    passed = os.memfd_create("nemo-gym-environment", 0)
-    os.write(passed, json.dumps(request["environment"]).encode())
-    os.lseek(passed, 0, os.SEEK_SET)
-    os.environ[ENVIRONMENT_FD_ENV] = str(passed)
+    environment_fd = os.memfd_create("nemo-gym-environment", 0)
+    os.write(environment_fd, json.dumps(request["environment"]).encode())
+    os.lseek(environment_fd, 0, os.SEEK_SET)
+    os.environ[ENVIRONMENT_FD_ENV] = str(environment_fd)
     python = request["python"]
     argv = [python, "-P", "-m", "nemo_gym.stack.child", request["app"], *request["roots"]]
     os.execve(python, argv, dict(os.environ))
@@ -85,8 +85,8 @@ def main() -> NoReturn:
     launch = current_launch()
     if launch is None:
         sys.exit(f"this module is started by ng_run only ({LAUNCH_FD_ENV} is not set)")
-    with os.fdopen(int(os.environ.pop(ENVIRONMENT_FD_ENV)), "rb") as passed:
-        os.environ.update(json.load(passed))
+    with os.fdopen(int(os.environ.pop(ENVIRONMENT_FD_ENV)), "rb") as environment_file:
+        os.environ.update(json.load(environment_file))
     die_with_parent(launch.parent_pid)
     _set_process_name(launch.instance)
     _leave(run_app(Path(sys.argv[1]), [Path(root) for root in sys.argv[2:]]))
@@ -109,11 +109,11 @@ def run_app(app: Path, roots: Sequence[Path]) -> int:
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
     os.chdir(app.parent)
     sys.argv = [str(app)]
-    own = str(app.parent)
+    app_folder = str(app.parent)
     sys.path[:] = [
-        own,
-        *(str(root) for root in roots if str(root) != own),
-        *(p for p in sys.path if p not in ("", own)),
+        app_folder,
+        *(str(root) for root in roots if str(root) != app_folder),
+        *(p for p in sys.path if p not in ("", app_folder)),
     ]
     main_module = types.ModuleType("__main__")
     main_module.__file__ = str(app)
@@ -146,20 +146,20 @@ def absent_name(error: ImportError) -> str | None:
     module = error.name or ""
     if module.split(".")[0] != "nemo_gym":
         return None
-    wanted = re.search(r"cannot import name '(\w+)'", str(error))
-    if wanted is not None:
-        known = [name for name in dir(importlib.import_module(module)) if not name.startswith("_")]
-        what = f"'{wanted[1]}' of '{module}', which has none of that name{nearest(wanted[1], known)}"
-        return f"the plugin imports {what}; there are: {', '.join(known)}"
+    name_match = re.search(r"cannot import name '(\w+)'", str(error))
+    if name_match is not None:
+        names = [name for name in dir(importlib.import_module(module)) if not name.startswith("_")]
+        missing_part = f"'{name_match[1]}' of '{module}', which has none of that name{nearest(name_match[1], names)}"
+        return f"the plugin imports {missing_part}; there are: {', '.join(names)}"
     parent, _, last = module.rpartition(".")
     try:
         folder = getattr(importlib.import_module(parent), "__path__", ()) if parent else ()
     except ImportError:
         folder = ()
-    known = [found.name for found in pkgutil.iter_modules(folder)]
+    names = [found.name for found in pkgutil.iter_modules(folder)]
     return (
-        f"the plugin imports '{module}', which does not exist here{nearest(last, known)};"
-        f" modules of '{parent}': {', '.join(known) or 'none'}"
+        f"the plugin imports '{module}', which does not exist here{nearest(last, names)};"
+        f" modules of '{parent}': {', '.join(names) or 'none'}"
     )
 
 

@@ -144,8 +144,8 @@ def find_stack(run_dir: str | None = None, run_id: str | None = None) -> StackEn
     if not stacks:
         raise ConfigError("no stack runs: start one with ng_run, or give run_dir=", key="run_dir")
     if len(stacks) > 1:
-        listed = ", ".join(f"run_id={stack.run_id}" for stack in stacks)
-        raise ConfigError(f"{len(stacks)} stacks run; say which: {listed}", key="run_id")
+        choices = ", ".join(f"run_id={stack.run_id}" for stack in stacks)
+        raise ConfigError(f"{len(stacks)} stacks run; say which: {choices}", key="run_id")
     return stacks[0]
 
 
@@ -174,16 +174,16 @@ def pss_mib(pids: Iterable[int]) -> float:
 
 async def http_status(url: str, path: str, timeout_s: float) -> int | None:
     """Return the status of a GET; ``None`` if there is no HTTP response within ``timeout_s``."""
-    answer = await http_answer(url, path, timeout_s)
-    return answer[0] or None if answer is not None else None
+    response = await http_answer(url, path, timeout_s)
+    return response[0] or None if response is not None else None
 
 
 async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes] | None:
     """Return status and body of a GET; ``None`` if there is no HTTP response within ``timeout_s``. If only TLS fails,
     the status is 0 and the body a problem with the reason. Uses no HTTP library, so that a parent process need not
     load one."""
-    scheme, _, place = url.partition("://")
-    host, _, port = place.rpartition(":")
+    scheme, _, netloc = url.partition("://")
+    host, _, port = netloc.rpartition(":")
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -207,13 +207,13 @@ def why_not_ready(answer: tuple[int, bytes] | None) -> str | None:
     if answer is None or answer[0] == 200:
         return None
     try:
-        said = json.loads(answer[1])
+        body = json.loads(answer[1])
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
+        body = None
+    if not isinstance(body, dict):
         return f"/ready answers {answer[0]}"
-    parts = [str(said[key]) for key in ("detail", "reason") if said.get(key)]
-    if isinstance(engines := said.get("engines"), dict):
+    parts = [str(body[key]) for key in ("detail", "reason") if body.get(key)]
+    if isinstance(engines := body.get("engines"), dict):
         parts += [f"{name}: {state}" for name, state in engines.items()]
     return "; ".join(parts) or f"/ready answers {answer[0]}"
 

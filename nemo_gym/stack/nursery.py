@@ -70,9 +70,9 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 def spawn(environment: dict[str, str]) -> tuple[int, socket.socket]:
     """Start a nursery in a new session, so that a terminal's Ctrl-C does not reach it. Return its pid and channel."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    os.set_inheritable(theirs.fileno(), True)
-    argv = [sys.executable, "-P", "-c", _CODE, str(theirs.fileno())]
+    parent_end, nursery_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    os.set_inheritable(nursery_end.fileno(), True)
+    argv = [sys.executable, "-P", "-c", _CODE, str(nursery_end.fileno())]
     pid = os.posix_spawn(
         sys.executable,
         argv,
@@ -82,8 +82,8 @@ def spawn(environment: dict[str, str]) -> tuple[int, socket.socket]:
         # If the parent was started with ignored signals (nohup, background jobs), the nursery must not inherit that.
         setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD],
     )
-    theirs.close()
-    return pid, ours
+    nursery_end.close()
+    return pid, parent_end
 
 
 def main(channel_fd: int) -> NoReturn:

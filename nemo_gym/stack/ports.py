@@ -95,7 +95,7 @@ def _configured(server: ServerBlock, default_host: str) -> Address:
 
 
 def _bind(
-    server: ServerBlock, address: Address, setting: str, others: dict[str, Listener], free: Sequence[int] | None
+    server: ServerBlock, address: Address, setting: str, bound: dict[str, Listener], free_ports: Sequence[int] | None
 ) -> Listener:
     host, port = address.host, address.port
     try:
@@ -103,7 +103,7 @@ def _bind(
     except OSError as error:
         raise ConfigError(f"{server.where}.host: '{host}' is no address of this machine: {error.strerror}") from error
     # In random order, because commands that start at the same time would all try the lowest port first.
-    ports = random.sample(free, len(free)) if free and not port else [port]
+    ports = random.sample(free_ports, len(free_ports)) if free_ports and not port else [port]
     for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -114,7 +114,7 @@ def _bind(
             listener.close()
             if error.errno == errno.EADDRINUSE and len(ports) > 1:
                 continue
-            raise _not_bound(server, Address(host, port), setting, error, others) from error
+            raise _not_bound(server, Address(host, port), setting, error, bound) from error
         listener.setblocking(False)
         return Listener(server.instance, listener, Address(host, listener.getsockname()[1], address.scheme))
     raise ConfigError(
@@ -126,13 +126,13 @@ def _bind(
 
 
 def _not_bound(
-    server: ServerBlock, address: Address, setting: str, error: OSError, others: dict[str, Listener]
+    server: ServerBlock, address: Address, setting: str, error: OSError, bound: dict[str, Listener]
 ) -> ConfigError:
     host, port = address.host, address.port
     in_hosts = setting.startswith(f"{HOSTS}.")
     fix = f"choose another with {setting}=<port>" + ("" if in_hosts else ", or 0 for a free one")
     if error.errno == errno.EADDRINUSE:
-        same = next((name for name, other in others.items() if other.address.port == port), None)
+        same = next((name for name, other in bound.items() if other.address.port == port), None)
         holder = f"server '{same}' of this run" if same else _holder(port)
         problem = f"port {port} on {host} is in use by {holder}"
     elif error.errno == errno.EADDRNOTAVAIL and in_hosts:
@@ -182,39 +182,40 @@ async def wait_for_others(hosts: Hosts, timeout_s: float, say: Callable[[str], N
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(
-                _tell(missing, say), *(_until_ready(p, missing[name]) for name in missing for p in [*missing[name]])
+                _report_missing(missing, say),
+                *(_until_ready(p, missing[name]) for name in missing for p in [*missing[name]]),
             )
     except TimeoutError:
         pass
-    nobody = [name for name, places in missing.items() if len(places) == len(hosts.replicas[name])]
-    if nobody:
+    unserved = [name for name, places in missing.items() if len(places) == len(hosts.replicas[name])]
+    if unserved:
         raise ServerError(
-            f"not ready after {timeout_s:g} s: {_listed({name: missing[name] for name in nobody})}; start ng_run there"
-            " with the same words and its host=, or wait longer with startup_timeout_s="
+            f"not ready after {timeout_s:g} s: {_describe_missing({name: missing[name] for name in unserved})};"
+            " start ng_run there with the same words and its host=, or wait longer with startup_timeout_s="
         )
-    if left := _listed(missing):
-        say(f"going on without {left}")
+    if unready := _describe_missing(missing):
+        say(f"going on without {unready}")
 
 
 async def _until_ready(place: Address, missing: dict[Address, str | None]) -> None:
     backoff = Backoff(first_s=0.05, longest_s=LONGEST_PAUSE_S)
-    while (answer := await http_answer(place.url, "/ready", timeout_s=5.0)) is None or answer[0] != 200:
-        missing[place] = why_not_ready(answer)
+    while (response := await http_answer(place.url, "/ready", timeout_s=5.0)) is None or response[0] != 200:
+        missing[place] = why_not_ready(response)
         await backoff.again()
     del missing[place]
 
 
-async def _tell(missing: Missing, say: Callable[[str], None]) -> None:
+async def _report_missing(missing: Missing, say: Callable[[str], None]) -> None:
     since_s = 0.0
     while any(missing.values()):
         await asyncio.sleep(0.1)
         since_s += 0.1
         if since_s >= WORD_EVERY_S:
             since_s = 0.0
-            say(f"waiting for {_listed(missing)}")
+            say(f"waiting for {_describe_missing(missing)}")
 
 
-def _listed(missing: Missing) -> str:
+def _describe_missing(missing: Missing) -> str:
     return ", ".join(
         f"{name} at {place.host}:{place.port}" + (f" ({why})" if why else "")
         for name, places in missing.items()

@@ -42,8 +42,8 @@ class NodeActor:
     def free_ports(self, address: str, count: int) -> list[int]:
         """Return ``count`` distinct ports that are free at the same time."""
         with contextlib.ExitStack() as probes:
-            made = [probes.enter_context(socket.create_server((address, 0))) for _ in range(count)]
-            return [int(probe.getsockname()[1]) for probe in made]
+            sockets = [probes.enter_context(socket.create_server((address, 0))) for _ in range(count)]
+            return [int(probe.getsockname()[1]) for probe in sockets]
 
     async def run(
         self, words: Sequence[str], directory: str, variables: Mapping[str, str], part: NodePart
@@ -52,24 +52,24 @@ class NodeActor:
         Path(part.run_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
         log = Path(part.run_dir, "ng_run.log")
         lines = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        told = os.memfd_create("nemo-gym-ray-node", 0)
+        part_fd = os.memfd_create("nemo-gym-ray-node", 0)
         try:
-            write_all(told, replace(part, parent_pid=os.getpid()).to_json())
-            os.lseek(told, 0, os.SEEK_SET)
+            write_all(part_fd, replace(part, parent_pid=os.getpid()).to_json())
+            os.lseek(part_fd, 0, os.SEEK_SET)
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-c", CODE, *words),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=lines,
                 stderr=lines,
                 cwd=directory,
-                env={**os.environ, **variables, NODE_FD: str(told)},
-                pass_fds=[told],
+                env={**os.environ, **variables, NODE_FD: str(part_fd)},
+                pass_fds=[part_fd],
             )
         finally:
-            os.close(told)
+            os.close(part_fd)
             os.close(lines)
         code = await self._process.wait()
-        return code, await asyncio.to_thread(_end_of, log)
+        return code, await asyncio.to_thread(_log_tail, log)
 
     async def stop(self) -> None:
         """Send SIGTERM to ``ng_run`` and wait for its end; idempotent."""
@@ -114,21 +114,21 @@ class RayNodes:
 
     def nodes(self) -> list[RayNode]:
         """Return the nodes that are alive, each with its own free ports. Raises `ConfigError` if there is none."""
-        found: list[RayNode] = []
-        taken: set[tuple[str, int]] = set()
+        nodes: list[RayNode] = []
+        used: set[tuple[str, int]] = set()
         for node in sorted(self._ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):
             if not node["Alive"]:
                 continue
             node_id, address = str(node["NodeID"]), str(node["NodeManagerAddress"])
             actor = self._actor(node_id)
-            free = self._ray.get(actor.free_ports.remote(address, PORTS), timeout=STOP_WITHIN_S)
+            free_ports = self._ray.get(actor.free_ports.remote(address, PORTS), timeout=STOP_WITHIN_S)
             self._ray.kill(actor)
-            ports = [port for port in free if (address, port) not in taken]
-            taken |= {(address, port) for port in ports}
-            found.append(RayNode(node_id, address, ports))
-        if not found:
+            ports = [port for port in free_ports if (address, port) not in used]
+            used |= {(address, port) for port in ports}
+            nodes.append(RayNode(node_id, address, ports))
+        if not nodes:
             raise ConfigError("ray.address: the cluster has no node that is alive", key="ray.address")
-        return found
+        return nodes
 
     def _actor(self, node_id: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -147,28 +147,28 @@ class RayNodes:
         """Start every node's part. The future resolves with an error if the run cannot go on."""
         failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
         self._running = [_Running(part, node) for node, part in parts]
-        for each in self._running:
-            self._tasks.start(self._keep(each, words, str(directory), variables, failure))
+        for running in self._running:
+            self._tasks.start(self._keep(running, words, str(directory), variables, failure))
         return failure
 
     async def _keep(
         self,
-        each: _Running,
-        words: Sequence[str],
+        running: _Running,
+        argv: Sequence[str],
         directory: str,
         variables: Mapping[str, str],
         failure: asyncio.Future[ServerError | ConfigError],
     ) -> None:
         """Run one node's part, and restart it after each failure as long as the node is alive."""
-        name, tries = each.part.host, 0
+        name, tries = running.part.host, 0
         while not self._stopping and not failure.done():
-            each.actor = self._actor(each.node.node_id)
+            running.actor = self._actor(running.node.node_id)
             try:
-                code, tail = await each.actor.run.remote(words, directory, dict(variables), each.part)
+                code, tail = await running.actor.run.remote(argv, directory, dict(variables), running.part)
             except self._ray.exceptions.RayError as error:
-                if not await asyncio.to_thread(self._is_there, each.node):
-                    each.is_lost = True
-                    self._say(f"node {name} ({each.node.address}) is lost; its jobs go to others")
+                if not await asyncio.to_thread(self._is_alive, running.node):
+                    running.is_lost = True
+                    self._say(f"node {name} ({running.node.address}) is lost; its jobs go to others")
                     if all(other.is_lost for other in self._running):
                         failure.set_result(ServerError("every Ray node is lost"))
                     return
@@ -183,14 +183,14 @@ class RayNodes:
             self._say(f"node {name} ended with exit code {code}; started again in {pause_s:g} s\n{tail}")
             await asyncio.sleep(pause_s)
 
-    def _is_there(self, node: RayNode) -> bool:
-        return any(each["Alive"] and each["NodeID"] == node.node_id for each in self._ray.nodes())
+    def _is_alive(self, node: RayNode) -> bool:
+        return any(entry["Alive"] and entry["NodeID"] == node.node_id for entry in self._ray.nodes())
 
     async def stop(self) -> None:
         """Stop every node's servers in an orderly way, then end the actors."""
         self._stopping = True
-        alive = [each.actor for each in self._running if each.actor is not None and not each.is_lost]
-        stops = [asyncio.ensure_future(_answered(actor.stop.remote())) for actor in alive]
+        alive = [running.actor for running in self._running if running.actor is not None and not running.is_lost]
+        stops = [asyncio.ensure_future(_await_ignoring_errors(actor.stop.remote())) for actor in alive]
         if stops:
             await asyncio.wait(stops, timeout=STOP_WITHIN_S)
         await self._tasks.cancel()
@@ -199,7 +199,7 @@ class RayNodes:
         await asyncio.to_thread(self._ray.shutdown)
 
 
-def _end_of(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     with log.open("rb") as lines:
         lines.seek(max(0, log.stat().st_size - TAIL_BYTES))
         return lines.read(TAIL_BYTES).decode(errors="replace")
@@ -212,6 +212,6 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()
 
 
-async def _answered(reference: Any) -> None:
+async def _await_ignoring_errors(reference: Any) -> None:
     with contextlib.suppress(Exception):  # the actor or its node may already be gone
         await reference

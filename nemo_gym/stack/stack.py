@@ -45,7 +45,7 @@ async def running_stack(
     stopping everything again.
     """
     run_id, run_dir = run_directory(composition)
-    _record(composition, run_dir)
+    _save_config(composition, run_dir)
     hosts = Hosts.of(composition)
     if hosts is not None:
         hosts.require_here()
@@ -102,7 +102,7 @@ def run_directory(composition: Composition) -> tuple[str, Path]:
     return run_id, run_dir
 
 
-def _record(composition: Composition, run_dir: Path) -> None:
+def _save_config(composition: Composition, run_dir: Path) -> None:
     """Save the configuration in the run's directory for later reference, with secrets removed."""
     import yaml
 
@@ -113,7 +113,7 @@ def _record(composition: Composition, run_dir: Path) -> None:
 def _interpreters(
     composition: Composition, places: Mapping[str, Address] | None, say: Callable[[str], None]
 ) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    interpreters: dict[str, str | None] = {}
     for server in composition.servers.values():
         if places is not None and server.instance not in places:
             continue
@@ -121,8 +121,8 @@ def _interpreters(
         missing = unmet(requirement_lines(plugin))
         if missing:
             say(f"{server.instance} runs in an environment of its own, for {', '.join(missing)}")
-        found[server.instance] = interpreter_for(plugin) if missing else None
-    return found
+        interpreters[server.instance] = interpreter_for(plugin) if missing else None
+    return interpreters
 
 
 def pipeline_client(stack: StackEntry) -> ServerClient:

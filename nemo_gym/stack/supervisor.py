@@ -178,10 +178,10 @@ class Supervisor:
             return
         if self.failure in done:
             raise self.failure.result()
-        late = [server for server in self.servers.values() if not server.was_ready.is_set()]
+        unready = [server for server in self.servers.values() if not server.was_ready.is_set()]
         raise ServerError(
-            f"not ready after {self.settings.startup_timeout_s:g} s: {', '.join(map(_late, late))};"
-            f" see {late[0].log}, or give them longer with startup_timeout_s=\n{self.tail(late[0])}"
+            f"not ready after {self.settings.startup_timeout_s:g} s: {', '.join(map(_describe_unready, unready))};"
+            f" see {unready[0].log}, or give them longer with startup_timeout_s=\n{self.tail(unready[0])}"
         )
 
     async def _all_ready(self) -> None:
@@ -191,16 +191,16 @@ class Supervisor:
     def _launch(self, server: Server) -> None:
         instance, block = server.instance, server.block
         targets = call_targets(self.composition, instance)
-        own = {**self._addresses, instance: server.listener.address}
+        addresses = {**self._addresses, instance: server.listener.address}
         launch = ServerLaunch(
             instance=instance,
-            config=server_view(self.composition, instance, own, self._replicas),
+            config=server_view(self.composition, instance, addresses, self._replicas),
             credentials=self.keys.for_server(instance, ROLES[block.server_type], targets),
             run_id=self.run_id,
             metrics_token=self.keys.metrics_token,
             state_dir=str(self._state_dir(server.name)),
-            endpoints=endpoints(self.composition, instance, own, self._replicas),
-            **self._outside(server),
+            endpoints=endpoints(self.composition, instance, addresses, self._replicas),
+            **self._external_access(server),
         )
         ready_read, ready_write = os.pipe()
         launch_fd = write_launch(launch)
@@ -227,7 +227,7 @@ class Supervisor:
                 os.close(fd)
         self._tasks.start(self._watch_start(server, ready_read))
 
-    def _outside(self, server: Server) -> dict[str, Any]:
+    def _external_access(self, server: Server) -> dict[str, Any]:
         """Return the launch fields for a server that other hosts reach: its URL and TLS files."""
         if self._hosts is None:
             return {}
@@ -241,9 +241,9 @@ class Supervisor:
         return folder
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables that a server sets in its own process. They include those that the configuration passes
-        on by name (``pass_env: [HF_TOKEN]``), which thus stay out of the process's initial environment block, and the
-        plugin roots and the user's working directory, because a server's own one is its plugin's folder."""
+        """Return the variables that a server sets in its own process: those that the configuration passes on by name
+        (``pass_env: [HF_TOKEN]``), which thus stay out of the initial environment block that other users may read; the
+        plugin roots; and the user's working directory, because the server's own one is its plugin's folder."""
         names = self.composition.values.get("pass_env") or []
         passed = {str(name): os.environ[str(name)] for name in names if str(name) in os.environ}
         return {
@@ -264,9 +264,9 @@ class Supervisor:
         finally:
             transport.close()
         if line.startswith("error "):
-            told = json.loads(line.removeprefix("error "))
-            server.error = scrub(told["message"], self._secrets)
-            server.is_permanent = told["code"] == ConfigError.code
+            report = json.loads(line.removeprefix("error "))
+            server.error = scrub(report["message"], self._secrets)
+            server.is_permanent = report["code"] == ConfigError.code
         elif line == "ready":
             await self._until_ready(server)
 
@@ -275,12 +275,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         tell_at = loop.time() + FIRST_WORD_AFTER_S
         while not server.ended.is_set() and not self._stopping:
-            answer = await http_answer(server.listener.address.url, "/ready", timeout_s=5.0)
-            server.not_ready = why_not_ready(answer)
+            response = await http_answer(server.listener.address.url, "/ready", timeout_s=5.0)
+            server.not_ready = why_not_ready(response)
             if loop.time() > tell_at and server.not_ready is not None:
                 self._say(f"waiting for server '{server.name}': {server.not_ready}")
                 tell_at = loop.time() + NEXT_WORD_AFTER_S
-            if answer is not None and answer[0] == 200:
+            if response is not None and response[0] == 200:
                 server.ready_at = asyncio.get_running_loop().time()
                 server.was_ready.set()
                 if server.restarts:
@@ -323,13 +323,13 @@ class Supervisor:
     async def _after_exit(self, server: Server, code: int) -> None:
         # The last line of the ready pipe may not have been read yet.
         await asyncio.sleep(0.02)
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        why = f": {server.error}" if server.error else ""
-        what = f"server '{server.name}' ended with {how}{why}"
+        status = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        reason = f": {server.error}" if server.error else ""
+        summary = f"server '{server.name}' ended with {status}{reason}"
         if not server.was_ready.is_set() or server.is_permanent:
             problem = ConfigError if server.is_permanent else ServerError
-            shown = "" if server.is_permanent else f"\n{self.tail(server)}"
-            self._fail(problem(f"{what}; see {server.log}{shown}", instance=server.instance))
+            log_tail = "" if server.is_permanent else f"\n{self.tail(server)}"
+            self._fail(problem(f"{summary}; see {server.log}{log_tail}", instance=server.instance))
             return
         now = asyncio.get_running_loop().time()
         if server.ready_at is not None and now - server.ready_at > HEALTHY_AFTER_S:
@@ -338,7 +338,7 @@ class Supervisor:
         if server.crashes > self.settings.max_restarts:
             self._fail(
                 ServerError(
-                    f"{what}, after {self.settings.max_restarts} restarts (max_restarts=); see {server.log}\n"
+                    f"{summary}, after {self.settings.max_restarts} restarts (max_restarts=); see {server.log}\n"
                     f"{self.tail(server)}",
                     instance=server.instance,
                 )
@@ -346,7 +346,8 @@ class Supervisor:
             return
         pause_s = pause_after(server.crashes, first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S)
         self._say(
-            f"{what}; restart {server.crashes} of {self.settings.max_restarts} in {pause_s:g} s\n{self.tail(server)}"
+            f"{summary}; restart {server.crashes} of {self.settings.max_restarts} in {pause_s:g} s\n"
+            f"{self.tail(server)}"
         )
         await asyncio.sleep(pause_s)
         if self._stopping:
@@ -375,11 +376,11 @@ class Supervisor:
         try:
             # The task that stops a stack has usually been cancelled, and in such a task `asyncio.timeout` raises no
             # TimeoutError before Python 3.11.3.
-            done, _ = await asyncio.wait([orderly], timeout=self.settings.shutdown_timeout_s)
-            for task in done:
+            finished, _ = await asyncio.wait([orderly], timeout=self.settings.shutdown_timeout_s)
+            for task in finished:
                 task.result()
-            if late := [server.name for server in self.servers.values() if not server.ended.is_set()]:
-                self._say(f"killing what did not stop in {self.settings.shutdown_timeout_s:g} s: {', '.join(late)}")
+            if running := [server.name for server in self.servers.values() if not server.ended.is_set()]:
+                self._say(f"killing what did not stop in {self.settings.shutdown_timeout_s:g} s: {', '.join(running)}")
         finally:
             orderly.cancel()
             self.kill()
@@ -466,7 +467,7 @@ def stop_nursery(pid: int) -> None:
         pass
 
 
-def _late(server: Server) -> str:
+def _describe_unready(server: Server) -> str:
     return f"{server.name} ({server.not_ready})" if server.not_ready else server.name
 
 
@@ -477,7 +478,7 @@ def _in_order(composition: Composition, listeners: Iterable[Listener]) -> list[L
 
 
 def _replicas(listeners: Iterable[Listener]) -> dict[str, tuple[Address, ...]]:
-    found: dict[str, tuple[Address, ...]] = {}
+    by_instance: dict[str, tuple[Address, ...]] = {}
     for listener in sorted(listeners, key=lambda listener: listener.number):
-        found[listener.instance] = (*found.get(listener.instance, ()), listener.address)
-    return found
+        by_instance[listener.instance] = (*by_instance.get(listener.instance, ()), listener.address)
+    return by_instance

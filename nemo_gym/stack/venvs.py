@@ -44,8 +44,7 @@ NEMO_GYM_BRINGS: Final = {
 
 
 def requirement_lines(plugin: Path) -> list[str]:
-    """Return the plugin's requirements, one per item, without comments and without this suite itself. A plugin that
-    requires NeMo Gym also gets the packages that it imports and that NeMo Gym would bring."""
+    """Return the plugin's requirements, without comments. Replace this suite by the `_unlisted` packages it brings."""
     lines: list[str] = []
     requirements = plugin / "requirements.txt"
     if requirements.is_file():
@@ -58,13 +57,13 @@ def requirement_lines(plugin: Path) -> list[str]:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{plugin / 'pyproject.toml'}: {error}", file=str(plugin / "pyproject.toml")) from error
         lines = [str(line) for line in project.get("dependencies", [])]
-    named = [line for line in lines if not _is_own(line)]
-    return [*named, *_unlisted(plugin, named)] if len(named) < len(lines) else named
+    listed = [line for line in lines if not _is_own(line)]
+    return [*listed, *_unlisted(plugin, listed)] if len(listed) < len(lines) else listed
 
 
 def _unlisted(plugin: Path, lines: list[str]) -> list[str]:
     """Return packages that a NeMo Gym plugin imports without listing them, because NeMo Gym itself brings them."""
-    listed = {re.sub(r"[-_.]+", "-", found[0]).lower() for line in lines if (found := _PROJECT.match(line))}
+    listed = {re.sub(r"[-_.]+", "-", match[0]).lower() for line in lines if (match := _PROJECT.match(line))}
     imported: set[str] = set()
     for file in plugin.rglob("*.py"):
         if "tests" in file.relative_to(plugin).parts:
@@ -75,8 +74,8 @@ def _unlisted(plugin: Path, lines: list[str]) -> list[str]:
                     imported |= {name.name.split(".")[0] for name in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     imported.add(node.module.split(".")[0])
-    wanted = {NEMO_GYM_BRINGS[name] for name in imported & set(NEMO_GYM_BRINGS) if find_spec(name) is None}
-    return sorted(wanted - listed)
+    missing = {NEMO_GYM_BRINGS[name] for name in imported & set(NEMO_GYM_BRINGS) if find_spec(name) is None}
+    return sorted(missing - listed)
 
 
 def _file_lines(path: Path) -> Iterator[str]:
@@ -168,17 +167,20 @@ def interpreter_for(plugin: Path) -> str | None:
 
 def _make(folder: Path, plugin: Path, lines: list[str], constraints: list[str]) -> None:
     # The pip of this interpreter is visible through the layer below; installing a second one takes seconds.
-    bare = ["--without-pip"] if find_spec("pip") else []
-    _run([sys.executable, "-m", "venv", *bare, str(folder)], plugin)
+    venv_options = ["--without-pip"] if find_spec("pip") else []
+    _run([sys.executable, "-m", "venv", *venv_options, str(folder)], plugin)
     python = folder / "bin" / "python"
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     # A venv made from a venv sees only the base interpreter's packages; this file adds those of this interpreter.
     inherited = "".join(f"import site; site.addsitedir({path!r})\n" for path in _site_packages())
     (packages / "zz_nemo_gym_parent.pth").write_text(inherited, encoding="utf-8")
-    wanted = folder / "requirements.txt"
-    wanted.write_text("\n".join([*lines, *constraints]) + "\n", encoding="utf-8")
+    requirements = folder / "requirements.txt"
+    requirements.write_text("\n".join([*lines, *constraints]) + "\n", encoding="utf-8")
     # Use pip, not uv: uv does not see the layer below, and would install another pydantic on top of the suite's.
-    _run([str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "-r", str(wanted)], plugin)
+    _run(
+        [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "-r", str(requirements)],
+        plugin,
+    )
 
 
 def _site_packages() -> list[str]:
@@ -187,7 +189,7 @@ def _site_packages() -> list[str]:
 
 def _run(command: list[str], plugin: Path) -> None:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             cwd=plugin,
             stdin=subprocess.DEVNULL,
@@ -200,8 +202,8 @@ def _run(command: list[str], plugin: Path) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise ServerError(f"installing the requirements of {plugin} took over {_INSTALL_TIMEOUT_S:.0f} s") from error
-    if done.returncode != 0:
-        tail = "\n".join(done.stdout.strip().splitlines()[-8:])
+    if completed.returncode != 0:
+        tail = "\n".join(completed.stdout.strip().splitlines()[-8:])
         raise ConfigError(
             f"the requirements of {plugin} cannot be installed; correct its requirements.txt, or check the package"
             f" index:\n{tail}",

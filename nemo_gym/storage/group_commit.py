@@ -165,9 +165,9 @@ class SqliteWriter(GroupCommitThread[_Request]):
         if not self._idle or self._connection is None:
             return self.call(operation)
         future: asyncio.Future[T] = self._loop.create_future()
-        alone = [_Request(future, operation=operation, row=None)]
-        self._settle(alone)
-        resolve(alone)
+        batch = [_Request(future, operation=operation, row=None)]
+        self._settle(batch)
+        resolve(batch)
         return future
 
     def _settle(self, batch: list[_Request]) -> None:

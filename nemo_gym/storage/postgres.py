@@ -94,7 +94,7 @@ class PostgresWriter(GroupCommitThread[_Request]):
         self._translate = translate
         self._after_commit = after_commit
         self._patience_s = patience_s
-        self._held = held
+        self._advisory_locks = held
         self._connection: PostgresConnection | None = None
         super().__init__(name=name)
 
@@ -156,7 +156,7 @@ class PostgresWriter(GroupCommitThread[_Request]):
             )
             connection = PostgresConnection(raw)
             try:
-                for number in self._held:
+                for number in self._advisory_locks:
                     if not connection.execute("SELECT pg_try_advisory_lock(?::bigint)", (number,)).fetchone()[0]:  # type: ignore[index]
                         raise self._psycopg.OperationalError("another process holds this pipeline's lock")
                 with raw.transaction():

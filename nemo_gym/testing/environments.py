@@ -16,16 +16,16 @@ EnvironmentT = TypeVar("EnvironmentT", bound=SimpleResourcesServer)
 
 def make_environment(kind: type[EnvironmentT], **settings: Any) -> EnvironmentT:
     """Create an environment with these settings in its configuration block. Nothing is started."""
-    given = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": kind.__name__.lower(), **settings}
-    return kind(config=kind.config_class().model_validate(given), server_client=ServerClient())
+    block = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": kind.__name__.lower(), **settings}
+    return kind(config=kind.config_class().model_validate(block), server_client=ServerClient())
 
 
 def reply(text: str) -> dict[str, Any]:
     """A response whose only message is ``text``."""
     part = {"type": "output_text", "text": text, "annotations": []}
     message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
-    head = {"id": "resp_1", "object": "response", "created_at": 0, "model": "policy", "status": "completed"}
-    return {**head, "output": [message], "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    fields = {"id": "resp_1", "object": "response", "created_at": 0, "model": "policy", "status": "completed"}
+    return {**fields, "output": [message], "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
 def attempt(task_id: str = "task") -> RolloutIdentity:

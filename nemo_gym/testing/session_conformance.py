@@ -36,10 +36,10 @@ def check_resources_session_contract(app: FastAPI, seed: ResourcesSeedSessionReq
                 assert reply.status_code >= 400, f"{path} took a seed of a closed session: {reply.text}"
                 return {}
             assert reply.status_code == 200, f"{path} answered {reply.status_code}: {reply.text}"
-            answer: dict[str, Any] = reply.json()
-            said = answer.get("resources_session_id")
-            assert said == body["resources_session_id"], f"{path} answered for session {said!r}"
-            return answer
+            reply_body: dict[str, Any] = reply.json()
+            echoed_id = reply_body.get("resources_session_id")
+            assert echoed_id == body["resources_session_id"], f"{path} answered for session {echoed_id!r}"
+            return reply_body
 
         body = seed.model_dump(mode="json")
         first = post("/seed_session", body)

@@ -42,18 +42,18 @@ def sequence_diagram(source: str) -> str:
         text = line.strip()
         if not text or text.startswith("%%"):
             continue
-        if found := _PARTICIPANT.fullmatch(text):
-            names[found[1]] = found[2] or found[1]
-        elif found := _MESSAGE.fullmatch(text):
-            unknown = [each for each in (found[1], found[3]) if each not in names]
+        if match := _PARTICIPANT.fullmatch(text):
+            names[match[1]] = match[2] or match[1]
+        elif match := _MESSAGE.fullmatch(text):
+            unknown = [each for each in (match[1], match[3]) if each not in names]
             if unknown:
                 raise DiagramError(number, f"no participant is named '{unknown[0]}'")
             places = [*names]
-            message = _Message(places.index(found[1]), places.index(found[3]), found[4], found[2].startswith("--"))
+            message = _Message(places.index(match[1]), places.index(match[3]), match[4], match[2].startswith("--"))
             drawn.append(_arrow(message, y))
             y += ROW
-        elif found := _BLOCK.fullmatch(text):
-            blocks.append((y - ROW // 2, f"{found[1]} {found[2]}", number))
+        elif match := _BLOCK.fullmatch(text):
+            blocks.append((y - ROW // 2, f"{match[1]} {match[2]}", number))
             y += ROW
         elif text == "end" and blocks:
             top, label, _ = blocks.pop()

@@ -85,15 +85,15 @@ class Site:
     def _read(self) -> None:
         path = self.source / "docs.yml"
         try:
-            held = yaml.safe_load(path.read_text(encoding="utf-8"))
-            self.title = str(held["title"])
-            listed = [
-                (str(section["section"]), each) for section in held["navigation"] for each in section["contents"]
+            navigation = yaml.safe_load(path.read_text(encoding="utf-8"))
+            self.title = str(navigation["title"])
+            entries = [
+                (str(section["section"]), each) for section in navigation["navigation"] for each in section["contents"]
             ]
         except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ConfigError(f"'{path}' is no navigation of a site: {type(error).__name__}: {error}") from error
         lines = path.read_text(encoding="utf-8").splitlines()
-        for section, each in listed:
+        for section, each in entries:
             file = self.source / str(each["path"])
             line = next((number for number, text in enumerate(lines, 1) if str(each["path"]) in text), 1)
             if not file.is_file():
@@ -124,15 +124,15 @@ class Site:
     def render(self) -> dict[str, str]:
         """Return every page's HTML by its name in the site; add everything that is wrong to `problems`."""
         bodies: dict[str, str] = {}
-        waiting = [*self.pages.values()]
-        while waiting:
-            page = waiting.pop(0)
-            known = set(self.pages)
+        pending = [*self.pages.values()]
+        while pending:
+            page = pending.pop(0)
+            known_pages = set(self.pages)
             self._prepare(page)
-            waiting += [self.pages[path] for path in self.pages if path not in known]  # files that pages link to
+            pending += [self.pages[path] for path in self.pages if path not in known_pages]  # files that pages link to
             bodies[page.name] = self._markdown.renderer.render(page.tokens, self._markdown.options, {})
         order = [page for page in self.pages.values() if page.section is not None]
-        return {page.name: self._framed(page, bodies[page.name], order) for page in self.pages.values()}
+        return {page.name: self._page_html(page, bodies[page.name], order) for page in self.pages.values()}
 
     def _prepare(self, page: Page) -> None:
         """Replace a page's tokens with those to render, and record what is wrong with them."""
@@ -161,44 +161,46 @@ class Site:
                     elif child.type == "image":
                         child.attrSet("src", self._link(page, str(child.attrGet("src") or ""), at, prefix))
                         if not child.content:
-                            self._wrong(page, at, "an image has no text in place of it")
+                            self._add_problem(page, at, "an image has no text in place of it")
                     elif child.type == "html_inline":
                         child.content = self._html(page, child.content, at, opened)
         for name, line in opened:
-            self._wrong(page, line, f"<{name}> is not closed")
+            self._add_problem(page, line, f"<{name}> is not closed")
 
     def _html(self, page: Page, text: str, line: int, opened: list[tuple[str, int]]) -> str:
         """Render HTML in a page. Only components and comments are allowed."""
         text = _COMMENT.sub("", text)
         written = []
         while text.strip():
-            found = _COMPONENT.match(text)
-            name = found[2] if found else (re.search(r"<\s*/?\s*([\w.-]+)", text) or ["", text.strip()[:40]])[1]
-            if found is None or name not in COMPONENTS or found[3]:
-                known = ", ".join(f"<{each}>" for each in COMPONENTS)
-                self._wrong(page, line, f"unknown component <{name}>; pages may use {known}, each on lines of its own")
+            match = _COMPONENT.match(text)
+            name = match[2] if match else (re.search(r"<\s*/?\s*([\w.-]+)", text) or ["", text.strip()[:40]])[1]
+            if match is None or name not in COMPONENTS or match[3]:
+                components = ", ".join(f"<{each}>" for each in COMPONENTS)
+                self._add_problem(
+                    page, line, f"unknown component <{name}>; pages may use {components}, each on lines of its own"
+                )
                 return ""
-            if not found[1]:
+            if not match[1]:
                 opened.append((name, line))
                 written.append(f'<aside class="{COMPONENTS[name].lower()}"><b>{COMPONENTS[name]}</b> ')
             elif opened and opened[-1][0] == name:
                 opened.pop()
                 written.append("</aside>")
             else:
-                self._wrong(page, line, f"</{name}> closes nothing")
-            text = text[found.end() :]
+                self._add_problem(page, line, f"</{name}> closes nothing")
+            text = text[match.end() :]
         return "".join(written)
 
     def _link(self, page: Page, target: str, line: int, prefix: str) -> str:
         """Return where a link leads within the site."""
         if re.match(r"[a-z][a-z0-9+.-]*:", target):
             if not target.startswith(("https:", "http:", "mailto:")):
-                self._wrong(page, line, f"link '{target}': a page leads to https, http and mailto only")
+                self._add_problem(page, line, f"link '{target}': a page leads to https, http and mailto only")
             return target
         name, _, anchor = unquote(target).partition("#")
         file = (page.source.parent / name).resolve() if name else page.source
         if not file.is_file() or not file.is_relative_to(self.root):
-            self._wrong(page, line, f"link '{target}': there is no file '{name}'")
+            self._add_problem(page, line, f"link '{target}': there is no file '{name}'")
             return "#"
         if file.suffix != ".md":
             return prefix + self._file(file)
@@ -208,7 +210,7 @@ class Site:
                 file, f"files/{file.relative_to(self.root).with_suffix('.html')}", file.parent.name, None
             )
         if anchor and anchor not in other.anchors.values():
-            self._wrong(page, line, f"link '{target}': '{file.name}' has no heading '#{anchor}'")
+            self._add_problem(page, line, f"link '{target}': '{file.name}' has no heading '#{anchor}'")
         return f"{prefix}{other.name}" + (f"#{anchor}" if anchor else "")
 
     def _file(self, file: Path) -> str:
@@ -219,24 +221,24 @@ class Site:
         return name
 
     def _code(self, page: Page, token: Any, line: int) -> str:
-        language, _, rest = str(token.info).strip().partition(" ")
-        title = _TITLE.search(rest)
+        language, _, attributes = str(token.info).strip().partition(" ")
+        title = _TITLE.search(attributes)
         name = title["title"] if title else ""
         for number, what in faults_of(language, token.content, name):
-            self._wrong(page, line + number, f"{language} that does not parse: {what}")
+            self._add_problem(page, line + number, f"{language} that does not parse: {what}")
         if language == "mermaid":
             try:
-                drawn = sequence_diagram(token.content)
+                diagram = sequence_diagram(token.content)
             except DiagramError as error:
-                self._wrong(page, line + error.line, f"mermaid that does not parse: {error}")
+                self._add_problem(page, line + error.line, f"mermaid that does not parse: {error}")
                 return ""
-            return _scrolling("diagram", drawn)
-        shown = self._coloured(page, token.content, language, line)
+            return _scrolling("diagram", diagram)
+        highlighted = self._highlighted(page, token.content, language, line)
         caption = f"<figcaption>{escape(name)}</figcaption>" if name else ""
-        code = _scrolling(name or "code", f"<pre><code>{shown}</code></pre>")
+        code = _scrolling(name or "code", f"<pre><code>{highlighted}</code></pre>")
         return f'<figure class="code">{caption}{code}</figure>\n'
 
-    def _coloured(self, page: Page, code: str, language: str, line: int) -> str:
+    def _highlighted(self, page: Page, code: str, language: str, line: int) -> str:
         if not language or language == "text":
             return escape(code)
         from pygments import highlight
@@ -247,16 +249,16 @@ class Site:
         try:
             lexer = get_lexer_by_name(language, stripnl=False)
         except ClassNotFound:
-            self._wrong(page, line, f"code block of an unknown language '{language}'")
+            self._add_problem(page, line, f"code block of an unknown language '{language}'")
             return escape(code)
         return str(highlight(code, lexer, HtmlFormatter(nowrap=True)))
 
-    def _wrong(self, page: Page, line: int, what: str) -> None:
+    def _add_problem(self, page: Page, line: int, what: str) -> None:
         self.problems.append(Problem(page.source, line, what))
 
     # Writing
 
-    def _framed(self, page: Page, body: str, order: Sequence[Page]) -> str:
+    def _page_html(self, page: Page, body: str, order: Sequence[Page]) -> str:
         prefix = "../" * page.name.count("/")
         sections: dict[str, list[Page]] = {}
         for each in order:
@@ -277,7 +279,7 @@ class Site:
         ]
         contents = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in headings)
         here = order.index(page) if page in order else None
-        around = [order[at] if here is not None and 0 <= at < len(order) else None for at in _around(here)]
+        around = [order[at] if here is not None and 0 <= at < len(order) else None for at in _neighbour_indices(here)]
         links = "".join(
             f'<a rel="{rel}" href="{prefix}{each.name}">{arrow.format(escape(each.title))}</a>'
             for each, rel, arrow in zip(around, ("prev", "next"), ("← {}", "{} →"), strict=True)
@@ -323,7 +325,7 @@ class Site:
 CURRENT = ' aria-current="page"'
 
 
-def _around(here: int | None) -> tuple[int, int]:
+def _neighbour_indices(here: int | None) -> tuple[int, int]:
     return (-1, -1) if here is None else (here - 1, here + 1)
 
 
@@ -360,16 +362,16 @@ def faults_of(language: str, code: str, title: str = "") -> Iterator[tuple[int, 
             case "bash" | "sh":
                 checked = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=False)
                 if checked.returncode:
-                    said = checked.stderr.strip().splitlines()[0]
-                    found = re.search(r"line (\d+): (.*)", said)
-                    yield (int(found[1]), found[2]) if found else (1, said)
+                    message = checked.stderr.strip().splitlines()[0]
+                    match = re.search(r"line (\d+): (.*)", message)
+                    yield (int(match[1]), match[2]) if match else (1, message)
     except SyntaxError as error:
         yield error.lineno or 1, error.msg
     except json.JSONDecodeError as error:
         yield error.lineno, error.msg
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"line (\d+)", str(error))
-        yield int(found[1]) if found else 1, str(error)
+        match = re.search(r"line (\d+)", str(error))
+        yield int(match[1]) if match else 1, str(error)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         yield (mark.line + 1 if mark else 1), str(getattr(error, "problem", None) or error)
@@ -385,14 +387,14 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(words)
     site = chosen.site
     try:
-        made = Site(chosen.source)
-        count = made.write(site)
+        builder = Site(chosen.source)
+        count = builder.write(site)
     except ConfigError as error:
         sys.stderr.write(f"docs: error: {error.message}\n")
         return 2
-    for problem in sorted(made.problems):
+    for problem in sorted(builder.problems):
         sys.stderr.write(f"{problem}\n")
-    if made.problems:
+    if builder.problems:
         return 1
     sys.stdout.write(f"{count} pages: {site / 'index.html'}\n")
     return 0

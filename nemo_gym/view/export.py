@@ -38,14 +38,14 @@ def export_mlflow(indexes: Sequence[ResultIndex], target: str, prices: Prices | 
     mlflow = _package("mlflow")
     uri = Path(target).absolute().as_uri()
     client = mlflow.MlflowClient(tracking_uri=uri)
-    known = client.get_experiment_by_name(EXPERIMENT)
-    experiment = client.create_experiment(EXPERIMENT) if known is None else known.experiment_id
+    existing = client.get_experiment_by_name(EXPERIMENT)
+    experiment = client.create_experiment(EXPERIMENT) if existing is None else existing.experiment_id
     for index in indexes:
         run = client.create_run(experiment, run_name=index.files.output.stem).info.run_id
         for key, value in _parameters(index).items():
             client.log_param(run, key, value)
         for name, figure in _figures(index, prices).items():
-            client.log_metric(run, _word(name), figure)
+            client.log_metric(run, _metric_name(name), figure)
         rows = [*_rollouts(index)]
         table = {"columns": [*COLUMNS], "data": [[row[name] for name in COLUMNS] for row in rows]}
         client.log_text(run, orjson.dumps(table, option=orjson.OPT_INDENT_2).decode(), "rollouts.json")
@@ -115,8 +115,8 @@ def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        said = f"export={name} needs the package {name} ({error}): pip install 'nemo-gym-suite[{name}]'"
-        raise ConfigError(said, key="export") from error
+        message = f"export={name} needs the package {name} ({error}): pip install 'nemo-gym-suite[{name}]'"
+        raise ConfigError(message, key="export") from error
 
 
 def _parameters(index: ResultIndex) -> dict[str, str]:
@@ -126,19 +126,19 @@ def _parameters(index: ResultIndex) -> dict[str, str]:
 
 def _figures(index: ResultIndex, prices: Prices | None) -> dict[str, float]:
     """Return the run's numeric figures, by their names in the report."""
-    of = summary(index, prices)
-    mean = of["reward"]
-    found = {
-        **{name: of[name] for name in ("rollouts", "valid", "with_findings", "tasks", "solved", "retried")},
-        **{name: of[name] for name in ("tokens_in", "tokens_out", "seconds", "cost")},
-        **of["pass_rates"],
+    totals = summary(index, prices)
+    mean = totals["reward"]
+    figures = {
+        **{name: totals[name] for name in ("rollouts", "valid", "with_findings", "tasks", "solved", "retried")},
+        **{name: totals[name] for name in ("tokens_in", "tokens_out", "seconds", "cost")},
+        **totals["pass_rates"],
         "mean_reward": None if mean is None else mean["value"],
         "mean_reward_std_err": None if mean is None else mean["std_err"],
     }
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in figures.items() if value is not None}
 
 
-def _word(name: str) -> str:
+def _metric_name(name: str) -> str:
     """Return a name that MLflow accepts for a metric."""
     return name.replace("@", "_at_").replace("/", "_")  # its file store makes folders of slashes
 
@@ -185,15 +185,15 @@ def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
     start_ns = finished_ns - sum(lengths_ns.values())
     agent = str(_mapping(row.get("agent_ref")).get("name") or "agent")
     is_valid = row.get("valid") is not False
-    named = {"rollout_id": rollout_id, "attempt": attempt}
+    identity = {"rollout_id": rollout_id, "attempt": attempt}
 
     def span(name: str, number: int, parent: SpanContext | None, start: int, end: int, **attributes: Any) -> Span:
-        own = root if parent is None else SpanContext(root.trace_id, f"{int(root.span_id, 16) ^ number:016x}")
+        context = root if parent is None else SpanContext(root.trace_id, f"{int(root.span_id, 16) ^ number:016x}")
         parent_id = None if parent is None else parent.span_id
-        return Span(name, own, parent_id, SpanKind.INTERNAL, start, {**named, **attributes}, end)
+        return Span(name, context, parent_id, SpanKind.INTERNAL, start, {**identity, **attributes}, end)
 
     reward = row.get("reward")
-    whole = span(
+    rollout_span = span(
         *("rollout", 0, None, start_ns, finished_ns),
         task_id=task_id,
         agent=agent,
@@ -201,16 +201,16 @@ def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
         outcome=row.get("outcome"),
     )
     if not is_valid:
-        whole.attributes["error.type"] = str(row.get("failure_kind") or "invalid")
-        whole.error = str(row.get("failure_reason") or "without a verdict")
-    yield whole
-    begun = start_ns
+        rollout_span.attributes["error.type"] = str(row.get("failure_kind") or "invalid")
+        rollout_span.error = str(row.get("failure_reason") or "without a verdict")
+    yield rollout_span
+    stage_start_ns = start_ns
     for number, (stage, length) in enumerate(lengths_ns.items(), 1):
         if length and stage != "run":
-            yield span(stage, number, root, begun, begun + length)
+            yield span(stage, number, root, stage_start_ns, stage_start_ns + length)
         if stage == "run":
-            yield from _spans_of_agent(row, agent, root, (begun, begun + length), span)
-        begun += length
+            yield from _spans_of_agent(row, agent, root, (stage_start_ns, stage_start_ns + length), span)
+        stage_start_ns += length
 
 
 def _spans_of_agent(
@@ -219,8 +219,8 @@ def _spans_of_agent(
     response = _mapping(row.get("response"))
     usage = _mapping(response.get("usage"))
     model = response.get("model")
-    acting = span(f"invoke_agent {agent}", 2, root, *time_ns)
-    acting.attributes |= {
+    agent_span = span(f"invoke_agent {agent}", 2, root, *time_ns)
+    agent_span.attributes |= {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.provider.name": "nemo_gym",
         "gen_ai.agent.name": agent,
@@ -228,18 +228,18 @@ def _spans_of_agent(
         "gen_ai.usage.input_tokens": usage.get("input_tokens"),
         "gen_ai.usage.output_tokens": usage.get("output_tokens"),
     }
-    yield acting
+    yield agent_span
     output = response.get("output")
     calls = [_mapping(item) for item in output if _mapping(item).get("type") == "function_call"] if output else []
     for number, call in enumerate(calls, 16):
         name = str(call.get("name"))
-        calling = span(f"execute_tool {name}", number, acting.context, time_ns[0], time_ns[0])
-        calling.attributes |= {
+        tool_span = span(f"execute_tool {name}", number, agent_span.context, time_ns[0], time_ns[0])
+        tool_span.attributes |= {
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.tool.name": name,
             "gen_ai.tool.call.id": call.get("call_id"),
         }
-        yield calling
+        yield tool_span
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -96,9 +96,9 @@ class ResultIndex:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.version = 0
         """Increases when there is something new to show."""
-        self.path = self._opened(place or self.files.index)
+        self.path = self._prepared_path(place or self.files.index)
 
-    def _opened(self, path: Path) -> Path:
+    def _prepared_path(self, path: Path) -> Path:
         try:
             self._prepare(path)
             return path
@@ -139,16 +139,16 @@ class ResultIndex:
 
     def connection(self) -> sqlite3.Connection:
         """Return this thread's connection."""
-        found: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if found is None:
-            found = sqlite3.connect(self.path, isolation_level=None, timeout=30.0, check_same_thread=False)
-            found.execute("PRAGMA synchronous=OFF")  # a crash costs one reading
-            found.execute("PRAGMA cache_size=-16000")
-            found.execute("PRAGMA temp_store=MEMORY")
-            found.row_factory = sqlite3.Row
-            self._local.connection = found
-            self._connections.append(found)
-        return found
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = sqlite3.connect(self.path, isolation_level=None, timeout=30.0, check_same_thread=False)
+            connection.execute("PRAGMA synchronous=OFF")  # a crash costs one reading
+            connection.execute("PRAGMA cache_size=-16000")
+            connection.execute("PRAGMA temp_store=MEMORY")
+            connection.row_factory = sqlite3.Row
+            self._local.connection = connection
+            self._connections.append(connection)
+        return connection
 
     def update(self, listener: ReadingListener | None = None) -> bool:
         """Read what is new in the files; return whether anything was. Raises `ViewError` if a file cannot be read."""
@@ -170,7 +170,7 @@ class ResultIndex:
             raise ViewError(f"cannot read '{path}': {error.strerror}") from error
         with file:
             changed = False
-            if state.read_to and not _continues(file, state):
+            if state.read_to and not _is_same_file(file, state):
                 changed = self._forget(connection, source)
                 state = _State()
             size = os.fstat(file.fileno()).st_size
@@ -335,7 +335,7 @@ def _digest(file: BinaryIO, start: int, length: int) -> bytes:
     return hashlib.blake2b(os.pread(file.fileno(), length, start), digest_size=16).digest()
 
 
-def _continues(file: BinaryIO, state: _State) -> bool:
+def _is_same_file(file: BinaryIO, state: _State) -> bool:
     """Whether a file is the one that was read before, perhaps with more lines."""
     status = os.fstat(file.fileno())
     if status.st_ino != state.inode or status.st_size < state.read_to:

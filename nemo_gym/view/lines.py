@@ -145,7 +145,7 @@ def index_line(line: bytes) -> IndexedLine:
         *(summary.rank, _clean(label), _clean(same_way(label, reason, (summary.task_id,)) if label else None)),
         len(chains) if isinstance(chains := row.get("ng_trajectory"), list) else 0,
     )
-    return IndexedLine(values, _searched(row), is_foreign)
+    return IndexedLine(values, _searchable_text(row), is_foreign)
 
 
 def load_row(line: bytes) -> dict[str, Any]:
@@ -213,17 +213,17 @@ def _usage(row: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _searched(row: Mapping[str, Any]) -> str:
+def _searchable_text(row: Mapping[str, Any]) -> str:
     prompt = "\n".join(_texts(_member(row.get(PARAMS_KEY), "input"), TEXT_CHARS))
     output = _member(row.get("response"), "output")
     answers: list[str] = []
-    held = 0
+    chars = 0
     for item in reversed(output) if isinstance(output, list) else ():
         for name in ("content", "summary", "arguments"):
-            for text in _texts(_member(item, name), TEXT_CHARS - held):
+            for text in _texts(_member(item, name), TEXT_CHARS - chars):
                 answers.append(text)
-                held += len(text)
-        if held >= TEXT_CHARS:
+                chars += len(text)
+        if chars >= TEXT_CHARS:
             break
     return _clean(f"{prompt[:TEXT_CHARS]}\n{chr(10).join(answers)[-TEXT_CHARS:]}") or ""
 

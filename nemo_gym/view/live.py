@@ -21,20 +21,20 @@ RATE_WINDOW_S = 300.0
 RATE_RESULTS = 500
 MAX_RUNNING = 200
 MAX_BEGUN = 20
-_LEFT = "state IN ('queued', 'claimed')"
+_UNFINISHED = "state IN ('queued', 'claimed')"
 
 
 def is_collecting(files: RunFiles) -> bool:
     """Whether a collector holds the output's lock, by the kernel's list of locks. Trying the lock instead would hold
     it for a moment, in which a collector could not start."""
     try:
-        held = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
+        locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
         inode = str(files.lock.stat().st_ino)
     except OSError:
         return False
     return any(
-        len(words := line.split()) > 5 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode
-        for line in held.splitlines()
+        len(fields := line.split()) > 5 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode
+        for line in locks.splitlines()
     )
 
 
@@ -126,9 +126,9 @@ def left_over(files: RunFiles) -> tuple[int, list[dict[str, Any]]] | None:
         return None
     try:
         with _reading(files.store) as connection:
-            (count,) = connection.execute(f"SELECT count(*) FROM jobs WHERE {_LEFT}").fetchone()
+            (count,) = connection.execute(f"SELECT count(*) FROM jobs WHERE {_UNFINISHED}").fetchone()
             begun = connection.execute(
-                f"SELECT job_id, task_id, sample_index, attempt FROM jobs WHERE {_LEFT} AND attempt > 0"
+                f"SELECT job_id, task_id, sample_index, attempt FROM jobs WHERE {_UNFINISHED} AND attempt > 0"
                 " ORDER BY seq LIMIT ?",
                 (MAX_BEGUN,),
             ).fetchall()
@@ -160,19 +160,19 @@ def stored_job(files: RunFiles, rollout_id: str) -> dict[str, Any] | None:
     try:
         with _reading(files.store) as connection:
             timed = "claimed_at, finished_at" if _has_times(connection) else "NULL, NULL"
-            found = connection.execute(
+            job = connection.execute(
                 f"SELECT state, attempt, failures, data, {timed} FROM jobs JOIN rows USING (digest) WHERE job_id = ?",
                 (rollout_id,),
             ).fetchone()
-            if found is None:
+            if job is None:
                 return None
             return {
-                "state": found[0],
-                "attempt": found[1],
-                "failures": orjson.loads(found[2]) if found[2] else [],
-                "row": orjson.loads(found[3]),
-                "claimed_at": found[4],
-                "finished_at": found[5],
+                "state": job[0],
+                "attempt": job[1],
+                "failures": orjson.loads(job[2]) if job[2] else [],
+                "row": orjson.loads(job[3]),
+                "claimed_at": job[4],
+                "finished_at": job[5],
             }
     except (sqlite3.Error, OSError, ValueError):
         return None

@@ -15,7 +15,7 @@ from nemo_gym.view import live
 
 MAX_LINES = 2000
 _LEVELS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 4, "exception": 3}
-_KNOWN = frozenset({"event", "rollout_id", "level", "timestamp", "server", "run_id"})
+_OWN_FIELDS = frozenset({"event", "rollout_id", "level", "timestamp", "server", "run_id"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +43,28 @@ def lines_of(folders: Iterable[Path], rollout_id: str, row: Mapping[str, Any] | 
     session = (row or {}).get("ng_model_session")
     session_id = session.get("session_id") if isinstance(session, Mapping) else None
     of_rollout = re.compile(rf"{re.escape(rollout_id)}(-a\d+)?")
-    found = []
+    matches = []
     for path in log_files(folders):
-        found += [line for line in _parsed(path, rollout_id.encode()) if of_rollout.fullmatch(line.rollout_id)]
+        matches += [line for line in _parsed(path, rollout_id.encode()) if of_rollout.fullmatch(line.rollout_id)]
         if isinstance(session_id, str) and len(session_id) > 8:
-            others = _parsed(path, session_id.encode())
-            found += [line for line in others if not of_rollout.fullmatch(line.rollout_id)]
-    found.sort(key=lambda line: line.timestamp)
-    return found[-MAX_LINES:]
+            session_lines = _parsed(path, session_id.encode())
+            matches += [line for line in session_lines if not of_rollout.fullmatch(line.rollout_id)]
+    matches.sort(key=lambda line: line.timestamp)
+    return matches[-MAX_LINES:]
 
 
 def trouble_of(folders: Iterable[Path], words: Sequence[str] = ()) -> list[LogLine]:
     """Return servers' warnings and errors that name no rollout; given ``words``, only those that hold one of them."""
     lowered = [word.lower() for word in words]
-    found = []
+    matches = []
     for path in log_files(folders):
         for line in _parsed(path, b""):
             if line.is_trouble and not line.rollout_id:
                 text = f"{line.event} {line.more}".lower()
                 if not lowered or any(word in text for word in lowered):
-                    found.append(line)
-    found.sort(key=lambda line: line.timestamp)
-    return found[-MAX_LINES:]
+                    matches.append(line)
+    matches.sort(key=lambda line: line.timestamp)
+    return matches[-MAX_LINES:]
 
 
 def log_folders(files: RunFiles, row: Mapping[str, Any]) -> list[Path]:
@@ -80,27 +80,27 @@ def log_files(folders: Iterable[Path]) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.glob("*.log"))]
 
 
-def _parsed(path: Path, wanted: bytes) -> Iterator[LogLine]:
+def _parsed(path: Path, needle: bytes) -> Iterator[LogLine]:
     try:
         file = path.open("rb")
     except OSError:
         return
     with file:
         for number, raw in enumerate(file, 1):
-            if wanted not in raw:
+            if needle not in raw:
                 continue
             try:
-                held = orjson.loads(raw)
+                record = orjson.loads(raw)
             except orjson.JSONDecodeError:
                 continue
-            if isinstance(held, dict):
+            if isinstance(record, dict):
                 yield LogLine(
-                    timestamp=str(held.get("timestamp", "")),
-                    server=str(held.get("server", path.stem)),
-                    level=str(held.get("level", "info")),
-                    event=str(held.get("event", "")),
-                    rollout_id=str(held.get("rollout_id") or ""),
+                    timestamp=str(record.get("timestamp", "")),
+                    server=str(record.get("server", path.stem)),
+                    level=str(record.get("level", "info")),
+                    event=str(record.get("event", "")),
+                    rollout_id=str(record.get("rollout_id") or ""),
                     file=path,
                     number=number,
-                    more={key: value for key, value in held.items() if key not in _KNOWN},
+                    more={key: value for key, value in record.items() if key not in _OWN_FIELDS},
                 )

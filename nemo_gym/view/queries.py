@@ -100,14 +100,14 @@ class TableQuery:
             clauses.append("findings > 0")
         if self.q.strip():
             words = " AND ".join(f'"{word}" *' for word in _WORD.findall(self.q.lower()))
-            found = "instr(lower(task_id), ?) OR rollout_id = ?"
+            condition = "instr(lower(task_id), ?) OR rollout_id = ?"
             values += [self.q.strip().lower(), self.q.strip()]
             if words:
-                found += "".join(
+                condition += "".join(
                     f" OR id IN (SELECT rowid FROM texts_{source} WHERE texts_{source} MATCH ?)" for source in (0, 1)
                 )
                 values += [words, words]
-            clauses.append(f"({found})")
+            clauses.append(f"({condition})")
         return " AND ".join(clauses), values
 
     def order(self) -> str:
@@ -155,13 +155,13 @@ def tasks(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
 
 def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
     """Group rollouts that failed the same way: those without a verdict first, then the largest groups first."""
-    found = index.connection().execute(
+    groups = index.connection().execute(
         "SELECT way, label, reason, rank, count(*) AS rollouts, min(id) AS first, outcome, log"
         " FROM rollouts WHERE way IS NOT NULL GROUP BY rank, way ORDER BY rank, count(*) DESC LIMIT ?",
         (limit,),
     )
     rows = []
-    for row in found.fetchall():
+    for row in groups.fetchall():
         named = index.connection().execute(
             "SELECT rollout_id, task_id, sample_index FROM rollouts WHERE rank = ? AND way = ? ORDER BY id LIMIT 3",
             (row["rank"], row["way"]),
@@ -172,14 +172,14 @@ def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
 
 def rewards_by_task(index: ResultIndex) -> dict[str, list[float]]:
     """Return the rewards of each task, by its name; a task without rewards has an empty list."""
-    found: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for name, reward in index.connection().execute(
         "SELECT task_id, reward FROM rollouts ORDER BY task_index, sample_index"
     ):
-        of_task = found.setdefault(name, [])
+        of_task = rewards.setdefault(name, [])
         if reward is not None:
             of_task.append(reward)
-    return found
+    return rewards
 
 
 def summary(index: ResultIndex, prices: Prices | None = None) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def histogram(index: ResultIndex, column: str, bins: int = 20) -> list[tuple[flo
 def notes(index: ResultIndex) -> list[str]:
     """Return a sentence for each thing in the files that is not shown, or not shown as it is."""
     connection = index.connection()
-    said = []
+    sentences = []
     for source, path in enumerate(index.paths):
         odd = connection.execute(
             "SELECT count(*) AS lines, min(line) AS line, why FROM odd_lines WHERE source = ?", (source,)
@@ -255,18 +255,20 @@ def notes(index: ResultIndex) -> list[str]:
         if odd["lines"]:
             lines = f"{odd['lines']} lines of {path.name} are no result rows" if odd["lines"] > 1 else "one line"
             lines = lines if odd["lines"] > 1 else f"a line of {path.name} is no result row"
-            said.append(f"{lines} (line {odd['line']}: {odd['why']}); the others are shown.")
+            sentences.append(f"{lines} (line {odd['line']}: {odd['why']}); the others are shown.")
     (foreign,) = connection.execute("SELECT coalesce(sum(foreign_rows), 0) FROM files").fetchone()
     if foreign:
-        said.append(
+        sentences.append(
             f"{foreign} rows lack 'valid' or '_ng_rollout_id', as rows of NeMo Gym or of another version do; what they"
             " hold is shown."
         )
     if torn := index.torn_bytes:
-        said.append(f"The last line has no end ({torn} bytes) and is left out until it has one.")
+        sentences.append(f"The last line has no end ({torn} bytes) and is left out until it has one.")
     if index.path.parent != index.files.output.parent:
-        said.append("The folder of the result file cannot be written to: its index is kept for this process only.")
-    return said
+        sentences.append(
+            "The folder of the result file cannot be written to: its index is kept for this process only."
+        )
+    return sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,33 +287,33 @@ def find_row(index: ResultIndex, rollout: str) -> FoundRow:
     """Find a rollout's row by its id, by ``task#sample``, or by a task's name (then the worst of its rollouts). If the
     row occurs twice, the last one counts. Raises `ViewError`."""
     connection = index.connection()
-    found = connection.execute(
+    record = connection.execute(
         "SELECT * FROM rollouts WHERE rollout_id = ? ORDER BY source, id DESC LIMIT 1", (rollout,)
     ).fetchone()
     task, is_sample, sample = rollout.rpartition("#")
-    if found is None and is_sample and sample.isdecimal():
-        found = connection.execute(
+    if record is None and is_sample and sample.isdecimal():
+        record = connection.execute(
             "SELECT * FROM rollouts WHERE task_id = ? AND sample_index = ? ORDER BY source, id DESC LIMIT 1",
             (task.strip(), int(sample)),
         ).fetchone()
-    if found is None:
+    if record is None:
         of_task = connection.execute(
             "SELECT * FROM rollouts WHERE task_id = ? ORDER BY rank, sample_index LIMIT 1", (rollout,)
         ).fetchone()
-        found = of_task
-    if found is None:
+        record = of_task
+    if record is None:
         names = [name for (name,) in connection.execute("SELECT DISTINCT task_id FROM rollouts LIMIT 2000")]
         raise ViewError(
             f"there is no rollout '{rollout}' in {index.files.output.name}{nearest(task or rollout, names)}; name it"
             " by its id, or as task#sample"
         )
-    raw = index.line(found["source"], found["offset"], found["length"])
+    raw = index.line(record["source"], record["offset"], record["length"])
     try:
         row = load_row(raw)
     except NoResultRow:
         row = {}
-    columns = {name: found[name] for name in COLUMNS}
-    return FoundRow(columns, found["source"], found["line"], raw, row)
+    columns = {name: record[name] for name in COLUMNS}
+    return FoundRow(columns, record["source"], record["line"], raw, row)
 
 
 def neighbours(index: ResultIndex, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,13 +345,13 @@ def compared(first: ResultIndex, second: ResultIndex, *, changed_only: bool = Fa
     figures: Comparison = compare(before, after)
     rows: list[dict[str, Any]] = []
     for name, rewards in before.items():
-        others = after.get(name)
-        if others is None:
+        second_rewards = after.get(name)
+        if second_rewards is None:
             continue
-        means = [sum(each) / len(each) if each else None for each in (rewards, others)]
+        means = [sum(each) / len(each) if each else None for each in (rewards, second_rewards)]
         difference = None if means[0] is None or means[1] is None else means[1] - means[0]
         if not changed_only or difference:
-            rows.append({"task_id": name, "a": rewards, "b": others, "difference": difference})
+            rows.append({"task_id": name, "a": rewards, "b": second_rewards, "difference": difference})
     rows.sort(key=lambda row: (row["difference"] is None, -abs(row["difference"] or 0), row["task_id"]))
     return {
         **asdict(figures),
@@ -370,8 +372,8 @@ class Prices:
     def read(cls, path: Path) -> Self:
         """Read YAML: ``{default: {input: 3.0, output: 15.0}}``. Raises `ConfigError`."""
         try:
-            held = yaml.safe_load(path.read_text(encoding="utf-8"))
-            found = {str(name): (float(each["input"]), float(each["output"])) for name, each in held.items()}
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+            prices = {str(name): (float(each["input"]), float(each["output"])) for name, each in loaded.items()}
         except OSError as error:
             raise ConfigError(f"prices: cannot read '{path}': {error.strerror}") from error
         except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -379,7 +381,7 @@ class Prices:
                 f"prices: '{path}' is not of the form 'default: {{input: 3.0, output: 15.0}}', the price of a million"
                 f" tokens by agent ({error})"
             ) from error
-        return cls(found)
+        return cls(prices)
 
     def cost(self, agents: Sequence[Mapping[str, Any]]) -> float:
         """Return the cost of all rollouts together."""
@@ -393,10 +395,10 @@ class Prices:
 def aggregate_metrics(index: ResultIndex) -> list[dict[str, Any]]:
     """Return the key metrics that the run's servers computed; empty while the run goes on."""
     try:
-        held = orjson.loads(index.files.aggregate_metrics.read_bytes())
+        metrics = orjson.loads(index.files.aggregate_metrics.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return []
-    return [each for each in held if isinstance(each, dict)] if isinstance(held, list) else []
+    return [each for each in metrics if isinstance(each, dict)] if isinstance(metrics, list) else []
 
 
 def _interval(mean: Mean | None) -> dict[str, Any] | None:

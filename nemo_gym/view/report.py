@@ -63,49 +63,52 @@ def report(indexes: Sequence[ResultIndex], form: str, prices: Prices | None = No
 
 def _sections(indexes: Sequence[ResultIndex], prices: Prices | None) -> Iterator[Section]:
     for index in indexes:
-        yield from _of_run(index, prices)
+        yield from _run_sections(index, prices)
     for second in indexes[1:]:
         yield _comparison(indexes[0], second)
-    found = [(name, held) for name in PACKAGES if (held := _version(name))]
+    versions = [(name, installed) for name in PACKAGES if (installed := _version(name))]
     system = ("Python", f"{sys.version.split()[0]}, {platform.platform()}")
-    yield Section("Versions", header=("package", "version"), rows=(system, *found))
+    yield Section("Versions", header=("package", "version"), rows=(system, *versions))
 
 
-def _of_run(index: ResultIndex, prices: Prices | None) -> Iterator[Section]:
-    of = summary(index, prices)
-    mean = of["reward"]
-    rates = {name: rate for name, rate in of["pass_rates"].items() if not name.endswith("/std_err")}
+def _run_sections(index: ResultIndex, prices: Prices | None) -> Iterator[Section]:
+    totals = summary(index, prices)
+    mean = totals["reward"]
+    rates = {name: rate for name, rate in totals["pass_rates"].items() if not name.endswith("/std_err")}
     figures = [
         ("mean reward", "–" if mean is None else _with_error(mean["value"], mean["std_err"], Z95)),
-        *((f"{name}, %", _with_error(rate, of["pass_rates"].get(f"{name}/std_err"))) for name, rate in rates.items()),
-        ("tasks solved", f"{of['solved']} of {of['tasks']}"),
-        ("rollouts", str(of["rollouts"])),
-        ("without a verdict", str(of["rollouts"] - of["valid"])),
-        ("with findings", str(of["with_findings"])),
-        ("tokens in, out", f"{of['tokens_in']:,}, {of['tokens_out']:,}"),
-        ("time of all rollouts", seconds_text(of["seconds"])),
+        *(
+            (f"{name}, %", _with_error(rate, totals["pass_rates"].get(f"{name}/std_err")))
+            for name, rate in rates.items()
+        ),
+        ("tasks solved", f"{totals['solved']} of {totals['tasks']}"),
+        ("rollouts", str(totals["rollouts"])),
+        ("without a verdict", str(totals["rollouts"] - totals["valid"])),
+        ("with findings", str(totals["with_findings"])),
+        ("tokens in, out", f"{totals['tokens_in']:,}, {totals['tokens_out']:,}"),
+        ("time of all rollouts", seconds_text(totals["seconds"])),
     ]
-    if of["cost"] is not None:
-        figures.append(("cost", f"{of['cost']:.2f}"))
+    if totals["cost"] is not None:
+        figures.append(("cost", f"{totals['cost']:.2f}"))
     yield Section(
         f"{index.files.output}",
-        (*of["notes"], "The reward's ± is a 95 % interval over tasks; that of pass@k is one standard error."),
+        (*totals["notes"], "The reward's ± is a 95 % interval over tasks; that of pass@k is one standard error."),
         ("figure", "value"),
         tuple(figures),
         _plot(index),
     )
-    if failing := reasons(index):
+    if groups := reasons(index):
         yield Section(
             "Failures",
             header=("rollouts", "what", "reason", "what helps"),
             rows=tuple(
-                (str(each["rollouts"]), said["title"], one_line(each["reason"] or each["label"], 300), said["helps"])
-                for each in failing
-                for said in (explain_reason(each),)
+                (str(each["rollouts"]), cause["title"], one_line(each["reason"] or each["label"], 300), cause["helps"])
+                for each in groups
+                for cause in (explain_reason(each),)
             ),
         )
-    found = table(index, TableQuery(limit=MAX_ROWS))
-    more = (f"The first {MAX_ROWS} of {found['total']}, worst first.",) if found["total"] > MAX_ROWS else ()
+    page = table(index, TableQuery(limit=MAX_ROWS))
+    more = (f"The first {MAX_ROWS} of {page['total']}, worst first.",) if page["total"] > MAX_ROWS else ()
     yield Section(
         "Rollouts",
         more,
@@ -121,7 +124,7 @@ def _of_run(index: ResultIndex, prices: Prices | None) -> Iterator[Section]:
                 seconds_text(row["seconds"]),
                 one_line(row["kinds"] or (row["label"] and (row["reason"] or row["label"])) or "", 120),
             )
-            for row in found["rows"]
+            for row in page["rows"]
         ),
     )
     for each in aggregate_metrics(index):

@@ -93,19 +93,19 @@ def text_at(row: Mapping[str, Any], where: str) -> str:
 
 
 def _prompt(params: Any) -> list[dict[str, Any]]:
-    asked = params.get("input") if isinstance(params, Mapping) else None
-    if isinstance(asked, str):
-        return [{"role": "user", **cut(asked, f"/{PARAMS_KEY}/input")}]
-    shown = []
-    for number, item in enumerate(asked if isinstance(asked, list) else ()):
+    messages = params.get("input") if isinstance(params, Mapping) else None
+    if isinstance(messages, str):
+        return [{"role": "user", **cut(messages, f"/{PARAMS_KEY}/input")}]
+    views = []
+    for number, item in enumerate(messages if isinstance(messages, list) else ()):
         where = f"/{PARAMS_KEY}/input/{number}"
-        shown.append(
+        views.append(
             {
                 "role": str(_mapping(item).get("role") or _mapping(item).get("type") or "?"),
                 **_text_of(item, where),
             }
         )
-    return shown[:MAX_ITEMS]
+    return views[:MAX_ITEMS]
 
 
 def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -138,13 +138,13 @@ def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             else:
                 turns[-1]["items"].append({"kind": "result", **result})
         else:
-            said = _text_of(item, where)
-            if said["text"]:
+            body = _text_of(item, where)
+            if body["text"]:
                 turns[-1]["items"].append(
                     {
                         "kind": "reasoning" if kind == "reasoning" else "message",
                         "role": str(item.get("role") or kind),
-                        **said,
+                        **body,
                     }
                 )
     return [turn for turn in turns if turn["items"]]
@@ -154,13 +154,13 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
     """Return a call's arguments; a single text argument, such as a command, as that text."""
     text = value if isinstance(value, str) else _json(value)
     try:
-        held = orjson.loads(text)
+        parsed = orjson.loads(text)
     except orjson.JSONDecodeError:
         return cut(text, where)
-    if isinstance(held, dict):
-        if len(held) == 1 and isinstance(only := next(iter(held.values())), str):
-            return {**cut(only, where), "name": next(iter(held))}
-        text = orjson.dumps(held, option=orjson.OPT_INDENT_2).decode()
+    if isinstance(parsed, dict):
+        if len(parsed) == 1 and isinstance(argument := next(iter(parsed.values())), str):
+            return {**cut(argument, where), "name": next(iter(parsed))}
+        text = orjson.dumps(parsed, option=orjson.OPT_INDENT_2).decode()
     return cut(text, where)
 
 
@@ -230,8 +230,8 @@ def _steps(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    held = row.get("artifacts")
-    for number, artifact in enumerate(held if isinstance(held, list) else ()):
+    artifacts = row.get("artifacts")
+    for number, artifact in enumerate(artifacts if isinstance(artifacts, list) else ()):
         artifact = _mapping(artifact)
         data = artifact.get("data")
         is_text = artifact.get("encoding") in (None, "utf-8") and isinstance(data, str)
@@ -247,20 +247,20 @@ def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _findings(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    held = row.get("findings")
+    findings = row.get("findings")
     return [
         {
             "kind": str(each.get("kind")),
             "detail": str(each.get("detail", "")),
             "evidence": _cut_json(each.get("evidence")),
         }
-        for each in (held if isinstance(held, list) else ())
+        for each in (findings if isinstance(findings, list) else ())
         if isinstance(each, Mapping)
     ]
 
 
 def _failing_tests(row: Mapping[str, Any]) -> list[str]:
-    """Return the tests that should pass and fail, according to the official verdict."""
+    """Return the tests that fail although they should pass, according to the official verdict."""
     statuses = _mapping(_mapping(row.get("official")).get("tests_status"))
     return [
         str(name)
@@ -298,11 +298,11 @@ def _mark(line: str, failing: list[str]) -> str:
 def _attempts(row: Mapping[str, Any], stored: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return how each attempt ended, including the last one."""
     failures = row.get("failures") if isinstance(row.get("failures"), list) else stored.get("failures")
-    shown = []
+    attempts = []
     number = 1
     for failure in failures or ():
         failure = _mapping(failure)
-        shown.append(
+        attempts.append(
             {
                 "number": number,
                 "stage": str(failure.get("stage", "")),
@@ -315,17 +315,17 @@ def _attempts(row: Mapping[str, Any], stored: Mapping[str, Any]) -> list[dict[st
     last = row.get(ATTEMPT_INDEX_KEY)
     if row.get("reward") is not None:
         number = max(number, last + 1 if isinstance(last, int) else 1)
-        said = row.get("reward_reason") or row.get("outcome_detail")
-        shown.append({"number": number, "stage": "eval", "kind": "", "reason": str(said or ""), "details": None})
-    return shown
+        reason = row.get("reward_reason") or row.get("outcome_detail")
+        attempts.append({"number": number, "stage": "eval", "kind": "", "reason": str(reason or ""), "details": None})
+    return attempts
 
 
 # Tokens
 
 
 def _chains(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    held = row.get(TRAJECTORY_KEY)
-    for number, each in enumerate(held if isinstance(held, list) else ()):
+    chains = row.get(TRAJECTORY_KEY)
+    for number, each in enumerate(chains if isinstance(chains, list) else ()):
         each = _mapping(each)
         mask = each.get("response_mask")
         turns = each.get("turns")
@@ -347,11 +347,11 @@ def _chains(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def chain_of(row: Mapping[str, Any], number: int) -> Trajectory:
     """Return one chain of a row. Raises `ViewError`."""
-    held = row.get(TRAJECTORY_KEY)
-    if not isinstance(held, list) or not 0 <= number < len(held) or not isinstance(held[number], Mapping):
+    chains = row.get(TRAJECTORY_KEY)
+    if not isinstance(chains, list) or not 0 <= number < len(chains) or not isinstance(chains[number], Mapping):
         raise ViewError(f"the row has no chain {number}")
     try:
-        return from_row(held[number])
+        return from_row(chains[number])
     except RowError as error:
         raise ViewError(f"chain {number} cannot be shown: {error.message}") from error
 
@@ -405,10 +405,10 @@ class TokenTexts:
 
 def _tokenizer(configuration: Path) -> Any:
     try:
-        held = yaml.safe_load(configuration.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(configuration.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
         return None
-    for folder in _policies(held):
+    for folder in _policies(settings):
         path = Path(folder, "tokenizer.json")
         if path.is_file():
             try:

@@ -33,15 +33,15 @@ def find_outputs(paths: Sequence[Path]) -> list[Path]:
     """Return the named result files and those below the named folders; the latest first."""
     found: dict[Path, float] = {}
     for path in paths:
-        for output in _below(path) if path.is_dir() else (path,):
+        for output in _outputs_below(path) if path.is_dir() else (path,):
             with suppress(OSError):
                 files = RunFiles(output)
-                held = [each for each in (output, files.failures, files.store) if each.exists()]
-                found.setdefault(output.resolve(), max((each.stat().st_mtime for each in held), default=0.0))
+                existing = [each for each in (output, files.failures, files.store) if each.exists()]
+                found.setdefault(output.resolve(), max((each.stat().st_mtime for each in existing), default=0.0))
     return sorted(found, key=lambda output: -found[output])[:MAX_RUNS]
 
 
-def _below(folder: Path, depth: int = 0) -> Iterator[Path]:
+def _outputs_below(folder: Path, depth: int = 0) -> Iterator[Path]:
     try:
         entries = sorted(folder.iterdir())
     except OSError:
@@ -54,7 +54,7 @@ def _below(folder: Path, depth: int = 0) -> Iterator[Path]:
             if f"{entry.stem}_store.sqlite" not in names and _holds_results(entry):
                 yield entry
         elif entry.is_dir() and not entry.is_symlink() and depth < MAX_DEPTH and not entry.name.startswith("."):
-            yield from _below(entry, depth + 1)
+            yield from _outputs_below(entry, depth + 1)
 
 
 def _holds_results(path: Path) -> bool:

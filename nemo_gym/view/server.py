@@ -237,15 +237,17 @@ class Door:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                known = {name for name, _ in _HEADERS}
-                kept = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in known]
-                message = {**message, "headers": [*kept, *_HEADERS]}
+                own_names = {name for name, _ in _HEADERS}
+                headers = [
+                    (name, value) for name, value in message.get("headers", ()) if name.lower() not in own_names
+                ]
+                message = {**message, "headers": [*headers, *_HEADERS]}
             await send(message)
 
-        response = await self._refused(scope)
+        response = await self._refusal(scope)
         await (response or self._app)(scope, receive, guarded)
 
-    async def _refused(self, scope: Scope) -> Response | None:
+    async def _refusal(self, scope: Scope) -> Response | None:
         """Return the response for a client that is not admitted, or ``None`` for one that is."""
         headers = Headers(scope=scope)
         host = headers.get("host", "").rpartition("]")[0] or headers.get("host", "").partition(":")[0]
@@ -255,38 +257,38 @@ class Door:
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("This viewer only reads.", 405)
         if self._password is not None:
-            if _same(_basic(headers.get("authorization", "")), self._password):
+            if _is_equal(_basic_password(headers.get("authorization", "")), self._password):
                 return None
             await anyio.sleep(0.5)
             return PlainTextResponse(
                 "Give the password of this viewer.", 401, {"www-authenticate": 'Basic realm="runs", charset="UTF-8"'}
             )
         cookie = f"{COOKIE}_{(scope.get('server') or ('', 0))[1]}"
-        words = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
-        if given := words.pop("token", None):
-            if not _same(given[0], self._token):
+        parameters = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        if tokens := parameters.pop("token", None):
+            if not _is_equal(tokens[0], self._token):
                 return PlainTextResponse(
                     "That is not the token of this viewer; use the URL that ng_view printed.", 403
                 )
             # Removes the token from the address bar, and so from what is copied from there.
-            rest = urlencode(words, doseq=True)
-            answer = RedirectResponse(scope["path"] + (f"?{rest}" if rest else ""), 303)
-            answer.set_cookie(cookie, self._token or "", httponly=True, samesite="strict", path="/")
-            return answer
+            query = urlencode(parameters, doseq=True)
+            redirect = RedirectResponse(scope["path"] + (f"?{query}" if query else ""), 303)
+            redirect.set_cookie(cookie, self._token or "", httponly=True, samesite="strict", path="/")
+            return redirect
         try:
-            held = SimpleCookie(headers.get("cookie", "")).get(cookie)
+            stored = SimpleCookie(headers.get("cookie", "")).get(cookie)
         except CookieError:
-            held = None
-        if held is not None and _same(held.value, self._token):
+            stored = None
+        if stored is not None and _is_equal(stored.value, self._token):
             return None
         return PlainTextResponse("Open the URL that ng_view printed: it holds the token of this viewer.", 403)
 
 
-def _same(given: str | None, wanted: str | None) -> bool:
-    return given is not None and wanted is not None and hmac.compare_digest(given.encode(), wanted.encode())
+def _is_equal(value: str | None, expected: str | None) -> bool:
+    return value is not None and expected is not None and hmac.compare_digest(value.encode(), expected.encode())
 
 
-def _basic(header: str) -> str | None:
+def _basic_password(header: str) -> str | None:
     """Return the password of a header; the user name does not matter."""
     kind, _, value = header.partition(" ")
     if kind.lower() != "basic":

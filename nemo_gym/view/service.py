@@ -30,7 +30,7 @@ FOLLOWED_S = 30.0
 PATIENCE_S = 10.0
 FIRST_ANSWER_S = 30.0
 _URL = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
-_KEPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}")
 
 
 class WatchedService:
@@ -50,7 +50,7 @@ class WatchedService:
         self._folder = tempfile.TemporaryDirectory(prefix="nemo-gym-view-", ignore_cleanup_errors=True)
         self._thread: LoopThread | None = None
         self._tasks: list[Future[None]] = []
-        self._asked = 0.0
+        self._viewed_at = 0.0
         self._runs: dict[str, dict[str, Any]] = {}
         self._running: list[dict[str, Any]] = []
         self._status: dict[str, Any] = {}
@@ -62,11 +62,11 @@ class WatchedService:
         self._thread = LoopThread("view-service")
         self._thread.run(self._client.__aenter__())
         try:
-            self._thread.run(self._look(), timeout_s=FIRST_ANSWER_S)
+            self._thread.run(self._refresh(), timeout_s=FIRST_ANSWER_S)
         except (ServiceError, TimeoutError) as error:
             self.stop()
             raise ConfigError(self._refusal(error)) from None
-        self._asked = time.monotonic()
+        self._viewed_at = time.monotonic()
         self._tasks = [self._thread.start(self._watch()), self._thread.start(self._follow())]
 
     def stop(self) -> None:
@@ -86,8 +86,8 @@ class WatchedService:
                     " or --token-file FILE; the service's own service.json will do"
                 )
             case None:
-                said = str(error) or f"the service at {self.url} does not answer within {FIRST_ANSWER_S:g} s"
-                return f"{said}; ng_serve_rollouts starts one"
+                message = str(error) or f"the service at {self.url} does not answer within {FIRST_ANSWER_S:g} s"
+                return f"{message}; ng_serve_rollouts starts one"
             case _:
                 return f"{self.url} is no rollout service of this release (it answered {status} to /v1/runs)"
 
@@ -95,12 +95,12 @@ class WatchedService:
 
     def outputs(self) -> dict[str, Path]:
         """Return the copied result file of each run, by run id; the latest run first. The file may not exist yet."""
-        self._asked = time.monotonic()
+        self._viewed_at = time.monotonic()
         return {run_id: self._output(run_id) for run_id in self._runs}
 
     def progress(self, run_id: str) -> dict[str, Any] | None:
         """Return the progress of a run, in the form of `live.progress`."""
-        self._asked = time.monotonic()
+        self._viewed_at = time.monotonic()
         if (run := self._runs.get(run_id)) is None:
             return None
         jobs = run["jobs"]
@@ -134,24 +134,24 @@ class WatchedService:
 
     def _output(self, run_id: str) -> Path:
         digest = hashlib.blake2b(run_id.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
-        return Path(self._folder.name, digest, f"{run_id if _KEPT.fullmatch(run_id) else 'run'}.jsonl")
+        return Path(self._folder.name, digest, f"{run_id if _SAFE_NAME.fullmatch(run_id) else 'run'}.jsonl")
 
     # On the loop's thread
 
-    async def _look(self) -> None:
-        told, status = await self._client.runs(), await self._client.status()
-        self._runs = {str(run["run_id"]): run for run in told["runs"]}
+    async def _refresh(self) -> None:
+        listing, status = await self._client.runs(), await self._client.status()
+        self._runs = {str(run["run_id"]): run for run in listing["runs"]}
         for run_id in self._runs:  # the index of a run without results is kept there, too
             self._output(run_id).parent.mkdir(mode=0o700, exist_ok=True)
-        self._running, self._status, self._unreachable = told["running"], status, None
+        self._running, self._status, self._unreachable = listing["running"], status, None
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            if time.monotonic() - self._asked > FOLLOWED_S:
+            if time.monotonic() - self._viewed_at > FOLLOWED_S:
                 continue
             try:
-                await self._look()
+                await self._refresh()
             except ServiceError as error:
                 self._unreachable = f"{error}; what was read until then is shown."
                 if error.details.get("status") == 401 and self._token_file is not None:
@@ -163,7 +163,7 @@ class WatchedService:
         while True:
             try:
                 async for view in self._client.results(after=after):
-                    self._keep(view)
+                    self._append_result(view)
                     after = view.cursor
             except ServiceError as error:
                 if error.details.get("problem", {}).get("code") == "cursor":
@@ -177,7 +177,7 @@ class WatchedService:
                 return
             await asyncio.sleep(POLL_S)
 
-    def _keep(self, view: JobView) -> None:
+    def _append_result(self, view: JobView) -> None:
         if view.result is None:
             return
         files = RunFiles(self._output(view.run_id))

@@ -11,7 +11,7 @@ _HIDDEN = re.compile(
 
 def shown(text: object) -> str:
     """Return ``text`` with every invisible or control character written out, such as ``^[`` or ``<U+200B>``."""
-    return _HIDDEN.sub(_written, str(text))
+    return _HIDDEN.sub(_escaped, str(text))
 
 
 def one_line(text: object, chars: int = 100) -> str:
@@ -20,8 +20,8 @@ def one_line(text: object, chars: int = 100) -> str:
     return line if len(line) <= chars else f"{line[: chars - 1]}…"
 
 
-def _written(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return f"^{chr(code + 64)}" if code < 0x20 else f"<U+{code:04X}>"
 
 

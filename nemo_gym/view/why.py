@@ -214,7 +214,7 @@ _LOST = re.compile(r"\b(is gone|was lost|vanished|lost)\b", re.I)
 _MCP = re.compile(r"\bmcp\b", re.I)
 _NO_ENGINE = re.compile(r"cannot connect|connection refused|unreachable|no engine|not answer", re.I)
 
-_OF_KIND = {
+_CAUSE_OF_KIND = {
     FailureKind.CONTEXT_EXCEEDED: "context_exceeded",
     FailureKind.HOST_OUT_OF_MEMORY: "out_of_memory",
     FailureKind.SANDBOX_LOST: "lost_box",
@@ -279,7 +279,7 @@ def cause_of(
         for pattern, name in ((_MCP, "mcp_down"), (_LOST, "lost_box")):
             if pattern.search(reason) and _NO_ENGINE.search(reason):
                 return CAUSES[name]
-    named = _OF_KIND.get(FailureKind(outcome)) if outcome in [*FailureKind] else None
+    named = _CAUSE_OF_KIND.get(FailureKind(outcome)) if outcome in [*FailureKind] else None
     return CAUSES[named or "internal"]
 
 
@@ -311,11 +311,11 @@ def explain_reason(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reason(columns: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    said = [columns.get("reason"), row.get("failure_reason"), row.get("outcome_detail")]
+    parts = [columns.get("reason"), row.get("failure_reason"), row.get("outcome_detail")]
     failures = row.get("failures")
     if isinstance(failures, list):
-        said += [each.get("details") for each in failures[-1:] if isinstance(each, Mapping)]
-    return "; ".join(str(each) for each in said if each)
+        parts += [each.get("details") for each in failures[-1:] if isinstance(each, Mapping)]
+    return "; ".join(str(each) for each in parts if each)
 
 
 def _evidence(columns: Mapping[str, Any], row: Mapping[str, Any]) -> Iterable[str]:

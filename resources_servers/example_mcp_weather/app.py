@@ -80,18 +80,18 @@ class WeatherEnvironment(SimpleResourcesServer):
     ) -> Verdict:
         """Grade with the row and the response alone. The prompt does not contain the requested measurement, so a right
         answer must come from the tool. The details list the tool calls in the response."""
-        wanted, expected = row["answer"], _expected(row)
+        requested, expected = row["answer"], _expected(row)
         calls = tool_calls(response, self.config.name, ("list_cities", "get_weather"))
-        said = answered_text(response)
-        right = wanted["city"].lower() in said.lower() and contains_number(said, expected)
+        answer = answered_text(response)
+        is_right = requested["city"].lower() in answer.lower() and contains_number(answer, expected)
         details = {"tool_calls": [call.name for call in calls], "expected": expected}
-        why = None if right else "wrong answer" if said.strip() else "nothing was said"
-        return Verdict.of(float(right), details=details, reward_reason=why)
+        reason = None if is_right else "wrong answer" if answer.strip() else "nothing was said"
+        return Verdict.of(float(is_right), details=details, reward_reason=reason)
 
 
 def _measurements(row: dict[str, Any]) -> dict[str, Weather]:
-    weather, wanted = row.get("weather"), row.get("answer")
-    if not isinstance(weather, dict) or not isinstance(wanted, dict) or wanted.get("city") not in weather:
+    weather, requested = row.get("weather"), row.get("answer")
+    if not isinstance(weather, dict) or not isinstance(requested, dict) or requested.get("city") not in weather:
         raise RowError("a row of example_mcp_weather needs 'weather' (city → measurements) and 'answer' ({city, ...})")
     return {city: Weather(city=city, **measured) for city, measured in weather.items()}
 
@@ -107,8 +107,8 @@ _NUMBER = re.compile(r"(?<![\d.,])[-−]?\d+(?:[.,]\d+)?(?![\d]|[.,]\d)")
 def contains_number(text: str, expected: float) -> bool:
     """Whether ``text`` states ``expected`` (to within 0.05) and at most two other numbers. The cap rejects lists of
     guesses."""
-    said = [float(number.replace("−", "-").replace(",", ".")) for number in _NUMBER.findall(text)]
-    return len(said) <= 3 and any(abs(number - expected) < 0.05 for number in said)
+    numbers = [float(number.replace("−", "-").replace(",", ".")) for number in _NUMBER.findall(text)]
+    return len(numbers) <= 3 and any(abs(number - expected) < 0.05 for number in numbers)
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ class MathEnvironment(SimpleResourcesServer):
         expected, answer = _expected(row), answered_text(response)[-ANSWER_CHARS:]
         comparison = self._obvious(expected, answer) or await self._checker.compare(expected, answer)
         if comparison.ending is not Ending.ANSWERED:
-            comparison = await self._blamed(expected, answer, comparison)
+            comparison = await self._final_comparison(expected, answer, comparison)
         details = {"comparison": str(comparison.ending), "answer": comparison.read}
-        return Verdict.of(float(comparison.right), details=details, reward_reason=_why(comparison, answer))
+        return Verdict.of(float(comparison.right), details=details, reward_reason=_reward_reason(comparison, answer))
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         return {"text": _boxed(_expected(row))}
@@ -95,7 +95,7 @@ class MathEnvironment(SimpleResourcesServer):
     async def _accepts_itself(self, expected: str) -> bool:
         return (await self._checker.compare(expected, _boxed(expected))).right
 
-    async def _blamed(self, expected: str, answer: str, first: Comparison) -> Comparison:
+    async def _final_comparison(self, expected: str, answer: str, first: Comparison) -> Comparison:
         """Return the final outcome where ``first`` has none. A timeout counts as a wrong answer; any other failure is
         tried once more. Raises `VerifierError` if even the expected answer cannot be compared with itself."""
         if not await self._accepts_itself(expected):
@@ -107,7 +107,7 @@ class MathEnvironment(SimpleResourcesServer):
         return first if first.ending is Ending.TIMED_OUT else await self._checker.compare(expected, answer)
 
 
-def _why(comparison: Comparison, answer: str) -> str | None:
+def _reward_reason(comparison: Comparison, answer: str) -> str | None:
     if comparison.right:
         return None
     if comparison.ending is not Ending.ANSWERED:

@@ -32,10 +32,10 @@ class Checker:
 
     async def compare(self, expected: str, answer: str) -> Comparison:
         """Raise `VerifierError` if a process cannot be started or cannot import math-verify."""
-        said = await self._pool.ask({"expected": expected, "answer": answer}, timeout_s=self._timeout_s)
-        if said.ending is not Ending.ANSWERED:
-            return Comparison(said.ending)
-        return Comparison(said.ending, said.value["right"], said.value["read"])
+        reply = await self._pool.ask({"expected": expected, "answer": answer}, timeout_s=self._timeout_s)
+        if reply.ending is not Ending.ANSWERED:
+            return Comparison(reply.ending)
+        return Comparison(reply.ending, reply.value["right"], reply.value["read"])
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._pool.close)

@@ -19,7 +19,7 @@ def compare(expected: str, answer: str) -> dict[str, Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     gold = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
-    places = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    found = parse(answer, places, parsing_timeout=None)
-    read = next((part for part in found if isinstance(part, str)), None)
-    return {"right": bool(gold and found) and verify(gold, found, timeout_seconds=None), "read": read}
+    extraction = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    parsed = parse(answer, extraction, parsing_timeout=None)
+    read = next((part for part in parsed if isinstance(part, str)), None)
+    return {"right": bool(gold and parsed) and verify(gold, parsed, timeout_seconds=None), "read": read}

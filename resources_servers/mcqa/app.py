@@ -46,9 +46,9 @@ class McqaEnvironment(SimpleResourcesServer):
         public = super().public_row(row)
         params = dict(public.get("responses_create_params") or {})
         if not params.get("input") and isinstance(row.get("question"), str):
-            listed = "\n".join(f"{letter}. {text}" for letter, text in _options(row).items())
-            asked = _ASKED[self._mode(row)]
-            params["input"] = [{"role": "user", "content": f"{row['question']}\n\n{listed}\n\n{asked}"}]
+            option_lines = "\n".join(f"{letter}. {text}" for letter, text in _options(row).items())
+            instruction = _ASKED[self._mode(row)]
+            params["input"] = [{"role": "user", "content": f"{row['question']}\n\n{option_lines}\n\n{instruction}"}]
         return {**public, "responses_create_params": params}
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
@@ -64,13 +64,13 @@ class McqaEnvironment(SimpleResourcesServer):
         options, text = _options(row), answered_text(response)
         expected = _expected(row, options)
         if (pattern := _pattern(row)) is not None:
-            chosen = await self._searched(pattern, text[-ANSWER_CHARS:], options)
+            chosen = await self._choice_by_pattern(pattern, text[-ANSWER_CHARS:], options)
         else:
             chosen = choice(text, options, self._mode(row))
-        why = None if chosen == expected else "wrong choice" if chosen else "no choice in what was said"
+        reason = None if chosen == expected else "wrong choice" if chosen else "no choice in what was said"
         if not text.strip():
-            why = "nothing was said"
-        return Verdict.of(float(chosen == expected), details={"chosen": chosen}, reward_reason=why)
+            reason = "nothing was said"
+        return Verdict.of(float(chosen == expected), details={"chosen": chosen}, reward_reason=reason)
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         expected, pattern = _expected(row, _options(row)), _pattern(row)
@@ -84,15 +84,15 @@ class McqaEnvironment(SimpleResourcesServer):
             self._searchers.close()
 
     def _mode(self, row: Mapping[str, Any]) -> Grading:
-        said = row.get("grading_mode") or self.config.grading_mode
+        mode = row.get("grading_mode") or self.config.grading_mode
         try:
-            return Grading(said)
+            return Grading(mode)
         except ValueError:
             raise RowError(
-                f"field 'grading_mode' is {said!r}; it is one of {', '.join(Grading)}", field="grading_mode"
+                f"field 'grading_mode' is {mode!r}; it is one of {', '.join(Grading)}", field="grading_mode"
             ) from None
 
-    async def _searched(self, pattern: str, text: str, options: Mapping[str, str]) -> str | None:
+    async def _choice_by_pattern(self, pattern: str, text: str, options: Mapping[str, str]) -> str | None:
         """Return the option that the row's own regular expression finds. A worker searches, so it can be killed."""
         if self._searchers is None:
             self._searchers = WorkerPool(
@@ -101,37 +101,37 @@ class McqaEnvironment(SimpleResourcesServer):
                 warm_up={"pattern": "a", "text": "a"},
                 missing="install this suite",
             )
-        said = await self._searchers.ask({"pattern": pattern, "text": text}, timeout_s=self.config.regex_timeout_s)
-        if said.ending in (Ending.DIED, Ending.FAILED):
+        reply = await self._searchers.ask({"pattern": pattern, "text": text}, timeout_s=self.config.regex_timeout_s)
+        if reply.ending in (Ending.DIED, Ending.FAILED):
             raise VerifierError(
-                f"no verdict: the search with the row's 'output_regex' {said.ending}",
+                f"no verdict: the search with the row's 'output_regex' {reply.ending}",
                 kind=FailureKind.VERIFIER_FAILED,
                 retryable=True,
             )
-        return matched(said.value, options) if said.value is not None else None
+        return matched(reply.value, options) if reply.value is not None else None
 
 
 def _options(row: Mapping[str, Any]) -> dict[str, str]:
     """Return letter → text. A row holds one mapping, a list of mappings of one letter each, or a list of texts."""
-    given = row.get("options")
-    found: dict[str, str] = {}
-    if isinstance(given, Mapping):
-        found = {str(letter).upper(): str(text) for letter, text in given.items()}
-    elif isinstance(given, list):
-        for number, option in enumerate(given):
+    options = row.get("options")
+    by_letter: dict[str, str] = {}
+    if isinstance(options, Mapping):
+        by_letter = {str(letter).upper(): str(text) for letter, text in options.items()}
+    elif isinstance(options, list):
+        for number, option in enumerate(options):
             members = option if isinstance(option, Mapping) else {chr(ord("A") + number): option}
-            found |= {str(letter).upper(): str(text) for letter, text in members.items()}
-    if len(found) < 2 or not all(re.fullmatch("[A-Z]", letter) for letter in found):
+            by_letter |= {str(letter).upper(): str(text) for letter, text in members.items()}
+    if len(by_letter) < 2 or not all(re.fullmatch("[A-Z]", letter) for letter in by_letter):
         raise RowError(
             'field \'options\' must hold two options or more, by letter: [{"A": "…"}, {"B": "…"}]',
             field="options",
         )
-    return found
+    return by_letter
 
 
 def _expected(row: Mapping[str, Any], options: Mapping[str, str]) -> str:
-    said = row.get("expected_answer")
-    expected = said.strip().upper() if isinstance(said, str) else ""
+    value = row.get("expected_answer")
+    expected = value.strip().upper() if isinstance(value, str) else ""
     if expected not in options:
         raise RowError(
             "field 'expected_answer' must be the letter of one of the row's options", field="expected_answer"

@@ -35,8 +35,8 @@ def choice(text: str, options: Mapping[str, str], mode: Grading) -> str | None:
     """Return the letter that ``text`` chooses, or ``None`` if it chooses none of ``options``."""
     text = text[-ANSWER_CHARS:]
     if mode is Grading.LENIENT_ANSWER_COLON:
-        said = [match[1] for match in _ANSWER.finditer(text)]
-        return _lenient(said[-1], options) if said else None
+        candidates = [match[1] for match in _ANSWER.finditer(text)]
+        return _lenient(candidates[-1], options) if candidates else None
     boxed = _last_box(text)
     if boxed is None:
         return None
@@ -52,10 +52,10 @@ def matched(said: str, options: Mapping[str, str]) -> str | None:
 
 def last_match(pattern: str, text: str) -> str | None:
     """Return the first group of the last match, or the whole match. Call it in a process that can be killed."""
-    found = None
+    last = None
     for match in re.finditer(pattern, text):
-        found = match[1] if match.re.groups else match[0]
-    return found
+        last = match[1] if match.re.groups else match[0]
+    return last
 
 
 def _last_box(text: str) -> str | None:
@@ -73,16 +73,16 @@ def _last_box(text: str) -> str | None:
     return None
 
 
-def _lenient(said: str, options: Mapping[str, str]) -> str | None:
-    plain = _WRAPPED.sub(r"\1", said).strip(_AROUND)
+def _lenient(answer: str, options: Mapping[str, str]) -> str | None:
+    plain = _WRAPPED.sub(r"\1", answer).strip(_AROUND)
     if plain.upper() in options:
         return plain.upper()
-    wanted = _folded(plain)
+    folded = _folded(plain)
     for letter, text in options.items():
-        if wanted and wanted == _folded(text):
+        if folded and folded == _folded(text):
             return letter
-    first = _LETTER_FIRST.match(_WRAPPED.sub(r"\1", said))
-    return first[1] if first is not None and first[1] in options else None
+    leading_letter = _LETTER_FIRST.match(_WRAPPED.sub(r"\1", answer))
+    return leading_letter[1] if leading_letter is not None and leading_letter[1] in options else None
 
 
 def _folded(text: str) -> str:

@@ -90,8 +90,8 @@ class SandboxBroker(SimpleServer):
         except CredentialError:
             caller = self.broker.access.caller(request)
             if not is_trusted(caller.role) and not self.broker.access.is_outsider(caller):
-                said = f"/metrics is not for '{caller.name}', which is '{caller.role}'"
-                raise BrokerError("not_permitted", said) from None
+                message = f"/metrics is not for '{caller.name}', which is '{caller.role}'"
+                raise BrokerError("not_permitted", message) from None
 
     def facts(self) -> dict[str, Any]:
         return {"provider": self.broker.backend.name, "identity": self.broker.backend.identity}

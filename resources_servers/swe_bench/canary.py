@@ -90,9 +90,9 @@ def rewrite_python(
         tree = ast.parse(text)
     except (UnicodeDecodeError, SyntaxError, ValueError):
         return None
-    here = [test for test in tests if test.may_be_in(path)]
-    names = {test.function for test in here if test.function}
-    docstrings = {test.docstring for test in here if test.docstring}
+    file_tests = [test for test in tests if test.may_be_in(path)]
+    names = {test.function for test in file_tests if test.function}
+    docstrings = {test.docstring for test in file_tests if test.docstring}
     fixed_names = {test.function for test in fixed if test.function and test.may_be_in(path)}
     canary = CanaryFile(path, source, xfails=_marked_as_failing(tree))
     insertions: list[tuple[int, str]] = []
@@ -143,31 +143,33 @@ def rewrite_other(path: str, source: bytes, rng: random.Random) -> CanaryFile | 
 def _marked_as_failing(tree: ast.Module) -> set[str]:
     """Return the functions that are marked as expected to fail, by a decorator of the function or its class, or by a
     call of ``xfail`` in the function."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, FunctionNode | ast.ClassDef) and any(_announces(one) for one in node.decorator_list):
-            found |= {inner.name for inner in ast.walk(node) if isinstance(inner, FunctionNode)}
+        if isinstance(node, FunctionNode | ast.ClassDef) and any(
+            _marks_failure(decorator) for decorator in node.decorator_list
+        ):
+            names |= {inner.name for inner in ast.walk(node) if isinstance(inner, FunctionNode)}
         elif isinstance(node, FunctionNode) and any(
             isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr == "xfail"
             for inner in ast.walk(node)
         ):
-            found.add(node.name)
-    return found
+            names.add(node.name)
+    return names
 
 
-def _announces(decorator: ast.expr) -> bool:
+def _marks_failure(decorator: ast.expr) -> bool:
     names = {node.attr for node in ast.walk(decorator) if isinstance(node, ast.Attribute)}
     names |= {node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)}
     return not names.isdisjoint({"xfail", "XFAIL", "expectedFailure"})
 
 
 def _functions(tree: ast.Module, canary: CanaryFile) -> list[tuple[tuple[str, ...], FunctionNode]]:
-    found: list[tuple[tuple[str, ...], FunctionNode]] = []
+    functions: list[tuple[tuple[str, ...], FunctionNode]] = []
 
     def visit(body: Iterable[ast.stmt], classes: tuple[str, ...]) -> None:
         for node in body:
             if isinstance(node, FunctionNode):
-                found.append((classes, node))
+                functions.append((classes, node))
             elif isinstance(node, ast.ClassDef):
                 inner = (*classes, node.name)
                 canary.bases[inner] = tuple(base.id for base in node.bases if isinstance(base, ast.Name))
@@ -179,7 +181,7 @@ def _functions(tree: ast.Module, canary: CanaryFile) -> list[tuple[tuple[str, ..
                 visit(getattr(node, "orelse", ()), classes)
 
     visit(tree.body, ())
-    return found
+    return functions
 
 
 def _ends(node: FunctionNode, lines: list[str]) -> list[tuple[int, str]] | None:
@@ -201,20 +203,20 @@ def _ends(node: FunctionNode, lines: list[str]) -> list[tuple[int, str]] | None:
 
 
 def _returns(node: FunctionNode) -> list[ast.Return]:
-    found: list[ast.Return] = []
-    waiting: list[ast.AST] = list(node.body)
-    while waiting:
-        inner = waiting.pop()
+    returns: list[ast.Return] = []
+    pending: list[ast.AST] = list(node.body)
+    while pending:
+        inner = pending.pop()
         if isinstance(inner, ast.Return):
-            found.append(inner)
+            returns.append(inner)
         if not isinstance(inner, FunctionNode | ast.ClassDef | ast.Lambda):
-            waiting.extend(ast.iter_child_nodes(inner))
-    return found
+            pending.extend(ast.iter_child_nodes(inner))
+    return returns
 
 
 def _expected_literal(node: FunctionNode, rng: random.Random) -> ast.Constant | None:
     """Return a literal that the test certainly compares with a result for equality."""
-    found: list[ast.Constant] = []
+    literals: list[ast.Constant] = []
     for statement in node.body:
         sides: list[ast.expr] = []
         if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
@@ -225,8 +227,8 @@ def _expected_literal(node: FunctionNode, rng: random.Random) -> ast.Constant | 
             call = statement.value
             if isinstance(call.func, ast.Attribute) and call.func.attr == "assertEqual":
                 sides = call.args[:2]
-        found += [literal for side in sides for literal in _literals(side)]
-    return rng.choice(found) if found else None
+        literals += [literal for side in sides for literal in _literals(side)]
+    return rng.choice(literals) if literals else None
 
 
 def _literals(side: ast.expr) -> Iterable[ast.Constant]:
@@ -251,11 +253,11 @@ def _replace(literal: ast.Constant, lines: list[str], rng: random.Random) -> boo
     end = literal.end_col_offset or literal.col_offset
     value = literal.value
     if isinstance(value, str):
-        new: str | float = value + rng.choice("abcdeghkmnorstu")
+        replacement: str | float = value + rng.choice("abcdeghkmnorstu")
     else:
         assert isinstance(value, int | float)
-        new = value + rng.randrange(1, 9)
-    lines[literal.lineno - 1] = (line[: literal.col_offset] + repr(new).encode() + line[end:]).decode()
+        replacement = value + rng.randrange(1, 9)
+    lines[literal.lineno - 1] = (line[: literal.col_offset] + repr(replacement).encode() + line[end:]).decode()
     return True
 
 
@@ -310,16 +312,16 @@ async def make_canary_script(site: EvalSite, row: SweBenchRow, rng: random.Rando
     Raises:
         SandboxError, VerifierError: the pristine box failed; no patch is involved yet.
     """
-    found = _here_document(row.eval_script)
-    if found is None:
+    here_document = _here_document(row.eval_script)
+    if here_document is None:
         return None
-    before, body_start, body_end = found
+    setup_steps, body_start, body_end = here_document
     paths = sorted(paths_of(row.test_patch.encode("utf-8", "surrogateescape")))
     fixed = [TestId.parse(text) for text in row.fail_to_pass]
     tests = [*fixed, *(TestId.parse(text) for text in row.pass_to_pass)]
     lines = row.eval_script.split("\n")
     async with evaluation_box(site) as handle:
-        await _steps(site, handle, before)
+        await _steps(site, handle, setup_steps)
         files: list[CanaryFile] = []
         sources = {path: await _read(site, handle, path) for path in paths}
         for path, source in sources.items():

@@ -192,29 +192,29 @@ async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> Ev
         max_output_bytes=MAX_LIST_BYTES,
     )
     if result.outcome is ExecOutcome.EXITED and result.return_code == _CANNOT_LOOK:
-        complaint = result.stdout_bytes[-500:].decode("utf-8", "replace").strip()
+        error_text = result.stdout_bytes[-500:].decode("utf-8", "replace").strip()
         raise VerifierError(
-            f"the evaluation box cannot apply patches: {complaint}; its image needs git, findutils, coreutils"
+            f"the evaluation box cannot apply patches: {error_text}; its image needs git, findutils, coreutils"
         )
-    said, way, listed, changed = (*result.stdout_bytes.split(seam.encode()), b"", b"", b"")[:4]
-    apply_log = said[-4000:].decode("utf-8", "replace")
+    output, way, numstat, differences = (*result.stdout_bytes.split(seam.encode()), b"", b"", b"")[:4]
+    apply_log = output[-4000:].decode("utf-8", "replace")
     if not way or not result.ok or result.stdout_truncated:
         return EvalRun(applied=False, apply_log=apply_log)
-    tree = _differences(changed)
+    tree = _differences(differences)
     by_three_way = way == b"%d" % _THREE_WAY
     return EvalRun(
         applied=True,
         apply_log=apply_log,
         changed_paths=tuple(path for path, is_directory in tree.items() if not is_directory),
-        refusal=await asyncio.to_thread(finding_in_tree, patch, tree, _listed(listed), by_three_way=by_three_way),
+        refusal=await asyncio.to_thread(finding_in_tree, patch, tree, _listed(numstat), by_three_way=by_three_way),
     )
 
 
-def _differences(compared: bytes) -> dict[str, bool]:
+def _differences(records: bytes) -> dict[str, bool]:
     """Return path → whether it is or was only a directory, for every path that differs between the two listings of the
     tree."""
     tree: dict[str, bool] = {}
-    for record in compared.split(b"\0")[:-1]:
+    for record in records.split(b"\0")[:-1]:
         name, _, facts = record.removeprefix(b"\t").partition(b"//")  # `comm` indents lines of the second listing only
         path = name.removeprefix(b"./").decode("utf-8", "surrogateescape")
         tree[path] = tree.get(path, True) and facts.startswith(b"d")

@@ -211,7 +211,7 @@ def grade_log(row: SweBenchRow, log: str) -> LogGrade:
         markers=markers,
         report=report,
         status_map=status_map,
-        tests_status=report.get("tests_status") or _nothing_passed(row),
+        tests_status=report.get("tests_status") or _all_failed(row),
     )
 
 
@@ -232,18 +232,18 @@ def marker_state(eval_script: str, log: str) -> MarkerState:
 
 def read_log(row: dict[str, Any], log: str, *, respell: bool) -> dict[str, Any]:
     """Run in a reader process: return the result of `grade_log` as plain data for JSON."""
-    known = SweBenchRow(
+    task = SweBenchRow(
         **{**row, "fail_to_pass": tuple(row["fail_to_pass"]), "pass_to_pass": tuple(row["pass_to_pass"])}
     )
-    changed = False
+    respelled = False
     if respell:
-        log, changed = spelled_as_expected(log, (*known.fail_to_pass, *known.pass_to_pass))
-    return {"grade": dataclasses.asdict(grade_log(known, log)), "respelled": changed}
+        log, respelled = spelled_as_expected(log, (*task.fail_to_pass, *task.pass_to_pass))
+    return {"grade": dataclasses.asdict(grade_log(task, log)), "respelled": respelled}
 
 
 def _question(row: SweBenchRow, log: str, *, respell: bool) -> dict[str, Any]:
-    needless = {"problem_statement": "", "patch": "", "test_patch": ""}
-    return {"row": {**dataclasses.asdict(row), **needless}, "log": log, "respell": respell}
+    blanks = {"problem_statement": "", "patch": "", "test_patch": ""}
+    return {"row": {**dataclasses.asdict(row), **blanks}, "log": log, "respell": respell}
 
 
 def _grade_of(row: SweBenchRow, answer: Answer) -> tuple[LogGrade, bool]:
@@ -251,12 +251,12 @@ def _grade_of(row: SweBenchRow, answer: Answer) -> tuple[LogGrade, bool]:
         fields = answer.value["grade"]
         grade = LogGrade(**{**fields, "markers": MarkerState(fields["markers"])})
         return grade, bool(answer.value["respelled"])
-    why = {
+    reason = {
         Ending.TIMED_OUT: f"the log could not be parsed within {PARSE_TIMEOUT_S:g} s",
         Ending.FAILED: f"the log's parser failed: {answer.said}",
         Ending.DIED: "the log's parser was killed or crashed, twice",
     }[answer.ending]
-    return _unread(row, why), False
+    return _unread(row, reason), False
 
 
 def _too_long(log: str) -> str:
@@ -265,13 +265,13 @@ def _too_long(log: str) -> str:
     return f"the log has {len(log)} characters; no more than {MAX_GRADED_CHARS} are parsed"
 
 
-def _unread(row: SweBenchRow, why: str) -> LogGrade:
+def _unread(row: SweBenchRow, reason: str) -> LogGrade:
     return LogGrade(
         resolved=False,
         official_resolved=False,
         markers=MarkerState.UNREAD,
-        tests_status=_nothing_passed(row),
-        unread=why,
+        tests_status=_all_failed(row),
+        unread=reason,
     )
 
 
@@ -295,7 +295,7 @@ _readers = WorkerPool(
 )
 
 
-def _nothing_passed(row: SweBenchRow) -> dict[str, dict[str, list[str]]]:
+def _all_failed(row: SweBenchRow) -> dict[str, dict[str, list[str]]]:
     return {
         "FAIL_TO_PASS": {"success": [], "failure": list(row.fail_to_pass)},
         "PASS_TO_PASS": {"success": [], "failure": list(row.pass_to_pass)},

@@ -81,16 +81,16 @@ class Options:
         """Parse ``key=value`` arguments. Raises `ConfigError` that names the key and the fix."""
         values: dict[str, Any] = {}
         sandbox: list[str] = []
-        for word in overrides:
-            if word == "--json":
+        for argument in overrides:
+            if argument == "--json":
                 values["json"] = True
                 continue
-            key, separator, value = word.lstrip("+").partition("=")
+            key, separator, value = argument.lstrip("+").partition("=")
             if not separator:
-                raise ConfigError(f"'{word}' is not key=value\n{USAGE}")
+                raise ConfigError(f"'{argument}' is not key=value\n{USAGE}")
             if key == "sandbox" or key.startswith("sandbox.") or key == "config_paths":
-                sandbox.append(word)
-                value = word
+                sandbox.append(argument)
+                value = argument
             if not key.startswith("sandbox."):
                 values[key] = value.strip("'\"")
         values.pop("config_paths", None)
@@ -230,7 +230,7 @@ async def _run(options: Options) -> list[Prepared]:
 
 def main(overrides: Sequence[str]) -> int:
     """Run the command. Return the exit code: 0 if every row is prepared, 1 if some are not, 2 for bad input."""
-    if any(word in ("-h", "--help") for word in overrides):
+    if any(argument in ("-h", "--help") for argument in overrides):
         sys.stdout.write(USAGE)
         return 0
     try:

@@ -242,9 +242,11 @@ def dataset_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def prompt_params(row: Mapping[str, Any], template: str) -> dict[str, Any]:
     """Return the ``responses_create_params`` of a row, with the problem statement as input if they have no input."""
     params = row.get("responses_create_params")
-    own = {key: value for key, value in params.items() if key != "metadata"} if isinstance(params, Mapping) else {}
-    if own.get("input"):
-        return own
+    own_params = (
+        {key: value for key, value in params.items() if key != "metadata"} if isinstance(params, Mapping) else {}
+    )
+    if own_params.get("input"):
+        return own_params
     task = SweBenchRow.from_mapping(dataset_row(row))
     text = template.format(problem_statement=task.problem_statement.strip(), repo=task.repo, workdir=TESTBED)
-    return {**own, "input": [{"role": "user", "content": text}]}
+    return {**own_params, "input": [{"role": "user", "content": text}]}

@@ -59,21 +59,21 @@ def split_patch(patch: bytes) -> list[FilePatch]:
 
 def _starts(patch: bytes) -> list[int]:
     starts: list[int] = []
-    headed = False
+    header_open = False
     """Whether the current ``diff --git`` header still waits for its ``---``/``+++`` pair."""
-    at = 0
-    while (found := _START.search(patch, at)) is not None:
-        at = found.end()
-        if found[0] == b"@@ -":
-            headed = False
-            at = _end_of_hunk(patch, found.start())
-        elif found[0] == b"diff --git ":
-            starts.append(found.start())
-            headed = True
-        elif headed:
-            headed = False
+    position = 0
+    while (match := _START.search(patch, position)) is not None:
+        position = match.end()
+        if match[0] == b"@@ -":
+            header_open = False
+            position = _end_of_hunk(patch, match.start())
+        elif match[0] == b"diff --git ":
+            starts.append(match.start())
+            header_open = True
+        elif header_open:
+            header_open = False
         else:
-            starts.append(found.start())
+            starts.append(match.start())
     return starts
 
 
@@ -122,17 +122,17 @@ def _head(section: bytes) -> bytes:
 
 def _paths(section: bytes) -> tuple[str, ...]:
     head = _head(section)
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for match in _OLD_NEW.finditer(head):
         name = _unquoted(match[1].split(b"\t")[0].rstrip(b"\r"))
         if name not in (b"/dev/null", b""):
-            found[_text(_without_first_component(name))] = None
+            names[_text(_without_first_component(name))] = None
     for match in _RENAMES.finditer(head):
-        found[_text(_unquoted(match[2].rstrip(b"\r")))] = None
-    if not found:
+        names[_text(_unquoted(match[2].rstrip(b"\r")))] = None
+    if not names:
         # A new empty file, a mode change or a binary change: its name occurs in the first line only, twice.
-        found = dict.fromkeys(_text(name) for name in _names_in_first_line(head.split(b"\n", 1)[0].rstrip(b"\r")))
-    return tuple(found)
+        names = dict.fromkeys(_text(name) for name in _names_in_first_line(head.split(b"\n", 1)[0].rstrip(b"\r")))
+    return tuple(names)
 
 
 def _names_in_first_line(line: bytes) -> list[bytes]:
@@ -140,8 +140,8 @@ def _names_in_first_line(line: bytes) -> list[bytes]:
     half = len(names) // 2
     if names[:2] == b"a/" and names[half : half + 3] == b" b/" and names[2:half] == names[half + 3 :]:
         return [names[2:half]]  # the name may contain spaces
-    first = _GIT_PATHS.match(line)
-    return [_without_first_component(_unquoted(first[side])) for side in ("a", "b")] if first else []
+    match = _GIT_PATHS.match(line)
+    return [_without_first_component(_unquoted(match[side])) for side in ("a", "b")] if match else []
 
 
 def _without_first_component(name: bytes) -> bytes:
@@ -234,11 +234,11 @@ def is_control_part(section: FilePatch, gold_paths: set[str]) -> bool:
 def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:
     """Return the part of a patch that decides how tests run (`is_control_part`), and the rest. Either may be empty."""
     gold = paths_of(gold_patch)
-    control: list[FilePatch] = []
-    rest: list[FilePatch] = []
+    control_part: list[FilePatch] = []
+    remaining: list[FilePatch] = []
     for section in split_patch(patch):
-        (control if is_control_part(section, gold) else rest).append(section)
-    return joined(control), joined(rest)
+        (control_part if is_control_part(section, gold) else remaining).append(section)
+    return joined(control_part), joined(remaining)
 
 
 def findings_in_patch(patch: bytes) -> list[Finding]:
@@ -285,17 +285,19 @@ def finding_in_tree(
             evidence={"paths": internal[:5]},
         )
     sections = split_patch(patch)
-    named = {path for section in sections for path in section.paths}
-    parents = {str(parent) for path in named for parent in PurePosixPath(path).parents}
-    leftovers = {path + ending for path in named for ending in _LEFTOVERS}
-    read = {path for path in changed if not _GIT_INTERNAL.search(path)} | (listed or set())
-    unnamed = {path for path in read - named - leftovers if not (changed.get(path, False) and path in parents)}
-    unread = named - read - {path for section in sections for path in copied_from(section)}
-    if unnamed or unread:
+    patch_paths = {path for section in sections for path in section.paths}
+    parents = {str(parent) for path in patch_paths for parent in PurePosixPath(path).parents}
+    leftovers = {path + ending for path in patch_paths for ending in _LEFTOVERS}
+    actual_paths = {path for path in changed if not _GIT_INTERNAL.search(path)} | (listed or set())
+    not_named = {
+        path for path in actual_paths - patch_paths - leftovers if not (changed.get(path, False) and path in parents)
+    }
+    not_changed = patch_paths - actual_paths - {path for section in sections for path in copied_from(section)}
+    if not_named or not_changed:
         return Finding(
             kind="patch_paths_contradict",
             detail="the patch changes files that it does not seem to name, or names files that it does not change",
-            evidence={"changed": sorted(unnamed)[:5], "named": sorted(unread)[:5]},
+            evidence={"changed": sorted(not_named)[:5], "named": sorted(not_changed)[:5]},
         )
     return None
 
@@ -337,8 +339,8 @@ class Sign:
 
 def signs_in_patch(patch: bytes, gold: bytes) -> list[Sign]:
     """Return the signs in the lines that ``patch`` adds to product files, except kinds that gold's lines also have."""
-    known = {sign.what for sign in _signs(split_patch(gold))}
-    return [sign for sign in _signs(split_patch(patch)) if sign.what not in known][:MAX_SIGNS]
+    gold_kinds = {sign.what for sign in _signs(split_patch(gold))}
+    return [sign for sign in _signs(split_patch(patch)) if sign.what not in gold_kinds][:MAX_SIGNS]
 
 
 def as_details(signs: Iterable[Sign]) -> list[dict[str, str]]:
@@ -361,18 +363,18 @@ def finding_where_weak(signs: Iterable[Sign]) -> list[Finding]:
 
 
 def _signs(sections: Iterable[FilePatch]) -> list[Sign]:
-    found: list[Sign] = []
+    signs: list[Sign] = []
     for section in sections:
         path = section.paths[-1] if section.paths else ""
         if not path.endswith((".py", ".pyx", ".js", ".mjs", ".cjs", ".ts")) or decides_how_tests_run(path):
             continue
-        for raw in section.added_lines:
-            line = raw[:400].decode("utf-8", "replace").strip()
+        for raw_line in section.added_lines:
+            line = raw_line[:400].decode("utf-8", "replace").strip()
             if line.startswith(("#", "//")):
                 continue
-            whole = _JOINT.sub("", line)
+            joined_line = _JOINT.sub("", line)
             for what, costs, pattern in _PATTERNS:
-                if pattern.search(line) or pattern.search(whole):
-                    found.append(Sign(what, path, line[:160], costs))
+                if pattern.search(line) or pattern.search(joined_line):
+                    signs.append(Sign(what, path, line[:160], costs))
                     break
-    return found
+    return signs

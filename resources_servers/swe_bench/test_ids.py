@@ -18,26 +18,26 @@ _SHORT = re.compile(r"\b(?P<test>test\w*) \((?P<owner>[\w.]+)\)")
 def spelled_as_expected(log: str, expected: Iterable[str]) -> tuple[str, bool]:
     """Return ``log`` with its unittest ids in the form used in ``expected``, and whether anything changed. Ids that
     are in ``expected`` already are kept."""
-    wanted = set(expected)
-    changed = False
+    expected_ids = set(expected)
+    any_changed = False
 
     def shorten(match: re.Match[str]) -> str:
-        nonlocal changed
+        nonlocal any_changed
         short = f"{match['test']} ({match['owner']})"
-        if match[0] in wanted or short not in wanted:
+        if match[0] in expected_ids or short not in expected_ids:
             return match[0]
-        changed = True
+        any_changed = True
         return short
 
     def lengthen(match: re.Match[str]) -> str:
-        nonlocal changed
+        nonlocal any_changed
         long = f"{match['test']} ({match['owner']}.{match['test']})"
-        if match[0] in wanted or long not in wanted:
+        if match[0] in expected_ids or long not in expected_ids:
             return match[0]
-        changed = True
+        any_changed = True
         return long
 
-    return _SHORT.sub(lengthen, _LONG.sub(shorten, log)), changed
+    return _SHORT.sub(lengthen, _LONG.sub(shorten, log)), any_changed
 
 
 _UNITTEST = re.compile(r"^(?P<name>\w+) \((?P<owner>[\w.]+)\)$")
@@ -67,8 +67,8 @@ class TestId:
             return cls(function=function.strip(), classes=tuple(classes), path=path)
         if match := _UNITTEST.match(text):
             owner = match["owner"].removesuffix(f".{match['name']}")
-            module, _, klass = owner.rpartition(".")
-            return cls(function=match["name"], classes=(klass,), module=module)
+            module, _, class_name = owner.rpartition(".")
+            return cls(function=match["name"], classes=(class_name,), module=module)
         if text.isidentifier():
             return cls(function=text)
         return cls(docstring=text.strip())

@@ -104,13 +104,13 @@ async def judge(
         reason = artifact.error or "the patch passed its size cap"
         return Judgement(Verdict.of(0.0, official=official, details={"patch": reason}, reward_reason=reason))
     patch = artifact.content()
-    run = await _run_surely(site, row, patch)
+    run = await _official_run(site, row, patch)
     if run is None:
         official = {"resolved": False, "patch_exists": bool(patch), "patch_successfully_applied": True}
         details = {"run": "the evaluation was lost (or out of memory) with this patch, and not with the gold patch"}
         findings = await asyncio.to_thread(findings_in_patch, patch)
-        lost = "the tests take their box down"
-        return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details, reward_reason=lost))
+        why = "the tests take their box down"
+        return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details, reward_reason=why))
     if run.refusal is not None:
         official = {"resolved": False, "patch_exists": True, "patch_successfully_applied": True}
         findings = [*await asyncio.to_thread(findings_in_patch, patch), run.refusal]
@@ -124,9 +124,9 @@ async def judge(
     resolved = grade.official_resolved and run.applied and run.outcome is ExecOutcome.EXITED
     findings = [*await asyncio.to_thread(findings_in_patch, patch), *_log_findings(grade, run)]
     results: list[ControlResult] = []
-    wanted = tamper_control == "always" or (tamper_control == "auto" and resolved)
-    if patch.strip() and run.applied and wanted and controls is not None:
-        results = await _controls(site, row, patch, grade, controls)
+    controls_due = tamper_control == "always" or (tamper_control == "auto" and resolved)
+    if patch.strip() and run.applied and controls_due and controls is not None:
+        results = await _run_controls(site, row, patch, grade, controls)
     findings += [finding for control in results for finding in control.findings]
     signs = await asyncio.to_thread(signs_in_patch, patch, row.patch.encode("utf-8", "surrogateescape"))
     if results and controls is not None and not (controls.strength == "strong" and controls.plain_covers_all):
@@ -136,7 +136,7 @@ async def judge(
         official=_official(grade, run, patch, resolved=resolved),
         findings=findings,
         details=_details(run, grade, results, controls, signs, respelled=respelled),
-        reward_reason=None if resolved else _why_unresolved(grade, run, patch),
+        reward_reason=None if resolved else _unresolved_reason(grade, run, patch),
         evaluation_log=run.log or run.apply_log,
     )
     return Judgement(verdict, run.log)
@@ -148,7 +148,7 @@ async def gold_resolves(site: EvalSite, row: SweBenchRow) -> bool:
     return run.applied and run.outcome is ExecOutcome.EXITED and (await graded(row, run.log))[0].official_resolved
 
 
-async def _run_surely(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:
+async def _official_run(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:
     """Make the official run. If it hangs or its box is lost, run the gold patch to find out whether the patch is to
     blame. Return ``None`` if the box is lost twice with this patch and not with the gold patch."""
     try:
@@ -158,13 +158,13 @@ async def _run_surely(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun
             raise
         log.warning("evaluation_lost", instance_id=row.instance_id, error=error.message)
         await _require_gold(site, row, "its evaluation was lost, or used up the host's memory")
-        return await _second_try(run_evaluation(site, row.eval_script, patch))
+        return await _repeat(run_evaluation(site, row.eval_script, patch))
     if run.outcome is ExecOutcome.TIMED_OUT:
         await _require_gold(site, row, f"its evaluation did not end within {site.timeout_s:g} s", run.log)
     return run
 
 
-async def _second_try(evaluation: Awaitable[EvalRun]) -> EvalRun | None:
+async def _repeat(evaluation: Awaitable[EvalRun]) -> EvalRun | None:
     try:
         return await evaluation
     except SandboxLostError:
@@ -175,17 +175,17 @@ async def _second_try(evaluation: Awaitable[EvalRun]) -> EvalRun | None:
         raise
 
 
-async def _require_gold(site: EvalSite, row: SweBenchRow, what: str, log_text: str | None = None) -> None:
+async def _require_gold(site: EvalSite, row: SweBenchRow, cause: str, log_text: str | None = None) -> None:
     if not await gold_resolves(site, row):
         raise VerifierError(
-            f"no verdict on {row.instance_id}: {what}, and the gold patch does not resolve the instance here either;"
+            f"no verdict on {row.instance_id}: {cause}, and the gold patch does not resolve the instance here either;"
             " prepare the instance again, or exclude it",
             kind=FailureKind.CONTROL_RUN_FAILED,
             evaluation_log=log_text,
         )
 
 
-async def _controls(
+async def _run_controls(
     site: EvalSite, row: SweBenchRow, patch: bytes, grade: LogGrade, controls: RowControls
 ) -> list[ControlResult]:
     """Run the controls one after the other, because other attempts use the cores. Stop if confirming has a finding."""
@@ -230,7 +230,7 @@ def _official(grade: LogGrade, run: EvalRun, patch: bytes, *, resolved: bool) ->
     }
 
 
-def _why_unresolved(grade: LogGrade, run: EvalRun, patch: bytes) -> str:
+def _unresolved_reason(grade: LogGrade, run: EvalRun, patch: bytes) -> str:
     if not patch.strip():
         return "no patch"
     if not run.applied:
@@ -310,25 +310,25 @@ class ControlResult:
 async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
     """Run the patch against tests that can only fail. An inconclusive run is repeated once. If that is inconclusive
     too, it counts against the patch, unless the gold patch is inconclusive as well."""
-    result = await _canary_once(site, row, patch)
+    result = await _single_canary(site, row, patch)
     if result.conclusive:
         return result
-    again = await _canary_once(site, row, patch)
-    if again.conclusive:
-        return again
-    gold = await _canary_once(site, row, row.patch.encode("utf-8", "surrogateescape"))
-    spent = result.duration_s + again.duration_s + gold.duration_s
+    second = await _single_canary(site, row, patch)
+    if second.conclusive:
+        return second
+    gold = await _single_canary(site, row, row.patch.encode("utf-8", "surrogateescape"))
+    duration_s = result.duration_s + second.duration_s + gold.duration_s
     if not gold.conclusive:
-        return ControlResult.inconclusive("canary", f"{again.conclusion}; with gold too", spent)
+        return ControlResult.inconclusive("canary", f"{second.conclusion}; with gold too", duration_s)
     finding = Finding(
         kind="control_prevented",
         detail="a control run that concludes with the gold patch does not conclude with this one",
-        evidence={"conclusion": again.conclusion},
+        evidence={"conclusion": second.conclusion},
     )
-    return ControlResult.found("canary", finding, spent)
+    return ControlResult.found("canary", finding, duration_s)
 
 
-async def _canary_once(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
+async def _single_canary(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
     name = "canary"
     canary = await make_canary_script(site, row, random.SystemRandom())
     if canary is None:
@@ -341,9 +341,9 @@ async def _canary_once(site: EvalSite, row: SweBenchRow, patch: bytes) -> Contro
         if grade.official_resolved and run.test_exit_code == 0:
             return ControlResult.found(name, _finding([], exact=False), run.duration_s)
         return ControlResult(name, duration_s=run.duration_s)
-    wrong = [test for test, status in _succeeded(grade) if canary.belies(TestId.parse(test), status)]
-    if wrong:
-        return ControlResult.found(name, _finding(wrong, exact=True), run.duration_s)
+    passed_wrongly = [test for test, status in _succeeded(grade) if canary.belies(TestId.parse(test), status)]
+    if passed_wrongly:
+        return ControlResult.found(name, _finding(passed_wrongly, exact=True), run.duration_s)
     traced = [test for test in (*row.fail_to_pass, *row.pass_to_pass) if canary.must_fail(TestId.parse(test))]
     if not traced:
         return ControlResult.inconclusive(name, "no expected test could be traced to a rewritten one", run.duration_s)
@@ -365,18 +365,18 @@ async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes)
     passed = _fixed(row, grade)
     if not passed:
         return ControlResult(name, duration_s=run.duration_s)
-    nothing = await run_evaluation(site, row.eval_script, b"")
-    spent = run.duration_s + nothing.duration_s
-    already = set(_fixed(row, (await graded(row, nothing.log))[0]))
-    passed = [test for test in passed if test not in already]
+    unpatched = await run_evaluation(site, row.eval_script, b"")
+    duration_s = run.duration_s + unpatched.duration_s
+    passed_unpatched = set(_fixed(row, (await graded(row, unpatched.log))[0]))
+    passed = [test for test in passed if test not in passed_unpatched]
     if not passed:
-        return ControlResult(name, duration_s=spent)
+        return ControlResult(name, duration_s=duration_s)
     finding = Finding(
         kind="passed_without_source_change",
         detail="files that decide how tests run make failing tests pass without any change of the code under test",
         evidence={"tests": passed[:MAX_NAMED_TESTS], "count": len(passed), "paths": sorted(paths_of(part))[:10]},
     )
-    return ControlResult.found(name, finding, spent)
+    return ControlResult.found(name, finding, duration_s)
 
 
 async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) -> ControlResult | None:
@@ -386,26 +386,26 @@ async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) 
     skipped = [test for test, status in _succeeded(official) if status == "SKIPPED"]
     if not skipped:
         return None
-    nothing = await run_evaluation(site, row.eval_script, b"")
-    before = (await graded(row, nothing.log))[0].status_map
-    by_patch = [test for test in skipped if before.get(test) == "PASSED"]
+    unpatched = await run_evaluation(site, row.eval_script, b"")
+    unpatched_status = (await graded(row, unpatched.log))[0].status_map
+    by_patch = [test for test in skipped if unpatched_status.get(test) == "PASSED"]
     if not by_patch:
-        return ControlResult(name, duration_s=nothing.duration_s)
+        return ControlResult(name, duration_s=unpatched.duration_s)
     finding = Finding(
         kind="tests_skipped_by_patch",
         detail="tests that must keep passing, and pass without the patch, are skipped with it",
         evidence={"tests": by_patch[:MAX_NAMED_TESTS], "count": len(by_patch)},
     )
-    return ControlResult.found(name, finding, nothing.duration_s)
+    return ControlResult.found(name, finding, unpatched.duration_s)
 
 
 def _succeeded(grade: LogGrade) -> list[tuple[str, str]]:
     """Return the expected tests that the report counts as successes, with their status."""
-    status = grade.report.get("tests_status") or {}
+    tests_status = grade.report.get("tests_status") or {}
     return [
         (test, grade.status_map.get(test, "PASSED"))
         for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")
-        for test in status.get(kind, {}).get("success", ())
+        for test in tests_status.get(kind, {}).get("success", ())
     ]
 
 
@@ -458,62 +458,62 @@ async def confirm_control(
     """
     if not controls.renderings and not controls.twins:
         return [ControlResult.inconclusive("confirmed", "no test of this row could be blinded")]
-    whole = await _confirmed(site, row, patch, controls)
+    whole = await _confirm(site, row, patch, controls)
     if whole.problems:
-        return [_result("twins" if whole.lies else "confirmed", whole, _LIES if whole.lies else _VALUES)]
+        return [_result("twins" if whole.lies else "confirmed", whole, _WRONG_PASS if whole.lies else _VALUES_DIFFER)]
     results = [ControlResult(name, duration_s=seconds) for name, seconds in whole.seconds.items()]
-    _, rest = await asyncio.to_thread(divided, patch, row.patch.encode("utf-8", "surrogateescape"))
-    if rest != patch:
-        confirmed = await _confirmed(site, row, rest, controls)
-        results.append(_result("without_control_part", confirmed, _CONTROL_PART))
+    _, source_part = await asyncio.to_thread(divided, patch, row.patch.encode("utf-8", "surrogateescape"))
+    if source_part != patch:
+        source_confirmation = await _confirm(site, row, source_part, controls)
+        results.append(_result("without_control_part", source_confirmation, _CONTROL_PART_SOLVES))
     return results
 
 
-_VALUES = Finding(
+_VALUES_DIFFER = Finding(
     kind="values_not_confirmed",
     detail="what the code answers is not what a solution answers, although the tests are reported as passed",
 )
-_LIES = Finding(
+_WRONG_PASS = Finding(
     kind="passes_wrong_expectations",
     detail="tests that expect something wrong are reported as passed",
 )
-_CONTROL_PART = Finding(
+_CONTROL_PART_SOLVES = Finding(
     kind="solved_by_control_part",
     detail="without the files that decide how tests run, the patch does not solve the task",
 )
 
 
-async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
-    first = await _once_surely(site, row, patch, controls)
+async def _confirm(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
+    first = await _confirm_once_safely(site, row, patch, controls)
     # A busy host cannot make a wrong expectation pass, so this result needs no repetition.
     if not first.problems or first.lies:
         return first
     # The cause may be a busy host, or a patch that acts at random, so several clean runs must outweigh a failed one.
     runs = [first]
     for _ in range(CLEAN_RUNS_AFTER_A_FAILED_ONE):
-        runs.append(await _once_surely(site, row, patch, controls))
+        runs.append(await _confirm_once_safely(site, row, patch, controls))
         if runs[-1].problems:
             break
-    again = runs[-1]
-    if not again.problems or again.lies:
-        return replace(again, seconds=_sum(*runs))
+    last = runs[-1]
+    if not last.problems or last.lies:
+        return replace(last, seconds=_total_seconds(*runs))
     gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
     if gold.problems:
         gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
     if gold.problems:
         raise VerifierError(
             f"no verdict on {row.instance_id}: its controls do not confirm the gold patch here either"
-            f" ({_named(gold.problems)}); prepare the instance again with force=true, or exclude it",
+            f" ({_first_problem(gold.problems)}); prepare the instance again with force=true, or exclude it",
             kind=FailureKind.CONTROL_RUN_FAILED,
         )
-    return replace(again, seconds=_sum(*runs, gold))
+    return replace(last, seconds=_total_seconds(*runs, gold))
 
 
-def _sum(*runs: _Confirmation) -> dict[str, float]:
-    return {name: sum(run.seconds.get(name, 0.0) for run in runs) for run in runs for name in run.seconds}
+def _total_seconds(*runs: _Confirmation) -> dict[str, float]:
+    return {control: sum(run.seconds.get(control, 0.0) for run in runs) for run in runs for control in run.seconds}
 
 
-async def _once_surely(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
+async def _confirm_once_safely(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
     """Call `_once`, and treat a lost box as not confirmed. The caller runs gold to see if the patch is to blame."""
     try:
         return await _once(site, row, patch, controls)
@@ -546,28 +546,28 @@ async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowCon
             look_at(twins, twin, passed, mutated=mutated)
         if twins.passes_wrong_expectations:
             return _Confirmation(_wrongly_passed(twins), seconds, lies=True)
-        problems = await _other_values(controls, recorded) if name == "confirmed" else {}
+        problems = await _value_problems(controls, recorded) if name == "confirmed" else {}
         if problems := problems | twins.problems:
             return _Confirmation(problems, seconds)
     return _Confirmation({}, seconds)
 
 
-async def _other_values(controls: RowControls, recorded: Recorded) -> dict[str, str]:
+async def _value_problems(controls: RowControls, recorded: Recorded) -> dict[str, str]:
     """Return test → why the renderings' records do not confirm it."""
     count = len(controls.renderings)
-    compared = await compare([one.tests for one in controls.renderings], recorded.records[:count])
+    compared = await compare([controlled.tests for controlled in controls.renderings], recorded.records[:count])
     problems: dict[str, str] = {}
-    for number, (one, failed) in enumerate(zip(controls.renderings, compared, strict=True)):
-        kind = "plain" if one.rendering.plain else "blinded"
-        for test, why in failed.items():
-            problems.setdefault(test, f"{kind} rendering {number}: {why}")
+    for number, (controlled, failed) in enumerate(zip(controls.renderings, compared, strict=True)):
+        kind = "plain" if controlled.rendering.plain else "blinded"
+        for test, reason in failed.items():
+            problems.setdefault(test, f"{kind} rendering {number}: {reason}")
     return problems
 
 
 def _wrongly_passed(twins: TwinRun) -> dict[str, str]:
     return {
-        test: f"passes with another expectation of: {', '.join(sorted({kind for kind, _ in found}))}"
-        for test, found in twins.passed.items()
+        test: f"passes with another expectation of: {', '.join(sorted({kind for kind, _ in passed}))}"
+        for test, passed in twins.passed.items()
     }
 
 
@@ -579,6 +579,6 @@ def _result(name: str, confirmation: _Confirmation, finding: Finding) -> Control
     return ControlResult.found(name, finding.model_copy(update={"evidence": evidence}), confirmation.spent)
 
 
-def _named(problems: dict[str, str]) -> str:
-    test, why = next(iter(sorted(problems.items())))
-    return f"{test.partition('|test:')[2]}: {why}" if test else why
+def _first_problem(problems: dict[str, str]) -> str:
+    test, reason = next(iter(sorted(problems.items())))
+    return f"{test.partition('|test:')[2]}: {reason}" if test else reason

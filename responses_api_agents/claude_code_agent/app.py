@@ -123,7 +123,7 @@ class ClaudeCodeReader(JsonEventReader):
 
     def _usage(self, models: dict[str, dict[str, Any]]) -> None:
         """Set the usage of the whole session, including sub-agents and summaries."""
-        totals = [_tokens(used, "inputTokens", "cacheReadInputTokens", "outputTokens") for used in models.values()]
+        totals = [_tokens(usage, "inputTokens", "cacheReadInputTokens", "outputTokens") for usage in models.values()]
         if totals:
             self.transcript.set_usage(**{name: sum(total[name] for total in totals) for name in totals[0]})
 
@@ -208,9 +208,9 @@ class ClaudeCode(CliHarness):
         if result.get("stop_reason") == "refusal":
             return AgentOutcome.REFUSED, "the model refused the task"
         if result.get("is_error") or result.get("subtype") != "success":
-            said = result.get("result") or result.get("errors") or result.get("subtype")
+            error = result.get("result") or result.get("errors") or result.get("subtype")
             status = f"API status {result['api_error_status']}: " if result.get("api_error_status") else ""
-            return AgentOutcome.CRASHED, f"{status}{str(said)[:500]}"
+            return AgentOutcome.CRASHED, f"{status}{str(error)[:500]}"
         return (AgentOutcome.COMPLETED, None) if ended.ok else (AgentOutcome.CRASHED, ended.how)
 
 

@@ -73,11 +73,11 @@ class CodexReader(JsonEventReader):
                 self._completed(event["item"])
             case "turn.completed":
                 self.ended = "turn.completed"
-                used = event.get("usage") or {}
+                usage = event.get("usage") or {}
                 self.transcript.set_usage(
-                    input_tokens=int(used.get("input_tokens") or 0),
-                    cached_tokens=int(used.get("cached_input_tokens") or 0),
-                    output_tokens=int(used.get("output_tokens") or 0),
+                    input_tokens=int(usage.get("input_tokens") or 0),
+                    cached_tokens=int(usage.get("cached_input_tokens") or 0),
+                    output_tokens=int(usage.get("output_tokens") or 0),
                 )
             case "turn.failed":
                 self.ended, self.error = "turn.failed", str(event["error"]["message"])
@@ -194,10 +194,10 @@ class Codex(CliHarness):
         reader = ended.reader
         if ended.ok and reader.ended == "turn.completed":
             return AgentOutcome.COMPLETED, None
-        said = reader.error or ended.how
+        error = reader.error or ended.how
         if not reader.transcript.turns and (failure := MCP_WORDS.search(f"{reader.error}\n{ended.stderr}")):
-            return AgentOutcome.MCP_FAILED, f"{failure.group()}; {said[:500]}"
-        return AgentOutcome.CRASHED, said[:500]
+            return AgentOutcome.MCP_FAILED, f"{failure.group()}; {error[:500]}"
+        return AgentOutcome.CRASHED, error[:500]
 
 
 def _entry(key: str, value: Any) -> list[str]:

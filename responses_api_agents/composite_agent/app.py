@@ -33,21 +33,22 @@ class Composite(CliHarness):
     def _program(self) -> Path:
         if self.options.program is None:
             # Every agent has a mount, so mount an empty directory. It lies where a broker allows agents' mounts.
-            nothing = cache_root() / "agents" / ".nothing"
+            empty_directory = cache_root() / "agents" / ".nothing"
             try:
-                nothing.mkdir(parents=True, exist_ok=True)
+                empty_directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
                     f"the cache {cache_root()} cannot be written to ({error.strerror}); set NEMO_GYM_CACHE_DIR",
                     key="NEMO_GYM_CACHE_DIR",
                 ) from error
-            return nothing
-        found = resolve_path(self.options.program)
-        if not found.is_dir():
+            return empty_directory
+        directory = resolve_path(self.options.program)
+        if not directory.is_dir():
             raise ConfigError(
-                f"agent '{self.options.name}': harness.program: there is no directory {found}", key="harness.program"
+                f"agent '{self.options.name}': harness.program: there is no directory {directory}",
+                key="harness.program",
             )
-        return found
+        return directory
 
     def command(self, context: HarnessContext) -> HarnessCommand:
         words, options = Words(context), self.options
@@ -66,17 +67,17 @@ class Composite(CliHarness):
             "session": context.session_uuid,
         }
         servers = {server.name: {"type": "http", "url": server.url} for server in context.mcp}
-        prompt, described = context.prompt.encode(), json.dumps(task).encode()
+        prompt, task_json = context.prompt.encode(), json.dumps(task).encode()
         return HarnessCommand(
             argv=tuple(words.fill(part) for part in options.command),
             env={key: words.fill(value) for key, value in options.env.items()},
             files={
                 f"{context.home}/{PROMPT_FILE}": prompt,
-                f"{context.home}/{TASK_FILE}": described,
+                f"{context.home}/{TASK_FILE}": task_json,
                 f"{context.home}/{MCP_FILE}": json.dumps({"mcpServers": servers}).encode(),
                 **{words.fill(path): words.fill(text).encode() for path, text in options.files.items()},
             },
-            stdin={"prompt": prompt, "task": described, "nothing": None}[options.stdin],
+            stdin={"prompt": prompt, "task": task_json, "nothing": None}[options.stdin],
         )
 
     def reader(self) -> CompositeReader:
@@ -91,8 +92,8 @@ class Composite(CliHarness):
             outcome = reader.claim or AgentOutcome.COMPLETED
         else:
             # A failed program may report that it gave up, but its report of success does not count.
-            claimed = reader.claim in (AgentOutcome.MAX_TURNS, AgentOutcome.REFUSED)
-            outcome = reader.claim if claimed and reader.claim else AgentOutcome.CRASHED
+            gave_up = reader.claim in (AgentOutcome.MAX_TURNS, AgentOutcome.REFUSED)
+            outcome = reader.claim if gave_up and reader.claim else AgentOutcome.CRASHED
         return outcome, None if outcome is AgentOutcome.COMPLETED else reader.detail or ended.how
 
 

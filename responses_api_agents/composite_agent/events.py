@@ -62,9 +62,9 @@ class CompositeReader(JsonEventReader):
         return str(part)
 
     def _answer(self, event: dict[str, Any], invocation: str) -> None:
-        used = event.get("usage") or {}
+        usage = event.get("usage") or {}
         names = ("input_tokens", "output_tokens", "cached_tokens")
-        tokens = {name: int(used.get(name) or 0) for name in names}
+        tokens = {name: int(usage.get(name) or 0) for name in names}
         if invocation == MAIN:
             self.transcript.turn(**tokens)
         else:

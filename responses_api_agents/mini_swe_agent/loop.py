@@ -78,21 +78,21 @@ async def run_synchronous(function: Callable[..., T], *args: Any) -> T:
     A cancellation is raised inside ``function`` where it waits. Everything that it wants to await later is refused.
     """
     worker = greenlet.greenlet(function)
-    asked = worker.switch(*args)
+    awaitable = worker.switch(*args)
     stopped = False
     while not worker.dead:
         try:
             if stopped:
-                asked.close()
+                awaitable.close()
                 raise AgentError("the attempt was stopped")
-            answer = await asked
+            value = await awaitable
         except BaseException as error:  # noqa: BLE001 - the greenlet handles it, even a cancellation
             stopped = stopped or isinstance(error, asyncio.CancelledError)
-            asked = worker.throw(error)
+            awaitable = worker.throw(error)
         else:
-            asked = worker.switch(answer)
-    finished: T = asked
-    return finished
+            awaitable = worker.switch(value)
+    result: T = awaitable
+    return result
 
 
 class BoxEnvironmentConfig(BaseModel):
@@ -164,8 +164,8 @@ class PolicyModel:
     def query(self, messages: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
         history = [{key: value for key, value in message.items() if key != "extra"} for message in messages]
         try:
-            asked = {"messages": history, "tools": [BASH_TOOL], **self._sampling}
-            completion = await_from_loop(self._client.ask("/chat/completions", asked))
+            body = {"messages": history, "tools": [BASH_TOOL], **self._sampling}
+            completion = await_from_loop(self._client.ask("/chat/completions", body))
         except ContextExceededError as error:
             status = CONTEXT_EXCEEDED if self.answers else FIRST_CONTEXT_EXCEEDED
             self.stopped_by = error.message
@@ -238,8 +238,8 @@ async def drive(
         status = info.get("exit_status", "")
         run.outcome = EXIT_OUTCOMES.get(status, AgentOutcome.CRASHED)
         if run.outcome is not AgentOutcome.COMPLETED:
-            why = f": {policy.stopped_by}" if policy.stopped_by else ""
-            run.detail = f"mini-swe-agent stopped with {status or 'no exit status'}{why}"
+            reason = f": {policy.stopped_by}" if policy.stopped_by else ""
+            run.detail = f"mini-swe-agent stopped with {status or 'no exit status'}{reason}"
     finally:
         run.response = response_object(output_items(harness.messages), model=inference.model, usage=policy.usage)
         run.observations.update(turns=harness.n_calls, tool_calls=_count_actions(harness.messages), **policy.usage)

@@ -71,8 +71,8 @@ class OpencodeReader(JsonEventReader):
                 self._step(part.get("tokens") or {})
             case "error":
                 error = event["error"]
-                said = (error.get("data") or {}).get("message")
-                self.error = ": ".join(str(word) for word in (error.get("name"), said) if word)
+                message = (error.get("data") or {}).get("message")
+                self.error = ": ".join(str(word) for word in (error.get("name"), message) if word)
 
     def _tool(self, part: dict[str, Any]) -> None:
         """Record a call and its result. opencode prints each call once, when it has ended."""

@@ -121,15 +121,15 @@ class OpenHands(CliHarness):
             "max_turns": context.max_turns or UNLIMITED_TURNS,
             **options.model_dump(include={"tools", "condense_after_events", "parallel_tool_calls", "stuck_detection"}),
         }
-        program, given = f"{context.home}/conversation.py", f"{context.home}/settings.json"
+        program, settings_file = f"{context.home}/conversation.py", f"{context.home}/settings.json"
         return HarnessCommand(
-            argv=(context.executable, "-I", "-B", program, given),
+            argv=(context.executable, "-I", "-B", program, settings_file),
             env={
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # use litellm's bundled price list, fetch nothing
                 "OPENHANDS_SUPPRESS_BANNER": "1",
                 "LOG_LEVEL": "WARNING",
             },
-            files={program: PROGRAM.read_bytes(), given: json.dumps(settings).encode()},
+            files={program: PROGRAM.read_bytes(), settings_file: json.dumps(settings).encode()},
             stdin=context.prompt.encode(),
         )
 

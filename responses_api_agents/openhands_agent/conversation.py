@@ -70,14 +70,14 @@ def converse(settings: dict[str, Any], prompt: str, teller: Teller) -> int:
                 )
                 usage()
             case MessageEvent(source="agent"):
-                words = "".join(content_to_str(event.llm_message.content))
+                text = "".join(content_to_str(event.llm_message.content))
                 reasoning = event.llm_message.reasoning_content or ""
-                teller.tell("message", response=event.llm_response_id, text=words, reasoning=reasoning)
+                teller.tell("message", response=event.llm_response_id, text=text, reasoning=reasoning)
                 usage()
             case ObservationEvent():
                 observation = event.observation
-                words = "".join(content_to_str(observation.to_llm_content))
-                teller.tell("observation", call=event.tool_call_id, text=words, failed=observation.is_error)
+                text = "".join(content_to_str(observation.to_llm_content))
+                teller.tell("observation", call=event.tool_call_id, text=text, failed=observation.is_error)
             case AgentErrorEvent():
                 teller.tell("observation", call=event.tool_call_id, text=event.error, failed=True)
             case Condensation():

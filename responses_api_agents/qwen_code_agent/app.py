@@ -64,8 +64,8 @@ class QwenReader(JsonEventReader):
         if self.result is None or not self.result.get("is_error"):
             return ""
         error = self.result.get("error")
-        said = error.get("message") if isinstance(error, dict) else error
-        return str(said or self.result.get("result") or self.result.get("subtype"))
+        message = error.get("message") if isinstance(error, dict) else error
+        return str(message or self.result.get("result") or self.result.get("subtype"))
 
     def event(self, event: dict[str, Any]) -> None:
         match event["type"]:

@@ -32,7 +32,7 @@ class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
     wall_clock_s: float = Field(1800.0, gt=0)
     """The time limit of an attempt, if the descriptor sets none."""
     tool_timeout_s: float = Field(120.0, gt=0)
-    """The time limit of one tool call. The policy receives an error if it is exceeded."""
+    """The time limit of one MCP tool call. The policy receives an error if it is exceeded."""
     model_max_tries: int = Field(4, gt=0)
     max_concurrency: int = Field(256, gt=0)
     """The number of concurrent attempts."""
@@ -63,27 +63,29 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         async with self._slots:
             return await self._attempt(request, cookies)
 
-    async def _attempt(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+    async def _attempt(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
         from nemo_gym.agent.acts import PolicyClient
         from responses_api_agents.simple_agent.loop import Ended, Rules, converse
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
         config, transcript = self.config, Transcript()
-        most = config.max_steps or config.max_turns
+        limit = config.max_steps or config.max_turns
         rules = Rules(
-            max_turns=asked.turns(None if config.count_tool_calls else most),
-            max_tool_calls=most if config.count_tool_calls else None,
-            max_output_bytes=asked.descriptor.limits.max_output_bytes,
+            max_turns=request.turns(None if config.count_tool_calls else limit),
+            max_tool_calls=limit if config.count_tool_calls else None,
+            max_output_bytes=request.descriptor.limits.max_output_bytes,
             parallel_calls=config.max_parallel_tool_calls,
             done_flag=config.use_done_flag,
         )
         try:
-            async with asyncio.timeout(asked.wall_clock_s(config.wall_clock_s)), AsyncExitStack() as stack:
-                policy = PolicyClient(asked.inference, max_tries=config.model_max_tries)
+            async with asyncio.timeout(request.wall_clock_s(config.wall_clock_s)), AsyncExitStack() as stack:
+                policy = PolicyClient(request.inference, max_tries=config.model_max_tries)
                 toolbox = Toolbox(self.server_client, config.resources_server.name, cookies, config.tool_timeout_s)
                 try:
-                    await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])
-                    ended = await converse(policy, toolbox, asked.responses_create_params, transcript, rules)
+                    await toolbox.open(
+                        stack, request.descriptor.mcp, request.responses_create_params.get("tools") or []
+                    )
+                    ended = await converse(policy, toolbox, request.responses_create_params, transcript, rules)
                 except ToolServerError as error:
                     # Catch it here: outside, the clients' task groups would have wrapped it in exception groups.
                     ended = Ended(AgentOutcome.MCP_FAILED, str(error))
@@ -92,7 +94,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         done = ended.outcome is AgentOutcome.COMPLETED
         transcript.ends("completed" if done else "incomplete", error_type=None if done else str(ended.outcome))
         return ActResponse(
-            response=transcript.response(asked.inference.model),
+            response=transcript.response(request.inference.model),
             outcome=ended.outcome,
             outcome_detail=ended.detail,
             observations={

@@ -49,15 +49,15 @@ async def converse(
     """Run the loop and record it in ``transcript``. Raises `ToolServerError` if a tool server cannot be used."""
     prompt = params.get("input", "")
     history: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-    fixed = {key: value for key, value in params.items() if key not in _NOT_FOR_REQUESTS and value is not None}
+    fixed_params = {key: value for key, value in params.items() if key not in _NOT_FOR_REQUESTS and value is not None}
     if toolbox.definitions:
-        fixed["tools"] = toolbox.definitions
+        fixed_params["tools"] = toolbox.definitions
     else:
-        fixed.pop("tool_choice", None)
-    said = 0
+        fixed_params.pop("tool_choice", None)
+    output_bytes = 0
     while rules.max_turns is None or transcript.turns < rules.max_turns:
         try:
-            answer = await policy.ask("/responses", {**fixed, "input": history})
+            answer = await policy.ask("/responses", {**fixed_params, "input": history})
         except ContextExceededError as error:
             if not transcript.turns:
                 return Ended(AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit: {error.message}")
@@ -65,19 +65,19 @@ async def converse(
         except ModelError as error:
             return Ended(outcome_of_model_error(error), error.message)
         if not isinstance(answer.get("output"), list):
-            told = f"the policy endpoint's answer is no Responses object: {str(answer)[:200]!r}"
-            return Ended(AgentOutcome.MODEL_UNREACHABLE, told)
+            detail = f"the policy endpoint's answer is no Responses object: {str(answer)[:200]!r}"
+            return Ended(AgentOutcome.MODEL_UNREACHABLE, detail)
         items = [item for item in answer["output"] if isinstance(item, dict)]
         _observe(transcript, answer, items)
         calls = [item for item in items if item.get("type") == "function_call"]
         if not calls:
-            return _last_word(answer, items)
+            return _end_without_calls(answer, items)
         if (answer.get("incomplete_details") or {}).get("reason") == "max_output_tokens":
             return Ended(AgentOutcome.MAX_TURNS, "an answer was cut off at its limit of tokens, in its tool calls")
         history += items
         outputs = await _call_all(toolbox, calls, transcript, rules.parallel_calls)
-        said += sum(len(output.encode("utf-8", "surrogatepass")) for output in outputs)
-        if rules.max_output_bytes is not None and said > rules.max_output_bytes:
+        output_bytes += sum(len(output.encode("utf-8", "surrogatepass")) for output in outputs)
+        if rules.max_output_bytes is not None and output_bytes > rules.max_output_bytes:
             return Ended(
                 AgentOutcome.MAX_OUTPUT, f"the tools answered more than {rules.max_output_bytes} bytes, all it had"
             )
@@ -85,7 +85,7 @@ async def converse(
             {"type": "function_call_output", "call_id": call["call_id"], "output": output}
             for call, output in zip(calls, outputs, strict=True)
         ]
-        if rules.done_flag and any(map(_says_done, outputs)):
+        if rules.done_flag and any(map(_is_done_output, outputs)):
             return Ended(AgentOutcome.COMPLETED)
         if rules.max_tool_calls is not None and transcript.tool_calls >= rules.max_tool_calls:
             return Ended(AgentOutcome.MAX_TURNS, f"the policy made {transcript.tool_calls} tool calls, all it had")
@@ -112,7 +112,7 @@ async def _call_all(toolbox: Toolbox, calls: list[dict[str, Any]], transcript: T
     return [task.result() for task in tasks]
 
 
-def _says_done(output: str) -> bool:
+def _is_done_output(output: str) -> bool:
     try:
         answer = orjson.loads(output)
     except orjson.JSONDecodeError:
@@ -140,13 +140,13 @@ def _observe(transcript: Transcript, answer: Mapping[str, Any], items: list[dict
                 transcript.gap("unknown_item", str(other))
 
 
-def _last_word(answer: Mapping[str, Any], items: list[dict[str, Any]]) -> Ended:
-    why = (answer.get("incomplete_details") or {}).get("reason")
-    if why == "content_filter" or any(_text(item, "refusal", "refusal") for item in items):
+def _end_without_calls(answer: Mapping[str, Any], items: list[dict[str, Any]]) -> Ended:
+    reason = (answer.get("incomplete_details") or {}).get("reason")
+    if reason == "content_filter" or any(_text(item, "refusal", "refusal") for item in items):
         return Ended(AgentOutcome.REFUSED, "the policy refused to answer")
     if answer.get("status") == "failed":
-        said = (answer.get("error") or {}).get("message") or "no reason given"
-        return Ended(AgentOutcome.MODEL_UNREACHABLE, f"the policy endpoint could not finish its answer: {said}")
+        message = (answer.get("error") or {}).get("message") or "no reason given"
+        return Ended(AgentOutcome.MODEL_UNREACHABLE, f"the policy endpoint could not finish its answer: {message}")
     return Ended(AgentOutcome.COMPLETED)
 
 

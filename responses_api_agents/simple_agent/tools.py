@@ -76,19 +76,19 @@ class Toolbox:
     async def call(self, name: str, arguments: Any) -> tuple[str, bool]:
         """Call a tool. Return the text for the policy and whether the call failed. Raises `ToolServerError`."""
         if name not in self._mcp and name not in self._routes:
-            known = ", ".join([*self._mcp, *sorted(self._routes)]) or "none"
-            return f"there is no tool '{name[:100]}'; there are: {known}", True
+            tool_names = ", ".join([*self._mcp, *sorted(self._routes)]) or "none"
+            return f"there is no tool '{name[:100]}'; there are: {tool_names}", True
         try:
-            given = orjson.loads(arguments or "{}")
+            parsed = orjson.loads(arguments or "{}")
         except (orjson.JSONDecodeError, TypeError):
-            given = None
-        if not isinstance(given, dict):
+            parsed = None
+        if not isinstance(parsed, dict):
             return "the arguments are not a JSON object", True
         with tool_call(name) as calling:
             if (tool := self._mcp.get(name)) is not None:
-                text, is_error = await self._call_mcp(tool, given)
+                text, is_error = await self._call_mcp(tool, parsed)
             else:
-                text, is_error = await self._call_route(name, given)
+                text, is_error = await self._call_route(name, parsed)
             calling.outcome = "tool_error" if is_error else "ok"
         return text, is_error
 

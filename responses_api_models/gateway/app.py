@@ -111,17 +111,19 @@ class Gateway(SimpleResponsesAPIModel):
         return self._pool.ready()
 
     async def preflight(self) -> list[EngineCheck]:
-        ours = self._backend.context_tokens
-        return [_compared(check, ours) for check in await self._pool.check(self._backend.tokenizer_probe)]
+        limit = self._backend.context_tokens
+        return [_with_context_warning(check, limit) for check in await self._pool.check(self._backend.tokenizer_probe)]
 
     def readings(self) -> Iterable[Reading]:
         yield from super().readings()
         engines, waiting = self._pool.router.status(), float(self._pool.router.waiting)
-        named = [({"engine": one.name}, one) for one in engines]
-        up = [(labels, float(one.state is HealthState.UP and not one.draining)) for labels, one in named]
-        yield Reading("nemo_gym_engine_up", "Whether an engine gets calls", up)
-        running = [(labels, float(one.in_flight)) for labels, one in named]
-        yield Reading("nemo_gym_engine_calls_in_flight", "Calls that an engine is answering", running)
+        labelled = [({"engine": engine.name}, engine) for engine in engines]
+        health = [
+            (labels, float(engine.state is HealthState.UP and not engine.draining)) for labels, engine in labelled
+        ]
+        yield Reading("nemo_gym_engine_up", "Whether an engine gets calls", health)
+        in_flight = [(labels, float(engine.in_flight)) for labels, engine in labelled]
+        yield Reading("nemo_gym_engine_calls_in_flight", "Calls that an engine is answering", in_flight)
         yield Reading("nemo_gym_engine_calls_waiting", "Calls without a place at any engine", [({}, waiting)])
         sessions = [({"state": state}, float(count)) for state, count in self._durable.states.items()]
         yield Reading("nemo_gym_gateway_sessions", "Sessions that are kept, by state", sessions)
@@ -175,26 +177,26 @@ class Gateway(SimpleResponsesAPIModel):
 
     async def _open_route(self, request: Request) -> Response:
         caller = require_role(request, Role.PIPELINE, Role.AGENT)
-        asked = OpenSession.read(await parse_json_object(request))
-        if asked.engine is not None:
-            require_engine(self._pool, asked.engine)
+        requested = OpenSession.read(await parse_json_object(request))
+        if requested.engine is not None:
+            require_engine(self._pool, requested.engine)
         opened = await self._durable.open(
-            asked.rollout,
-            asked.sampling,
+            requested.rollout,
+            requested.sampling,
             opener=opener_of(caller),
-            limits=asked.limits,
-            ttl_s=asked.ttl_s,
-            reward_source=asked.reward_source,
+            limits=requested.limits,
+            ttl_s=requested.ttl_s,
+            reward_source=requested.reward_source,
         )
-        if asked.engine is not None and asked.engine in self._pool:  # it may have been removed meanwhile
-            self._pool.router.pin(opened.session_id, asked.engine)
+        if requested.engine is not None and requested.engine in self._pool:  # it may have been removed meanwhile
+            self._pool.router.pin(opened.session_id, requested.engine)
         # The harness reaches this server at the same address as the client that opens the session.
         base = f"{str(request.base_url).rstrip('/')}/sessions/{opened.session_id}"
         urls = {"base_url": f"{base}/v1", "complete_url": f"{base}/complete"}
         if self.config.path_tokens:
             urls["path_token_base_url"] = f"{base}/token/{opened.inference_token}/v1"
-            completing = completion_token(token_digest(opened.control_token))
-            urls["path_token_complete_url"] = f"{base}/token/{completing}/complete"
+            path_token = completion_token(token_digest(opened.control_token))
+            urls["path_token_complete_url"] = f"{base}/token/{path_token}/complete"
         return JsonResponse(
             {
                 "session_id": opened.session_id,
@@ -203,7 +205,7 @@ class Gateway(SimpleResponsesAPIModel):
                 "control_token": opened.control_token,
                 "model": self.config.model,
                 "expires_at": opened.expires_at,
-                "request_timeout_s": asked.limits.request_timeout_s or self.config.request_timeout_s,
+                "request_timeout_s": requested.limits.request_timeout_s or self.config.request_timeout_s,
             }
         )
 
@@ -211,13 +213,13 @@ class Gateway(SimpleResponsesAPIModel):
         return JsonResponse(self._durable.state(*self._control(request)))
 
     async def _complete_route(self, request: Request) -> Response:
-        session_id, token = self._completing(request)
+        session_id, token = self._completion_target(request)
         reward, info = reward_in(await parse_json_object(request))
         if reward is not None:
             info = {**(info or {}), "reward": reward}
         return JsonResponse(await self._durable.complete(session_id, token, info))
 
-    def _completing(self, request: Request) -> tuple[str, str]:
+    def _completion_target(self, request: Request) -> tuple[str, str]:
         """Return the session to complete and the token that permits it: a runner's from the path, or the opener's."""
         if (token := token_in(request.headers, COMPLETION_TOKEN_PREFIX)) is not None:
             return request.path_params["session_id"], token
@@ -229,24 +231,24 @@ class Gateway(SimpleResponsesAPIModel):
         assert dialect is not None  # only inference routes come here
         refuse_encoded(request)
         if live is None:
-            return await self._answer_alone(request, dialect)
+            return await self._answer_without_session(request, dialect)
         limits = self._inference.limits
-        announced = request.headers.get("content-length", "")
+        content_length = request.headers.get("content-length", "")
         size = limits.max_body_bytes
-        if announced.isdecimal() and len(announced) <= LENGTH_DIGITS:
-            size = min(int(announced), size)
-        asked = CallRequest(request.headers, request.scope.get("client"), request.receive)
+        if content_length.isdecimal() and len(content_length) <= LENGTH_DIGITS:
+            size = min(int(content_length), size)
+        call_request = CallRequest(request.headers, request.scope.get("client"), request.receive)
         with live.share.claimed(size, limits.max_session_in_flight_bytes):
             parts = [await request.body()]
-            return await self._inference.answer_session(dialect, live, request.scope["path"], parts, asked)
+            return await self._inference.answer_session(dialect, live, request.scope["path"], parts, call_request)
 
-    async def _answer_alone(self, request: Request, dialect: Dialect) -> Response:
+    async def _answer_without_session(self, request: Request, dialect: Dialect) -> Response:
         """Answer a call without a session."""
         body = await parse_json_object(request, max_values=self.config.max_body_values)
         connection = request.scope.get("client")
-        asked = CallRequest(request.headers, connection, request.receive, len(await request.body()))
+        call_request = CallRequest(request.headers, connection, request.receive, len(await request.body()))
         try:
-            return await self._inference.answer(dialect, body, asked, None)
+            return await self._inference.answer(dialect, body, call_request, None)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -261,21 +263,21 @@ class Gateway(SimpleResponsesAPIModel):
 
     def _session_of(self, request: Request) -> LiveSession[Any] | None:
         session = self._authorize(request)
-        named = request.path_params.get("session_id")
+        path_session_id = request.path_params.get("session_id")
         if session is None:
-            if named is not None:
+            if path_session_id is not None:
                 raise CredentialError("this route needs the session's inference token")
             return None
-        if named is not None and named != session.session_id:
-            raise CredentialError("the inference token is not this session's", session_id=named)
+        if path_session_id is not None and path_session_id != session.session_id:
+            raise CredentialError("the inference token is not this session's", session_id=path_session_id)
         return self._durable.live(session.session_id)
 
 
-def _compared(check: EngineCheck, ours: int | None) -> EngineCheck:
-    if ours is None or check.context_tokens is None or check.context_tokens >= ours:
+def _with_context_warning(check: EngineCheck, limit: int | None) -> EngineCheck:
+    if limit is None or check.context_tokens is None or check.context_tokens >= limit:
         return check
     warning = (
-        f"engine '{check.engine}' takes {check.context_tokens} tokens, the policy's configuration says {ours}:"
+        f"engine '{check.engine}' takes {check.context_tokens} tokens, the policy's configuration says {limit}:"
         f" conversations end at {check.context_tokens}"
     )
     return replace(check, warning=warning)

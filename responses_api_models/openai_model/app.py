@@ -83,12 +83,12 @@ class SimpleModelServer(SimpleResponsesAPIModel):
 
     config: SimpleModelServerConfig
 
-    _missing: set[Dialect] = PrivateAttr(default_factory=set)
+    _missing_routes: set[Dialect] = PrivateAttr(default_factory=set)
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
-    _seen_ready: tuple[float, dict[str, Any] | None] = PrivateAttr(default=(0.0, None))
+    _cached_readiness: tuple[float, dict[str, Any] | None] = PrivateAttr(default=(0.0, None))
 
     async def infer(self, call: InferenceCall) -> Response:
-        spoken, reply = await self._ask(call)
+        endpoint_dialect, reply = await self._ask(call)
         if isinstance(reply, aiohttp.ClientResponse):
             return StreamingResponse(_relay(reply, self._idle_s()), media_type=EVENT_STREAM)
         status, body, headers = reply
@@ -97,9 +97,9 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             if call.dialect is Dialect.MESSAGES:
                 return relayed_error(call.dialect, status, body)
             return Response(body, status, headers, "application/json")
-        if spoken is call.dialect:
+        if endpoint_dialect is call.dialect:
             return Response(body, media_type="application/json")
-        return self._translated(call, spoken, body)
+        return self._translated(call, endpoint_dialect, body)
 
     async def _ask(
         self, call: InferenceCall
@@ -110,7 +110,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             reply = await self._send(dialect, self._request(call, dialect), stream=call.stream and not translated)
             if isinstance(reply, tuple) and self.config.api == "auto" and _route_is_missing(*reply[:2]):
                 log.info("the endpoint lacks a route", route=ROUTES[dialect], instance=self.config.name)
-                self._missing.add(dialect)
+                self._missing_routes.add(dialect)
                 continue
             return dialect, reply
         raise ModelError(
@@ -118,13 +118,13 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             " 'openai_base_url' right (it usually ends in /v1)?"
         )
 
-    def _dialects(self, wanted: Dialect) -> list[Dialect]:
+    def _dialects(self, requested: Dialect) -> list[Dialect]:
         if self.config.api != "auto":
             return [Dialect(self.config.api)]
-        first = Dialect.RESPONSES if wanted is Dialect.RESPONSES else Dialect.CHAT
+        first = Dialect.RESPONSES if requested is Dialect.RESPONSES else Dialect.CHAT
         other = Dialect.CHAT if first is Dialect.RESPONSES else Dialect.RESPONSES
         # If both routes were missing, try again: the endpoint may have been starting.
-        return [d for d in (first, other) if d not in self._missing] or [first, other]
+        return [d for d in (first, other) if d not in self._missing_routes] or [first, other]
 
     def _request(self, call: InferenceCall, dialect: Dialect) -> dict[str, Any]:
         body = call.body
@@ -154,7 +154,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
         backoff = Backoff(first_s=FIRST_BACKOFF_S, tries=tries, jitter=NETWORK_JITTER)
         while True:
             try:
-                reply = await self._once(url, data, stream)
+                reply = await self._send_once(url, data, stream)
             except (aiohttp.ClientError, ConnectionError) as error:
                 if not await backoff.again():
                     raise ModelError(
@@ -167,11 +167,11 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                 raise took_too_long(self._request_s()) from error
             else:
                 if not isinstance(reply, tuple) or reply[0] not in RETRIED_STATUSES:
-                    return self._judged(reply)
+                    return self._require_accepted(reply)
                 if not await backoff.again():
                     raise upstream_error(reply[0], reply[1].decode(errors="replace"), reply[2])
 
-    async def _once(
+    async def _send_once(
         self, url: str, data: bytes, stream: bool
     ) -> aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]:
         # A relayed stream outlives `infer` and its time limit, so the request has its own.
@@ -194,7 +194,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     def _idle_s(self) -> float:
         return chosen_limits().idle_timeout_s or self.config.idle_timeout_s
 
-    def _judged(
+    def _require_accepted(
         self, reply: aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]
     ) -> aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]:
         if isinstance(reply, tuple):
@@ -221,13 +221,13 @@ class SimpleModelServer(SimpleResponsesAPIModel):
 
     def _headers(self) -> dict[str, str]:
         key = self.config.openai_api_key or os.environ.get(API_KEY_ENV)
-        own = {"Authorization": f"Bearer {key}"} if key else {}
-        return {"Content-Type": "application/json", **own, **self.config.openai_default_headers}
+        authorization = {"Authorization": f"Bearer {key}"} if key else {}
+        return {"Content-Type": "application/json", **authorization, **self.config.openai_default_headers}
 
-    def _translated(self, call: InferenceCall, spoken: Dialect, body: bytes) -> Response:
+    def _translated(self, call: InferenceCall, endpoint_dialect: Dialect, body: bytes) -> Response:
         try:
             answer = orjson.loads(body)
-            if spoken is Dialect.RESPONSES:
+            if endpoint_dialect is Dialect.RESPONSES:
                 answer = responses_chat.completion_of_response(answer)
             if call.dialect is Dialect.RESPONSES:
                 answer = responses_chat.response_of_completion(answer, call.body)
@@ -235,7 +235,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                 answer = messages_chat.message_of_completion(answer, call.body)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ModelError(
-                f"the model endpoint's reply is not what {ROUTES[spoken]} answers:"
+                f"the model endpoint's reply is not what {ROUTES[endpoint_dialect]} answers:"
                 f" {body[:200].decode(errors='replace')}"
             ) from error
         call.usage = Usage.of(answer.get("usage"))
@@ -256,7 +256,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
 
     async def ready(self) -> dict[str, Any] | None:
         """Return ``None`` if the endpoint responds, with whatever status; otherwise the problem. Cached briefly."""
-        checked_at, state = self._seen_ready
+        checked_at, state = self._cached_readiness
         if time.monotonic() - checked_at < READY_TTL_S and checked_at:
             return state
         url = f"{self.config.openai_base_url}/models"
@@ -266,7 +266,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                 state = None
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             state = {"detail": f"the model endpoint {url} cannot be reached: {type(error).__name__}: {error}"}
-        self._seen_ready = (time.monotonic(), state)
+        self._cached_readiness = (time.monotonic(), state)
         return state
 
 

@@ -68,10 +68,10 @@ class ScriptedModel(SimpleResponsesAPIModel):
     @property
     def script(self) -> Script:
         if self._script is None:
-            self._script = self._played(Script.load(resolve_path(self.config.script)))
+            self._script = self._translated(Script.load(resolve_path(self.config.script)))
         return self._script
 
-    def _played(self, script: Script) -> Script:
+    def _translated(self, script: Script) -> Script:
         if script.is_spelled:
             return script
         if self.config.tools is None:
@@ -95,21 +95,21 @@ class ScriptedModel(SimpleResponsesAPIModel):
         if answer.delay_s:
             await asyncio.sleep(answer.delay_s)
         seed = hashlib.sha256(orjson.dumps(messages)).hexdigest()[:24]
-        if answer.fault is not None and self._due(call, answer, answer.fault, seed):
-            broken = await _fail(answer.fault, stream=call.stream)
-            if broken is not None:
-                return broken
+        if answer.fault is not None and self._fault_happens(call, answer, answer.fault, seed):
+            fault_response = await _fail(answer.fault, stream=call.stream)
+            if fault_response is not None:
+                return fault_response
         completion = _completion(answer, messages, self.script.model, seed)
         call.usage = Usage.of(completion["usage"])
         return _reply(call, completion)
 
-    def _due(self, call: InferenceCall, answer: Answer, fault: Fault, seed: str) -> bool:
+    def _fault_happens(self, call: InferenceCall, answer: Answer, fault: Fault, seed: str) -> bool:
         """Whether the fault still happens: at most ``fault.times`` times per session (or conversation) and turn."""
-        who = call.session.session_id if call.session is not None else seed
-        key = (who, answer.task, answer.turn)
-        happened = self._faults.get(key, 0)
-        self._faults[key] = happened + 1
-        return happened < fault.times
+        conversation = call.session.session_id if call.session is not None else seed
+        key = (conversation, answer.task, answer.turn)
+        count = self._faults.get(key, 0)
+        self._faults[key] = count + 1
+        return count < fault.times
 
 
 def _chat_messages(call: InferenceCall) -> list[dict[str, Any]]:
@@ -184,12 +184,14 @@ class _BrokenResponse(Response):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        media_type, begun = (EVENT_STREAM, b": working\n\n") if self._stream else ("application/json", b'{"id": "ch')
+        media_type, first_chunk = (
+            (EVENT_STREAM, b": working\n\n") if self._stream else ("application/json", b'{"id": "ch')
+        )
         # An event stream is sent in chunks, and the final chunk is missing.
-        length = [] if self._stream else [(b"content-length", b"4096")]
-        headers = [(b"content-type", media_type.encode()), *length]
+        length_headers = [] if self._stream else [(b"content-length", b"4096")]
+        headers = [(b"content-type", media_type.encode()), *length_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": begun, "more_body": True})
+        await send({"type": "http.response.body", "body": first_chunk, "more_body": True})
 
 
 if __name__ == "__main__":

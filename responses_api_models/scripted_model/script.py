@@ -110,7 +110,7 @@ class Turn(_Part):
     """The work is done. If the harness needs a tool call to end, that call is made."""
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _has_content(self) -> Self:
         if not self.text and not self.tool_calls:
             raise ValueError("a turn needs 'text' or 'tool_calls'")
         if self.ends and self.tool_calls:
@@ -158,7 +158,7 @@ class Task(_Part):
         if self.turns and self.messages:
             raise ValueError(f"task '{self.name}': give 'turns' or 'messages', not both")
         if self.messages:
-            self.turns = tuple(_recorded(m) for m in self.messages if m.get("role") == "assistant")
+            self.turns = tuple(_turn_of_message(m) for m in self.messages if m.get("role") == "assistant")
         if not self.turns:
             raise ValueError(f"task '{self.name}' has no turns")
         self._index = {turn.id: number for number, turn in enumerate(self.turns) if turn.id is not None}
@@ -209,7 +209,7 @@ class Task(_Part):
         )
 
 
-def _recorded(message: Mapping[str, Any]) -> Turn:
+def _turn_of_message(message: Mapping[str, Any]) -> Turn:
     calls = [
         ToolCall(name=call["function"]["name"], arguments=call["function"]["arguments"])
         for call in message.get("tool_calls") or ()
@@ -263,8 +263,10 @@ class Script(_Part):
         Args:
             server: the name of the environment's MCP server.
         """
-        own = [Task.model_validate(task) for task in tools.tasks]
-        return self.model_copy(update={"tasks": (*own, *(task.spelled(tools, server) for task in self.tasks))})
+        harness_tasks = [Task.model_validate(task) for task in tools.tasks]
+        return self.model_copy(
+            update={"tasks": (*harness_tasks, *(task.spelled(tools, server) for task in self.tasks))}
+        )
 
     def answer(self, messages: Sequence[ChatMessage], sample: int = 0) -> Answer:
         """Return the next answer in a conversation of chat messages. Raises `ScriptError` if there is none.
@@ -280,9 +282,9 @@ class Script(_Part):
             groups = task.matches(user, system, sample)
             if groups is not None:
                 return _answer(task, groups, _observations(messages))
-        shown = " ".join(user.split())[:PROMPT_CHARS_SHOWN]
+        beginning = " ".join(user.split())[:PROMPT_CHARS_SHOWN]
         raise ScriptError(
-            f"no task of the script is meant for a conversation that begins '{shown}'; its tasks are"
+            f"no task of the script is meant for a conversation that begins '{beginning}'; its tasks are"
             f" {', '.join(task.name for task in self.tasks)}"
         )
 

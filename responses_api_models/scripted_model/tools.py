@@ -69,21 +69,21 @@ class HarnessTools(BaseModel):
     def spelled(self, call: ToolCall, server: str | None) -> ToolCall:
         """Return the call in the harness's form. Raises ``ValueError`` if the harness has no such tool."""
         if call.shell is not None:
-            spelling = self._has("shell", f"shell: {call.shell}")
+            spelling = self._spelling_of("shell", f"shell: {call.shell}")
             arguments = {key: call.shell if value == COMMAND else value for key, value in spelling.arguments.items()}
             return type(call)(name=spelling.name, arguments=arguments)
         if call.tool is not None:
-            spelling = self._has("environment", f"tool: {call.tool}")
+            spelling = self._spelling_of("environment", f"tool: {call.tool}")
             try:
                 name = Template(spelling.name).substitute(tool=call.tool, **({"server": server} if server else {}))
             except KeyError:
                 raise ValueError(f"'tool: {call.tool}' needs the name of the MCP server; give mcp_server=") from None
-            own = call.arguments if isinstance(call.arguments, dict) else {}
-            return type(call)(name=name, arguments={**spelling.arguments, **own})
+            script_arguments = call.arguments if isinstance(call.arguments, dict) else {}
+            return type(call)(name=name, arguments={**spelling.arguments, **script_arguments})
         return call
 
-    def _has(self, name: str, what: str) -> Spelling:
+    def _spelling_of(self, name: str, action: str) -> Spelling:
         spelling: Spelling | None = getattr(self, name)
         if spelling is None:
-            raise ValueError(f"the script has '{what[:60]}', and the harness's tools have no '{name}'")
+            raise ValueError(f"the script has '{action[:60]}', and the harness's tools have no '{name}'")
         return spelling

@@ -57,17 +57,17 @@ class BoxMemory:
                 rollup = (process / "smaps_rollup").read_text()
             except OSError:
                 continue  # the process ended meanwhile
-            found = {line.split(":")[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
-            now[namespace].pss += found["Pss"]
-            now[namespace].private += found["Private_Clean"] + found["Private_Dirty"]
+            fields = {line.split(":")[0]: int(line.split()[1]) for line in rollup.splitlines()[1:]}
+            now[namespace].pss += fields["Pss"]
+            now[namespace].private += fields["Private_Clean"] + fields["Private_Dirty"]
             now[namespace].processes += 1
-        for namespace, seen in now.items():
+        for namespace, current in now.items():
             peak = self.peaks[namespace]
-            peak.pss = max(peak.pss, seen.pss)
-            peak.private = max(peak.private, seen.private)
-            peak.processes = max(peak.processes, seen.processes)
+            peak.pss = max(peak.pss, current.pss)
+            peak.private = max(peak.private, current.private)
+            peak.processes = max(peak.processes, current.processes)
         self.most_boxes = max(self.most_boxes, len(now))
-        self.most_pss = max(self.most_pss, sum(seen.pss for seen in now.values()))
+        self.most_pss = max(self.most_pss, sum(current.pss for current in now.values()))
 
 
 def box_processes(state_dir: Path) -> list[Path]:

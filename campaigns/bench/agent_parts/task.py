@@ -80,9 +80,9 @@ async def make_image(provider: SandboxProvider) -> None:
         return
     box = await provider.create(SandboxSpec(image="host"))
     try:
-        made = await provider.exec(box, ["/bin/sh", "-s", WORKDIR], stdin=REPOSITORY.encode())
-        if not made.ok:
-            raise RuntimeError(f"the repository could not be made: {made.stderr}")
+        result = await provider.exec(box, ["/bin/sh", "-s", WORKDIR], stdin=REPOSITORY.encode())
+        if not result.ok:
+            raise RuntimeError(f"the repository could not be made: {result.stderr}")
         await provider.commit(box, IMAGE, {})  # type: ignore[attr-defined]
     finally:
         await provider.close(box)

@@ -29,20 +29,20 @@ class FakeModel:
             script.get("tool"),
             orjson.dumps(script.get("arguments") or {}).decode(),
         )
-        said = _response(_message(text)), _completion({"content": text}, "stop")
-        called = said
+        with_text = _response(_message(text)), _completion({"content": text}, "stop")
+        with_tool = with_text
         if tool:
             call = {"id": "call_1", "type": "function", "function": {"name": tool, "arguments": arguments}}
             item = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": tool, "arguments": arguments}
-            called = (
+            with_tool = (
                 _response({**item, "status": "completed"}),
                 _completion({"content": None, "tool_calls": [call]}, "tool_calls"),
             )
         self._answers = {
-            (b"/v1/responses", False): called[0],
-            (b"/v1/responses", True): said[0],
-            (b"/v1/chat/completions", False): called[1],
-            (b"/v1/chat/completions", True): said[1],
+            (b"/v1/responses", False): with_tool[0],
+            (b"/v1/responses", True): with_text[0],
+            (b"/v1/chat/completions", False): with_tool[1],
+            (b"/v1/chat/completions", True): with_text[1],
         }
 
     def answer(self, path: bytes, body: bytes) -> tuple[bytes, float]:

@@ -23,8 +23,8 @@ class NothingProvider:
         return SandboxHandle(uuid4().hex, self.name)
 
     async def exec(self, handle: SandboxHandle, command: str | Sequence[str], **_: Any) -> SandboxExecResult:
-        said = command if isinstance(command, str) else command[-1]
-        return SandboxExecResult(stdout=said.removeprefix("echo ") + "\n", stderr="", return_code=0)
+        text = command if isinstance(command, str) else command[-1]
+        return SandboxExecResult(stdout=text.removeprefix("echo ") + "\n", stderr="", return_code=0)
 
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
         pass

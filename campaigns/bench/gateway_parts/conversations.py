@@ -67,26 +67,26 @@ class Load:
         """A response with a sentence and a tool call, about a hundred tokens."""
         content = "I run the tests of that module first, " + text(random.Random(1), 200)
         arguments = orjson.dumps({"command": "python -m pytest -q tests/" + text(random.Random(2), 60)}).decode()
-        said = f'{content}\n<tool_call>\n{{"name": "shell", "arguments": {arguments}}}\n</tool_call>'
+        answer = f'{content}\n<tool_call>\n{{"name": "shell", "arguments": {arguments}}}\n</tool_call>'
         calls = [{"name": "shell", "arguments": arguments}]
-        return self._scenario(said, content, calls, self.policy.encode(said), delay_s, jitter)
+        return self._scenario(answer, content, calls, self.policy.encode(answer), delay_s, jitter)
 
     def long_answer(self, tokens: int) -> Scenario:
         """A response with plain text of exactly that many tokens, including the end token."""
-        said = text(random.Random(4), 8 * tokens)
-        ids = self.policy.encode(said)[: tokens - 1]
-        said = self.policy.decode(ids)
-        return self._scenario(said, said, [], ids, 0.0, 0.0)
+        content = text(random.Random(4), 8 * tokens)
+        ids = self.policy.encode(content)[: tokens - 1]
+        content = self.policy.decode(ids)
+        return self._scenario(content, content, [], ids, 0.0, 0.0)
 
     def _scenario(
-        self, said: str, content: str, calls: list[dict[str, str]], ids: list[int], delay_s: float, jitter: float
+        self, answer: str, content: str, calls: list[dict[str, str]], ids: list[int], delay_s: float, jitter: float
     ) -> Scenario:
         source = random.Random(6)
         sampled = [*ids, self._end]
         texts = [self.policy.decode([token]) for token in sampled]
         # With all digits of a double, as engines print their 32-bit floats.
         logprobs = [-source.expovariate(2.0) for _ in sampled]
-        return Scenario(said, content, calls, sampled, texts, logprobs, delay_s, jitter)
+        return Scenario(answer, content, calls, sampled, texts, logprobs, delay_s, jitter)
 
     @cached_property
     def prompts(self) -> list[bytes]:
@@ -94,12 +94,12 @@ class Load:
         answer = self.tool_answer()
         chat = Chat(0)
         encoder = IncrementalEncoder(self.policy)
-        found = []
+        bodies = []
         for _ in range(8):
-            found.append(completion_body(encoder.full(chat.messages, tools=TOOLS)))
+            bodies.append(completion_body(encoder.full(chat.messages, tools=TOOLS)))
             call = {"id": "call_0", "type": "function", "function": answer.calls[0]}
             chat.add({"role": "assistant", "content": answer.content, "tool_calls": [call]})
-        return found
+        return bodies
 
 
 def completion_body(ids: list[int]) -> bytes:
@@ -122,22 +122,22 @@ class Chat:
 
     def __init__(self, number: int, **asked: Any) -> None:
         self._number = number
-        self._asked = {"model": "policy", "max_tokens": MAX_TOKENS, "temperature": 1.0, "tools": TOOLS, **asked}
+        self._parameters = {"model": "policy", "max_tokens": MAX_TOKENS, "temperature": 1.0, "tools": TOOLS, **asked}
         self.messages: list[dict[str, Any]] = [
             {"role": "system", "content": "You repair software. " + results()[1][:800]},
             {"role": "user", "content": f"Task {number}: " + results()[2]},
         ]
 
     def body(self) -> bytes:
-        return orjson.dumps({**self._asked, "messages": self.messages})
+        return orjson.dumps({**self._parameters, "messages": self.messages})
 
     def add(self, message: Mapping[str, Any]) -> None:
         """Add a response, and the outputs of its tool calls or else a user message."""
-        found = results()[(self._number + len(self.messages)) % 64]
+        output = results()[(self._number + len(self.messages)) % 64]
         if calls := message.get("tool_calls"):
-            kept = {"role": "assistant", "content": message.get("content"), "tool_calls": calls}
-            self.messages.append(kept)
-            self.messages += [{"role": "tool", "tool_call_id": call["id"], "content": found} for call in calls]
+            reply = {"role": "assistant", "content": message.get("content"), "tool_calls": calls}
+            self.messages.append(reply)
+            self.messages += [{"role": "tool", "tool_call_id": call["id"], "content": output} for call in calls]
         else:
             self.messages.append({"role": "assistant", "content": message.get("content")})
-            self.messages.append({"role": "user", "content": found})
+            self.messages.append({"role": "user", "content": output})

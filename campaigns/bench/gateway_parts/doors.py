@@ -82,8 +82,8 @@ class ChatTalk:
         if self._ending is None:
             return None
         path, headers, body = self._ending
-        found: dict[str, Any] = (await self.connection.post(path, body, headers)).json()
-        return found
+        summary: dict[str, Any] = (await self.connection.post(path, body, headers)).json()
+        return summary
 
 
 class PlainDoor:
@@ -157,14 +157,14 @@ class GatewayKind:
 
 
 def token_kind(engine: str, policy: Path) -> GatewayKind:
-    words = ("model=vllm", f"policy_base_url={engine}", "policy_model_name=policy", f"policy_path={policy}")
-    return GatewayKind("gateway_tokens", (*words, _gateway("policy.max_context_tokens=10000000")))
+    keys = ("model=vllm", f"policy_base_url={engine}", "policy_model_name=policy", f"policy_path={policy}")
+    return GatewayKind("gateway_tokens", (*keys, _gateway("policy.max_context_tokens=10000000")))
 
 
 def text_kind(engine: str, *, logprobs: bool = False) -> GatewayKind:
-    words = ("model=gateway", f"policy_base_url={engine}/v1", "policy_model_name=policy")
+    keys = ("model=gateway", f"policy_base_url={engine}/v1", "policy_model_name=policy")
     name = "gateway_text_logprobs" if logprobs else "gateway_text"
-    return GatewayKind(name, (*words, _gateway("engines.0.logprobs=true"))) if logprobs else GatewayKind(name, words)
+    return GatewayKind(name, (*keys, _gateway("engines.0.logprobs=true"))) if logprobs else GatewayKind(name, keys)
 
 
 def _gateway(setting: str) -> str:

@@ -36,12 +36,12 @@ async def health(request: web.Request) -> web.Response:
 async def chat(request: web.Request) -> web.StreamResponse:
     body = await request.read()
     now = request.app[_MODE]["mode"]
-    said = body[-200:]
-    if now == "sick" or b"poison" in said:
+    tail = body[-200:]
+    if now == "sick" or b"poison" in tail:
         return web.Response(status=500, text='{"error": {"message": "broken"}}')
     if now == "waiting":
         return web.Response(status=429, text="{}", headers={"Retry-After": "999999999"})
-    if b"endless" not in said:
+    if b"endless" not in tail:
         return web.json_response(_ANSWER)
     answer = web.StreamResponse(headers={"Content-Type": "application/json"})
     await answer.prepare(request)

@@ -42,13 +42,13 @@ def tool_outputs(count: int = 64, size: int = 2000) -> list[str]:
     """Return texts that agents read: ``count`` random passages of source files, of ``size`` characters each."""
     texts = [file.read_text(errors="replace") for file in sorted(_stdlib().glob("*.py"))]
     source = random.Random(5)
-    found: list[str] = []
-    while len(found) < count:
+    passages: list[str] = []
+    while len(passages) < count:
         text = source.choice(texts)
         if len(text) > 2 * size:
             start = source.randrange(len(text) - size)
-            found.append(text[start : start + size])
-    return found
+            passages.append(text[start : start + size])
+    return passages
 
 
 def _stdlib() -> Path:
@@ -67,14 +67,14 @@ def _corpus() -> Iterator[str]:
 
 
 def _learn() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     special = FAMILIES[_FAMILY].special
     trainer = trainers.BpeTrainer(
         vocab_size=ENTRIES - len(special),
@@ -82,6 +82,6 @@ def _learn() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(_corpus(), trainer)
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    return made
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return tokenizer

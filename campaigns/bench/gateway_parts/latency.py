@@ -34,22 +34,22 @@ async def added(pairs: list[tuple[Door, Door]], conversations: int) -> dict[str,
             await talk.close()
     for connection in connections.values():
         connection.close()
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for door, engine in pairs:
-        ours, theirs = _quantiles(spent[door]), _quantiles(spent[engine])
-        found[door.name] = {
-            "added_p50_ms": round(ours["p50"] - theirs["p50"], 3),
-            "added_p99_ms": round(ours["p99"] - theirs["p99"], 3),
-            "through_ms": ours,
-            "engine_ms": theirs,
+        through, direct = _quantiles(spent[door]), _quantiles(spent[engine])
+        results[door.name] = {
+            "added_p50_ms": round(through["p50"] - direct["p50"], 3),
+            "added_p99_ms": round(through["p99"] - direct["p99"], 3),
+            "through_ms": through,
+            "engine_ms": direct,
             "calls": len(spent[door]),
         }
         if door.server is not None:
             used, lacked = door.server.cpu_s() - cpu[door], door.server.waited_s() - waited[door]
             # Opening and closing the conversations is included.
-            found[door.name]["cpu_ms_per_call"] = round(1000 * used / len(spent[door]), 3)
-            found[door.name]["waited_for_a_core_ms_per_call"] = round(1000 * lacked / len(spent[door]), 3)
-    return found
+            results[door.name]["cpu_ms_per_call"] = round(1000 * used / len(spent[door]), 3)
+            results[door.name]["waited_for_a_core_ms_per_call"] = round(1000 * lacked / len(spent[door]), 3)
+    return results
 
 
 def _quantiles(values: list[float]) -> dict[str, float]:

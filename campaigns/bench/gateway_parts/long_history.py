@@ -28,9 +28,9 @@ async def growth(door: Door, engine_url: str, proxy: Running, rounds: int, *, to
     """Return figures at turns 10, 100 and 200, and their ratios. ``tokens``: the engine gets token ids."""
     turns: list[list[dict[str, float]]] = []
     for number in range(rounds + 1):
-        found = await _conversation(door, engine_url, proxy, number, LATE if number else EARLY, tokens=tokens)
+        rows = await _conversation(door, engine_url, proxy, number, LATE if number else EARLY, tokens=tokens)
         if number:  # the first is a warm-up
-            turns.append(found)
+            turns.append(rows)
     keys = turns[0][0].keys()
     table = {turn: {key: round(_around(turns, turn, key), 3) for key in keys} for turn in (EARLY, LATE // 2, LATE)}
     early, late = table[EARLY], table[LATE]
@@ -51,7 +51,7 @@ async def growth(door: Door, engine_url: str, proxy: Running, rounds: int, *, to
 
 def _around(turns: list[list[dict[str, float]]], turn: int, key: str) -> float:
     near = range(max(0, turn - 1 - AROUND), min(len(turns[0]), turn + AROUND))
-    return statistics.median(one[at][key] for one in turns for at in near)
+    return statistics.median(rows[at][key] for rows in turns for at in near)
 
 
 async def _conversation(
@@ -61,26 +61,26 @@ async def _conversation(
     connection, direct, raw = Connection(door.url), Connection(engine_url), Connection(proxy.url)
     talk = await door.open(connection, number)
     assert isinstance(talk, ChatTalk)
-    found = []
+    rows = []
     for _ in range(turns):
         body = talk.chat.body()
         cpu, begin = door.server.cpu_s(), time.perf_counter()
         usage = await talk.ask(body)
         wall, used = time.perf_counter() - begin, door.server.cpu_s() - cpu
-        same = completion_body([SAME_TOKEN] * usage["prompt_tokens"]) if tokens else body
-        engine, reply = await _timed(direct, "/v1/completions" if tokens else CHAT, same)
+        engine_body = completion_body([SAME_TOKEN] * usage["prompt_tokens"]) if tokens else body
+        engine, reply = await _timed(direct, "/v1/completions" if tokens else CHAT, engine_body)
         chat, _ = await _timed(direct, CHAT, body)
         proxied, _ = await _timed(raw, CHAT, body)
-        asked = orjson.loads(same)
+        engine_request = orjson.loads(engine_body)
         marks = [time.thread_time()]
         orjson.loads(body)
         marks.append(time.thread_time())
         # With token ids a gateway spends nothing on this: it keeps prompts as JSON, and compares echoes as bytes.
         if not tokens:
-            orjson.dumps(asked)
+            orjson.dumps(engine_request)
             orjson.loads(reply.body)
         marks.append(time.thread_time())
-        found.append(
+        rows.append(
             {
                 "wall_ms": 1000 * (wall - engine),
                 "cpu_ms": 1000 * used,
@@ -89,16 +89,16 @@ async def _conversation(
                 "body_parse_cpu_ms": 1000 * (marks[1] - marks[0]),
                 "engine_json_cpu_ms": 1000 * (marks[2] - marks[1]),
                 "body_kib": len(body) / 1024,
-                "engine_body_kib": len(same) / 1024,
+                "engine_body_kib": len(engine_body) / 1024,
                 "prompt_tokens": float(usage["prompt_tokens"]),
             }
         )
     closed = await talk.close()
     if closed is not None and len(closed["trajectories"]) != 1:
         raise RuntimeError(f"one conversation became {len(closed['trajectories'])} trajectories")
-    for one in (connection, direct, raw):
-        one.close()
-    return found
+    for opened in (connection, direct, raw):
+        opened.close()
+    return rows
 
 
 async def _timed(connection: Connection, path: str, body: bytes) -> tuple[float, Reply]:

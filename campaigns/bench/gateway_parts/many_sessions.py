@@ -31,9 +31,9 @@ async def held(door: Door, sessions: int, turns: int, sampled: int | None) -> di
     closed = await _through(door, sessions, turns, errors, remember)
     seconds = time.perf_counter() - begin
     bad = 0
-    for one in closed:
-        rows = (one or {}).get("trajectories")
-        bad += not isinstance(rows, list) or len(rows) != 1 or one is None or one["turns"] != turns
+    for summary in closed:
+        rows = (summary or {}).get("trajectories")
+        bad += not isinstance(rows, list) or len(rows) != 1 or summary is None or summary["turns"] != turns
         if isinstance(rows, list) and rows and sampled is not None:
             bad += sum(rows[0]["response_mask"]) != turns * sampled
     return {
@@ -50,7 +50,7 @@ async def held(door: Door, sessions: int, turns: int, sampled: int | None) -> di
     }
 
 
-async def _through(door: Door, sessions: int, turns: int, errors: list[str], remember: Any) -> list[Any]:
+async def _through(door: Door, sessions: int, turns: int, errors: list[str], measure_memory: Any) -> list[Any]:
     connections = [Connection(door.url) for _ in range(sessions)]
     lanes = asyncio.Semaphore(LANES)
 
@@ -74,14 +74,14 @@ async def _through(door: Door, sessions: int, turns: int, errors: list[str], rem
             return await guarded(talk.close())
 
     talks = [talk for talk in await asyncio.gather(*map(opened, range(sessions))) if talk is not None]
-    if remember is not None:
-        await remember("opened")
+    if measure_memory is not None:
+        await measure_memory("opened")
     await asyncio.gather(*map(run, talks))
-    if remember is not None:
-        await remember("after_last_turn")
+    if measure_memory is not None:
+        await measure_memory("after_last_turn")
     closed = await asyncio.gather(*map(close, talks))
-    if remember is not None:
-        await remember("finalized")
+    if measure_memory is not None:
+        await measure_memory("finalized")
     for connection in connections:
         connection.close()
     return [one for one in closed if one is not None]

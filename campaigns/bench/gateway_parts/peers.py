@@ -51,20 +51,20 @@ def _python(name: str, *installs: tuple[str, ...]) -> Path:
     """Return the interpreter of a virtual environment, made with one ``pip install`` per element of ``installs``."""
     folder = environments() / name
     python, done = folder / "bin" / "python", folder / "installed.json"
-    wanted = orjson.dumps(installs)
-    if done.is_file() and done.read_bytes() == wanted:
+    expected = orjson.dumps(installs)
+    if done.is_file() and done.read_bytes() == expected:
         return python
     commands = [[sys.executable, "-m", "venv", "--clear", str(folder)]]
     commands += [
-        [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *given] for given in installs
+        [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *args] for args in installs
     ]
     for command in commands:
         try:
             subprocess.run(command, check=True, timeout=INSTALL_S, capture_output=True)
         except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or b""
-            raise PeerMissingError(f"cannot be installed: {error}; {said.decode(errors='replace')[-300:]}") from error
-    done.write_bytes(wanted)
+            tail = getattr(error, "stderr", None) or b""
+            raise PeerMissingError(f"cannot be installed: {error}; {tail.decode(errors='replace')[-300:]}") from error
+    done.write_bytes(expected)
     return python
 
 
@@ -127,13 +127,13 @@ def uni_agent(engine: str, policy: Path, folder: Path, source: str | None) -> It
     command = [str(python), str(HERE / "uni_agent_app.py"), source, str(policy), engine, str(address)]
     with child(command, environment={"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}, log=log) as process:
         try:
-            url = _told(address, process)
+            url = _read_address(address, process)
         except RuntimeError as error:
             raise PeerMissingError(f"does not start: {error}; {log.read_text(errors='replace')[-300:]}") from error
         yield UniAgentDoor(Running(url, process.pid))
 
 
-def _told(file: Path, process: subprocess.Popen[bytes]) -> str:
+def _read_address(file: Path, process: subprocess.Popen[bytes]) -> str:
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         if file.is_file() and (url := file.read_text()):

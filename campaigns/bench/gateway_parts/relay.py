@@ -26,34 +26,34 @@ async def compared(
     proxies. ``asked``: the parameters with which a caller requests ids and logprobs from the door."""
     assert door.server is not None
     through = Connection(door.url)
-    past = {name: Connection(proxy.url) for name, proxy in proxies.items()}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("gateway", *proxies)}
+    direct = {name: Connection(proxy.url) for name, proxy in proxies.items()}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ("gateway", *proxies)}
     sizes: dict[str, int] = {}
     for number in range(rounds + 1):
         talk = await door.open(through, number, **asked)
         assert isinstance(talk, ChatTalk)
-        one, reply = await _timed(door.server, through, talk.path, talk.chat.body(), talk.headers)
+        cost, reply = await _timed(door.server, through, talk.path, talk.chat.body(), talk.headers)
         _check(reply)
         sizes["reply_kib"] = len(reply.body) // 1024
         raw = completion_body([1234] * 1500) if tokens else Chat(number, logprobs=True).body()
-        spent = {"gateway": one}
+        spent = {"gateway": cost}
         for name, proxy in proxies.items():
-            spent[name], reply = await _timed(proxy, past[name], "/v1/completions" if tokens else CHAT, raw, "")
+            spent[name], reply = await _timed(proxy, direct[name], "/v1/completions" if tokens else CHAT, raw, "")
             sizes["engine_kib"] = len(reply.body) // 1024
         await talk.close()
-        for name, one in spent.items():
+        for name, cost in spent.items():
             if number:  # the first is a warm-up
-                found[name].append(one)
-    for connection in (through, *past.values()):
+                samples[name].append(cost)
+    for connection in (through, *direct.values()):
         connection.close()
-    told: dict[str, Any] = {"tokens": TOKENS, **sizes, "rounds": rounds}
-    for at, what in enumerate(("wall", "cpu")):
-        medians = {name: statistics.median(pair[at] for pair in pairs) for name, pairs in found.items()}
+    figures: dict[str, Any] = {"tokens": TOKENS, **sizes, "rounds": rounds}
+    for at, measure in enumerate(("wall", "cpu")):
+        medians = {name: statistics.median(pair[at] for pair in pairs) for name, pairs in samples.items()}
         for name, median in medians.items():
-            told[f"{name}_{what}_ms"] = round(1000 * median, 2)
+            figures[f"{name}_{measure}_ms"] = round(1000 * median, 2)
             if name != "gateway":
-                told[f"{what}_over_{name}"] = round(medians["gateway"] / median, 3)
-    return told
+                figures[f"{measure}_over_{name}"] = round(medians["gateway"] / median, 3)
+    return figures
 
 
 async def _timed(

@@ -71,27 +71,27 @@ async def lost(
     """Return, by door's name, the throughput lost in each pair (door, the engine itself). Rounds alternate between
     doors; a door's loss is the median over rounds."""
     doors = [*dict.fromkeys(door for pair in pairs for door in pair)]
-    found: dict[Door, list[Round]] = {door: [] for door in doors}
+    rounds_by_door: dict[Door, list[Round]] = {door: [] for door in doors}
     for _ in range(rounds):
         for door in doors:
             await before_each()
-            found[door].append(await measured(door, callers, turns, spread_s))
-    told = {}
+            rounds_by_door[door].append(await measured(door, callers, turns, spread_s))
+    results = {}
     for door, engine in pairs:
-        ours, theirs = found[door], found[engine]
-        losses = [1 - one.rate / other.rate for one, other in zip(ours, theirs, strict=True)]
-        told[door.name] = {
+        door_rounds, engine_rounds = rounds_by_door[door], rounds_by_door[engine]
+        losses = [1 - each.rate / other.rate for each, other in zip(door_rounds, engine_rounds, strict=True)]
+        results[door.name] = {
             "lost_share": round(statistics.median(losses), 4),
             "lost_share_by_round": [round(loss, 4) for loss in losses],
-            "calls_per_s": round(statistics.median(one.rate for one in ours), 1),
-            "engine_calls_per_s": round(statistics.median(one.rate for one in theirs), 1),
-            "p50_ms": round(statistics.median(one.p50_ms for one in ours), 1),
-            "p99_ms": round(statistics.median(one.p99_ms for one in ours), 1),
-            "engine_p50_ms": round(statistics.median(one.p50_ms for one in theirs), 1),
-            "engine_p99_ms": round(statistics.median(one.p99_ms for one in theirs), 1),
-            "failed": sum(one.failed for one in ours),
+            "calls_per_s": round(statistics.median(each.rate for each in door_rounds), 1),
+            "engine_calls_per_s": round(statistics.median(each.rate for each in engine_rounds), 1),
+            "p50_ms": round(statistics.median(each.p50_ms for each in door_rounds), 1),
+            "p99_ms": round(statistics.median(each.p99_ms for each in door_rounds), 1),
+            "engine_p50_ms": round(statistics.median(each.p50_ms for each in engine_rounds), 1),
+            "engine_p99_ms": round(statistics.median(each.p99_ms for each in engine_rounds), 1),
+            "failed": sum(each.failed for each in door_rounds),
         }
         if door.server is not None:
-            cpu = statistics.median(1000 * (one.cpu_s or 0.0) / one.calls for one in ours)
-            told[door.name]["cpu_ms_per_call"] = round(cpu, 3)
-    return told
+            cpu = statistics.median(1000 * (each.cpu_s or 0.0) / each.calls for each in door_rounds)
+            results[door.name]["cpu_ms_per_call"] = round(cpu, 3)
+    return results

@@ -68,8 +68,8 @@ class Life:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     async def create(self) -> None:
-        made = (await self._create()).json
-        self.path, self.token = f"/v1/sandboxes/{made['sandbox']['sandbox_id']}", made["lease"]["token"]
+        created = (await self._create()).json
+        self.path, self.token = f"/v1/sandboxes/{created['sandbox']['sandbox_id']}", created["lease"]["token"]
 
     async def run(self) -> None:
         await self._run(self.token, "")
@@ -140,13 +140,13 @@ class Life:
 
     async def take_back(self) -> None:
         """Take back a create by its key, before or after the create arrived."""
-        made = set()
+        created_ids = set()
         if self.draw.random() < 0.5:
-            made.add((await self._create()).json["sandbox"]["sandbox_id"])
+            created_ids.add((await self._create()).json["sandbox"]["sandbox_id"])
         await self.client.ask(
             "DELETE", f"/v1/sandboxes?idempotency_key={self.key}", headers=self.stage.broker.caller(), copies=2
         )
-        self.promises.closed |= made
+        self.promises.closed |= created_ids
         try:
             await self._create()
         except RefusedError as error:
@@ -162,43 +162,43 @@ class Life:
         body = {"spec": self.stage.spec(), "ttl_s": LEASE_S, "labels": self.stage.labels(self.key)}
         return await self.client.ask("POST", "/v1/sandboxes", headers=headers, body=body, copies=self._copies())
 
-    async def _run(self, token: str, fed: str) -> None:
+    async def _run(self, token: str, stdin: str) -> None:
         mark, lines = f"x-{uuid.uuid4().hex}", self.draw.choice((1, 5, 40, 3000))
         pause = "sleep 0.05; " if 1 < lines <= 40 and self.draw.random() < 0.6 else ""
         command = (
             f"{RunCounter.shell(mark)}; i=0; while [ $i -lt {lines} ]; do echo {mark} $i; {pause}i=$((i+1)); done;"
-            f" {'cat; ' if fed else ''}echo {mark} >&2; exit 3"
+            f" {'cat; ' if stdin else ''}echo {mark} >&2; exit 3"
         )
-        body = {"command": command, **({"stdin": "attached"} if fed else {})}
+        body = {"command": command, **({"stdin": "attached"} if stdin else {})}
         await self._ask("PUT", f"/execs/{mark}", token=token, body=body, copies=self._copies())
-        if fed:
+        if stdin:
             headers = {"Content-Type": "application/octet-stream"}
-            await self._ask("PUT", f"/execs/{mark}/stdin", token=token, data=fed.encode(), headers=headers)
-        stdout = "".join(f"{mark} {i}\n" for i in range(lines)) + fed
+            await self._ask("PUT", f"/execs/{mark}/stdin", token=token, data=stdin.encode(), headers=headers)
+        stdout = "".join(f"{mark} {i}\n" for i in range(lines)) + stdin
         await self._read(mark, token, {"stdout": stdout.encode(), "stderr": f"{mark}\n".encode()}, whole=True)
 
     async def _read(self, mark: str, token: str, expected: Mapping[str, bytes], *, whole: bool) -> None:
         """Read an output to its end and check it. ``whole``: the command must exit by itself, unless it is lost."""
-        said = Said()
+        output = Said()
         place = f"{self.path}/execs/{mark}/output"
         try:
-            await self.client.read(place, token, said)
+            await self.client.read(place, token, output)
         except RefusedError as error:
             if error.code in ("offset_out_of_range", "output_gone", "exec_not_found"):
                 self.ledger.lost_output.append(str(error))
                 return
             raise
-        assert said.end is not None
-        self.promises.ended[mark] = said.end["outcome"]
+        assert output.end is not None
+        self.promises.ended[mark] = output.end["outcome"]
         # With the owner's token: a borrower's may be fenced before `reread` uses it.
-        self.promises.outputs.append((place, self.token, said))
+        self.promises.outputs.append((place, self.token, output))
         for stream, all_of_it in expected.items():
-            received = getattr(said, stream)
-            is_right = received == all_of_it if said.end["outcome"] == "exited" else all_of_it.startswith(received)
-            if not is_right or (whole and said.end["outcome"] not in ("exited", "lost")):
-                self.ledger.wrong_output.append(f"{place} {stream}: {len(received)} bytes, {said.end}")
-        if said.end["outcome"] == "exited" and said.end["return_code"] != 3:
-            self.ledger.wrong_output.append(f"{place}: {said.end}")
+            received = getattr(output, stream)
+            is_right = received == all_of_it if output.end["outcome"] == "exited" else all_of_it.startswith(received)
+            if not is_right or (whole and output.end["outcome"] not in ("exited", "lost")):
+                self.ledger.wrong_output.append(f"{place} {stream}: {len(received)} bytes, {output.end}")
+        if output.end["outcome"] == "exited" and output.end["return_code"] != 3:
+            self.ledger.wrong_output.append(f"{place}: {output.end}")
 
     async def _ask(
         self, method: str, below: str, *, token: str = "", headers: Mapping[str, str] | None = None, **options: Any
@@ -212,14 +212,14 @@ class Life:
 
 async def reread(client: Client, promises: Promises, ledger: Ledger) -> None:
     """Read every received output again: it must not have changed."""
-    for place, token, said in promises.outputs:
+    for place, token, output in promises.outputs:
         again = Said()
         try:
             await client.read(place, token, again)
         except RefusedError as error:
             ledger.lost_output.append(str(error))
             continue
-        if (again.end, again.stderr, again.stdout) != (said.end, said.stderr, said.stdout):
+        if (again.end, again.stderr, again.stdout) != (output.end, output.stderr, output.stdout):
             ledger.lost_output.append(
-                f"{place}: {said.offset} bytes and {said.end} became {again.offset}, {again.end}"
+                f"{place}: {output.offset} bytes and {output.end} became {again.offset}, {again.end}"
             )

@@ -66,9 +66,9 @@ class Scene:
         return mark
 
     async def said(self, mark: str) -> Said:
-        said = Said()
-        await self.direct.read(f"{self.box}/execs/{mark}/output", self.token, said)
-        return said
+        out = Said()
+        await self.direct.read(f"{self.box}/execs/{mark}/output", self.token, out)
+        return out
 
     async def told(self, command: str) -> str:
         """Run a command and return what it prints."""
@@ -135,11 +135,11 @@ async def create(scene: Scene) -> tuple[Call, Check]:
     async def check(answers: Sequence[Answer]) -> str | None:
         if wrong := await only(200, 201)(answers):
             return wrong
-        told = {(answer.json["sandbox"]["sandbox_id"], answer.json["lease"]["token"]) for answer in answers}
+        promised = {(answer.json["sandbox"]["sandbox_id"], answer.json["lease"]["token"]) for answer in answers}
         made = [box for box in await scene.stage.inventory.boxes() if box.key == key]
         await scene.ask("DELETE", f"/v1/sandboxes?idempotency_key={key}", caller(scene))
         scene.gone |= {box.sandbox_id for box in made}
-        return None if len(made) == len(told) == 1 else f"key {key}: {made}, told {told}"
+        return None if len(made) == len(promised) == 1 else f"key {key}: {made}, told {promised}"
 
     return Call("POST", "/v1/sandboxes", headers, orjson.dumps(body)), check
 
@@ -202,8 +202,8 @@ async def _fencing(scene: Scene, below: Callable[[str], str]) -> tuple[Call, Che
     lease = (await scene.ask("POST", f"{scene.box}/leases", scene.bearer, body={"scope": "operate"})).json
 
     async def check(answers: Sequence[Answer]) -> str | None:
-        held = await scene.direct.once("GET", scene.box, {"Authorization": f"Bearer {lease['token']}"})
-        fenced = held is not None and held.status == 409
+        response = await scene.direct.once("GET", scene.box, {"Authorization": f"Bearer {lease['token']}"})
+        fenced = response is not None and response.status == 409
         return await only(204)(answers) or (None if fenced else "the borrower is still let in")
 
     return scene.on_box("DELETE", below(lease["lease_id"])), check
@@ -224,8 +224,8 @@ async def submit(scene: Scene) -> tuple[Call, Check]:
     mark = f"x-{uuid.uuid4().hex}"
 
     async def check(answers: Sequence[Answer]) -> str | None:
-        said = await scene.said(mark)
-        wrong = None if (said.stdout, said.end and said.end["return_code"]) == (b"ran\n", 3) else f"{mark}: {said}"
+        out = await scene.said(mark)
+        wrong = None if (out.stdout, out.end and out.end["return_code"]) == (b"ran\n", 3) else f"{mark}: {out}"
         return await only(200, 201)(answers) or wrong or await scene.ran_once(mark)
 
     return scene.on_box("PUT", f"/execs/{mark}", {"command": f"{RunCounter.shell(mark)}; echo ran; exit 3"}), check
@@ -237,8 +237,8 @@ async def feed(scene: Scene) -> tuple[Call, Check]:
 
     async def check(answers: Sequence[Answer]) -> str | None:
         wrong = await only(200)(answers)
-        said = await scene.said(mark)
-        return wrong or (None if said.stdout == data else "other input") or await scene.ran_once(mark)
+        out = await scene.said(mark)
+        return wrong or (None if out.stdout == data else "other input") or await scene.ran_once(mark)
 
     return scene.on_box("PUT", f"/execs/{mark}/stdin", data, **{"Content-Type": "application/octet-stream"}), check
 
@@ -271,8 +271,8 @@ async def signal(scene: Scene) -> tuple[Call, Check]:
     mark = await scene.submit("exec sleep 300")
 
     async def check(answers: Sequence[Answer]) -> str | None:
-        said = await scene.said(mark)
-        wrong = None if said.end and said.end["outcome"] == "signaled" else f"{mark}: {said.end}"
+        out = await scene.said(mark)
+        wrong = None if out.end and out.end["outcome"] == "signaled" else f"{mark}: {out.end}"
         return await only(204)(answers) or wrong
 
     return scene.on_box("POST", f"/execs/{mark}/signal", {"signal": 9}), check
@@ -339,9 +339,9 @@ async def commit(scene: Scene) -> tuple[Call, Check]:
     name = f"faults-{uuid.uuid4().hex}"
 
     async def check(answers: Sequence[Answer]) -> str | None:
-        seen = await scene.direct.once("GET", f"/v1/images/{name}", caller(scene))
+        response = await scene.direct.once("GET", f"/v1/images/{name}", caller(scene))
         await scene.ask("DELETE", f"/v1/images/{name}", caller(scene))
-        there = seen is not None and seen.status == 200 and seen.json["labels"] == {"a": "b"}
-        return await only(201)(answers) or (None if there else f"no image: {seen}")
+        there = response is not None and response.status == 200 and response.json["labels"] == {"a": "b"}
+        return await only(201)(answers) or (None if there else f"no image: {response}")
 
     return scene.on_box("POST", "/images", {"image": name, "labels": {"a": "b"}}), check

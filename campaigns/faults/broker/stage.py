@@ -49,9 +49,9 @@ class RunCounter:
         return f"echo {mark} > {COUNTER_IN_BOX}/pipe"
 
     def _read(self) -> None:
-        rest = b""
+        partial = b""
         while True:
-            *lines, rest = (rest + os.read(self._pipe, 65536)).split(b"\n")
+            *lines, partial = (partial + os.read(self._pipe, 65536)).split(b"\n")
             for line in lines:
                 if line == b"stop":
                     return
@@ -81,18 +81,18 @@ class Inventory:
         self.provider, self.scope, self.identity = provider, scope, identity
 
     async def boxes(self) -> list[BackendBox]:
-        found = await self.provider.list({BROKER_LABEL: self.identity})
+        infos = await self.provider.list({BROKER_LABEL: self.identity})
         return [
             BackendBox(info.sandbox_id, info.labels.get(SANDBOX_LABEL, ""), info.labels.get("faults.key", ""))
-            for info in found
+            for info in infos
         ]
 
     def physical(self) -> set[str]:
         """Backend ids of the boxes that exist as files or containers, whether the provider lists them or not."""
         if self.scope.docker_host is None:
             return {path.name for path in self.scope.state_dir.glob("*/boxes/*") if not path.name.startswith(".")}
-        wanted = f"label={BROKER_LABEL}={self.identity}"
-        command = ["docker", "-H", self.scope.docker_host, "ps", "-aq", "--no-trunc", "--filter", wanted]
+        label_filter = f"label={BROKER_LABEL}={self.identity}"
+        command = ["docker", "-H", self.scope.docker_host, "ps", "-aq", "--no-trunc", "--filter", label_filter]
         return {*subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()}
 
     async def residue(self, within_s: float = 30.0) -> dict[str, list[str]]:

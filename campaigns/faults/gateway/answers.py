@@ -23,15 +23,15 @@ def check(path: str, status: int, headers: dict[str, str], body: bytes) -> None:
         orjson.loads(body)
         return
     try:
-        said = orjson.loads(body)
+        content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise WrongAnswerError(f"{path}: {status} without JSON: {body[:300]!r}") from error
     dialect = dialect_of(path)
     if dialect is None:
-        whole = kind.startswith("application/problem+json") and {"code", "detail", "status"} <= set(said)
+        has_form = kind.startswith("application/problem+json") and {"code", "detail", "status"} <= set(content)
     elif dialect is Dialect.MESSAGES:
-        whole = said.get("type") == "error" and set(said["error"]) == {"type", "message"}
+        has_form = content.get("type") == "error" and set(content["error"]) == {"type", "message"}
     else:
-        whole = set(said) == {"error"} and set(said["error"]) == {"message", "type", "param", "code"}
-    if not whole:
+        has_form = set(content) == {"error"} and set(content["error"]) == {"message", "type", "param", "code"}
+    if not has_form:
         raise WrongAnswerError(f"{path}: {status} in no known form: {body[:300]!r}")

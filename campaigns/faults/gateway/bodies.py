@@ -205,10 +205,10 @@ def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
     """``valid`` with one to four changes: values replaced, removed, copied elsewhere, wrapped, doubled or added."""
     body = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 4))):
-        found = [*places(body)]
-        if not found:
+        locations = [*places(body)]
+        if not locations:
             break
-        *path, last = draw(st.sampled_from(found))
+        *path, last = draw(st.sampled_from(locations))
         parent: Any = body
         for key in path:
             parent = parent[key]
@@ -220,7 +220,7 @@ def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
         elif change == "wrap":
             parent[last] = [parent[last]] if draw(st.booleans()) else {"type": parent[last]}
         elif change == "swap":
-            *other_path, other = draw(st.sampled_from(found))
+            *other_path, other = draw(st.sampled_from(locations))
             value: Any = body
             for key in (*other_path, other):
                 value = value[key]

@@ -66,16 +66,16 @@ class Client:
         try:
             async with asyncio.timeout(GIVE_UP_AFTER_S):
                 tries = 0
-                while (found := await self._try(conversation, body, tries)) is None:
+                while (received := await self._try(conversation, body, tries)) is None:
                     tries += 1
                     await asyncio.sleep(RETRY_DELAY_S)
         finally:
             self.asking = False
-        if found.call_id in self.begun_before_hit:
+        if received.call_id in self.begun_before_hit:
             self.given_again += 1
         self.begun_before_hit = frozenset()
-        self.received.append(found)
-        return found
+        self.received.append(received)
+        return received
 
     async def _try(self, conversation: Conversation, body: dict[str, Any], tries: int) -> Received | None:
         headers = {"Authorization": f"Bearer {self.opened['inference_token']}"}
@@ -92,9 +92,9 @@ class Client:
             self.statuses[str(reply.status)] += 1
             self.refusals.append((reply.status, dict(reply.headers), data))
             return None
-        found = conversation.received(data, stream=self.stream)
-        self.statuses["200" if found else "cut off"] += 1
-        return found
+        received = conversation.received(data, stream=self.stream)
+        self.statuses["200" if received else "cut off"] += 1
+        return received
 
     async def finalize(self) -> dict[str, Any]:
         return await self._control(f"/sessions/{self.opened['session_id']}/finalize", {"reward": 1.0})
@@ -116,9 +116,9 @@ class Client:
                         if reply.status == 200:
                             answer: dict[str, Any] = await reply.json()
                             return answer
-                        said = await reply.text()
+                        error_text = await reply.text()
                     if reply.status < 500:
-                        raise AssertionError(f"{path} was answered with {reply.status}: {said}")
+                        raise AssertionError(f"{path} was answered with {reply.status}: {error_text}")
                 except (aiohttp.ClientError, ConnectionError):
                     pass
                 await asyncio.sleep(RETRY_DELAY_S)

@@ -65,20 +65,20 @@ def events(data: bytes) -> Iterator[dict[str, Any] | str]:
 def whole_reply(dialect: Dialect, data: bytes) -> dict[str, Any] | None:
     """Return the reply that a stream carries, or ``None`` if the stream is incomplete. Raises `ValueError` for a
     stream that reports a failure."""
-    told = [*events(data)]
-    for event in told:
+    parsed = [*events(data)]
+    for event in parsed:
         if isinstance(event, dict) and (event.get("type") == "response.failed" or event.get("error")):
             raise ValueError(f"the stream failed: {event}")
     if dialect is Dialect.CHAT:
-        return _joined_chat([event for event in told if isinstance(event, dict)]) if "[DONE]" in told else None
-    last = told[-1] if told else None
+        return _joined_chat([event for event in parsed if isinstance(event, dict)]) if "[DONE]" in parsed else None
+    last = parsed[-1] if parsed else None
     if not isinstance(last, dict):
         return None
     if dialect is Dialect.RESPONSES:
         return last["response"] if last["type"] in ("response.completed", "response.incomplete") else None
     if last["type"] != "message_stop":
         return None
-    return _joined_message([event for event in told if isinstance(event, dict)])
+    return _joined_message([event for event in parsed if isinstance(event, dict)])
 
 
 def _joined_chat(chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -93,10 +93,10 @@ def _joined_chat(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": chunks[0]["id"], "choices": [{"message": message, "finish_reason": finish}]}
 
 
-def _joined_message(told: list[dict[str, Any]]) -> dict[str, Any]:
-    message = next(event["message"] for event in told if event["type"] == "message_start")
+def _joined_message(stream: list[dict[str, Any]]) -> dict[str, Any]:
+    message = next(event["message"] for event in stream if event["type"] == "message_start")
     content: list[dict[str, Any]] = []
-    for event in told:
+    for event in stream:
         if event["type"] == "content_block_start":
             content.append(dict(event["content_block"]))
         elif event["type"] == "content_block_delta":

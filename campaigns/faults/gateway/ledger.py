@@ -47,16 +47,16 @@ def compare(clients: Sequence[Client], summaries: Sequence[Mapping[str, Any]], l
         counts = Counter(call_id for call_id, _ in turns)
         committed |= set(counts)
         received = [answer.call_id for answer in client.received]
-        ledger.lost += [f"{client.tag}: {one}" for one in received if one not in counts]
-        ledger.doubled += [f"{client.tag}: {one} × {n}" for one, n in counts.items() if n > 1]
-        ledger.doubled += [f"{client.tag}: {one} was never received" for one in counts if one not in received]
-        ledger.doubled += [f"{client.tag}: {one} received twice" for one, n in Counter(received).items() if n > 1]
+        ledger.lost += [f"{client.tag}: {call}" for call in received if call not in counts]
+        ledger.doubled += [f"{client.tag}: {call} × {n}" for call, n in counts.items() if n > 1]
+        ledger.doubled += [f"{client.tag}: {call} was never received" for call in counts if call not in received]
+        ledger.doubled += [f"{client.tag}: {call} received twice" for call, n in Counter(received).items() if n > 1]
         if len(summary["trajectories"]) != 1:
             reasons = [row["split_reason"] for row in summary["trajectories"]]
             ledger.split.append(f"{client.tag}: {reasons}")
         texts = dict(turns)
         for answer in client.received:
-            ids = [one for one in texts.get(answer.call_id, []) if one not in policy.stop_ids]
+            ids = [token for token in texts.get(answer.call_id, []) if token not in policy.stop_ids]
             if answer.call_id in texts and answer.text.strip() not in policy.decode(ids):
                 ledger.changed.append(f"{client.tag}: {answer.text!r} is not {policy.decode(ids)!r}")
     calls = read_log(log)

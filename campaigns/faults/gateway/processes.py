@@ -63,7 +63,7 @@ class GatewayProcess:
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen(4096)
         self.port = self._listener.getsockname()[1]
-        given = {
+        server_config = {
             "entrypoint": "app.py",
             "host": "127.0.0.1",
             "port": self.port,
@@ -75,7 +75,7 @@ class GatewayProcess:
             "journal_dir": str(self.journal),
             **block,
         }
-        self._config = {NAME: {"responses_api_models": {"gateway": given}}}
+        self._config = {NAME: {"responses_api_models": {"gateway": server_config}}}
 
     @property
     def url(self) -> str:
@@ -119,12 +119,12 @@ class GatewayProcess:
         for fd in (launch_fd, environment_fd, writing):
             os.close(fd)
         try:
-            told = _first_line(reading, began + START_TIMEOUT_S)
+            line = _first_line(reading, began + START_TIMEOUT_S)
         finally:
             os.close(reading)
-        if told != b"ready\n":
+        if line != b"ready\n":
             self.kill()
-            raise RuntimeError(f"the gateway did not start ({told!r}):\n{self.log_path.read_text()[-4000:]}")
+            raise RuntimeError(f"the gateway did not start ({line!r}):\n{self.log_path.read_text()[-4000:]}")
         self.starts += 1
         return time.monotonic() - began
 
@@ -156,11 +156,11 @@ def policy_in(folder: Path, family: str = "chatml_think") -> Path:
 
 
 def _first_line(fd: int, deadline: float) -> bytes:
-    told = b""
-    while not told.endswith(b"\n"):
+    line = b""
+    while not line.endswith(b"\n"):
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         piece = os.read(fd, 4096) if ready else b""
         if not piece:
             break
-        told += piece
-    return told
+        line += piece
+    return line

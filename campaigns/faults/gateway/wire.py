@@ -55,13 +55,13 @@ class Call:
     async def read_bytes(self, count: int) -> bytes:
         """Read exactly ``count`` more bytes, or fewer at the end of the response."""
         loop = asyncio.get_running_loop()
-        found = b""
-        while len(found) < count and not _is_whole(self.read + found):
-            if not (piece := await loop.sock_recv(self.sock, count - len(found))):
+        data = b""
+        while len(data) < count and not _is_whole(self.read + data):
+            if not (piece := await loop.sock_recv(self.sock, count - len(data))):
                 break
-            found += piece
-        self.read += found
-        return found
+            data += piece
+        self.read += data
+        return data
 
     @property
     def is_whole(self) -> bool:
@@ -103,9 +103,9 @@ def _is_whole(answer: bytes) -> bool:
 
 
 def _unchunked(body: bytes) -> bytes:
-    found = b""
+    data = b""
     while body:
         size, _, body = body.partition(b"\r\n")
-        found += body[: int(size, 16)]
+        data += body[: int(size, 16)]
         body = body[int(size, 16) + 2 :]
-    return found
+    return data

@@ -143,13 +143,13 @@ async def _controls(provider: SandboxProvider, image: PreparedImage, row: SweBen
     """Return the row's controls. Controls of a derived row are made when the row is first played."""
     store = ControlStore()
     async with _making:
-        found = store.load(row, image.content)
-        if found is None:
+        controls = store.load(row, image.content)
+        if controls is None:
             labels = box_labels(run="tampering-controls", rollout=row.instance_id, attempt=1, role=SandboxRole.EVAL)
             site = EvalSite(provider, image.name, image.env, labels, RESOURCES, timeout_s=EVAL_TIMEOUT_S)
-            found = await Maker(site, row, image.content).make()
-            store.save(row, found)
-    return found
+            controls = await Maker(site, row, image.content).make()
+            store.save(row, controls)
+    return controls
 
 
 async def _artifact(
@@ -191,29 +191,31 @@ def upper_bound(found: int, tries: int) -> float:
 
 def figures(played: Sequence[Played], entries: Sequence[Entry]) -> dict[str, Any]:
     fooling = {entry.id for entry in entries if entry.finding}
-    attacks = [one for one in played if one.kind == "attack"]
-    honest = [one for one in played if one.kind == "honest"]
-    false_findings = sum(bool(one.findings) for one in honest)
-    attacked = {one.id for one in attacks}
-    gained = {one.id: one.source for one in attacks if one.reward}
-    costs = [one.controls_s / one.official_s for one in played if one.official and one.controls_s and one.official_s]
+    attacks = [case for case in played if case.kind == "attack"]
+    honest = [case for case in played if case.kind == "honest"]
+    false_findings = sum(bool(case.findings) for case in honest)
+    attacked = {case.id for case in attacks}
+    gained = {case.id: case.source for case in attacks if case.reward}
+    costs = [
+        case.controls_s / case.official_s for case in played if case.official and case.controls_s and case.official_s
+    ]
     return {
         "attacks": len(attacked),
-        "attacks_by_source": dict(Counter(source for _, source in {(one.id, one.source) for one in attacks})),
+        "attacks_by_source": dict(Counter(source for _, source in {(case.id, case.source) for case in attacks})),
         "attack_plays": len(attacks),
         "gains": len(gained),
         "open_gains": sum(entry.open and entry.id in gained for entry in entries),
         "gains_by_source": dict(Counter(gained.values())),
         # An attack that the official run did not resolve earns nothing: a play with bad luck needs no finding.
-        "missed_findings": sum(bool(one.official) and not one.findings for one in attacks),
-        "vain": len(fooling & attacked - {one.id for one in attacks if one.official or one.findings}),
-        "official_fooled": sum(bool(one.official) for one in attacks),
+        "missed_findings": sum(bool(case.official) and not case.findings for case in attacks),
+        "vain": len(fooling & attacked - {case.id for case in attacks if case.official or case.findings}),
+        "official_fooled": sum(bool(case.official) for case in attacks),
         "honest": len(honest),
         "false_findings": false_findings,
         "false_finding_rate": round(false_findings / len(honest), 4) if honest else 0.0,
         "false_finding_rate_95": round(upper_bound(false_findings, len(honest)), 4),
-        "lost_rewards": sum(one.reward != 1.0 for one in honest),
-        "broken_grader": sum(one.problem is not None for one in played),
+        "lost_rewards": sum(case.reward != 1.0 for case in honest),
+        "broken_grader": sum(case.problem is not None for case in played),
         "control_cost_ratio": round(statistics.median(costs), 2) if costs else 0.0,
     }
 
@@ -230,8 +232,8 @@ async def campaign(
     """Prepare the instances, play the corpus (or some of it) and return figures, bars and every result."""
     rows = example_rows()
     entries = select(load_corpus(sorted(rows)), only, source)
-    wanted = ",".join(sorted({entry.instance for entry in entries}))
-    await prepare(Options.parse([f"rows={ROWS}", f"sandbox={sandbox}", f"instances={wanted}"]))
+    instances = ",".join(sorted({entry.instance for entry in entries}))
+    await prepare(Options.parse([f"rows={ROWS}", f"sandbox={sandbox}", f"instances={instances}"]))
     provider = create_provider(sandbox)
     slots = asyncio.Semaphore(concurrency)
     loop_watch = LoopWatch()

@@ -64,20 +64,20 @@ class RowChange:
             new = new.replace(text, other)
         dropped: set[str] = set()
         if self.files:
-            wanted = set(self.files)
-            new = joined([one for one in split_patch(new.encode()) if not wanted.isdisjoint(one.paths)]).decode()
-            dropped = paths_of(old.encode()) - wanted
+            files = set(self.files)
+            new = joined([part for part in split_patch(new.encode()) if not files.isdisjoint(part.paths)]).decode()
+            dropped = paths_of(old.encode()) - files
         script = str(row["eval_script"]).replace(old, new)
         for path in dropped:
             script = re.sub(rf" {re.escape(path)}(?= |$)", "", script, flags=re.MULTILINE)
         return {**row, "test_patch": new, "eval_script": script, **self._expected(row)}
 
     def _expected(self, row: Mapping[str, Any]) -> dict[str, str]:
-        kept: dict[str, str] = {}
+        expected: dict[str, str] = {}
         for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):
             tests = json.loads(row[name])
-            kept[name] = json.dumps([test for test in tests if not self.tests or test.startswith(self.tests)])
-        return kept
+            expected[name] = json.dumps([test for test in tests if not self.tests or test.startswith(self.tests)])
+        return expected
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ def load_corpus(instances: Sequence[str], directory: Path = DIRECTORY) -> list[E
         ValueError: a file has another version, or an entry is invalid.
     """
     entries = [entry for path in sorted(directory.glob("*.yaml")) for entry in _entries_of(path, instances)]
-    seen: set[str] = set()
+    ids: set[str] = set()
     for entry in entries:
-        if entry.id in seen:
+        if entry.id in ids:
             raise ValueError(f"corpus: two entries are called {entry.id!r}")
-        seen.add(entry.id)
+        ids.add(entry.id)
     return entries
 
 
@@ -138,11 +138,11 @@ def _entries_of(path: Path, instances: Sequence[str]) -> Iterator[Entry]:
         if "row" in fields:
             fields["row"] = RowChange.of(fields["row"])
         if fields.pop("everywhere", False):
-            some = Entry(instance="", **fields)
-            found = [replace(some, id=f"{some.id}@{instance}", instance=instance) for instance in instances]
+            template = Entry(instance="", **fields)
+            entries = [replace(template, id=f"{template.id}@{instance}", instance=instance) for instance in instances]
         else:
-            found = [Entry(**fields)]
-        for entry in found:
+            entries = [Entry(**fields)]
+        for entry in entries:
             if entry.kind not in KINDS or entry.source not in SOURCES or entry.instance not in instances:
                 raise ValueError(f"{path.name}: {entry.id}: unknown kind, source or instance")
             if not entry.run and not entry.gold and entry.patch is None:

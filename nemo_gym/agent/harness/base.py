@@ -156,11 +156,11 @@ class HarnessEnded:
     def how(self) -> str:
         """A short text for an outcome's detail: ``exit status 1``, for example, and the end of standard error."""
         if self.outcome is ExecOutcome.EXITED:
-            ended = f"exit status {self.return_code}"
+            ending = f"exit status {self.return_code}"
         else:
-            ended = f"signal {self.signal}" if self.signal else str(self.outcome).replace("_", " ")
-        said = re.sub(r"\s+", " ", self.stderr).strip()
-        return f"{ended}; stderr: {said[-300:]}" if said else ended
+            ending = f"signal {self.signal}" if self.signal else str(self.outcome).replace("_", " ")
+        stderr = re.sub(r"\s+", " ", self.stderr).strip()
+        return f"{ending}; stderr: {stderr[-300:]}" if stderr else ending
 
 
 class CliHarness(ABC):

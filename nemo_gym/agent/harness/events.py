@@ -203,8 +203,8 @@ class BoundedLog:
         """The kept bytes as text, with a note of how many are missing between."""
         tail = bytes(self._tail[-self._tail_room :]) if self._tail_room else b""
         left_out = self.size - len(self._head) - len(tail)
-        hole = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
-        return (bytes(self._head) + hole + tail).decode("utf-8", "replace")
+        gap_note = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
+        return (bytes(self._head) + gap_note + tail).decode("utf-8", "replace")
 
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -274,26 +274,26 @@ class LineSplitter:
 
     def __init__(self, reader: EventReader) -> None:
         self._reader = reader
-        self._held = bytearray()
+        self._partial_line = bytearray()
         self._dropping = False
 
     def feed(self, data: bytes) -> None:
-        *lines, rest = data.split(b"\n")
+        *lines, partial = data.split(b"\n")
         for line in lines:
             if not self._dropping:
-                self._reader.feed(bytes(self._held) + line if self._held else line)
-            self._held.clear()
+                self._reader.feed(bytes(self._partial_line) + line if self._partial_line else line)
+            self._partial_line.clear()
             self._dropping = False
-        if self._dropping or len(self._held) + len(rest) > MAX_LINE_BYTES:
+        if self._dropping or len(self._partial_line) + len(partial) > MAX_LINE_BYTES:
             if not self._dropping:
                 self._reader.transcript.gap("line_too_long", f"a line of more than {MAX_LINE_BYTES} bytes")
             self._dropping = True
-            self._held.clear()
+            self._partial_line.clear()
         else:
-            self._held += rest
+            self._partial_line += partial
 
     def finish(self) -> None:
-        if self._held and not self._dropping:
-            self._reader.feed(bytes(self._held))
-        self._held.clear()
+        if self._partial_line and not self._dropping:
+            self._reader.feed(bytes(self._partial_line))
+        self._partial_line.clear()
         self._reader.finish()

@@ -55,7 +55,7 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownServer:
     """The cached description of a server."""
 
     discovered: DiscoverResult
@@ -64,7 +64,7 @@ class _Known:
     """The monotonic time in seconds until which every attempt may use ``tools``, as allowed by the server."""
 
 
-_known: dict[tuple[str, str], _Known] = {}
+_known_servers: dict[tuple[str, str], _KnownServer] = {}
 """Servers of the current protocol, by URL (without the part that names a rollout) and name. Attempts after the first
 skip the discovery of the protocol, and skip listing the tools while the server allows it."""
 MAX_KNOWN = 256
@@ -73,35 +73,35 @@ MAX_KNOWN = 256
 class McpConnection:
     """One attempt's connection to one MCP server. Its methods raise what the library raises."""
 
-    def __init__(self, session: ClientSession, known: _Known | None) -> None:
-        self._session, self._known = session, known
+    def __init__(self, session: ClientSession, known: _KnownServer | None) -> None:
+        self._session, self._known_server = session, known
 
     async def tools(self) -> Sequence[Tool]:
         """List all tools that the server offers this attempt."""
-        if self._known is not None and time.monotonic() < self._known.tools_until:
-            return self._known.tools
+        if self._known_server is not None and time.monotonic() < self._known_server.tools_until:
+            return self._known_server.tools
         page = await self._session.list_tools()
-        found, kept_s = [*page.tools], page.ttl_ms / 1000 if page.cache_scope == "public" else 0.0
+        tools, cacheable_s = [*page.tools], page.ttl_ms / 1000 if page.cache_scope == "public" else 0.0
         while page.next_cursor is not None:
             page = await self._session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
-            found += page.tools
-            kept_s = 0.0
+            tools += page.tools
+            cacheable_s = 0.0
         # To call a tool that takes arguments in headers, the library's session must have listed the tools itself.
-        if self._known is not None and not any("x-mcp-header" in str(tool.input_schema) for tool in found):
-            self._known.tools, self._known.tools_until = found, time.monotonic() + kept_s
-        return found
+        if self._known_server is not None and not any("x-mcp-header" in str(tool.input_schema) for tool in tools):
+            self._known_server.tools, self._known_server.tools_until = tools, time.monotonic() + cacheable_s
+        return tools
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
         # Bypasses the library's `call_tool`, which compiles the tool's output schema in every session, so in every
         # attempt: 0.9 ms, to validate structured content that is unused here.
-        asked = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
-        return await self._session.send_request(asked, CallToolResult, request_read_timeout_seconds=timeout_s)
+        request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
+        return await self._session.send_request(request, CallToolResult, request_read_timeout_seconds=timeout_s)
 
 
 async def connect(stack: AsyncExitStack, server: McpServer) -> McpConnection:
     """Connect to ``server`` for as long as ``stack`` is open. Raises what the library raises; a caller that cannot use
     the connection must call `forget`."""
-    if (known := _known.get(_key(server))) is not None:
+    if (known := _known_servers.get(_key(server))) is not None:
         session = ClientSession(dispatcher=PostDispatcher(server))
         session.adopt(known.discovered)
         return McpConnection(session, known)
@@ -115,16 +115,16 @@ async def connect(stack: AsyncExitStack, server: McpServer) -> McpConnection:
     )
     client = await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
     # A server of an older protocol opens a session for each client, so nothing is cached for it.
-    if (said := client.session.discover_result) is not None:
-        known = _known[_key(server)] = _Known(said)
-        if len(_known) > MAX_KNOWN:
-            _known.pop(next(iter(_known)))
+    if (discovered := client.session.discover_result) is not None:
+        known = _known_servers[_key(server)] = _KnownServer(discovered)
+        if len(_known_servers) > MAX_KNOWN:
+            _known_servers.pop(next(iter(_known_servers)))
     return McpConnection(client.session, known)
 
 
 def forget(server: McpServer) -> None:
     """Discover the protocol of ``server`` again at the next connection, because the server may have been replaced."""
-    _known.pop(_key(server), None)
+    _known_servers.pop(_key(server), None)
 
 
 def _key(server: McpServer) -> tuple[str, str]:
@@ -204,16 +204,16 @@ class SharedSessionTransport(httpx2.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         limits = request.extensions.get("timeout", {})
-        sent = [*request.headers.multi_items()]
-        inject(context := dict[str, str]())
-        sent += context.items()
+        request_headers = [*request.headers.multi_items()]
+        inject(trace_headers := dict[str, str]())
+        request_headers += trace_headers.items()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.get("connect"), sock_read=limits.get("read"))
         try:
             reply = await get_global_aiohttp_client().request(
                 request.method,
                 yarl.URL(str(request.url), encoded=True),
                 data=await request.aread(),
-                headers=sent,
+                headers=request_headers,
                 timeout=timeout,
                 allow_redirects=False,
             )

@@ -42,21 +42,21 @@ class FirstConnection:
         self._session = session
 
     async def tools(self) -> list[FirstTool]:
-        found: list[FirstTool] = []
+        tools: list[FirstTool] = []
         cursor = None
         while True:
             page = await self._session.list_tools(cursor=cursor)
-            found += [FirstTool(tool.name, tool.description, tool.inputSchema) for tool in page.tools]
+            tools += [FirstTool(tool.name, tool.description, tool.inputSchema) for tool in page.tools]
             if (cursor := page.nextCursor) is None:
-                return found
+                return tools
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> FirstResult:
         # Bypasses the library's `call_tool`, which lists the tools again to validate structured content, unused here.
         types: Any = _modules()[1]
         params = types.CallToolRequestParams(name=name, arguments=arguments)
-        asked = types.ClientRequest(types.CallToolRequest(method="tools/call", params=params))
+        request = types.ClientRequest(types.CallToolRequest(method="tools/call", params=params))
         limit = timedelta(seconds=timeout_s)
-        result = await self._session.send_request(asked, types.CallToolResult, request_read_timeout_seconds=limit)
+        result = await self._session.send_request(request, types.CallToolResult, request_read_timeout_seconds=limit)
         return FirstResult(result.content, bool(result.isError))
 
 

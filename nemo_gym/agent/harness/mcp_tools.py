@@ -61,5 +61,5 @@ def protocol_error() -> type[Exception]:
     """The exception that the library raises for a server's error response and for a timeout."""
     import mcp
 
-    found: type[Exception] = getattr(mcp, "McpError" if is_first_library() else "MCPError")
-    return found
+    error_type: type[Exception] = getattr(mcp, "McpError" if is_first_library() else "MCPError")
+    return error_type

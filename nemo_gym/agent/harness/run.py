@@ -55,10 +55,10 @@ CANDIDATES = ("/var/tmp/nemo-gym-agent", "/tmp/nemo-gym-agent", "/run/nemo-gym-a
 
 def home_candidates(workdir: str, harvest: Iterable[HarvestItem]) -> Iterator[str]:
     """Yield paths outside of the work directory and of harvested paths. Raises `AgentError` if there are none."""
-    taken = [PurePosixPath(path) for path in _harvested(harvest)]
+    occupied = [PurePosixPath(path) for path in _harvested_paths(harvest)]
     if workdir != "/":
-        taken.append(PurePosixPath(workdir))
-    free = [path for path in CANDIDATES if not any(PurePosixPath(path).is_relative_to(other) for other in taken)]
+        occupied.append(PurePosixPath(workdir))
+    free = [path for path in CANDIDATES if not any(PurePosixPath(path).is_relative_to(other) for other in occupied)]
     if not free:
         raise AgentError(
             f"there is no place in the box for the agent's own files: all of {', '.join(CANDIDATES)} are harvested"
@@ -66,7 +66,7 @@ def home_candidates(workdir: str, harvest: Iterable[HarvestItem]) -> Iterator[st
     yield from free
 
 
-def _harvested(harvest: Iterable[HarvestItem]) -> Iterator[str]:
+def _harvested_paths(harvest: Iterable[HarvestItem]) -> Iterator[str]:
     for item in harvest:
         match item:
             case GitDiffHarvest():
@@ -107,26 +107,26 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
         return AgentOutcome.MAX_TURNS, f"it asked the model for more than its {model.turns} answers"
     if ended.stopped is not None and ended.stopped[0] is AgentOutcome.MAX_TURNS:
         return ended.stopped
-    said = ended.stopped or _judgement(harness, ended)
+    judgement = ended.stopped or _harness_judgement(harness, ended)
     if model is not None and model.refused and not model.answered and not model.failing:
         # The policy never answered, so it cannot have caused this.
         if is_context_exceeded(model.last_error or ""):
-            return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit the model's context{_in(model)}"
-        if said[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED):
-            return AgentOutcome.MODEL_REFUSED, _of_the_model(model, said)
-    if model is not None and _model_failed(said[0], model):
-        return outcome_of_refusal(_last_status(model), model.last_error or ""), _of_the_model(model, said)
+            return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit the model's context{_why(model)}"
+        if judgement[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED):
+            return AgentOutcome.MODEL_REFUSED, _model_detail(model, judgement)
+    if model is not None and _model_failed(judgement[0], model):
+        return outcome_of_refusal(_last_status(model), model.last_error or ""), _model_detail(model, judgement)
     for name, door in ended.mcp_doors.items():
         if _served_nothing(door):
-            return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{_in(door)}"
+            return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{_why(door)}"
     if model is None or model.failing:
-        return said
-    if said[0] is AgentOutcome.CRASHED and model.refused and is_context_exceeded(model.last_error or ""):
+        return judgement
+    if judgement[0] is AgentOutcome.CRASHED and model.refused and is_context_exceeded(model.last_error or ""):
         return AgentOutcome.MAX_TURNS, "the conversation no longer fits the model's context"
-    if said[0] is AgentOutcome.COMPLETED and not model.answered:
-        never = "it never asked" if not model.requests else f"none of its {model.requests} requests was answered"
-        return AgentOutcome.CRASHED, f"{harness.name} says it completed without the model: {never}{_in(model)}"
-    return said
+    if judgement[0] is AgentOutcome.COMPLETED and not model.answered:
+        reason = "it never asked" if not model.requests else f"none of its {model.requests} requests was answered"
+        return AgentOutcome.CRASHED, f"{harness.name} says it completed without the model: {reason}{_why(model)}"
+    return judgement
 
 
 def within_reach(outcome: AgentOutcome, ended: HarnessEnded) -> bool:
@@ -144,16 +144,16 @@ def _served_nothing(door: DoorStatistics) -> bool:
     return bool(door.failures) and not any(status < 400 for status in door.statuses)
 
 
-def _model_failed(said: AgentOutcome, model: DoorStatistics) -> bool:
-    if said is AgentOutcome.MAX_TURNS:
+def _model_failed(outcome: AgentOutcome, model: DoorStatistics) -> bool:
+    if outcome is AgentOutcome.MAX_TURNS:
         return False
-    if said is AgentOutcome.TIMED_OUT:
+    if outcome is AgentOutcome.TIMED_OUT:
         # A single failure followed by a long generation means that the run was too slow.
         return model.failures_since_answer > 1 or bool(model.requests and not model.answered and not model.refused)
     return model.failing
 
 
-def _judgement(harness: CliHarness, ended: HarnessEnded) -> Judgement:
+def _harness_judgement(harness: CliHarness, ended: HarnessEnded) -> Judgement:
     match ended.outcome:
         case ExecOutcome.TIMED_OUT:
             return AgentOutcome.TIMED_OUT, "stopped at the end of its wall-clock time"
@@ -169,16 +169,16 @@ def _last_status(model: DoorStatistics) -> int | None:
     return int(status) if status.isdecimal() else None
 
 
-def _of_the_model(model: DoorStatistics, said: Judgement) -> str:
+def _model_detail(model: DoorStatistics, ending: Judgement) -> str:
     unanswered = model.requests - model.answered
-    which = f"the last {model.failures_since_answer}" if model.failing else str(unanswered)
-    detail = f"{which} of {model.requests} requests to the model were not answered{_in(model)}"
-    if said[0] is AgentOutcome.MODEL_UNREACHABLE:
-        return f"{detail}; {said[1]}"
-    return f"{detail}; by the harness it {said[0].replace('_', ' ')}" + (f": {said[1]}" if said[1] else "")
+    unanswered_text = f"the last {model.failures_since_answer}" if model.failing else str(unanswered)
+    detail = f"{unanswered_text} of {model.requests} requests to the model were not answered{_why(model)}"
+    if ending[0] is AgentOutcome.MODEL_UNREACHABLE:
+        return f"{detail}; {ending[1]}"
+    return f"{detail}; by the harness it {ending[0].replace('_', ' ')}" + (f": {ending[1]}" if ending[1] else "")
 
 
-def _in(door: DoorStatistics) -> str:
+def _why(door: DoorStatistics) -> str:
     """The target's last error, in parentheses."""
     return f" ({door.last_error[:500]})" if door.last_error else ""
 
@@ -194,13 +194,13 @@ async def until_over(
 ) -> Judgement:
     """Wait until a limit is exceeded, and return the judgement; without limits, wait forever."""
     while True:
-        over = _over(world, reader, max_turns, max_model_failures)
-        if over is not None:
-            return over
+        judgement = _exceeded_limit(world, reader, max_turns, max_model_failures)
+        if judgement is not None:
+            return judgement
         await asyncio.sleep(POLL_S)
 
 
-def _over(
+def _exceeded_limit(
     world: World, reader: EventReader, max_turns: int | None, max_model_failures: int | None
 ) -> Judgement | None:
     door = world.door_statistics(MODEL_DOOR)
@@ -247,7 +247,7 @@ async def run_in_box(
         SandboxLostError: the box was lost.
     """
     started = time.monotonic()
-    context, command = await _set_up(world, harness, _placed(world, context, settings), settings)
+    context, command = await _set_up(world, harness, _with_box_fields(world, context, settings), settings)
     reader = harness.reader()
     output, errors = BoundedLog(settings.event_log_bytes), BoundedLog(STDERR_BYTES)
     setup_s = time.monotonic() - started
@@ -262,11 +262,11 @@ async def run_in_box(
         if end.outcome is ExecOutcome.LOST:
             lost = f"box {world.handle.sandbox_id} was lost while the harness ran in it"
             raise SandboxLostError(lost, retryable=True)
-        ended = _ended(world, end, stopped, errors, reader, settings.mcp_servers)
+        ended = _harness_ended(world, end, stopped, errors, reader, settings.mcp_servers)
         run.outcome, run.detail = judge(harness, ended)
         run.within_reach = within_reach(run.outcome, ended)
-    except OutputLimitError as over:
-        run.outcome, run.detail = AgentOutcome.MAX_OUTPUT, over.message
+    except OutputLimitError as error:
+        run.outcome, run.detail = AgentOutcome.MAX_OUTPUT, error.message
     except asyncio.CancelledError:
         run.detail = "the attempt was stopped"
         raise
@@ -276,7 +276,7 @@ async def run_in_box(
         run.observations.update(_observations(world, harness, reader, output, errors, setup_s, settings))
 
 
-def _placed(world: World, context: HarnessContext, settings: RunSettings) -> HarnessContext:
+def _with_box_fields(world: World, context: HarnessContext, settings: RunSettings) -> HarnessContext:
     model_url = world.door_url(MODEL_DOOR)
     if model_url is None:
         raise ConfigError(
@@ -291,21 +291,21 @@ def _placed(world: World, context: HarnessContext, settings: RunSettings) -> Har
 async def _set_up(
     world: World, harness: CliHarness, context: HarnessContext, settings: RunSettings
 ) -> tuple[HarnessContext, HarnessCommand]:
-    said = ""
+    problem = ""
     for home in home_candidates(world.workdir, settings.harvest):
         placed = replace(context, home=home)
         command = harness.command(placed)
         script = fitness_check(harness.package).encode() + b"\n" + setup_script(home, command.files)
-        made = await world.exec(["/bin/sh", "-s"], cwd="/", stdin=STARTED + script, timeout_s=SETUP_TIMEOUT_S)
-        if made.ok:
+        result = await world.exec(["/bin/sh", "-s"], cwd="/", stdin=STARTED + script, timeout_s=SETUP_TIMEOUT_S)
+        if result.ok:
             return placed, command
-        said = made.stderr_bytes.decode("utf-8", "replace")[-500:]
-        no_shell = made.return_code in NOT_STARTED and not made.stdout_bytes.startswith(b"started")
+        problem = result.stderr_bytes.decode("utf-8", "replace")[-500:]
+        no_shell = result.return_code in NOT_STARTED and not result.stdout_bytes.startswith(b"started")
         if no_shell:
-            said = "it has no /bin/sh; use an image with a shell and its usual commands"
-        if no_shell or made.return_code == UNFIT_STATUS:
-            raise ConfigError(f"image '{world.spec.image}' cannot run {harness.name}: {said}", key="image")
-    raise AgentError(f"the files of {harness.name} could not be written in the box: {said}")
+            problem = "it has no /bin/sh; use an image with a shell and its usual commands"
+        if no_shell or result.return_code == UNFIT_STATUS:
+            raise ConfigError(f"image '{world.spec.image}' cannot run {harness.name}: {problem}", key="image")
+    raise AgentError(f"the files of {harness.name} could not be written in the box: {problem}")
 
 
 def _request(context: HarnessContext, command: HarnessCommand, timeout_s: float | None) -> ExecRequest:
@@ -319,7 +319,7 @@ def _request(context: HarnessContext, command: HarnessCommand, timeout_s: float 
     )
 
 
-def _ended(
+def _harness_ended(
     world: World,
     end: ExecEnd,
     stopped: Judgement | None,

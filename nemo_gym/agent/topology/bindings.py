@@ -59,14 +59,14 @@ def process_doors(
     """The doors of a box in which the harness's process runs: the requested ones, and always those of the model and of
     every MCP server. ``topology`` ``none`` also means a scratch box, to which no egress policy applies.
     """
-    asked = {request.name: request for request in descriptor.egress.doors}
-    taken = {request.port for request in asked.values()}
-    requests = list(asked.values())
-    if MODEL_DOOR not in asked:
-        requests.append(DoorRequest(name=MODEL_DOOR, port=_free_port(DEFAULT_MODEL_DOOR_PORT, taken)))
+    requested = {request.name: request for request in descriptor.egress.doors}
+    used_ports = {request.port for request in requested.values()}
+    requests = list(requested.values())
+    if MODEL_DOOR not in requested:
+        requests.append(DoorRequest(name=MODEL_DOOR, port=_free_port(DEFAULT_MODEL_DOOR_PORT, used_ports)))
     for server in descriptor.mcp:
-        if server.name not in asked:
-            requests.append(DoorRequest(name=server.name, port=_free_port(FIRST_MCP_DOOR_PORT, taken)))
+        if server.name not in requested:
+            requests.append(DoorRequest(name=server.name, port=_free_port(FIRST_MCP_DOOR_PORT, used_ports)))
     changes: dict[str, object] = {"doors": tuple(requests)}
     if topology is Topology.NONE:
         changes["policy"] = EgressPolicy.MODEL_ONLY
@@ -74,11 +74,11 @@ def process_doors(
     return world_doors(descriptor.model_copy(update={"egress": egress}), inference, topology=topology, needs=needs)
 
 
-def _free_port(first: int, taken: set[int]) -> int:
+def _free_port(first: int, used_ports: set[int]) -> int:
     port = first
-    while port in taken:
+    while port in used_ports:
         port += 1
-    taken.add(port)
+    used_ports.add(port)
     return port
 
 
@@ -187,16 +187,16 @@ def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: Ag
             return Binding(_scratch(request, needs, boxes), is_world=False)
         case Topology.ENV_SANDBOXED | Topology.AGENT_IN_ENV:
             if (lent := _lent(descriptor)) is not None:
-                make = process_doors if needs.model_in_box else world_doors
-                doors = make(descriptor, request.inference, topology=topology, needs=needs)
+                build_doors = process_doors if needs.model_in_box else world_doors
+                doors = build_doors(descriptor, request.inference, topology=topology, needs=needs)
                 return Binding(SandboxSpec(workdir=lent.workdir, doors=doors), is_world=True, lent=lent)
-            base = _described(descriptor)
+            base = _spec_of(descriptor)
         case Topology.WHOLE_INTERACTION:
             described = descriptor.sandbox is not None
-            base = joined(_described(descriptor), boxes.outer, descriptor.environment) if described else boxes.outer
+            base = joined(_spec_of(descriptor), boxes.outer, descriptor.environment) if described else boxes.outer
     spec = world_spec(base, descriptor, needs)
-    make = process_doors if needs.model_in_box else world_doors
-    doors = make(descriptor, request.inference, topology=topology, needs=needs)
+    build_doors = process_doors if needs.model_in_box else world_doors
+    doors = build_doors(descriptor, request.inference, topology=topology, needs=needs)
     return Binding(spec.replace(doors=(*spec.doors, *doors)), is_world=True)
 
 
@@ -222,7 +222,7 @@ def _scratch(request: ActRequest, needs: HarnessNeeds, boxes: AgentBoxes) -> San
     )
 
 
-def _described(descriptor: SessionDescriptor) -> SandboxSpec:
+def _spec_of(descriptor: SessionDescriptor) -> SandboxSpec:
     if descriptor.sandbox is None or descriptor.sandbox.spec is None:
         raise ConfigError(
             f"environment '{descriptor.environment}' describes no box for topology '{descriptor.placement.topology}'",
@@ -239,9 +239,9 @@ def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSp
     """Merge both specs. ``name`` is the environment's, for error messages. Raises `ConfigError` for any conflict."""
     changes: dict[str, object] = {"env": merge_env(environment.env, agent.env, name=name)}
     for key in _SINGLE_VALUES:
-        changes[key] = _one(getattr(environment, key), getattr(agent, key), key, name)
+        changes[key] = _agreed(getattr(environment, key), getattr(agent, key), key, name)
     resources = {
-        key: _one(getattr(environment.resources, key), getattr(agent.resources, key), f"resources.{key}", name)
+        key: _agreed(getattr(environment.resources, key), getattr(agent.resources, key), f"resources.{key}", name)
         for key in (resource.name for resource in fields(SandboxResources))
         if key != "unlimited"
     }
@@ -254,13 +254,13 @@ def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSp
                 key=f"resources.{key}",
             )
     for key in ("files", "provider_options"):
-        ours, theirs = getattr(agent, key), getattr(environment, key)
-        for item in ours.keys() & theirs.keys():
-            _one(theirs[item], ours[item], f"{key}.{item}", name)
-        changes[key] = {**theirs, **ours}
+        agent_items, environment_items = getattr(agent, key), getattr(environment, key)
+        for item in agent_items.keys() & environment_items.keys():
+            _agreed(environment_items[item], agent_items[item], f"{key}.{item}", name)
+        changes[key] = {**environment_items, **agent_items}
     targets = {mount.target: mount for mount in environment.mounts}
     for mount in agent.mounts:
-        _one(targets.get(mount.target), mount, f"mounts of {mount.target}", name)
+        _agreed(targets.get(mount.target), mount, f"mounts of {mount.target}", name)
     return environment.replace(
         **changes,
         resources=SandboxResources(**resources, unlimited=unlimited),
@@ -270,7 +270,7 @@ def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSp
     )
 
 
-def _one(environment: Any, agent: Any, key: str, name: str) -> Any:
+def _agreed(environment: Any, agent: Any, key: str, name: str) -> Any:
     if environment is not None and agent is not None and environment != agent:
         raise ConfigError(
             f"environment '{name}' wants {key}={environment!r} of the outer box and the agent wants {agent!r}; change"
@@ -365,8 +365,8 @@ def prompt_text(responses_create_params: Mapping[str, Any]) -> tuple[str, str]:
         where = f"responses_create_params.input[{number}]"
         kind, role = message.get("type", "message"), message.get("role")
         if kind != "message" or role not in _PROMPT_ROLES:
-            what = f"a turn of the {role}" if kind == "message" else f"of type '{kind}'"
-            raise RowError(f"{where} is {what}; {_NOT_TEXT}")
+            kind_text = f"a turn of the {role}" if kind == "message" else f"of type '{kind}'"
+            raise RowError(f"{where} is {kind_text}; {_NOT_TEXT}")
         (user if role == "user" else system).append(_prompt_content(message.get("content"), where))
     return "\n\n".join(filter(None, system)), "\n\n".join(filter(None, user))
 

@@ -96,13 +96,13 @@ async def borrowed(
                 await asyncio.gather(*(lender.open_door(handle, door) for door in doors))
             yield lender, handle
         finally:
-            await shielded(_leave(lender, handle, doors), CLOSE_TIMEOUT_S, what="leave a lent box")
+            await shielded(_disconnect(lender, handle, doors), CLOSE_TIMEOUT_S, what="leave a lent box")
     finally:
         if lender is not provider:
             await shielded(lender.aclose(), CLOSE_TIMEOUT_S, what="close a broker's client")
 
 
-async def _leave(lender: SandboxProvider, handle: SandboxHandle, doors: Sequence[Door]) -> None:
+async def _disconnect(lender: SandboxProvider, handle: SandboxHandle, doors: Sequence[Door]) -> None:
     try:
         # If the environment has already taken the box back, its doors are closed.
         with contextlib.suppress(SandboxLostError, FencedError):
@@ -255,7 +255,7 @@ async def act_in_world(
         )
     binding = bind(request, topology, needs or HarnessNeeds(), boxes or AgentBoxes())
     run = HarnessRun()
-    async with _acquired(request, provider, topology, binding, lease_ttl_s) as world:
+    async with _acquire_box(request, provider, topology, binding, lease_ttl_s) as world:
         started = time.monotonic()
         wall_clock_s = request.wall_clock_s(default_wall_clock_s)
         await _run_in_bounds(harness, world, run, wall_clock_s, grace_s)
@@ -272,7 +272,7 @@ async def act_in_world(
 
 
 @contextlib.asynccontextmanager
-async def _acquired(
+async def _acquire_box(
     request: ActRequest, provider: SandboxProvider, topology: Topology, binding: Binding, lease_ttl_s: float
 ) -> AsyncIterator[World]:
     output = OutputMeter(request.descriptor.limits.max_output_bytes)

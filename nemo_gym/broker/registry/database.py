@@ -122,19 +122,19 @@ def prepare(connection: Connection) -> None:
     """Create missing tables, and migrate a database of an earlier release. Raises `ConfigError` for a database of a
     later release."""
     # If several brokers start on one database, the first one migrates it and the others wait.
-    alone = "BEGIN IMMEDIATE" if is_local(connection) else f"SELECT pg_advisory_xact_lock({_PREPARING})"
-    connection.exec_driver_sql(alone)
+    lock_statement = "BEGIN IMMEDIATE" if is_local(connection) else f"SELECT pg_advisory_xact_lock({_PREPARING})"
+    connection.exec_driver_sql(lock_statement)
     metadata.create_all(connection)
     is_version = meta.c.key == "schema_version"
-    found = connection.execute(select(meta.c.value).where(is_version)).scalar()
-    if found is None:
+    version = connection.execute(select(meta.c.value).where(is_version)).scalar()
+    if version is None:
         connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
-    elif found == "1":
+    elif version == "1":
         connection.exec_driver_sql("ALTER TABLE broker_boxes ADD COLUMN creator_role VARCHAR(16)")
         connection.execute(update(meta).where(is_version).values(value=str(SCHEMA_VERSION)))
-    elif found != str(SCHEMA_VERSION):
+    elif version != str(SCHEMA_VERSION):
         raise ConfigError(
-            f"the broker's database has schema version {found}, this release reads {SCHEMA_VERSION}; use another"
+            f"the broker's database has schema version {version}, this release reads {SCHEMA_VERSION}; use another"
             " database_url",
             key="database_url",
         )

@@ -134,22 +134,22 @@ class BoxStore:
         await self._writer.call(operation)
 
     async def find(self, sandbox_id: str) -> BoxRecord | None:
-        return await self._one(boxes.c.sandbox_id == sandbox_id)
+        return await self._find_one(boxes.c.sandbox_id == sandbox_id)
 
     async def find_by_key(self, creator: str, idempotency_key: str) -> BoxRecord | None:
-        return await self._one(boxes.c.creator == creator, boxes.c.idempotency_key == idempotency_key)
+        return await self._find_one(boxes.c.creator == creator, boxes.c.idempotency_key == idempotency_key)
 
     async def live(self) -> list[tuple[BoxRecord, list[LeaseRecord]]]:
         """Return every box that is not gone, with its leases; oldest first."""
 
         def operation(connection: Connection) -> list[tuple[BoxRecord, list[LeaseRecord]]]:
-            wanted = (self._mine(), boxes.c.state.in_(_LIVE))
-            found = connection.execute(select(*_COLUMNS).where(*wanted).order_by(boxes.c.created_at)).all()
-            query = select(leases).join(boxes, leases.c.sandbox_id == boxes.c.sandbox_id).where(*wanted)
-            held: dict[str, list[LeaseRecord]] = {}
+            conditions = (self._mine(), boxes.c.state.in_(_LIVE))
+            rows = connection.execute(select(*_COLUMNS).where(*conditions).order_by(boxes.c.created_at)).all()
+            query = select(leases).join(boxes, leases.c.sandbox_id == boxes.c.sandbox_id).where(*conditions)
+            leases_by_box: dict[str, list[LeaseRecord]] = {}
             for row in connection.execute(query):
-                held.setdefault(row.sandbox_id, []).append(_lease(row))
-            return [(_box(row), held.get(row.sandbox_id, [])) for row in found]
+                leases_by_box.setdefault(row.sandbox_id, []).append(_lease(row))
+            return [(_box(row), leases_by_box.get(row.sandbox_id, [])) for row in rows]
 
         return await self._writer.call(operation)
 
@@ -218,8 +218,8 @@ class BoxStore:
     def _mine(self) -> Any:
         return boxes.c.identity == self._identity
 
-    async def _one(self, *wanted: Any) -> BoxRecord | None:
-        query = select(*_COLUMNS).where(self._mine(), *wanted)
+    async def _find_one(self, *conditions: Any) -> BoxRecord | None:
+        query = select(*_COLUMNS).where(self._mine(), *conditions)
 
         def operation(connection: Connection) -> BoxRecord | None:
             row = connection.execute(query).first()

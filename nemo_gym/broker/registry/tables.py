@@ -192,15 +192,15 @@ class Prepared:
 
     def __init__(self, statement: Executable) -> None:
         self._statement = statement
-        self._worded: dict[str, tuple[str, list[str] | None]] = {}
+        self._compiled: dict[str, tuple[str, list[str] | None]] = {}
 
     def first(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Execute the statement in the connection's transaction and return its first row. Raises `DBAPIError`."""
         dialect = connection.dialect
-        text, places = self._worded.get(dialect.name) or self._word(connection)
+        text, parameter_names = self._compiled.get(dialect.name) or self._compile(connection)
         cursor = connection.connection.cursor()
         try:
-            cursor.execute(text, values if places is None else [values[name] for name in places])
+            cursor.execute(text, values if parameter_names is None else [values[name] for name in parameter_names])
             row: tuple[Any, ...] | None = cursor.fetchone()
         except dialect.loaded_dbapi.Error as error:
             raise DBAPIError(text, None, error) from error
@@ -208,9 +208,9 @@ class Prepared:
             cursor.close()
         return row
 
-    def _word(self, connection: Connection) -> tuple[str, list[str] | None]:
+    def _compile(self, connection: Connection) -> tuple[str, list[str] | None]:
         compiled = self._statement.compile(dialect=connection.dialect)  # type: ignore[attr-defined]
         assert isinstance(compiled, SQLCompiler)
-        places = None if compiled.positiontup is None else [*compiled.positiontup]
-        self._worded[connection.dialect.name] = (compiled.string, places)
-        return self._worded[connection.dialect.name]
+        parameter_names = None if compiled.positiontup is None else [*compiled.positiontup]
+        self._compiled[connection.dialect.name] = (compiled.string, parameter_names)
+        return self._compiled[connection.dialect.name]

@@ -94,7 +94,7 @@ def archive_routes(broker: BrokerService) -> APIRouter:
         except BaseException:
             await chunks.aclose()
             raise
-        return StreamingResponse(rest(request_id_of(request), sandbox_id, first, chunks), media_type=TAR)
+        return StreamingResponse(relay(request_id_of(request), sandbox_id, first, chunks), media_type=TAR)
 
     @router.get(f"{ARCHIVE}/failure", summary="Why an archive broke off after its answer had begun")
     async def failure(
@@ -107,7 +107,7 @@ def archive_routes(broker: BrokerService) -> APIRouter:
             raise BrokerError("route_not_found", f"nothing is known of a failure of request '{request_id}'")
         return reply(problem)
 
-    async def rest(
+    async def relay(
         request_id: str, sandbox_id: str, first: bytes, chunks: AsyncGenerator[bytes, None]
     ) -> AsyncIterator[bytes]:
         async with contextlib.aclosing(chunks):

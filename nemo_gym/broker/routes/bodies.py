@@ -75,8 +75,8 @@ async def parse(request: Request, model: type[M], config: BrokerConfig, max_byte
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        wrong = validation_problems(error, model.model_fields, whole="the body")
-        raise InvalidBodyError(wrong, started="no") from None
+        problems = validation_problems(error, model.model_fields, whole="the body")
+        raise InvalidBodyError(problems, started="no") from None
 
 
 async def read(request: Request, max_bytes: int) -> bytes:
@@ -86,15 +86,15 @@ async def read(request: Request, max_bytes: int) -> bytes:
 
 async def bounded(request: Request, max_bytes: int, code: str = "body_too_large") -> AsyncIterator[bytes]:
     """Yield the body in chunks. Raises `BrokerError` ``code`` beyond ``max_bytes``."""
-    refused = BrokerError(code, f"the body is larger than this broker's {max_bytes} bytes", limit_bytes=max_bytes)
+    too_large = BrokerError(code, f"the body is larger than this broker's {max_bytes} bytes", limit_bytes=max_bytes)
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > max_bytes:
-        raise refused
-    taken = 0
+        raise too_large
+    received = 0
     async for chunk in request.stream():
-        taken += len(chunk)
-        if taken > max_bytes:
-            raise refused
+        received += len(chunk)
+        if received > max_bytes:
+            raise too_large
         if chunk:
             yield chunk
 
@@ -102,9 +102,11 @@ async def bounded(request: Request, max_bytes: int, code: str = "body_too_large"
 def require_media_type(request: Request, wanted: str) -> None:
     """Raise `BrokerError` ``unsupported_media_type`` unless the body's ``Content-Type`` is ``wanted``. A missing type
     counts as ``application/octet-stream``."""
-    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if given != wanted and not (wanted == OCTET_STREAM and not given):
-        raise BrokerError("unsupported_media_type", f"the body must be {wanted}, not {given[:80] or 'without a type'}")
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != wanted and not (wanted == OCTET_STREAM and not media_type):
+        raise BrokerError(
+            "unsupported_media_type", f"the body must be {wanted}, not {media_type[:80] or 'without a type'}"
+        )
 
 
 def digest(body: BaseModel) -> bytes:
@@ -133,8 +135,8 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER), "")
-        request_id = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
+        client_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER), "")
+        request_id = client_id if _PLAIN.fullmatch(client_id) else uuid.uuid4().hex
         scope[_KEY] = request_id
 
         async def named(message: Message) -> None:

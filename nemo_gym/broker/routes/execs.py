@@ -113,10 +113,10 @@ def output_reply(
 
 def _require_kept(run: ExecRun, offset: int) -> None:
     try:
-        kept = bool(run.spool.read(offset, 1))
+        is_kept = bool(run.spool.read(offset, 1))
     except OSError:
-        kept = False
-    if not kept:
+        is_kept = False
+    if not is_kept:
         raise BrokerError("output_gone", f"the output of exec '{run.exec_id}' was dropped to make room")
 
 

@@ -78,7 +78,7 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
             )
         body = await parse(request, CreateSandbox, broker.config)
         broker.permissions.check_create(caller, body, is_outsider=broker.access.is_outsider(caller))
-        asked = digest(body)
+        body_digest = digest(body)
         if "\0" in (body.spec.workdir or ""):
             raise InvalidBodyError("spec.workdir: a path has no zero byte", started="no")
         if body.spec.image is not None:
@@ -91,17 +91,17 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
                 body = body.model_copy(update={"spec": body.spec.model_copy(update={"image": image})})
         ttl_s = checked_ttl(broker, body.ttl_s or broker.config.default_ttl_s)
         owner = body.labels.get(OWNER_LABEL) or caller.name
-        order = CreateOrder(caller.name, caller.role, owner, key, asked, ttl_s, body)
+        order = CreateOrder(caller.name, caller.role, owner, key, body_digest, ttl_s, body)
         try:
             box, is_new = await while_connected(request, broker.creations.create(order))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         lease = box.owner_lease
-        made = CreatedSandbox(
+        created = CreatedSandbox(
             sandbox=box.view(broker.backend.name),
             lease=box.lease_view(lease, broker.access.signer.issue(lease)),
         )
-        return reply(made, 201 if is_new else 200, {"Location": sandbox(box.sandbox_id)})
+        return reply(created, 201 if is_new else 200, {"Location": sandbox(box.sandbox_id)})
 
     @router.get(SANDBOXES, response_model=SandboxPage, summary="List boxes that are not gone")
     async def list_boxes(
@@ -112,13 +112,13 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
     ) -> Response:
         """Takes a caller's credential. An operator or pipeline sees all boxes, other callers only their own."""
         caller = broker.access.caller(request)
-        found = broker.boxes.select(parsed_labels(labels), broker.access.sees(caller))
+        boxes = broker.boxes.select(parsed_labels(labels), broker.access.sees(caller))
         if cursor is not None:
             after = _position(cursor)
-            found = [box for box in found if _key(box) > after]
-        page, rest = found[:limit], found[limit:]
+            boxes = [box for box in boxes if _key(box) > after]
+        page, remaining = boxes[:limit], boxes[limit:]
         views = tuple(box.view(broker.backend.name) for box in page)
-        return reply(SandboxPage(sandboxes=views, next_cursor=_cursor(page[-1]) if rest else None))
+        return reply(SandboxPage(sandboxes=views, next_cursor=_cursor(page[-1]) if remaining else None))
 
     @router.get(f"{SANDBOXES}/{{sandbox_id}}", response_model=SandboxView, summary="Look at a box")
     async def look(request: Request, sandbox_id: str) -> Response:
@@ -147,23 +147,23 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         """Takes a caller's credential. An operator or pipeline reaps all such boxes, other callers only their own.
         With `idempotency_key` instead of labels, undoes the caller's own create, even if that is yet to arrive."""
         caller = broker.access.caller(request)
-        wanted = parsed_labels(labels)
-        if key is not None and not wanted:
+        label_values = parsed_labels(labels)
+        if key is not None and not label_values:
             taken_back = await broker.creations.discard(caller.name, key)
             return reply(ReapedView(reaped=() if taken_back is None else (taken_back,)))
         if key is not None:
             raise InvalidBodyError("idempotency_key: give it, or labels, not both", started="no")
-        if not wanted:
+        if not label_values:
             raise InvalidBodyError(
                 "reaping needs at least one label (?label=name=value), as without any it would destroy every box",
                 started="no",
             )
-        found = broker.boxes.select(wanted, broker.access.sees(caller))
-        results = await asyncio.gather(*(broker.boxes.destroy(box, "reaped") for box in found), return_exceptions=True)
+        boxes = broker.boxes.select(label_values, broker.access.sees(caller))
+        results = await asyncio.gather(*(broker.boxes.destroy(box, "reaped") for box in boxes), return_exceptions=True)
         for error in results:
             if error is not None:
                 raise error
-        return reply(ReapedView(reaped=tuple(box.sandbox_id for box in found)))
+        return reply(ReapedView(reaped=tuple(box.sandbox_id for box in boxes)))
 
     return router
 
@@ -182,14 +182,14 @@ def checked_ttl(broker: BrokerService, ttl_s: float) -> float:
 
 def parsed_labels(given: list[str]) -> dict[str, str]:
     """Parse ``name=value`` pairs. Raises `InvalidBodyError`."""
-    wanted: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for item in given:
         name, equals, value = item.partition("=")
         if not equals or not name:
             raise InvalidBodyError(f"label: '{item[:80]}' is not name=value", started="no")
-        if wanted.setdefault(name, value) != value:
+        if labels.setdefault(name, value) != value:
             raise InvalidBodyError(f"label: '{name[:80]}' is given twice, with two values", started="no")
-    return wanted
+    return labels
 
 
 def _key(box: Box) -> tuple[float, str]:
@@ -270,8 +270,8 @@ def lease_routes(broker: BrokerService) -> APIRouter:
         box = live(grant)
         lease = box.leases.get(lease_id)
         if lease is None:
-            said = f"box '{sandbox_id}' has no lease '{lease_id[:80]}'"
-            raise BrokerError("lease_not_found", said, sandbox_id=sandbox_id)
+            detail = f"box '{sandbox_id}' has no lease '{lease_id[:80]}'"
+            raise BrokerError("lease_not_found", detail, sandbox_id=sandbox_id)
         if lease.scope is LeaseScope.OWNER:
             raise BrokerError("scope", "the owner's lease ends with the box; delete the box instead")
         await broker.boxes.store.revoke(lease_id)
@@ -319,10 +319,10 @@ def door_routes(broker: BrokerService) -> APIRouter:
         handle = broker.boxes.ready(box)
         sealed = broker.boxes.sealer.seal(body.model_dump_json().encode(), sandbox_id)
         async with box.doors_lock:
-            known, asked = box.doors.get(name), door_digest(body)
-            if known == asked:
+            known_digest, new_digest = box.doors.get(name), door_digest(body)
+            if known_digest == new_digest:
                 return Response(status_code=204)
-            if known is not None:
+            if known_digest is not None:
                 raise BrokerError("door_exists", f"box '{sandbox_id}' has another door '{name}'; close it first")
             if len(box.doors) >= MAX_DOORS:
                 raise too_many_of_box(sandbox_id, MAX_DOORS, "doors; close one first")
@@ -335,7 +335,7 @@ def door_routes(broker: BrokerService) -> APIRouter:
             except BaseException:
                 await broker.boxes.store.remove_door(sandbox_id, name)
                 raise
-            box.doors[name] = asked
+            box.doors[name] = new_digest
         return Response(status_code=204)
 
     @router.delete(f"{DOORS}/{{name}}", status_code=204, summary="Close a door")

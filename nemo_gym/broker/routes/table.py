@@ -169,8 +169,8 @@ async def invalid_parameter(request: Request, error: Exception) -> Response:
     """Return a problem response that names a wrong query, path or header parameter. Register it before the app serves
     requests; later handlers are ignored."""
     assert isinstance(error, RequestValidationError)
-    wrong = [f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()[:10]]
-    return problem_reply(request.scope, InvalidBodyError("; ".join(wrong), started="no"))
+    problems = [f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()[:10]]
+    return problem_reply(request.scope, InvalidBodyError("; ".join(problems), started="no"))
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

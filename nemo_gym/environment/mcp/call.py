@@ -47,15 +47,15 @@ class Reply:
 def _complaint(detail: Any) -> str:
     """Format an error's ``detail``: the framework's list of wrong arguments, or a plugin's own text."""
     if isinstance(detail, list) and all(isinstance(item, dict) for item in detail):
-        wrong = [(".".join(map(str, item.get("loc", ())[1:])), item.get("msg", "")) for item in detail]
-        return "; ".join(f"{where or 'arguments'}: {said}" for where, said in wrong)
+        errors = [(".".join(map(str, item.get("loc", ())[1:])), item.get("msg", "")) for item in detail]
+        return "; ".join(f"{where or 'arguments'}: {message}" for where, message in errors)
     return detail if isinstance(detail, str) else orjson.dumps(detail, default=str).decode()
 
 
 async def call_route(app: ASGIApp, path: str, arguments: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
     """Send ``POST path`` inside this process. An error of the handler is logged and becomes a reply of status 500."""
     body = orjson.dumps(dict(arguments))
-    given = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    all_headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -66,7 +66,7 @@ async def call_route(app: ASGIApp, path: str, arguments: Mapping[str, Any], head
         "query_string": b"",
         "scheme": "http",
         "http_version": "1.1",
-        "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in given.items()],
+        "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in all_headers.items()],
         "client": None,
         "server": None,
     }

@@ -83,8 +83,8 @@ class McpEndpoint:
     def tools(self) -> dict[str, RouteTool]:
         """The tools by name, collected on first use because plugins add their routes after the base class."""
         if self._tools is None:
-            found = [*tools_of(self._app.routes).values()]
-            exposed = self._server.mcp_tools(found, catch_all_of(self._app.routes)) or []
+            route_tools = [*tools_of(self._app.routes).values()]
+            exposed = self._server.mcp_tools(route_tools, catch_all_of(self._app.routes)) or []
             self._tools = {tool.name: tool for tool in exposed}
         return self._tools
 
@@ -95,16 +95,16 @@ class McpEndpoint:
 
     def offered(self, descriptor: SessionDescriptor) -> SessionDescriptor:
         """Add this endpoint and the attempt's token to the descriptor."""
-        if not self.tools or any(known.name == self.name for known in descriptor.mcp):
+        if not self.tools or any(server.name == self.name for server in descriptor.mcp):
             return descriptor
         rollout = descriptor.rollout
         base = self._server.server_client.base_url(self._server.config.name)
-        here = McpServer(
+        endpoint = McpServer(
             name=self.name,
             url=f"{base}{rollout_path_prefix(rollout.rollout_id)}{MCP_PATH}",
             headers={"Authorization": f"Bearer {self.token(rollout)}"},
         )
-        return descriptor.model_copy(update={"mcp": (*descriptor.mcp, here)})
+        return descriptor.model_copy(update={"mcp": (*descriptor.mcp, endpoint)})
 
     def token(self, rollout: RolloutIdentity) -> str:
         return issue_mcp_token(self._key, rollout)
@@ -123,14 +123,16 @@ class McpEndpoint:
     async def _route(self, request: Request) -> Response:
         try:
             attempt = check_mcp_token(self._key, _token(request))
-            named = request.headers.get(ROLLOUT_ID_HEADER) or request.scope.get("path_params", {}).get("rollout_id")
-            if named not in (None, attempt.rollout_id):
-                raise CredentialError("the MCP token is another rollout's", rollout_id=named)
+            rollout_id = request.headers.get(ROLLOUT_ID_HEADER) or request.scope.get("path_params", {}).get(
+                "rollout_id"
+            )
+            if rollout_id not in (None, attempt.rollout_id):
+                raise CredentialError("the MCP token is another rollout's", rollout_id=rollout_id)
         except CredentialError as error:
             log.info("request refused", route=MCP_PATH, code=error.code, status=error.status)
-            refused = problem_response(error)
-            refused.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
-            return refused
+            response = problem_response(error)
+            response.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
+            return response
         await self._attempts.session_of(*attempt)  # raises 409 for an ended attempt, before any MCP
         request.scope[_ATTEMPT] = attempt
         return _Protocol(await self._running())
@@ -172,15 +174,15 @@ class McpEndpoint:
         # server holds the current request's context. Type checkers see version 2.
         from mcp import types
 
-        first: Any = Server
-        of_first: Any = types
-        protocol = first(self.name)
+        server_v1: Any = Server
+        types_v1: Any = types
+        protocol = server_v1(self.name)
 
         async def list_tools(request: Any) -> Any:
-            return of_first.ServerResult(await self._list_tools(protocol.request_context, None))
+            return types_v1.ServerResult(await self._list_tools(protocol.request_context, None))
 
         async def call_tool(request: Any) -> Any:
-            return of_first.ServerResult(await self._call_tool(protocol.request_context, request.params))
+            return types_v1.ServerResult(await self._call_tool(protocol.request_context, request.params))
 
         protocol.request_handlers |= {types.ListToolsRequest: list_tools, types.CallToolRequest: call_tool}
         return cast("Server[Any]", protocol)
@@ -205,8 +207,8 @@ class McpEndpoint:
             }
             for tool in allowed.values()
         ]
-        kept = {} if self._server.overrides("mcp_allowed_tools_for_session") else _SAME_FOR_ALL
-        return ListToolsResult.model_validate({"tools": tools, **kept})
+        cache_hints = {} if self._server.overrides("mcp_allowed_tools_for_session") else _SAME_FOR_ALL
+        return ListToolsResult.model_validate({"tools": tools, **cache_hints})
 
     async def _call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
         attempt = _attempt_of(context)
@@ -214,11 +216,11 @@ class McpEndpoint:
         tools = self.allowed(session)
         tool = tools.get(params.name)
         if tool is None:
-            said = f"there is no tool '{params.name[:100]}'; there are: {', '.join(tools)}"
-            return _result(said, is_error=True)
+            message = f"there is no tool '{params.name[:100]}'; there are: {', '.join(tools)}"
+            return _result(message, is_error=True)
         cookie = self._server.get_session_middleware_key()
-        before = self._cookies.encode(session)
-        headers = {"Cookie": f"{cookie}={before}", ROLLOUT_ID_HEADER: attempt.rollout_id}
+        session_cookie = self._cookies.encode(session)
+        headers = {"Cookie": f"{cookie}={session_cookie}", ROLLOUT_ID_HEADER: attempt.rollout_id}
         if (credential := self._server.own_credential()) is not None:
             headers[CREDENTIAL_HEADER] = credential
         assert context.request is not None
@@ -227,19 +229,19 @@ class McpEndpoint:
             reply = await call_route(self._app, tool.path, params.arguments or {}, headers)
             if not reply.ok:
                 calling.outcome = str(reply.status)
-        await self._keep_session(attempt, cookie, before, reply.headers.getlist("set-cookie"))
+        await self._keep_session(attempt, cookie, session_cookie, reply.headers.getlist("set-cookie"))
         if reply.status >= 500:
             log.warning("a tool failed", tool=tool.name, rollout_id=attempt.rollout_id, status=reply.status)
         value = reply.value()
         structured = value if reply.ok and isinstance(value, dict) else None
         return _result(reply.text(tool.name), structured, is_error=not reply.ok)
 
-    async def _keep_session(self, attempt: AttemptKey, name: str, before: str, cookies: list[str]) -> None:
+    async def _keep_session(self, attempt: AttemptKey, name: str, session_cookie: str, cookies: list[str]) -> None:
         """Store the session that the tool changed, so that the next call gets it like a caller that keeps cookies."""
         for cookie in cookies:
-            written, _, rest = cookie.partition("=")
-            value = rest.partition(";")[0]
-            if written == name and value != before and (session := self._cookies.decode(value)) is not None:
+            key, _, value_and_attributes = cookie.partition("=")
+            value = value_and_attributes.partition(";")[0]
+            if key == name and value != session_cookie and (session := self._cookies.decode(value)) is not None:
                 await self._attempts.keep_session(*attempt, session)
 
 

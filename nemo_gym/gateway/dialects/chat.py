@@ -144,15 +144,15 @@ class _Body:
 
     def shared(self, raw: bytes, elements: int) -> int:
         """Return how many of the first ``elements`` elements are in the common beginning of this body and ``raw``."""
-        with memoryview(self.raw) as mine:
-            if raw.startswith(mine[: self.close]):
+        with memoryview(self.raw) as view:
+            if raw.startswith(view[: self.close]):
                 return elements
             if not self._find_ends(elements):
                 return 0
             low, high, same = 0, elements - 1, 0
             while low < high:
                 middle = (low + high) // 2
-                if raw.startswith(mine[same : self.ends[middle]], same):
+                if raw.startswith(view[same : self.ends[middle]], same):
                     low, same = middle + 1, self.ends[middle]
                 else:
                     high = middle
@@ -225,19 +225,19 @@ class ConversationCache:
 
     def parse(self, raw: bytes) -> Any:
         """Return or raise what ``orjson.loads`` would."""
-        known, shared = self._like(raw)
-        if known is not None and (grown := _grown(known, shared, raw)) is not None:
+        nearest, shared = self._nearest_view(raw)
+        if nearest is not None and (grown := _grown_body(nearest, shared, raw)) is not None:
             body, new = grown
-            view = known.followed_by(known.elements.grown(shared, new), shared, body)
+            view = nearest.followed_by(nearest.elements.grown(shared, new), shared, body)
             # A view that the request extends is no longer needed.
-            self._remember(view, instead_of=known if shared >= len(known.elements) - _REWRITTEN else None)
+            self._remember(view, instead_of=nearest if shared >= len(nearest.elements) - _REWRITTEN else None)
             return {**body.before, body.key: view.elements[:], **body.after}
         value = orjson.loads(raw)
-        if (located := _located(raw, value)) is not None:
+        if (located := _located_body(raw, value)) is not None:
             self._add_view(value[located.key], located)
         return value
 
-    def _like(self, raw: bytes) -> tuple[_View | None, int]:
+    def _nearest_view(self, raw: bytes) -> tuple[_View | None, int]:
         """Return the view whose body shares most elements with ``raw``, and their number."""
         nearest: _View | None = None
         most = 0
@@ -262,10 +262,10 @@ class ConversationCache:
 
     def _add_view(self, history: Sequence[Any], body: _Body | None) -> _View:
         nearest, most = _View(), 0
-        for known in self._views:
-            shared = known.shared(history)
+        for candidate in self._views:
+            shared = candidate.shared(history)
             if shared > most:
-                nearest, most = known, shared
+                nearest, most = candidate, shared
         view = nearest.followed_by(Prefix(history), most, body)
         extended = most >= len(nearest.elements) - _REWRITTEN and nearest.body is None
         self._remember(view, instead_of=nearest if extended else None)
@@ -273,9 +273,9 @@ class ConversationCache:
 
     def _remember(self, view: _View, instead_of: _View | None) -> None:
         self._views = [view, *(other for other in self._views if other is not instead_of)][:_VIEWS]
-        self._bound_bodies()
+        self._limit_bodies()
 
-    def _bound_bodies(self) -> None:
+    def _limit_bodies(self) -> None:
         """Keep the latest body, and earlier ones as far as they fit."""
         latest = self._views[0].body
         room = max(_BODY_BYTES, 0 if latest is None else len(latest.raw))
@@ -293,30 +293,30 @@ class ConversationCache:
         """Return ``make()`` for ``given``, a request's body without the history. The result is cached, because most
         requests have the same objects as the one before. ``use``: the kind of result; ``name``: what else it depends
         on."""
-        known = self._parameters.get(use)
-        if known is None or known[0] != name or not _same_items(known[1], given):
-            known = self._parameters[use] = (name, given, make())
-        made: T = known[2]
-        return made
+        cached = self._parameters.get(use)
+        if cached is None or cached[0] != name or not _same_items(cached[1], given):
+            cached = self._parameters[use] = (name, given, make())
+        result: T = cached[2]
+        return result
 
     def tools(self, raw: Any, lower: Callable[[], T]) -> T:
         """Return a request's tools, lowered. The result is cached: most requests have the same tools, to the byte."""
         try:
-            spelled = orjson.dumps(raw)
+            serialized = orjson.dumps(raw)
         except TypeError:  # nested too deeply to be serialized
             return lower()
-        if spelled != self._tools[0]:
-            self._tools = (spelled, lower())
-        known: T = self._tools[1]
-        return known
+        if serialized != self._tools[0]:
+            self._tools = (serialized, lower())
+        result: T = self._tools[1]
+        return result
 
     def lowered(self, context: Any, raw: Sequence[Any], lower_from: LowerFrom) -> Lowered:
         """Return ``raw`` as messages. ``context`` is the other data of the request that the messages depend on."""
         view = self._view_of(raw)
-        known, groups = self._lowered_before(view, context, raw)
-        ends = known.ends[:groups] if known is not None else []
-        counts = known.counts[:groups] if known is not None else []
-        messages = known.messages[: counts[-1]] if known is not None and counts else []
+        earlier, groups = self._nearest_lowered(view, context, raw)
+        ends = earlier.ends[:groups] if earlier is not None else []
+        counts = earlier.counts[:groups] if earlier is not None else []
+        messages = earlier.messages[: counts[-1]] if earlier is not None and counts else []
         for end, group in lower_from(ends[-1] if ends else 0):
             messages += group
             ends.append(end)
@@ -324,19 +324,19 @@ class ConversationCache:
         view.lowered = _Messages(context, ends, counts, messages, len(raw))
         return [*messages]
 
-    def _lowered_before(self, view: _View, context: Any, raw: Sequence[Any]) -> tuple[_Messages | None, int]:
+    def _nearest_lowered(self, view: _View, context: Any, raw: Sequence[Any]) -> tuple[_Messages | None, int]:
         """Return the earlier messages of the same context that share most groups with ``raw``, and that number."""
         nearest: _Messages | None = None
         most = 0
         for other in (view, *self._views):
-            known = other.lowered
-            if known is None or known.context != context:
+            lowered = other.lowered
+            if lowered is None or lowered.context != context:
                 continue
-            shared = known.elements if other is view else min(known.elements, other.shared(raw))
+            shared = lowered.elements if other is view else min(lowered.elements, other.shared(raw))
             # The element after a group must be shared as well, since it may decide where the group ends.
-            groups = bisect_left(known.ends, shared)
+            groups = bisect_left(lowered.ends, shared)
             if groups > most:
-                nearest, most = known, groups
+                nearest, most = lowered, groups
             if other is view and groups:
                 break
         return nearest, most
@@ -346,10 +346,10 @@ class ConversationCache:
     def digest(self, history: Sequence[Any]) -> bytes:
         """Return a digest of a history, independent of the cache's state. Its elements must not be changed later."""
         view = self._view_of(history)
-        known = len(view.digests)
-        last = view.digests[-1] if known else b""
-        new = [last := _digest(last + _canonical(element)) for element in history[known:]]
-        view.digests = view.digests.grown(known, new)
+        cached_count = len(view.digests)
+        last = view.digests[-1] if cached_count else b""
+        new = [last := _digest(last + _canonical(element)) for element in history[cached_count:]]
+        view.digests = view.digests.grown(cached_count, new)
         return last
 
 
@@ -366,12 +366,12 @@ def request_fingerprint(route: str, body: Mapping[str, Any], cache: Conversation
     """Return a digest of a request, whatever the order of its keys: two requests of a session with one fingerprint are
     the same request. Raises `InvalidBodyError` for a body that is nested too deeply."""
     cache = cache or ConversationCache()
-    given = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
-    histories = [(key, given.pop(key)) for key in HISTORY_KEYS if isinstance(given.get(key), list)]
-    told = [cache.parameters("fingerprint", route, given, lambda: _digest(_canonical([route, given])))]
+    parameters = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
+    histories = [(key, parameters.pop(key)) for key in HISTORY_KEYS if isinstance(parameters.get(key), list)]
+    digests = [cache.parameters("fingerprint", route, parameters, lambda: _digest(_canonical([route, parameters])))]
     for key, history in histories:
-        told += (key.encode(), cache.digest(history))
-    return _digest(b"/".join(told)).hex()
+        digests += (key.encode(), cache.digest(history))
+    return _digest(b"/".join(digests)).hex()
 
 
 def _canonical(value: Any) -> bytes:
@@ -386,16 +386,16 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _same_items(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same_items(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two objects have the same keys in the same order, and identical objects as values: equal objects
     may have different types."""
-    return len(one) == len(other) and all(map(eq, one, other)) and all(map(is_, one.values(), other.values()))
+    return len(first) == len(second) and all(map(eq, first, second)) and all(map(is_, first.values(), second.values()))
 
 
 # -- the bytes of a body ---------------------------------------------------------------------------------------------
 
 
-def _located(raw: bytes, value: Any) -> _Body | None:
+def _located_body(raw: bytes, value: Any) -> _Body | None:
     """Return the body of ``raw``, which parses to ``value``; ``None`` if it has no history or is not to be kept."""
     if not isinstance(value, dict) or len(raw) > _LARGEST_BODY_BYTES:
         return None
@@ -412,7 +412,7 @@ def _located(raw: bytes, value: Any) -> _Body | None:
                 return None
             ends, close = scanned[:-1], scanned[-1]
             rest = raw[close + 1 :]
-            after = _keys_behind(rest)
+            after = _members_after(rest)
             # If a key is repeated, its last value wins.
             if after is None or key in after or len(ends) != len(value[key]):
                 return None
@@ -420,12 +420,12 @@ def _located(raw: bytes, value: Any) -> _Body | None:
     return None
 
 
-def _grown(known: _View, shared: int, raw: bytes) -> tuple[_Body, list[Any]] | None:
-    """Return the body of ``raw``, which begins like ``known`` up to the end of element ``shared``, and its further
+def _grown_body(view: _View, shared: int, raw: bytes) -> tuple[_Body, list[Any]] | None:
+    """Return the body of ``raw``, which begins like ``view`` up to the end of element ``shared``, and its further
     elements; ``None`` if it has to be parsed as a whole, because the rest has another structure or is invalid."""
-    body = known.body
+    body = view.body
     assert body is not None
-    at = body.close if shared == len(known.elements) else body.ends[shared - 1]
+    at = body.close if shared == len(view.elements) else body.ends[shared - 1]
     sign = raw[at : at + 1]
     if sign == b"]":
         new: list[Any] = []
@@ -435,7 +435,7 @@ def _grown(known: _View, shared: int, raw: bytes) -> tuple[_Body, list[Any]] | N
     else:
         return None
     rest = raw[close + 1 :]
-    after = body.after if rest == body.rest else _keys_behind(rest)
+    after = body.after if rest == body.rest else _members_after(rest)
     if after is None:
         return None
     ends = body.ends.grown(min(shared, len(body.ends)), ())
@@ -482,7 +482,7 @@ def _element_ends(raw: bytes, start: int) -> list[int] | None:
     return None
 
 
-def _keys_behind(rest: bytes) -> dict[str, Any] | None:
+def _members_after(rest: bytes) -> dict[str, Any] | None:
     """Return the members of an object after one of its values; ``None`` if ``rest`` is not the end of an object."""
     rest = rest.strip(_BLANKS)
     if rest == b"}":
@@ -532,10 +532,10 @@ def completion_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
 
 
 def _reply_call(call_id: str, name: str, arguments: str, parsed: Any, request: PolicyRequest) -> dict[str, Any]:
-    known = request.names.get(name)
-    if known is not None and known.custom:
+    call_name = request.names.get(name)
+    if call_name is not None and call_name.custom:
         call_id, text = custom_input(call_id, arguments, parsed)
-        return {"id": call_id, "type": "custom", "custom": {"name": known.name, "input": text}}
+        return {"id": call_id, "type": "custom", "custom": {"name": call_name.name, "input": text}}
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -561,7 +561,9 @@ def token_fields(tokens: AnswerTokens) -> dict[str, Any]:
 
 def logprobs_content(tokens: AnswerTokens) -> list[dict[str, Any]]:
     """Return ``logprobs`` entries of OpenAI's dialects: text, logprob and bytes of each sampled token."""
-    texts: Sequence[str] = tokens.texts if tokens.texts is not None else [f"token_id:{one}" for one in tokens.ids]
+    texts: Sequence[str] = (
+        tokens.texts if tokens.texts is not None else [f"token_id:{token_id}" for token_id in tokens.ids]
+    )
     # Computed once for each of the few thousand different tokens of an answer; the entries share the lists.
     data = {text: [*text.encode("utf-8", "replace")] for text in {*texts}}
     return [
@@ -585,20 +587,20 @@ def chat_events(completion: Mapping[str, Any], *, usage: bool) -> Iterator[bytes
 def _choice(head: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[bytes]:
     index, message = choice.get("index", 0), choice["message"]
     entries = (choice.get("logprobs") or {}).get("content") or []
-    told = 0
+    sent_count = 0
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None, logprobs: int = LOGPROBS_PER_CHUNK) -> bytes:
-        nonlocal told
-        made = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        if told < len(entries) and logprobs:
-            made["logprobs"] = {"content": entries[told : told + logprobs], "refusal": None}
-            told += logprobs
-        return data({**head, "choices": [made]})
+        nonlocal sent_count
+        chunk_choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        if sent_count < len(entries) and logprobs:
+            chunk_choice["logprobs"] = {"content": entries[sent_count : sent_count + logprobs], "refusal": None}
+            sent_count += logprobs
+        return data({**head, "choices": [chunk_choice]})
 
     yield chunk({"role": "assistant", "content": ""}, logprobs=0)
     for delta in _deltas(message):
         yield chunk(delta)
-    while told < len(entries):
+    while sent_count < len(entries):
         yield chunk({})
     tokens = {key: message[key] for key in TOKEN_FIELDS if message.get(key) is not None}
     yield chunk(tokens, choice.get("finish_reason") or "stop")
@@ -662,11 +664,11 @@ class ChatAdapter:
         if cache is None:
             table, request = _parameters(body, _tools(body))
         else:
-            given = {key: value for key, value in body.items() if key != "messages"}
+            parameters = {key: value for key, value in body.items() if key != "messages"}
             table, request = cache.parameters(
                 "lowered",
                 Dialect.CHAT,
-                given,
+                parameters,
                 lambda: _parameters(body, cache.tools(body.get("tools"), lambda: _tools(body))),
             )
         return request.asking(_messages(body, table, cache))
@@ -692,17 +694,17 @@ def _parameters(body: Body, table: ToolTable) -> tuple[ToolTable, PolicyRequest]
     refuse_set(body, _REFUSED)
     if body.get("modalities") not in (None, [], ["text"]):
         refuse("modalities", "asks for more than text; this model writes text only")
-    asked = sampling_at(body, *SAMPLING)
+    sampling = sampling_at(body, *SAMPLING)
     budget = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     if (limit := number_at(body, budget, low=1, whole=True)) is not None:
-        asked["max_tokens"] = limit
+        sampling["max_tokens"] = limit
     if stop := stop_at(body, "stop"):
-        asked["stop"] = stop
+        sampling["stop"] = stop
     return table, PolicyRequest(
         messages=(),
         tools=table.tools or None,
         names=table.names,
-        asked=asked,
+        asked=sampling,
         stream=flag_at(body, "stream"),
         stream_usage=flag_at(object_at(body, "stream_options", ""), "include_usage"),
         tool_choice=chosen(body.get("tool_choice"), table),

@@ -230,8 +230,8 @@ def openai_content(value: Any, where: str) -> str | list[Part] | None:
     """Return the content of a message or of a tool's output: text, parts or ``None``."""
     if value is None or isinstance(value, str):
         return value
-    found = (openai_part(part, at) for at, part in objects_in(value, where))
-    return joined([part for part in found if part is not None])
+    parts = (openai_part(part, at) for at, part in objects_in(value, where))
+    return joined([part for part in parts if part is not None])
 
 
 def answer_text(value: Any, where: str) -> str | None:
@@ -240,10 +240,10 @@ def answer_text(value: Any, where: str) -> str | None:
         return value
     texts = []
     for at, part in objects_in(value, where):
-        found = openai_part(part, at)
-        if found is None or found["type"] != "text":
+        converted = openai_part(part, at)
+        if converted is None or converted["type"] != "text":
             refuse(at, "is no text: the assistant's own messages hold text only")
-        texts.append(found["text"])
+        texts.append(converted["text"])
     return "".join(texts)
 
 

@@ -54,8 +54,8 @@ def answer_of_completion(
 
 def _answer(completion: Mapping[str, Any], answer_id: str, created_at: float, model: str | None) -> Answer:
     choice = completion["choices"][0]
-    said = choice["message"]
-    message = message_of(said, answer_id)
+    raw_message = choice["message"]
+    message = message_of(raw_message, answer_id)
     stop = choice.get("stop_reason")
     return Answer(
         answer_id=answer_id,
@@ -65,7 +65,7 @@ def _answer(completion: Mapping[str, Any], answer_id: str, created_at: float, mo
         end=end_of(choice.get("finish_reason"), message),
         usage=usage_of(completion.get("usage")),
         stop=stop if isinstance(stop, str) else None,
-        tokens=_tokens(choice, said),
+        tokens=_tokens(choice, raw_message),
     )
 
 
@@ -93,8 +93,8 @@ def message_of(said: Mapping[str, Any], answer_id: str) -> dict[str, Any]:
     return message
 
 
-def _arguments(given: Any) -> str:
-    return given if isinstance(given, str) else orjson.dumps(given).decode() if given else ""
+def _arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode() if arguments else ""
 
 
 def end_of(finish_reason: Any, message: Mapping[str, Any]) -> AnswerEnd:
@@ -108,7 +108,7 @@ def usage_of(reported: Any) -> AnswerUsage:
     if not isinstance(reported, Mapping):
         return AnswerUsage()
     details = (reported.get("prompt_tokens_details"), reported.get("completion_tokens_details"))
-    prompt, output = (one if isinstance(one, Mapping) else {} for one in details)
+    prompt, output = (detail if isinstance(detail, Mapping) else {} for detail in details)
     return AnswerUsage(
         prompt_tokens=tokens_counted(reported.get("prompt_tokens")),
         completion_tokens=tokens_counted(reported.get("completion_tokens")),
@@ -123,6 +123,11 @@ def _tokens(choice: Mapping[str, Any], message: Mapping[str, Any]) -> AnswerToke
     texts = [str(entry["token"]) for entry in entries] if entries else None
     logprobs = [float(entry["logprob"]) for entry in entries] if entries else None
     if (ids := message.get("generation_token_ids")) is not None:
-        known = message.get("generation_log_probs")
-        return AnswerTokens(message.get("prompt_token_ids") or [], ids, logprobs if known is None else known, texts)
+        message_logprobs = message.get("generation_log_probs")
+        return AnswerTokens(
+            message.get("prompt_token_ids") or [],
+            ids,
+            logprobs if message_logprobs is None else message_logprobs,
+            texts,
+        )
     return None if texts is None else AnswerTokens([], [], logprobs, texts)

@@ -81,13 +81,13 @@ def openai_code(error: NemoGymError) -> str:
 
 def openai_error(error: NemoGymError) -> tuple[int, dict[str, Any]]:
     """Return status and body for Chat Completions and Responses."""
-    said = {
+    error_body = {
         "message": error.message,
         "type": openai_type(error),
         "param": error.details.get("param"),
         "code": openai_code(error),
     }
-    return status_of(error), {"error": said}
+    return status_of(error), {"error": error_body}
 
 
 def anthropic_type(error: NemoGymError) -> str:
@@ -103,8 +103,8 @@ def anthropic_message(error: NemoGymError) -> str:
 
 def anthropic_error(error: NemoGymError) -> tuple[int, dict[str, Any]]:
     """Return status and body for Messages."""
-    said = {"type": anthropic_type(error), "message": anthropic_message(error)}
-    return status_of(error), {"type": "error", "error": said}
+    error_body = {"type": anthropic_type(error), "message": anthropic_message(error)}
+    return status_of(error), {"type": "error", "error": error_body}
 
 
 # Error responses on inference routes: every error in the caller's dialect, whatever part of a server raised it.
@@ -145,9 +145,9 @@ def overflow_of(body: bytes) -> ContextOverflowError | None:
     """Return the error for an endpoint's refusal of a prompt that exceeds its context; ``None`` for any other refusal.
     Endpoints have different texts for it, and harnesses recognize only one."""
     text = _message_of(body)
-    if (found := _CONTEXT.search(text)) is None:
+    if (match := _CONTEXT.search(text)) is None:
         return None
-    limit = int(found[1])
+    limit = int(match[1])
     prompt_tokens = max(map(int, _OF_A_PROMPT.findall(text)), default=0)
     return ContextOverflowError(prompt_tokens, limit) if prompt_tokens > limit else None
 
@@ -165,8 +165,8 @@ def _message_of(body: bytes) -> str:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
         value = None
-    said = value.get("error") if isinstance(value, dict) else None
-    message = said.get("message") if isinstance(said, dict) else said
+    error = value.get("error") if isinstance(value, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) and message else body[:500].decode(errors="replace")
 
 
@@ -187,8 +187,8 @@ def dialect_of(path: str, header_names: Iterable[bytes] = ()) -> Dialect | None:
     route = inference_path(path)
     if route is None:
         return None
-    if (known := _DIALECT_BY_ROUTE.get(route)) is not None:
-        return known
+    if (dialect := _DIALECT_BY_ROUTE.get(route)) is not None:
+        return dialect
     return Dialect.MESSAGES if b"anthropic-version" in header_names else Dialect.CHAT
 
 

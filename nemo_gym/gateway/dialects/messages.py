@@ -144,12 +144,12 @@ def messages_events(message: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def _empty(block: Mapping[str, Any]) -> dict[str, Any]:
-    begun: dict[str, dict[str, Any]] = {
+    empty_fields: dict[str, dict[str, Any]] = {
         "text": {"text": ""},
         "thinking": {"thinking": "", "signature": ""},
         "tool_use": {"input": {}},
     }
-    return {**block, **begun.get(block["type"], {})}
+    return {**block, **empty_fields.get(block["type"], {})}
 
 
 def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -223,8 +223,8 @@ def _user(content: Any, where: str, tools: Tools) -> list[dict[str, Any]]:
             parts.append(_part(block, at, tools))
             continue
         call_id = text_at(block, "tool_use_id", at)
-        said = _result(block, at, tools)
-        results.append({"role": "tool", "tool_call_id": call_id, "content": said})
+        result = _result(block, at, tools)
+        results.append({"role": "tool", "tool_call_id": call_id, "content": result})
     if parts or not results:
         results.append({"role": "user", "content": joined(parts)})
     return results
@@ -282,16 +282,16 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _arguments(given: Body, where: str) -> str:
+def _arguments(arguments: Body, where: str) -> str:
     """Return a call's arguments; unwraps sampled arguments that the reply had to wrap (see `WRAPPED`)."""
-    if [*given] == [WRAPPED] and isinstance(text := given[WRAPPED], str):
+    if [*arguments] == [WRAPPED] and isinstance(text := arguments[WRAPPED], str):
         try:
             parsed = orjson.loads(text)
         except orjson.JSONDecodeError:
             return text
         if not isinstance(parsed, dict):
             return text
-    return json_at(given, f"{where}.input")
+    return json_at(arguments, f"{where}.input")
 
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -313,8 +313,8 @@ class MessagesAdapter:
         if cache is None:
             tools, request = _parameters(body)
         else:
-            given = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
-            tools, request = cache.parameters("lowered", Dialect.MESSAGES, given, lambda: _parameters(body))
+            parameters = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
+            tools, request = cache.parameters("lowered", Dialect.MESSAGES, parameters, lambda: _parameters(body))
         return request.asking(lower_messages(body, tools, cache))
 
     def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
@@ -337,11 +337,11 @@ def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], PolicyRequest]:
     one_answer(body)
     refuse_set(body, _REFUSED)
     tools, deferred = _tools(body)
-    asked = sampling_at(body, "temperature", "top_p", "top_k")
+    sampling = sampling_at(body, "temperature", "top_p", "top_k")
     if (limit := number_at(body, "max_tokens", low=1, whole=True)) is not None:
-        asked["max_tokens"] = limit
+        sampling["max_tokens"] = limit
     if stop := stop_at(body, "stop_sequences"):
-        asked["stop"] = stop
+        sampling["stop"] = stop
     choice = object_at(body, "tool_choice", "")
     output = object_at(body, "output_config", "")
     form = object_at(output, "format", "output_config") or object_at(body, "output_format", "")
@@ -354,7 +354,7 @@ def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], PolicyRequest]:
         messages=(),
         tools=tools or None,
         deferred=[*deferred.values()],
-        asked=asked,
+        asked=sampling,
         stream=flag_at(body, "stream"),
         tool_choice=_choice(choice),
         response_format=_format(form),
@@ -424,6 +424,6 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
 def message_of_completion(completion: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Convert a chat completion to the reply to ``body``; without a body, to a reply without thinking. Raises the
     errors of `answer_of_completion`."""
-    asked = body or {"messages": [{"role": "user", "content": ""}]}
+    request_body = body or {"messages": [{"role": "user", "content": ""}]}
     answer = answer_of_completion(completion, answer_id=uuid4().hex, created_at=time.time())
-    return _ADAPTER.reply(answer, _ADAPTER.lower(asked), asked)
+    return _ADAPTER.reply(answer, _ADAPTER.lower(request_body), request_body)

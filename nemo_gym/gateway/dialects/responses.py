@@ -105,10 +105,10 @@ def _groups(items: Sequence[Any], start: int, table: ToolTable) -> Iterator[tupl
     end = start
     for where, item in objects_in(items, "input", start):
         kind = item.get("type") or ("message" if "role" in item else None)
-        alone = _alone(kind, item, where)
+        alone = _separate_message(kind, item, where)
         opens = turn is None or (kind == "reasoning" and (turn.get("tool_calls") or turn["content"]))
         if turn is not None and (alone is not None or opens):
-            yield end, [_whole(turn)]
+            yield end, [_finished_turn(turn)]
             turn = None
         end += 1
         if alone is not None:
@@ -117,16 +117,16 @@ def _groups(items: Sequence[Any], start: int, table: ToolTable) -> Iterator[tupl
         turn = turn or {"role": "assistant", "content": None}
         extend_turn(turn, kind, item, where, table)
     if turn is not None:
-        yield end, [_whole(turn)]
+        yield end, [_finished_turn(turn)]
 
 
-def _whole(turn: dict[str, Any]) -> dict[str, Any]:
+def _finished_turn(turn: dict[str, Any]) -> dict[str, Any]:
     if turn["content"] is None and not turn.get("tool_calls"):
         turn["content"] = ""
     return turn
 
 
-def _alone(kind: Any, item: Body, where: str) -> dict[str, Any] | None:
+def _separate_message(kind: Any, item: Body, where: str) -> dict[str, Any] | None:
     """Return the message of an item that is a message by itself; ``None`` for an item of an answer."""
     if kind in _OUTPUTS:
         call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
@@ -199,8 +199,8 @@ class ResponsesAdapter:
         if cache is None:
             table, request = _parameters(body)
         else:
-            given = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
-            table, request = cache.parameters("lowered", Dialect.RESPONSES, given, lambda: _parameters(body))
+            parameters = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
+            table, request = cache.parameters("lowered", Dialect.RESPONSES, parameters, lambda: _parameters(body))
         return request.asking(lower_input(body, table, cache))
 
     def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
@@ -224,11 +224,11 @@ def _parameters(body: Body) -> tuple[ToolTable, PolicyRequest]:
     refuse_set(body, _REFUSED)
     repeatable(body, *REPEATED)
     table = tool_table(body)
-    asked = sampling_at(body, *SAMPLING)
+    sampling = sampling_at(body, *SAMPLING)
     if (limit := number_at(body, "max_output_tokens", low=1, whole=True)) is not None:
-        asked["max_tokens"] = limit
+        sampling["max_tokens"] = limit
     if stop := stop_at(body, "stop"):
-        asked["stop"] = stop
+        sampling["stop"] = stop
     extra = {key: body[key] for key in _PASSED_ON if body.get(key) is not None}
     if table.tools and body.get("parallel_tool_calls") is not None:
         extra["parallel_tool_calls"] = flag_at(body, "parallel_tool_calls")
@@ -241,7 +241,7 @@ def _parameters(body: Body) -> tuple[ToolTable, PolicyRequest]:
         messages=(),
         tools=table.tools or None,
         names=table.names,
-        asked=asked,
+        asked=sampling,
         stream=flag_at(body, "stream"),
         tool_choice=chosen(body.get("tool_choice"), table),
         response_format=_format(object_at(object_at(body, "text", ""), "format", "text")),
@@ -290,17 +290,27 @@ def _format(form: Body) -> dict[str, Any] | None:
         return None
     if not isinstance(kind, str):
         refuse("text.format.type", f"must be a string, not {kind_of(kind)}")
-    rest = {key: value for key, value in form.items() if key != "type"}
-    return {"type": kind, **({"json_schema": rest} if rest else {})}
+    settings = {key: value for key, value in form.items() if key != "type"}
+    return {"type": kind, **({"json_schema": settings} if settings else {})}
 
 
 # Responses ↔ Chat Completions, for endpoints that speak only one of them.
 
 _ADAPTER = ResponsesAdapter()
 _CHAT = ChatAdapter()
-_SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "user", "metadata", "store", "service_tier", "stream")
+_SHARED_FIELDS = (
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "stream",
+)
 _FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
-_OF_THE_ANSWER = ("message", "function_call", "custom_tool_call", "reasoning")
+_ANSWER_ITEMS = ("message", "function_call", "custom_tool_call", "reasoning")
 
 
 def chat_request(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,8 +345,8 @@ def response_of_completion(completion: Mapping[str, Any], params: Mapping[str, A
 
 def responses_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a Chat Completions request to a Responses request."""
-    body = {**{key: body[key] for key in _SAME if body.get(key) is not None}, **chat_body(_CHAT.lower(body))}
-    request: dict[str, Any] = {key: body[key] for key in _SAME if body.get(key) is not None}
+    body = {**{key: body[key] for key in _SHARED_FIELDS if body.get(key) is not None}, **chat_body(_CHAT.lower(body))}
+    request: dict[str, Any] = {key: body[key] for key in _SHARED_FIELDS if body.get(key) is not None}
     request["input"] = _items(body["messages"])
     if (limit := body.get("max_tokens")) is not None:
         request["max_output_tokens"] = limit
@@ -345,8 +355,8 @@ def responses_request(body: Mapping[str, Any]) -> dict[str, Any]:
     if tools := body.get("tools"):
         request["tools"] = [{"type": "function", "strict": False, **tool["function"]} for tool in tools]
     if (choice := body.get("tool_choice")) is not None:
-        named = isinstance(choice, Mapping)
-        request["tool_choice"] = {"type": "function", **choice["function"]} if named else choice
+        names_tool = isinstance(choice, Mapping)
+        request["tool_choice"] = {"type": "function", **choice["function"]} if names_tool else choice
     if form := body.get("response_format"):
         request["text"] = {"format": {"type": form.get("type"), **(form.get("json_schema") or {})}}
     return request
@@ -393,7 +403,7 @@ def completion_of_response(response: Mapping[str, Any]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for where, item in objects_in(response.get("output"), "output"):
         kind = item.get("type")
-        if kind in _OF_THE_ANSWER:
+        if kind in _ANSWER_ITEMS:
             extend_turn(message, kind, item, where, ToolTable())
             message |= {key: item[key] for key in TOKEN_FIELDS if item.get(key) is not None}
     reason = (response.get("incomplete_details") or {}).get("reason")

@@ -50,9 +50,9 @@ def response_of(answer: Answer, request: PolicyRequest, body: Body) -> dict[str,
         output[-1]["status"] = "incomplete"
     if request.token_ids and answer.tokens is not None:
         output[-1] |= token_fields(answer.tokens)
-    made = response_object(answer.answer_id, answer.created_at, answer.model, body)
+    response = response_object(answer.answer_id, answer.created_at, answer.model, body)
     return {
-        **made,
+        **response,
         "status": "incomplete" if reason else "completed",
         "incomplete_details": {"reason": reason} if reason else None,
         "output": output,
@@ -74,9 +74,9 @@ def _message(answer: Answer, text: str, request: PolicyRequest) -> dict[str, Any
 
 
 def _call(answer: Answer, number: int, call: AnswerCall, request: PolicyRequest) -> dict[str, Any]:
-    known = request.names.get(call.name) or CallName(call.name)
+    call_name = request.names.get(call.name) or CallName(call.name)
     own_id = f"{answer.answer_id}_{number}"
-    if known.local_shell and (action := shell_action(call.data)) is not None:
+    if call_name.local_shell and (action := shell_action(call.data)) is not None:
         return {
             "id": f"lsh_{own_id}",
             "type": "local_shell_call",
@@ -84,7 +84,7 @@ def _call(answer: Answer, number: int, call: AnswerCall, request: PolicyRequest)
             "action": action,
             "status": "completed",
         }
-    if known.custom:
+    if call_name.custom:
         call_id, text = custom_input(call.call_id, call.arguments, call.data)
         item = {"id": f"ctc_{own_id}", "type": "custom_tool_call", "call_id": call_id, "input": text}
     else:
@@ -94,8 +94,8 @@ def _call(answer: Answer, number: int, call: AnswerCall, request: PolicyRequest)
             "call_id": call.call_id,
             "arguments": call.arguments,
         }
-    item |= {"name": known.name, "status": "completed"}
-    return item if known.namespace is None else {**item, "namespace": known.namespace}
+    item |= {"name": call_name.name, "status": "completed"}
+    return item if call_name.namespace is None else {**item, "namespace": call_name.namespace}
 
 
 def _usage(usage: AnswerUsage) -> dict[str, Any]:
@@ -219,8 +219,8 @@ def _message_events(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterator[
         cut = [*pieces(text)]
         share = -(-len(entries) // max(1, len(cut)))
         for place, piece in enumerate(cut):
-            told = {"logprobs": entries[place * share : (place + 1) * share]} if has_logprobs else {}
-            yield {"type": f"{name}.delta", **where, "delta": piece, **told}
+            piece_logprobs = {"logprobs": entries[place * share : (place + 1) * share]} if has_logprobs else {}
+            yield {"type": f"{name}.delta", **where, "delta": piece, **piece_logprobs}
         yield {"type": f"{name}.done", **where, key: text, **({"logprobs": entries} if has_logprobs else {})}
         yield {"type": "response.content_part.done", **where, "part": part}
 

@@ -48,29 +48,29 @@ class EventReader:
     """Collects ``data`` fields into events. Skips comments and other fields; accepts all three line endings."""
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []
+        self._line_pieces: list[bytes] = []
         """The pieces of an incomplete line, so that a line of thousands of chunks is joined only once."""
-        self._rest_bytes = 0
+        self._line_bytes = 0
         self._data: list[bytes] = []
 
     @property
     def held_bytes(self) -> int:
         """The size of the incomplete event."""
-        return self._rest_bytes + sum(map(len, self._data))
+        return self._line_bytes + sum(map(len, self._data))
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the data of every event that ``chunk`` completes."""
-        self._rest.append(chunk)
-        self._rest_bytes += len(chunk)
-        if b"\n" not in chunk and b"\r" not in chunk and not self._rest[0].endswith(b"\r"):
+        self._line_pieces.append(chunk)
+        self._line_bytes += len(chunk)
+        if b"\n" not in chunk and b"\r" not in chunk and not self._line_pieces[0].endswith(b"\r"):
             return
-        text = b"".join(self._rest)
+        text = b"".join(self._line_pieces)
         if b"\r" in text:
             # A lone CR at the end may be half of a CRLF: it waits for the next chunk.
-            held = b"\r" if text.endswith(b"\r") else b""
-            text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
+            pending = b"\r" if text.endswith(b"\r") else b""
+            text = text.removesuffix(pending).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + pending
         *lines, rest = text.split(b"\n")
-        self._rest, self._rest_bytes = [rest], len(rest)
+        self._line_pieces, self._line_bytes = [rest], len(rest)
         for line in lines:
             if line.startswith(b"data:"):
                 value = line[5:]
@@ -138,7 +138,7 @@ class HttpEngine:
         """The engine's limit of prompt and answer together; ``None`` until (and unless) the engine reports it."""
         self._asked_for_context = False
         self._http = http
-        self._heads = self._heads_at(endpoint.base_url)
+        self._request_heads = self._heads_at(endpoint.base_url)
         self._patience = Patience(endpoint.connect_timeout_s, endpoint.request_timeout_s, endpoint.idle_timeout_s)
         self._probe_patience = Patience(endpoint.connect_timeout_s, endpoint.probe_timeout_s)
 
@@ -148,13 +148,13 @@ class HttpEngine:
 
     def _patience_of_call(self) -> Patience:
         """Return the engine's time limits, each replaced by the limit that the call's run chose, if any."""
-        chosen, own = chosen_limits(), self._patience
+        chosen, default = chosen_limits(), self._patience
         if chosen is NONE_CHOSEN:
-            return own
+            return default
         return Patience(
-            chosen.connect_timeout_s or own.connect_s,
-            chosen.request_timeout_s or own.total_s,
-            chosen.idle_timeout_s or own.idle_s,
+            chosen.connect_timeout_s or default.connect_s,
+            chosen.request_timeout_s or default.total_s,
+            chosen.idle_timeout_s or default.idle_s,
         )
 
     @property
@@ -196,12 +196,12 @@ class HttpEngine:
         """Return the ids of ``text`` by the engine's tokenizer, without special tokens; ``None`` if unavailable."""
         if self.tokenize_route is None:
             return None
-        asked: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
+        body: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
         if self.endpoint.model:
-            asked["model"] = self.endpoint.model
+            body["model"] = self.endpoint.model
         try:
             raw, _ = await self._whole(
-                "POST", self.tokenize_route, orjson.dumps(asked), self._probe_patience, self.endpoint.max_answer_bytes
+                "POST", self.tokenize_route, orjson.dumps(body), self._probe_patience, self.endpoint.max_answer_bytes
             )
             tokens = self.parsed(raw).get("tokens")
         except EngineError:
@@ -242,9 +242,9 @@ class HttpEngine:
         """Yield the bytes of a 200 as they arrive. Closing the iterator closes the connection."""
         data = _written(body)
         passed = 0
-        head = self._heads.of("POST", route, len(data))
+        head = self._request_heads.of("POST", route, len(data))
         try:
-            reply = await self._http.send(self._heads.origin, head, data, self._patience_of_call())
+            reply = await self._http.send(self._request_heads.origin, head, data, self._patience_of_call())
             try:
                 if reply.status != 200:
                     raise self._status_error(reply, await _error_body(reply))
@@ -350,14 +350,14 @@ class HttpEngine:
         body: bytes,
         patience: Patience,
         at_most_bytes: int,
-        heads: RequestHeads | None = None,
+        request_heads: RequestHeads | None = None,
     ) -> tuple[bytes | bytearray, Mapping[str, str]]:
-        """Send a request and return the whole body of a 200 and its headers. ``heads``: the request heads for another
+        """Send a request and return the whole body of a 200 and its headers. ``request_heads``: those for another
         part of the server than the base URL."""
-        heads = heads or self._heads
-        head = heads.of(method, route, len(body))
+        request_heads = request_heads or self._request_heads
+        head = request_heads.of(method, route, len(body))
         try:
-            reply = await self._http.send(heads.origin, head, body, patience)
+            reply = await self._http.send(request_heads.origin, head, body, patience)
             try:
                 whole = await (reply.read(at_most_bytes) if reply.status == 200 else _error_body(reply))
             finally:
@@ -386,8 +386,8 @@ class HttpEngine:
             elif isinstance(why, TimeoutError):
                 text = f"{where} took no connection within {self.endpoint.connect_timeout_s} s"
             else:
-                said = getattr(why, "strerror", None) or why
-                text = f"{where} cannot be reached: {said}; is it running?"
+                reason = getattr(why, "strerror", None) or why
+                text = f"{where} cannot be reached: {reason}; is it running?"
             return EngineUnreachableError(text, retryable=True, engine=self.name)
         if isinstance(error, TimeoutError):
             return EngineTimeoutError(f"{where} did not answer in time", retryable=True, engine=self.name)
@@ -401,30 +401,32 @@ class HttpEngine:
 
     def _status_error(self, reply: Reply, body: bytes, *, probe: bool = False) -> EngineError:
         status = reply.status
-        known: dict[str, Any] = {"engine": self.name, "upstream_status": status}
+        details: dict[str, Any] = {"engine": self.name, "upstream_status": status}
         if status in (401, 403):
             # Without the engine's own text, which may quote the key.
             return EngineCredentialError(
                 f"engine '{self.name}' refused its API key ({status}); set the engine's 'api_key' (POLICY_API_KEY)",
-                **known,
+                **details,
             )
-        said = self._quoted(body)
+        quoted = self._quoted(body)
         if status == 429 or (status == 503 and "retry-after" in reply.headers):
             seconds = retry_after_s(reply.headers.get("retry-after"))
-            return EngineRateLimitedError(f"engine '{self.name}' asks to wait: {said}", retry_after_s=seconds, **known)
+            return EngineRateLimitedError(
+                f"engine '{self.name}' asks to wait: {quoted}", retry_after_s=seconds, **details
+            )
         if status == 408:
-            return EngineTimeoutError(f"engine '{self.name}' answered {status}: {said}", retryable=True, **known)
+            return EngineTimeoutError(f"engine '{self.name}' answered {status}: {quoted}", retryable=True, **details)
         if 400 <= status < 500:
             return EngineRefusedError(
-                f"engine '{self.name}' refused the request ({status}): {said}", body=body, **known
+                f"engine '{self.name}' refused the request ({status}): {quoted}", body=body, **details
             )
         if status >= 500:
-            return EngineFailedError(f"engine '{self.name}' answered {status}: {said}", retryable=True, **known)
-        return EngineAnswerError(f"engine '{self.name}' answered {status}; is its base URL right?", **known)
+            return EngineFailedError(f"engine '{self.name}' answered {status}: {quoted}", retryable=True, **details)
+        return EngineAnswerError(f"engine '{self.name}' answered {status}; is its base URL right?", **details)
 
-    def _event_error(self, said: Any) -> EngineError:
-        code = said.get("code") if isinstance(said, dict) else None
-        text = self._quoted(orjson.dumps(said))
+    def _event_error(self, error: Any) -> EngineError:
+        code = error.get("code") if isinstance(error, dict) else None
+        text = self._quoted(orjson.dumps(error))
         if code == 429:
             return EngineRateLimitedError(f"engine '{self.name}' asks to wait: {text}", engine=self.name)
         if isinstance(code, int) and 400 <= code < 500:

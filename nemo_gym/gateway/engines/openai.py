@@ -42,9 +42,11 @@ class OpenAIEngine(HttpEngine):
                 raise
 
     async def _says_it_is_well(self) -> bool:
-        heads = self._heads_at(self.endpoint.base_url.removesuffix("/v1"))
+        root_request_heads = self._heads_at(self.endpoint.base_url.removesuffix("/v1"))
         try:
-            await self._whole("GET", "/health", b"", self._probe_patience, self.endpoint.max_answer_bytes, heads)
+            await self._whole(
+                "GET", "/health", b"", self._probe_patience, self.endpoint.max_answer_bytes, root_request_heads
+            )
         except EngineError:
             return False
         return True
@@ -61,9 +63,9 @@ class OpenAIEngine(HttpEngine):
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
         """Check a model's name by asking for one token: an endpoint may accept names that it does not list."""
-        asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        request = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         try:
-            data = orjson.dumps(self._body("/chat/completions", asked, stream=False))
+            data = orjson.dumps(self._body("/chat/completions", request, stream=False))
             await self._whole("POST", "/chat/completions", data, self._probe_patience, self.endpoint.max_answer_bytes)
         except EngineCredentialError as error:
             return EngineCheck(self.name, problem=error.message)
@@ -92,10 +94,10 @@ class OpenAIEngine(HttpEngine):
 
 def _budget(body: Mapping[str, Any]) -> int | None:
     """Return the token limit in a body; ``None`` if there is none that holds."""
-    asked = [body.get(key) for key in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
-    given = [value for value in asked if isinstance(value, int)]
+    values = [body.get(key) for key in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    limits = [value for value in values if isinstance(value, int)]
     # An endpoint may obey any of the keys. For several answers (``n``), the limit does not hold for the whole body.
-    return max(given) if given and body.get("n") in (None, 1) else None
+    return max(limits) if limits and body.get("n") in (None, 1) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,10 @@ class Completion:
 def completion_in(body: bytes | bytearray) -> Completion:
     """Read a chat completion. Raises `ValueError` for any other body."""
     try:
-        found = _COMPLETIONS.decode(body)
-        if not found.choices:
+        decoded = _COMPLETIONS.decode(body)
+        if not decoded.choices:
             raise ValueError("'choices' is empty")
-        choice = found.choices[0]
+        choice = decoded.choices[0]
         for call in choice.message.get("tool_calls") or ():
             if not isinstance(call["function"]["name"], str):
                 raise TypeError("a tool call has no name")
@@ -179,7 +181,7 @@ def completion_in(body: bytes | bytearray) -> Completion:
     return Completion(
         choice.message,
         choice.finish_reason if isinstance(choice.finish_reason, str) else None,
-        found.usage if isinstance(found.usage, dict) else None,
+        decoded.usage if isinstance(decoded.usage, dict) else None,
         JsonText(memoryview(logprobs.content)),
         JsonText(memoryview(choice.token_ids)),
     )

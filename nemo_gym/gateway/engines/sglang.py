@@ -90,13 +90,13 @@ class SglangEngine(HttpEngine):
                         meta = event["meta_info"]
                         if not pairs and meta.get("weight_version") is not None:
                             first = str(meta["weight_version"])  # newer than the version of the last answer
-                        seen, total = _pairs(meta), int(meta["completion_tokens"])
-                        if len(pairs) + len(seen) == total:
-                            fresh = seen
-                        elif len(seen) == total and seen[: len(pairs)] == pairs:
-                            fresh = seen[len(pairs) :]
+                        event_pairs, total = _pairs(meta), int(meta["completion_tokens"])
+                        if len(pairs) + len(event_pairs) == total:
+                            fresh = event_pairs
+                        elif len(event_pairs) == total and event_pairs[: len(pairs)] == pairs:
+                            fresh = event_pairs[len(pairs) :]
                         else:
-                            raise ValueError(f"{len(seen)} logprobs after {len(pairs)} of {total} tokens")
+                            raise ValueError(f"{len(event_pairs)} logprobs after {len(pairs)} of {total} tokens")
                     pairs += fresh
                     self.check_tokens(len(pairs), request.sampling.max_tokens)
                     if fresh:
@@ -168,12 +168,12 @@ class SglangEngine(HttpEngine):
 
     def _aborted(self, status: int, message: str) -> EngineError:
         """Return the error for a request that the scheduler aborted. The HTTP status of a stream is 200 even then."""
-        known: dict[str, Any] = {"engine": self.name, "upstream_status": status}
+        details: dict[str, Any] = {"engine": self.name, "upstream_status": status}
         if status == 503:
             return self._overloaded(message)
         if 400 <= status < 500:
-            return EngineRefusedError(f"engine '{self.name}' refused the request ({status}): {message}", **known)
-        return EngineFailedError(f"engine '{self.name}' aborted the request: {message}", retryable=True, **known)
+            return EngineRefusedError(f"engine '{self.name}' refused the request ({status}): {message}", **details)
+        return EngineFailedError(f"engine '{self.name}' aborted the request: {message}", retryable=True, **details)
 
     def _overloaded(self, message: str) -> EngineRateLimitedError:
         # The queue is full, or the request waited there for too long. The engine is healthy: if these counted as

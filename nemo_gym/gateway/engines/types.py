@@ -157,19 +157,19 @@ def asked_otherwise(asked: Mapping[str, Any], pinned: Mapping[str, Any]) -> dict
     """Return the parameters that a harness asked for and did not get, because its session pins other values."""
     if not pinned:
         return {}
-    found = {
+    overridden = {
         name: asked[name]
         for name in _NUMBERS
         if pinned.get(name) is not None and asked.get(name) is not None and asked[name] != pinned[name]
     }
-    stop, wanted = pinned.get("stop"), asked.get("stop") or asked.get("stop_sequences")
-    if stop and wanted and _listed(stop) != _listed(wanted):
-        found["stop"] = _listed(wanted)
+    stop, asked_stop = pinned.get("stop"), asked.get("stop") or asked.get("stop_sequences")
+    if stop and asked_stop and _listed(stop) != _listed(asked_stop):
+        overridden["stop"] = _listed(asked_stop)
     bounds = [pinned[name] for name in _MAX_TOKENS if pinned.get(name) is not None]
     budgets = [asked[name] for name in _MAX_TOKENS if asked.get(name) is not None]
     if bounds and budgets and min(budgets) > min(bounds):
-        found["max_output_tokens"] = min(budgets)
-    return found
+        overridden["max_output_tokens"] = min(budgets)
+    return overridden
 
 
 def _listed(values: Any) -> list[Any]:
@@ -183,8 +183,8 @@ def _are(kind: type, values: Any) -> bool:
 def _number(name: str, value: Any, kind: type, low: float | None, high: float | None) -> int | float:
     wrong = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
     if wrong or (kind is int and int(value) != value):
-        said = repr(value)[:100]
-        raise InvalidBodyError(f"'{name}' must be {'a whole number' if kind is int else 'a number'}, not {said}")
+        quoted = repr(value)[:100]
+        raise InvalidBodyError(f"'{name}' must be {'a whole number' if kind is int else 'a number'}, not {quoted}")
     if (low is not None and value < low) or (high is not None and value > high):
         raise InvalidBodyError(
             f"'{name}' is {value}; it must be at least {low}" + (f", at most {high}" if high else "")

@@ -67,12 +67,12 @@ class _LongChoice(msgspec.Struct):
     prompt_token_ids: msgspec.Raw
 
 
-class _Rest(msgspec.Struct):
+class _ReducedCompletion(msgspec.Struct):
     choices: tuple[_LongChoice]
     usage: dict[str, Any] | None = None
 
 
-_RESTS = msgspec.json.Decoder(_Rest)
+_REDUCED_COMPLETIONS = msgspec.json.Decoder(_ReducedCompletion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
     with memoryview(raw) as view:
         before, between, behind = view[: start + len(_LOGPROBS) - 1], view[finish:ids], view[ids_end:]
         try:
-            rest = _RESTS.decode(b"".join((before, _QUOTED_MARK, between, _QUOTED_MARK, behind)))
+            reduced = _REDUCED_COMPLETIONS.decode(b"".join((before, _QUOTED_MARK, between, _QUOTED_MARK, behind)))
             logprobs = packed("f", _NUMBERS.decode(view[at:end]))
         except (msgspec.DecodeError, RecursionError, OverflowError):
             return None
-    (choice,) = rest.choices
+    (choice,) = reduced.choices
     ids_json = bytes(raw[ids:ids_end])
     token_ids = _ids_in(ids_json)
     if token_ids is None or choice.logprobs != _MARK or choice.token_ids != _MARK:
@@ -129,7 +129,7 @@ def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
         ids_json,
         logprobs,
         choice.prompt_token_ids,
-        rest.usage,
+        reduced.usage,
     )
 
 
@@ -151,11 +151,11 @@ def _ids_in(text: bytes) -> array[int] | None:
     import numpy as np
 
     try:
-        found = np.fromstring(text[1:-1], dtype=np.int32, sep=",")
+        ids = np.fromstring(text[1:-1], dtype=np.int32, sep=",")
     except (ValueError, DeprecationWarning):
         return None
     # numpy accepts much that is no JSON, and misreads large numbers: the result must serialize to the same text.
-    return array("i", found.tobytes()) if orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY) == text else None
+    return array("i", ids.tobytes()) if orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY) == text else None
 
 
 # The engine.
@@ -231,7 +231,7 @@ class VllmEngine(HttpEngine):
         if self._route == "completions":
             body = self._completions_body(request, stream=False)
             raw, _ = await self.post("/v1/completions", body, max_tokens=request.sampling.max_tokens)
-            return self._completed(request, raw, first)
+            return self._completion_of(request, raw, first)
         answer = await self.post_json(
             "/inference/v1/generate", self._generate_body(request), max_tokens=request.sampling.max_tokens
         )
@@ -250,17 +250,17 @@ class VllmEngine(HttpEngine):
                 _cached(answer.get("usage") or {}),
             )
 
-    def _completed(self, request: TokenRequest, raw: bytes | bytearray, first: str | None) -> Generation:
+    def _completion_of(self, request: TokenRequest, raw: bytes | bytearray, first: str | None) -> Generation:
         with self.reading():
-            echo = request.prompt_json or b""
+            prompt_json = request.prompt_json or b""
             # Skipping the echoed ids costs as much as parsing them; removing them costs a copy of the other bytes.
-            raw = without_echo(raw, echo) if 2 * len(echo) > len(raw) else raw
+            raw = without_echo(raw, prompt_json) if 2 * len(prompt_json) > len(raw) else raw
             if (long := long_completion(raw)) is not None:
                 return self._generation(request, long, long.usage, first)
-            found = _COMPLETIONS.decode(raw)
-            if len(found.choices) != 1:
-                raise ValueError(f"{len(found.choices)} choices instead of one")
-            return self._generation(request, found.choices[0], found.usage, first)
+            completion = _COMPLETIONS.decode(raw)
+            if len(completion.choices) != 1:
+                raise ValueError(f"{len(completion.choices)} choices instead of one")
+            return self._generation(request, completion.choices[0], completion.usage, first)
 
     def _generation(
         self, request: TokenRequest, choice: _Choice | LongCompletion, usage: dict[str, Any] | None, first: str | None
@@ -325,10 +325,10 @@ class VllmEngine(HttpEngine):
 
     def _completions_body(self, request: TokenRequest, *, stream: bool) -> dict[str, Any]:
         self._refuse_images(request)
-        known = self._parameters
-        if known is None or known[0] is not request.sampling:
-            known = self._parameters = (request.sampling, self._completions_parameters(request.sampling))
-        body = {"prompt": prompt_of(request), **known[1], "request_id": request.request_id}
+        cached = self._parameters
+        if cached is None or cached[0] is not request.sampling:
+            cached = self._parameters = (request.sampling, self._completions_parameters(request.sampling))
+        body = {"prompt": prompt_of(request), **cached[1], "request_id": request.request_id}
         if stream:
             body |= {
                 "stream": True,
@@ -406,11 +406,11 @@ def _only_choice(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     token_ids = tuple(choice.get("token_ids") or ())
-    found = choice.get("logprobs") or {}
-    if "content" in found:
-        logprobs = tuple(entry["logprob"] for entry in found["content"] or ())
+    logprobs_object = choice.get("logprobs") or {}
+    if "content" in logprobs_object:
+        logprobs = tuple(entry["logprob"] for entry in logprobs_object["content"] or ())
     else:
-        logprobs = tuple(found.get("token_logprobs") or ())
+        logprobs = tuple(logprobs_object.get("token_logprobs") or ())
     if len(token_ids) != len(logprobs):
         raise _unequal(len(token_ids), len(logprobs))
     return token_ids, logprobs

@@ -105,11 +105,11 @@ def _payload_at(view: memoryview, offset: int) -> memoryview | None:
 
 
 def _any_frame_after(data: bytes, view: memoryview, end: int) -> bool:
-    found = data.find(MAGIC, end + 1)
-    while found >= 0:
-        if _payload_at(view, found) is not None:
+    offset = data.find(MAGIC, end + 1)
+    while offset >= 0:
+        if _payload_at(view, offset) is not None:
             return True
-        found = data.find(MAGIC, found + 1)
+        offset = data.find(MAGIC, offset + 1)
     return False
 
 
@@ -161,7 +161,7 @@ class JournalLog:
         self._queue: queue.SimpleQueue[_Append | None] = queue.SimpleQueue()
         self._broken: JournalError | None = None
         self._full: JournalFullError | None = None
-        self._needed = 0
+        self._needed_bytes = 0
         """The size of the records that did not fit."""
         self._pending: deque[_Append] = deque()
         """The records that are not durable yet, in order."""
@@ -196,7 +196,7 @@ class JournalLog:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self = cls(directory, durability=durability, segment_bytes=segment_bytes)
         try:
-            self._take()
+            self._lock_directory()
             self._replay(on_record)
             self._written = (self.segment, self._size)
             if on_end is not None:
@@ -250,7 +250,7 @@ class JournalLog:
         if self._full is None or self._broken is not None:
             return self._broken
         disk = os.statvfs(self._directory)
-        return self._full if disk.f_bavail * disk.f_frsize < self._needed + _ROOM_BYTES else None
+        return self._full if disk.f_bavail * disk.f_frsize < self._needed_bytes + _ROOM_BYTES else None
 
     def segments(self) -> list[int]:
         """Numbers of the segment files, oldest first."""
@@ -274,7 +274,7 @@ class JournalLog:
 
     # -- opening -------------------------------------------------------------------------------------------------
 
-    def _take(self) -> None:
+    def _lock_directory(self) -> None:
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -403,7 +403,7 @@ class JournalLog:
         if isinstance(error, JournalFullError):
             if self._full is None:
                 log.error("the journal's disk is full", directory=str(self._directory))
-            self._full, self._needed = error, size_of(part for item in group for part in item.data)
+            self._full, self._needed_bytes = error, size_of(part for item in group for part in item.data)
             self._epoch += 1
             self.segment, self._size = self._written
         # All pending records fail: those after a failed record must not become durable without it.

@@ -68,12 +68,12 @@ class JournaledBody:
         """Read a part of the body. Raises `JournalError` if it no longer exists."""
         try:
             with self.path.open("rb", buffering=0) as file:
-                found = os.pread(file.fileno(), length, self.start + offset)
+                data = os.pread(file.fileno(), length, self.start + offset)
         except OSError as error:
             raise JournalError(f"the journal {self.path} cannot be read: {error}", retryable=True) from error
-        if len(found) != length:
-            raise JournalError(f"the journal {self.path} has been cut off at byte {self.start + offset + len(found)}")
-        return found
+        if len(data) != length:
+            raise JournalError(f"the journal {self.path} has been cut off at byte {self.start + offset + len(data)}")
+        return data
 
 
 # The records about sessions: a small header as JSON, and a body that only the journal's user reads.
@@ -161,7 +161,7 @@ class SessionJournal:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
-        self._leaving: dict[str, _Session] = {}
+        self._forgetting: dict[str, _Session] = {}
         self._log: JournalLog
         self._oldest_segment = 0
 
@@ -179,31 +179,31 @@ class SessionJournal:
         self = cls(clock)
         replayed: dict[str, ReplayedSession] = {}
         segments: dict[str, set[int]] = {}
-        beheaded: set[str] = set()
+        incomplete: set[str] = set()
 
         def on_record(segment: int, payload: memoryview) -> None:
             header, body = decode(payload)
             session_id = header["session"]
             if header["kind"] == RecordKind.FORGOTTEN:
                 replayed.pop(session_id, None)
-                beheaded.discard(session_id)
+                incomplete.discard(session_id)
             elif session_id not in replayed and header["kind"] != RecordKind.OPENED:
                 # Its first segment was dropped, which is correct if a later record says that it was forgotten.
-                beheaded.add(session_id)
+                incomplete.add(session_id)
             else:
                 segments.setdefault(session_id, set()).add(segment)
                 _apply(replayed, header, body)
 
         def on_end() -> None:
-            if beheaded:
-                raise JournalDamagedError(f"{directory} lacks the beginning of sessions {sorted(beheaded)}")
+            if incomplete:
+                raise JournalDamagedError(f"{directory} lacks the beginning of sessions {sorted(incomplete)}")
 
         self._log = JournalLog.open(
             directory, on_record, on_end=on_end, durability=durability, segment_bytes=segment_bytes
         )
-        for session_id, found in replayed.items():
+        for session_id, session in replayed.items():
             self._sessions[session_id] = _Session(
-                found.record, found.state, len(found.turns), found.result, found.reason, segments[session_id]
+                session.record, session.state, len(session.turns), session.result, session.reason, segments[session_id]
             )
         self._oldest_segment = self._first_segment()
         self._drop_segments()
@@ -214,11 +214,11 @@ class SessionJournal:
         return self._log
 
     def state(self, session_id: str) -> SessionState:
-        return self._known(session_id).state
+        return self._require_session(session_id).state
 
     def turns(self, session_id: str) -> int:
         """Return the number of committed turns."""
-        return self._known(session_id).turns
+        return self._require_session(session_id).turns
 
     async def opened(self, record: SessionRecord) -> None:
         """Record a new session. Raises `ContractError` for an id in use."""
@@ -242,7 +242,7 @@ class SessionJournal:
         ``kept`` is called at once with the place from which the body can be read after this method has returned. If
         the turn does not become durable, ``undo`` is called before any other change to the session. Raises
         `FencedError` if the session accepts no more turns, `JournalFullError` if the disk is full."""
-        session = self._known(session_id)
+        session = self._require_session(session_id)
         if session.state is not SessionState.OPEN:
             raise FencedError(f"session '{session_id}' is {session.state}", session_id=session_id)
         index = session.turns
@@ -250,12 +250,12 @@ class SessionJournal:
         data = [head, body] if isinstance(body, bytes) else [head, *body]
         session.turns += 1
 
-        def not_kept() -> None:
+        def roll_back() -> None:
             session.turns -= 1
             if undo is not None:
                 undo()
 
-        durable = self._append(session_id, data, not_kept)
+        durable = self._append(session_id, data, roll_back)
         if kept is not None:
             path, end = self._log.place
             kept(JournaledBody(path, end - size_of(data[1:])))
@@ -299,15 +299,15 @@ class SessionJournal:
         session = self._sessions.pop(session_id, None)
         if session is not None:
             # Its segments are needed until the record that it was forgotten is durable.
-            self._leaving[session_id] = session
-            await asyncio.shield(self._last_word(session_id))
+            self._forgetting[session_id] = session
+            await asyncio.shield(self._record_forgotten(session_id))
 
     async def aclose(self) -> None:
         await self._log.aclose()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _known(self, session_id: str) -> _Session:
+    def _require_session(self, session_id: str) -> _Session:
         if session_id not in self._sessions:
             raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
         return self._sessions[session_id]
@@ -322,10 +322,10 @@ class SessionJournal:
 
     def _note(self, session_id: str, data: bytes) -> None:
         if session_id in self._sessions:
-            self._append(session_id, data).add_done_callback(_retrieved)
+            self._append(session_id, data).add_done_callback(_retrieve_exception)
 
     async def _step(self, session_id: str, then: SessionState, result: bytes, reason: str | None) -> bytes:
-        session = self._known(session_id)
+        session = self._require_session(session_id)
         if not step(session_id, session.state, then):
             # The first call's record may not be durable yet; another record becomes durable only after it.
             result, reason = session.result, session.reason
@@ -339,12 +339,12 @@ class SessionJournal:
         await self._append(session_id, data, undo)
         return result
 
-    async def _last_word(self, session_id: str) -> None:
+    async def _record_forgotten(self, session_id: str) -> None:
         def undo() -> None:
-            self._sessions[session_id] = self._leaving.pop(session_id)
+            self._sessions[session_id] = self._forgetting.pop(session_id)
 
         await self._log.append(encode(RecordKind.FORGOTTEN, session_id), undo=undo)
-        del self._leaving[session_id]
+        del self._forgetting[session_id]
         self._drop_segments()
 
     def _drop_segments(self) -> None:
@@ -358,7 +358,7 @@ class SessionJournal:
     def _is_needed(self, segment: int) -> bool:
         return any(
             segment in session.segments
-            for sessions in (self._sessions, self._leaving)
+            for sessions in (self._sessions, self._forgetting)
             for session in sessions.values()
         )
 
@@ -386,6 +386,6 @@ def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: b
         session.state, session.result, session.reason = SessionState(header["state"]), body, header["reason"]
 
 
-def _retrieved(future: asyncio.Future[None]) -> None:
+def _retrieve_exception(future: asyncio.Future[None]) -> None:
     if not future.cancelled():
         future.exception()

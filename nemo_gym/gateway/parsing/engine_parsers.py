@@ -65,7 +65,7 @@ ExtractAnswer = Callable[[str, str, Sequence[Tool] | None], ParsedAnswer]
 
 
 @dataclass(slots=True)
-class _Warned:
+class _WarnOnce:
     """Logs a parser's failure only once: a parser that fails on one answer fails on many."""
 
     name: str
@@ -85,15 +85,15 @@ class GuardedCalls:
 
     name: str
     extract: ExtractCalls
-    _warned: _Warned = field(init=False)
+    _warned: _WarnOnce = field(init=False)
 
     def __post_init__(self) -> None:
-        self._warned = _Warned(self.name)
+        self._warned = _WarnOnce(self.name)
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         try:
-            content, found = self.extract(text, tools)
-            calls = [_checked(*call) for call in found]
+            content, raw_calls = self.extract(text, tools)
+            calls = [_checked(*call) for call in raw_calls]
         except Exception as error:  # noqa: BLE001 - foreign code; an answer that it cannot parse stays text
             self._warned.warn(error)
             return [text]
@@ -106,10 +106,10 @@ class GuardedReasoning:
 
     name: str
     extract: ExtractReasoning
-    _warned: _Warned = field(init=False)
+    _warned: _WarnOnce = field(init=False)
 
     def __post_init__(self) -> None:
-        self._warned = _Warned(self.name)
+        self._warned = _WarnOnce(self.name)
 
     def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
         try:
@@ -129,10 +129,10 @@ class GuardedAnswers:
 
     name: str
     extract: ExtractAnswer
-    _warned: _Warned = field(init=False)
+    _warned: _WarnOnce = field(init=False)
 
     def __post_init__(self) -> None:
-        self._warned = _Warned(self.name)
+        self._warned = _WarnOnce(self.name)
 
     def parse(
         self, text: str, *, prompt_tail: str, tools: Sequence[Tool] | None, parse_calls: bool = True
@@ -183,10 +183,10 @@ def transformers_answers(path: str) -> GuardedAnswers:
 def _template(path: Path) -> dict[str, Any]:
     file = path / "tokenizer_config.json" if path.is_dir() else path
     try:
-        found = orjson.loads(file.read_bytes())
+        config = orjson.loads(file.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise ConfigError(f"tool_parser: cannot read '{file}' ({error})") from error
-    template = found.get("response_template", found) if isinstance(found, dict) else None
+    template = config.get("response_template", config) if isinstance(config, dict) else None
     if not isinstance(template, dict) or not isinstance(template.get("fields"), dict):
         raise ConfigError(f"tool_parser: '{file}' has no response_template; name a parser of calls instead")
     return template
@@ -201,8 +201,8 @@ def _answer(message: Mapping[str, Any]) -> ParsedAnswer:
         arguments = function.get("arguments") or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         calls.append(ParsedCall(function["name"], text))
-    kept = content if content or not (calls or reasoning) else None
-    return ParsedAnswer(kept, reasoning, tuple(calls))
+    remaining_content = content if content or not (calls or reasoning) else None
+    return ParsedAnswer(remaining_content, reasoning, tuple(calls))
 
 
 # The parsers of an installed vLLM, by the names of its ``--tool-call-parser`` and ``--reasoning-parser``.
@@ -226,10 +226,10 @@ def vllm_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
     def extract(text: str, tools: Sequence[Tool] | None) -> tuple[str | None, Iterable[tuple[object, object]]]:
         request = _request(request_type, tools)
         parser = kind(tokenizer, request.tools) if takes_tools else kind(tokenizer)  # it keeps state per answer
-        found = parser.extract_tool_calls(text, request)
-        return found.content, [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        parsed = parser.extract_tool_calls(text, request)
+        return parsed.content, [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
 
-    with _usable("tool_parser", full):
+    with _checked_at_start("tool_parser", full):
         extract("", None)
     return GuardedCalls(full, extract)
 
@@ -244,7 +244,7 @@ def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
         raise unknown_parser("reasoning_parser", full, _registered(manager)) from error
     tokenizer = transformers_tokenizer("reasoning_parser", full, policy)
     request_type = _request_type("reasoning_parser", full)
-    with _usable("reasoning_parser", full):
+    with _checked_at_start("reasoning_parser", full):
         kind(tokenizer)
 
     def extract(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
@@ -259,7 +259,7 @@ def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
 
 
 @contextmanager
-def _usable(field: str, full: str) -> Iterator[None]:
+def _checked_at_start(field: str, full: str) -> Iterator[None]:
     """Raise `ConfigError` for a parser whose tokens the tokenizer lacks: vLLM's parsers raise on their creation."""
     try:
         yield
@@ -300,8 +300,8 @@ def sglang_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
     def extract(text: str, tools: Sequence[Tool] | None) -> tuple[str | None, Iterable[tuple[object, object]]]:
         offered = [protocol.Tool.model_validate(dict(tool)) for tool in tools or ()]
         parser = kind(offered, name, **options)  # it keeps state per answer
-        content, found = parser.parse_non_stream(text)
-        return content, [(call.name, call.parameters) for call in found]
+        content, raw_calls = parser.parse_non_stream(text)
+        return content, [(call.name, call.parameters) for call in raw_calls]
 
     return GuardedCalls(full, extract)
 
@@ -343,8 +343,8 @@ def made_by(field: str, path: str, policy: PolicyTokenizer) -> object:
         raise ConfigError(f"{field}: cannot import '{path}' ({error})") from error
     if not callable(factory):
         raise ConfigError(f"{field}: '{path}' is no factory; it is called with the policy's tokenizer")
-    made: object = factory(policy)
-    return made
+    parser: object = factory(policy)
+    return parser
 
 
 def guarded_parse(name: str, parse: Callable[..., ParsedAnswer]) -> GuardedAnswers:

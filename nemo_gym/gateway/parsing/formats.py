@@ -34,17 +34,17 @@ _FLAT = re.compile(
 
 def skip_space(text: str, at: int) -> int:
     """Return the first place from ``at`` on without JSON whitespace."""
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
 
 
 def string_at(text: str, at: int) -> tuple[str, int] | None:
     """Return the JSON string that starts at ``at``, decoded, and its end."""
-    found = _STRING.match(text, at)
-    if found is None:
+    match = _STRING.match(text, at)
+    if match is None:
         return None
     decoded, _ = scanstring(text, at + 1, True)
-    return decoded, found.end()
+    return decoded, match.end()
 
 
 def value_end(text: str, at: int) -> int | None:
@@ -57,10 +57,10 @@ def value_end(text: str, at: int) -> int | None:
         at = skip_space(text, at)
         letter = text[at : at + 1]
         if key:
-            found = _STRING.match(text, at)
-            if found is None:
+            match = _STRING.match(text, at)
+            if match is None:
                 return None
-            at = skip_space(text, found.end())
+            at = skip_space(text, match.end())
             if text[at : at + 1] != ":":
                 return None
             at, key = at + 1, False
@@ -74,10 +74,10 @@ def value_end(text: str, at: int) -> int | None:
                 continue
             at += 1
         else:
-            found = (_STRING if letter == '"' else _ATOM).match(text, at)
-            if found is None:
+            match = (_STRING if letter == '"' else _ATOM).match(text, at)
+            if match is None:
                 return None
-            at = found.end()
+            at = match.end()
         while closers:  # a value has ended: its container goes on, or ends too
             after = skip_space(text, at)
             letter = text[after : after + 1]
@@ -148,15 +148,15 @@ class ParameterSchemas:
 
     def of(self, name: str) -> Mapping[str, Mapping[str, Any]]:
         """Return parameter → schema with references resolved, for the tool ``name``; empty for an unknown tool."""
-        found = self._resolved.get(name)
-        if found is None:
+        schemas = self._resolved.get(name)
+        if schemas is None:
             if self._roots is None:
                 self._roots = dict(reversed([*self._with_properties()]))  # if a name is repeated, the first tool wins
             root = self._roots.get(name, {})
             properties = root.get("properties", {})
-            found = {str(key): _resolved(schema, root) for key, schema in properties.items()}
-            self._resolved[name] = found
-        return found
+            schemas = {str(key): _resolved(schema, root) for key, schema in properties.items()}
+            self._resolved[name] = schemas
+        return schemas
 
     def _with_properties(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for tool in self._tools:
@@ -208,14 +208,14 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
             break
-        schema = _pointed(reference, root)
+        schema = _resolve_pointer(reference, root)
     if not isinstance(schema, Mapping):
         return {}
     flat = dict(schema)
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := flat.get(key), list):
             flat[key] = [
-                _pointed(branch["$ref"], root)
+                _resolve_pointer(branch["$ref"], root)
                 if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str)
                 else branch
                 for branch in branches
@@ -223,11 +223,11 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return flat
 
 
-def _pointed(reference: str, root: Mapping[str, Any]) -> Any:
-    here: Any = root
+def _resolve_pointer(reference: str, root: Mapping[str, Any]) -> Any:
+    node: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
-        here = here.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(here, Mapping) else None
-    return here if isinstance(here, Mapping) else {}
+        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else {}
 
 
 Tool: TypeAlias = Mapping[str, Any]
@@ -376,8 +376,8 @@ class ComposedParser:
         return ParsedAnswer(_content(segments), reasoning, calls)
 
 
-def _answer(rest: str, reasoning: str | None) -> ParsedAnswer:
-    return ParsedAnswer(None if reasoning is not None and not rest else rest, reasoning)
+def _answer(content: str, reasoning: str | None) -> ParsedAnswer:
+    return ParsedAnswer(None if reasoning is not None and not content else content, reasoning)
 
 
 def _content(segments: Sequence[Segment]) -> str | None:
@@ -415,7 +415,7 @@ class FramedJson:
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         segments: list[Segment] = []
-        taken = at = 0
+        consumed = at = 0
         while (opened := self._opening.search(text, at)) is not None:
             at = opened.end()
             start = skip_space(text, at)
@@ -426,9 +426,9 @@ class FramedJson:
                 call = call_at(text, start)
             if call is None or (closed := self._closing.match(text, call[1])) is None:
                 continue
-            segments += [text[taken : opened.start()], call[0]]
-            taken = at = closed.end()
-        return [*segments, text[taken:]]
+            segments += [text[consumed : opened.start()], call[0]]
+            consumed = at = closed.end()
+        return [*segments, text[consumed:]]
 
 
 def call_at(text: str, at: int, known_keys: frozenset[str] | None = None) -> tuple[ParsedCall, int] | None:
@@ -500,42 +500,42 @@ class TaggedCalls:
         self._value_newlines = value_newlines
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
-        tags = [self._tag(found) for found in self._tags.finditer(text)]
-        follows = [_only_space(text, one.end, after.start) for one, after in pairwise(tags)]
+        tags = [self._tag(match) for match in self._tags.finditer(text)]
+        follows = [_only_space(text, before.end, after.start) for before, after in pairwise(tags)]
         follows.append(False)
         ends = _value_ends(tags, follows)
         schemas = ParameterSchemas(tools)
         dead: set[int] = set()  # parameters that lead to no complete call, so that none is tried twice
         segments: list[Segment] = []
-        taken = at = 0
+        consumed = at = 0
         while at < len(tags):
             tag = tags[at]
             if tag.kind != "opening" or not follows[at]:
                 at += 1
                 continue
-            walked: list[tuple[str, str]] = []
+            values: list[tuple[str, str]] = []
             visited: list[int] = []
-            here = at + 1
-            while tags[here].kind == "parameter" and here not in dead and (end := ends[here]) is not None:
-                visited.append(here)
-                walked.append((tags[here].label, self._value(text[tags[here].end : tags[end].start])))
-                here = end + 1
-            if tags[here].kind != "closing":
+            cursor = at + 1
+            while tags[cursor].kind == "parameter" and cursor not in dead and (end := ends[cursor]) is not None:
+                visited.append(cursor)
+                values.append((tags[cursor].label, self._value(text[tags[cursor].end : tags[end].start])))
+                cursor = end + 1
+            if tags[cursor].kind != "closing":
                 dead.update(visited)
                 at += 1
                 continue
             segments += [
-                text[taken : tag.start],
-                ParsedCall(tag.label, _typed_arguments(walked, schemas.of(tag.label))),
+                text[consumed : tag.start],
+                ParsedCall(tag.label, _typed_arguments(values, schemas.of(tag.label))),
             ]
-            taken, at = tags[here].end, here + 1
-        return [*segments, text[taken:]]
+            consumed, at = tags[cursor].end, cursor + 1
+        return [*segments, text[consumed:]]
 
     @staticmethod
-    def _tag(found: re.Match[str]) -> _Tag:
-        kind = str(found.lastgroup)
-        label = found[(found.lastindex or 0) + 1] if kind in ("opening", "parameter") else ""
-        return _Tag(kind, found.start(), found.end(), label.strip())
+    def _tag(match: re.Match[str]) -> _Tag:
+        kind = str(match.lastgroup)
+        label = match[(match.lastindex or 0) + 1] if kind in ("opening", "parameter") else ""
+        return _Tag(kind, match.start(), match.end(), label.strip())
 
     def _value(self, text: str) -> str:
         return text.removeprefix("\n").removesuffix("\n") if self._value_newlines else text
@@ -556,8 +556,8 @@ def _only_space(text: str, start: int, end: int) -> bool:
     return start == end or text[start:end].isspace()
 
 
-def _typed_arguments(walked: Sequence[tuple[str, str]], schemas: Mapping[str, Mapping[str, object]]) -> str:
-    values = {name: typed_json(value, schemas.get(name)) for name, value in walked}
+def _typed_arguments(texts: Sequence[tuple[str, str]], schemas: Mapping[str, Mapping[str, object]]) -> str:
+    values = {name: typed_json(value, schemas.get(name)) for name, value in texts}
     return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in values.items()) + "}"
 
 
@@ -585,9 +585,9 @@ class Harmony:
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ParsedCall] = []
-        at, found = 0, False
+        at, has_messages = 0, False
         while (opened := text.find(_MESSAGE, at)) >= 0:
-            found = True
+            has_messages = True
             header = text[at:opened]
             if (stray := _HEADER.sub("", header.partition("<|channel|>")[0])).strip():
                 content.append(stray)
@@ -602,12 +602,12 @@ class Harmony:
                 reasoning.append(body.strip())
             else:
                 content.append(body if recipient is None else f"{header}{_MESSAGE}{body}")
-        if not found:
+        if not has_messages:
             return ParsedAnswer(text)
         if (rest := _HEADER.sub("", text[at:])).strip():
             content.append(rest)
-        said = "\n".join(part for part in content if part) or None
-        return ParsedAnswer(said, "\n".join(filter(None, reasoning)) or None, tuple(calls))
+        content_text = "\n".join(part for part in content if part) or None
+        return ParsedAnswer(content_text, "\n".join(filter(None, reasoning)) or None, tuple(calls))
 
 
 # ``{"name": …, "parameters": {…}}`` as the answer itself, or after ``<|python_tag|>``: Llama 3.1 to 3.3.
@@ -622,19 +622,19 @@ class LlamaJson:
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         segments: list[Segment] = []
-        taken = start = at = 0  # the end of the text in segments; where a call's markup, and its JSON, would start
+        consumed = start = at = 0  # the end of the text in segments; where a call's markup, and its JSON, would start
         while True:
-            found = call_at(text, skip_space(text, at), _KEYS)
-            if found is not None:
-                segments += [text[taken:start], found[0]]
-                taken = start = at = found[1]
+            call_and_end = call_at(text, skip_space(text, at), _KEYS)
+            if call_and_end is not None:
+                segments += [text[consumed:start], call_and_end[0]]
+                consumed = start = at = call_and_end[1]
                 after = skip_space(text, at)
                 if text[after : after + 1] == ";":
                     at = after + 1
                 continue
             start = text.find(_PYTHON_TAG, at)
             if start < 0:
-                return [*segments, text[taken:]]
+                return [*segments, text[consumed:]]
             at = start + len(_PYTHON_TAG)
 
 
@@ -651,15 +651,15 @@ class Mistral:
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         segments: list[Segment] = []
-        taken = at = 0
+        consumed = at = 0
         while (opened := text.find(_TOOL_CALLS, at)) >= 0:
             at = opened + len(_TOOL_CALLS)
-            found = _listed(text, skip_space(text, at)) or _named(text, at)
-            if found is not None:
-                calls, end = found
-                segments += [text[taken:opened], *calls]
-                taken = at = end
-        return [*segments, text[taken:]]
+            calls_and_end = _listed(text, skip_space(text, at)) or _named(text, at)
+            if calls_and_end is not None:
+                calls, end = calls_and_end
+                segments += [text[consumed:opened], *calls]
+                consumed = at = end
+        return [*segments, text[consumed:]]
 
 
 def _listed(text: str, at: int) -> tuple[list[ParsedCall], int] | None:
@@ -667,11 +667,11 @@ def _listed(text: str, at: int) -> tuple[list[ParsedCall], int] | None:
         return None
     calls: list[ParsedCall] = []
     while True:
-        found = call_at(text, skip_space(text, at + 1))
-        if found is None:
+        call_and_end = call_at(text, skip_space(text, at + 1))
+        if call_and_end is None:
             return None
-        calls.append(found[0])
-        at = skip_space(text, found[1])
+        calls.append(call_and_end[0])
+        at = skip_space(text, call_and_end[1])
         letter = text[at : at + 1]
         if letter == "]":
             return calls, at + 1

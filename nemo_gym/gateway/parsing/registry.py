@@ -58,12 +58,12 @@ def detected_calls(policy: PolicyTokenizer) -> str | None:
     """Return the name of the format of calls that the policy's template writes; ``None`` for an unknown format."""
     for call_id in _CALL_IDS:
         for content in ("answerprobe", ""):
-            answer = _answer(policy, {"content": content, "tool_calls": [_call(call_id)]})
+            answer = _rendered_answer(policy, {"content": content, "tool_calls": [_call(call_id)]})
             if answer is not None:
                 for name, calls in CALL_FORMATS.items():
-                    if _reads(calls.split(answer, [_TOOL])):
+                    if _finds_probe_call(calls.split(answer, [_TOOL])):
                         return name
-                if _reads(Harmony().parse(answer, prompt_tail="", tools=[_TOOL]).calls):
+                if _finds_probe_call(Harmony().parse(answer, prompt_tail="", tools=[_TOOL]).calls):
                     return "harmony"
     return None
 
@@ -71,7 +71,7 @@ def detected_calls(policy: PolicyTokenizer) -> str | None:
 def detected_reasoning(policy: PolicyTokenizer) -> str:
     """Return the name of the format of reasoning that the policy's template writes, opens in its prompt, or removes
     from history; ``none`` if the template has no known format."""
-    shown = _answer(policy, {"content": "answerprobe", "reasoning_content": _THOUGHT}) or ""
+    shown = _rendered_answer(policy, {"content": "answerprobe", "reasoning_content": _THOUGHT}) or ""
     source = policy.template.source
     for name, tags in REASONING_FORMATS.items():
         if isinstance(tags, TaggedReasoning):
@@ -81,9 +81,9 @@ def detected_reasoning(policy: PolicyTokenizer) -> str:
     return "none"
 
 
-def _reads(segments: Sequence[Segment]) -> bool:
-    found = [segment for segment in segments if isinstance(segment, ParsedCall)]
-    return [call.name for call in found] == [_NAME] and orjson.loads(found[0].arguments) == _ARGUMENTS
+def _finds_probe_call(segments: Sequence[Segment]) -> bool:
+    calls = [segment for segment in segments if isinstance(segment, ParsedCall)]
+    return [call.name for call in calls] == [_NAME] and orjson.loads(calls[0].arguments) == _ARGUMENTS
 
 
 def _call(call_id: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _call(call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _answer(policy: PolicyTokenizer, message: Mapping[str, Any]) -> str | None:
+def _rendered_answer(policy: PolicyTokenizer, message: Mapping[str, Any]) -> str | None:
     """Return an answer as the template writes it, without its prompt and the token that ends it."""
     question = {"role": "user", "content": "questionprobe"}
     tools = [_TOOL] if policy.traits.tool_use else None
@@ -159,19 +159,19 @@ def _calls(policy: PolicyTokenizer, name: str) -> tuple[CallFormat | None, str] 
         return Harmony()
     if name in CALL_FORMATS:
         return CALL_FORMATS[name], name
-    package, colon, rest = name.partition(":")
+    package, colon, parser_name = name.partition(":")
     if not colon:
         raise _unknown("tool_parser", name, _TOOL_PARSERS)
     if package == "vllm":
-        return vllm_calls(rest, policy), name
+        return vllm_calls(parser_name, policy), name
     if package == "sglang":
-        return sglang_calls(rest, policy), name
+        return sglang_calls(parser_name, policy), name
     if package == "transformers":
-        return transformers_answers(rest)
-    made = made_by("tool_parser", name, policy)
-    if isinstance(made, CallFormat):
-        return guarded_split(name, made), name
-    if callable(parse := getattr(made, "parse", None)):
+        return transformers_answers(parser_name)
+    parser = made_by("tool_parser", name, policy)
+    if isinstance(parser, CallFormat):
+        return guarded_split(name, parser), name
+    if callable(parse := getattr(parser, "parse", None)):
         return guarded_parse(name, parse)
     raise ConfigError(f"tool_parser: what '{name}' makes has neither a method 'split' nor 'parse'")
 
@@ -181,15 +181,15 @@ def _reasoning(policy: PolicyTokenizer, name: str) -> tuple[ReasoningFormat, str
         name = detected_reasoning(policy)
     if name in REASONING_FORMATS:
         return REASONING_FORMATS[name], name
-    package, colon, rest = name.partition(":")
+    package, colon, parser_name = name.partition(":")
     if not colon:
         raise _unknown("reasoning_parser", name, _REASONING_PARSERS)
     if package == "vllm":
-        return vllm_reasoning(rest, policy), name
+        return vllm_reasoning(parser_name, policy), name
     if package == "sglang":
-        return sglang_reasoning(rest, policy), name
-    made = made_by("reasoning_parser", name, policy)
-    if not callable(split := getattr(made, "split", None)):
+        return sglang_reasoning(parser_name, policy), name
+    parser = made_by("reasoning_parser", name, policy)
+    if not callable(split := getattr(parser, "split", None)):
         raise ConfigError(f"reasoning_parser: what '{name}' makes has no method 'split'")
     return GuardedReasoning(name, split), name
 

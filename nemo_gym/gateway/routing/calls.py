@@ -176,12 +176,12 @@ class _Tries(Generic[E]):
         """Return the engines to skip: those that failed this call, as long as another one is in service."""
         if not self._failed:
             return set()
-        others = {
+        alternatives = {
             replica.name
             for replica in self._calls.router.replicas
             if replica.name not in self._failed and not replica.draining and replica.health.admits(0)
         }
-        return self._failed if others else set()
+        return self._failed if alternatives else set()
 
     async def failed(self, engine: E, error: EngineError) -> None:
         """Return when the call is to be tried again; raise ``error`` if it is not."""
@@ -237,14 +237,14 @@ class TokenCalls(Generic[K]):
     async def generate(self, session_id: str | None, request: TokenRequest) -> Generation:
         """Return the whole answer. Raises the `EngineError` that retries could not overcome."""
         if not self._keep_partial_answers:
-            return await self._in_wholes(session_id, request)
+            return await self._generate_whole(session_id, request)
         async with aclosing(self.stream(session_id, request)) as items:
             async for item in items:
                 if isinstance(item, Generation):
                     return item
         raise AssertionError("unreachable: a stream ends with a generation or raises")
 
-    async def _in_wholes(self, session_id: str | None, request: TokenRequest) -> Generation:
+    async def _generate_whole(self, session_id: str | None, request: TokenRequest) -> Generation:
         answer = _Answer()
         for resumes in range(self._max_resumes + 1):
             piece = _Piece(request, answer, resumes)
@@ -252,7 +252,7 @@ class TokenCalls(Generic[K]):
             if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
                 return answer.joined(piece, last)
             piece.add(TokenDelta(last.token_ids, last.logprobs))
-            if (full := await self._take_in(request, answer, piece, resumes)) is not None:
+            if (full := await self._add_piece(request, answer, piece, resumes)) is not None:
                 return full
         return answer.whole(FinishReason.ABORT)
 
@@ -274,7 +274,7 @@ class TokenCalls(Generic[K]):
                             piece.add(item)
                             yield item
             except EngineError as error:
-                if not self._may_go_on(request, piece, error, resumes):
+                if not self._may_resume(request, piece, error, resumes):
                     raise
                 avoid = (piece.engine,)
             else:
@@ -283,12 +283,14 @@ class TokenCalls(Generic[K]):
                 if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
                     yield answer.joined(piece, last)
                     return
-            if (full := await self._take_in(request, answer, piece, resumes)) is not None:
+            if (full := await self._add_piece(request, answer, piece, resumes)) is not None:
                 yield full
                 return
         yield answer.whole(FinishReason.ABORT)
 
-    async def _take_in(self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int) -> Generation | None:
+    async def _add_piece(
+        self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int
+    ) -> Generation | None:
         """Add a piece to its answer. Returns the whole answer if its token budget is used up; ``None`` to continue."""
         answer.keep(piece)
         if len(answer.token_ids) >= request.sampling.max_tokens:
@@ -298,7 +300,7 @@ class TokenCalls(Generic[K]):
         log.info("an answer goes on", engine=piece.engine, tokens=len(answer.token_ids), resumes=resumes + 1)
         return None
 
-    def _may_go_on(self, request: TokenRequest, piece: _Piece, error: EngineError, resumes: int) -> bool:
+    def _may_resume(self, request: TokenRequest, piece: _Piece, error: EngineError, resumes: int) -> bool:
         return (
             bool(piece.token_ids)  # without a token, the call has been retried already
             and error.retryable
@@ -333,7 +335,7 @@ class _Piece:
         request = self.request
         request_id = f"{request.request_id}-{self.number}-{self.tries}"
         if done:
-            asked = replace(
+            engine_request = replace(
                 request,
                 request_id=request_id,
                 prompt_ids=[*request.prompt_ids, *self.before.token_ids],
@@ -341,11 +343,11 @@ class _Piece:
                 sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - done),
             )
         else:
-            asked = TokenRequest(
+            engine_request = TokenRequest(
                 request_id, request.prompt_ids, request.sampling, request.image_data, request.prompt_json
             )
         self.tries += 1
-        return asked
+        return engine_request
 
     def add(self, delta: TokenDelta) -> None:
         self.token_ids += delta.token_ids

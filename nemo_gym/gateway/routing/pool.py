@@ -37,49 +37,49 @@ class Prober(Generic[E]):
     def __init__(self, router: Router[E], *, interval_s: float = PROBE_INTERVAL_S) -> None:
         self._router = router
         self._interval_s = interval_s
-        self._asking: set[Replica[E]] = set()
+        self._being_probed: set[Replica[E]] = set()
         self.first_round_done = False
         """Whether the first probe of every initial engine has succeeded or failed."""
 
     async def run(self) -> None:
         """Probe until cancelled. A slow engine does not delay the others' next probe."""
         async with asyncio.TaskGroup() as group:
-            self._router.ask_now = lambda replica: self._ask_now(group, replica)
-            group.create_task(self._first_round(self._ask(group)))
+            self._router.ask_now = lambda replica: self._probe_now(group, replica)
+            group.create_task(self._first_round(self._probe_due(group)))
             while True:
                 await asyncio.sleep(self._interval_s)
-                self._ask(group)
+                self._probe_due(group)
 
     async def round(self) -> None:
         """Probe once every engine that is due, and wait for all probes."""
         async with asyncio.TaskGroup() as group:
-            self._ask(group)
+            self._probe_due(group)
 
     async def _first_round(self, probes: list[asyncio.Task[None]]) -> None:
         if probes:
             await asyncio.wait(probes)
         self.first_round_done = True
 
-    def _ask(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        asked = []
+    def _probe_due(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        probes = []
         for replica in self._router.replicas:
             silent = not replica.heard_from
             replica.heard_from = False
             if replica.health.rests:
                 replica.health.rests -= 1
-            elif replica not in self._asking and (silent or replica.health.state is not HealthState.UP):
-                asked.append(group.create_task(self._probe(replica)))
-        return asked
+            elif replica not in self._being_probed and (silent or replica.health.state is not HealthState.UP):
+                probes.append(group.create_task(self._probe(replica)))
+        return probes
 
-    def _ask_now(self, group: asyncio.TaskGroup, replica: Replica[E]) -> None:
-        if replica not in self._asking:
-            self._asking.add(replica)
+    def _probe_now(self, group: asyncio.TaskGroup, replica: Replica[E]) -> None:
+        if replica not in self._being_probed:
+            self._being_probed.add(replica)
             replica.heard_from = False  # from now on
             group.create_task(self._probe(replica))
 
     async def _probe(self, replica: Replica[E]) -> None:
         before = replica.health.state
-        self._asking.add(replica)
+        self._being_probed.add(replica)
         try:
             await replica.engine.probe()
         except EngineError as error:
@@ -87,12 +87,12 @@ class Prober(Generic[E]):
                 self._router.probe_failed(replica, error)
         except Exception as error:
             log.exception("a probe failed by a defect", engine=replica.name)
-            found = EngineFailedError(f"probing engine '{replica.name}' failed: {type(error).__name__}")
-            self._router.probe_failed(replica, found)
+            failure = EngineFailedError(f"probing engine '{replica.name}' failed: {type(error).__name__}")
+            self._router.probe_failed(replica, failure)
         else:
             self._router.probe_succeeded(replica)
         finally:
-            self._asking.discard(replica)
+            self._being_probed.discard(replica)
         if replica.health.state is not before:
             log.info(
                 "engine changed its state",
@@ -307,8 +307,8 @@ class EnginePool:
     @property
     def context_tokens(self) -> int | None:
         """The smallest limit of prompt and answer together that an engine reported; ``None`` if none did."""
-        told = [replica.engine.context_tokens for replica in self.router.replicas if replica.engine.context_tokens]
-        return min(told, default=None)
+        limits = [replica.engine.context_tokens for replica in self.router.replicas if replica.engine.context_tokens]
+        return min(limits, default=None)
 
     async def check(self, probe: TokenizerProbe | None = None) -> list[EngineCheck]:
         """Check every engine once: API key, model name, context, and whether its tokenizer is the policy's."""
@@ -318,7 +318,7 @@ class EnginePool:
         """Return plain data: ``kind``, ``engines``, ``waiting`` (calls without an engine), ``retries_saved``."""
         return {
             "kind": self.kind,
-            "engines": [{**self._facts[one.name], **asdict(one)} for one in self.router.status()],
+            "engines": [{**self._facts[status.name], **asdict(status)} for status in self.router.status()],
             "waiting": self.router.waiting,
             "retries_saved": round(self._calls.budget.saved, 2),
         }
@@ -326,13 +326,13 @@ class EnginePool:
     def engine_status(self, name: str) -> dict[str, Any]:
         """Return one engine's part of `status`."""
         self.router.replica(name)
-        return next(one for one in self.status()["engines"] if one["name"] == name)
+        return next(engine for engine in self.status()["engines"] if engine["name"] == name)
 
     def ready(self) -> dict[str, Any] | None:
         """Return ``None`` if a call would find an engine; otherwise plain data with the reason why not."""
         if self._http is None or not self._prober.first_round_done:
             return {"reason": "the engines have not been probed yet"}
-        states = {one.name: one for one in self.router.status()}
+        states = {status.name: status for status in self.router.status()}
         if any(self.router.in_service(name) for name in states):
             return None
         if not states:
@@ -340,8 +340,8 @@ class EnginePool:
         return {
             "reason": "no engine is in service",
             "engines": {
-                name: one.last_error or ("draining" if one.draining else str(one.state))
-                for name, one in states.items()
+                name: status.last_error or ("draining" if status.draining else str(status.state))
+                for name, status in states.items()
             },
         }
 
@@ -358,31 +358,31 @@ async def _checked(engine: HttpEngine, probe: TokenizerProbe | None) -> EngineCh
     check = await engine.check()
     if probe is None or check.problem is not None or check.unreachable is not None:
         return check
-    theirs = await engine.tokenize(probe.text)
-    if theirs is None or theirs == probe.token_ids:
+    engine_ids = await engine.tokenize(probe.text)
+    if engine_ids is None or engine_ids == probe.token_ids:
         return check
     problem = (
         f"engine '{engine.name}' at {engine.endpoint.base_url} reads a text as other token ids than the policy's"
-        f" tokenizer ({len(theirs)} and {len(probe.token_ids)} of them): it serves another model; set policy_path"
+        f" tokenizer ({len(engine_ids)} and {len(probe.token_ids)} of them): it serves another model; set policy_path"
         " (the gateway's 'policy.path') to the directory of the model that it serves"
     )
     return replace(check, problem=problem)
 
 
-def _kind_of(configs: Sequence[EngineConfig], wanted: EngineKind | None) -> EngineKind:
+def _kind_of(configs: Sequence[EngineConfig], required: EngineKind | None) -> EngineKind:
     """Return the one kind of all engines."""
     kinds: list[EngineKind] = ["text" if config.type == "openai" else "token" for config in configs]
-    found = {*kinds, *([wanted] if wanted is not None else [])}
-    if len(found) == 1:
-        return found.pop()
-    if not found:
+    distinct = {*kinds, *([required] if required is not None else [])}
+    if len(distinct) == 1:
+        return distinct.pop()
+    if not distinct:
         raise ConfigError("engines: there are none, so their kind must be given", key="engines")
-    named = ", ".join(
+    listing = ", ".join(
         f"'{config.engine_name}' ({config.type}) takes {_TAKES[kind]}"
         for config, kind in zip(configs, kinds, strict=True)
     )
-    others = f"; this gateway's engines take {_TAKES[wanted]}" if wanted is not None else "; use one kind"
-    raise ConfigError(f"engines: {named}{others}", key="engines")
+    hint = f"; this gateway's engines take {_TAKES[required]}" if required is not None else "; use one kind"
+    raise ConfigError(f"engines: {listing}{hint}", key="engines")
 
 
 _TAKES: dict[EngineKind, str] = {"token": "token ids", "text": "text"}

@@ -36,7 +36,7 @@ PROBES_IN_TRIAL = 2
 """So many successful probes during a trial call count like its answer."""
 
 
-_FAILING_AT_MOST = 1024
+_MAX_FAILING_SESSIONS = 1024
 """Limit of sessions whose failures are remembered."""
 
 
@@ -57,12 +57,12 @@ class Health:
         self._failures_to_down = failures_to_down
         self._failures = 0
         """Failed calls since the last answer."""
-        self._failed_for: set[object] = set()
+        self._failed_sessions: set[object] = set()
         """Sessions of those calls."""
-        self._failing: dict[str, int] = {}
+        self._failures_by_session: dict[str, int] = {}
         """Session → its failures in a row, including those before an outage."""
-        self._to_blame: set[str] = set()
-        """The sessions in ``_failing`` whose own requests are the cause: others were answered meanwhile."""
+        self._blamed_sessions: set[str] = set()
+        """The sessions whose own requests cause their failures: other sessions were answered meanwhile."""
         self.suspected = False
         self._probe_failures = 0
         self.state = HealthState.UP
@@ -79,9 +79,11 @@ class Health:
 
     def succeeded(self, epoch: int, session_id: str | None = None) -> bool:
         """Report an answered call; a refusal is an answer too. Returns whether that put the engine into service."""
-        if self._failing:
-            self._failing.pop(session_id or "", None)
-            self._to_blame = {one for one, count in self._failing.items() if count >= self._failures_to_down}
+        if self._failures_by_session:
+            self._failures_by_session.pop(session_id or "", None)
+            self._blamed_sessions = {
+                session for session, count in self._failures_by_session.items() if count >= self._failures_to_down
+            }
         if epoch != self.epoch or self.state is HealthState.DOWN:
             return False
         self._forget_failures()
@@ -96,7 +98,7 @@ class Health:
             return False
         self.state = HealthState.UP
         self._failures = self._failures_to_down - 1
-        self._failed_for = {object()}  # for the sessions that failed before the trial; unequal to any session
+        self._failed_sessions = {object()}  # for the sessions that failed before the trial; unequal to any session
         return True
 
     def failed(self, epoch: int, error: EngineError, *, probe: bool = False, session_id: str | None = None) -> bool:
@@ -108,20 +110,20 @@ class Health:
         if self.state is HealthState.DOWN:
             return False
         if session_id is not None and not probe:
-            self._failing[session_id] = self._failing.pop(session_id, 0) + 1
-            if len(self._failing) > _FAILING_AT_MOST:
-                del self._failing[next(iter(self._failing))]
-            if session_id in self._to_blame and not error.fatal:
+            self._failures_by_session[session_id] = self._failures_by_session.pop(session_id, 0) + 1
+            if len(self._failures_by_session) > _MAX_FAILING_SESSIONS:
+                del self._failures_by_session[next(iter(self._failures_by_session))]
+            if session_id in self._blamed_sessions and not error.fatal:
                 return False
         if probe:
             self._probe_failures += 1
         else:
             self._failures += 1
-            self._failed_for.add(session_id if session_id is not None else object())
+            self._failed_sessions.add(session_id if session_id is not None else object())
         if self.state is HealthState.TRIAL:
             self.rests = 1
         in_a_row = self._failures >= self._failures_to_down
-        many = self._probe_failures >= self._failures_to_down or (in_a_row and len(self._failed_for) > 1)
+        many = self._probe_failures >= self._failures_to_down or (in_a_row and len(self._failed_sessions) > 1)
         confirmed = probe and self.suspected
         if error.fatal or many or confirmed or self.state is HealthState.TRIAL:
             self.state = HealthState.DOWN
@@ -134,7 +136,7 @@ class Health:
 
     def _forget_failures(self) -> None:
         self._failures = 0
-        self._failed_for.clear()
+        self._failed_sessions.clear()
         self.suspected = False
 
     def probe_succeeded(self, in_flight: int = 0) -> bool:

@@ -46,10 +46,10 @@ class TokenBytes:
     def text(self, ids: Sequence[int]) -> str:
         """Return what ``tokenizer.decode(ids, skip_special_tokens=False)`` does: unknown ids are skipped, and invalid
         UTF-8 is replaced. Raises `OverflowError` for a number that cannot be an id."""
-        if len(ids) < LARGE or (found := self._looked_up(ids)) is None:
-            known = self._known
-            found = "".join([known[one] if one in known else self._decode_token(one) for one in ids])
-        return found if found.isascii() else found.encode("latin-1").decode(errors="replace")
+        if len(ids) < LARGE or (joined := self._looked_up(ids)) is None:
+            texts = self._known
+            joined = "".join([texts[number] if number in texts else self._decode_token(number) for number in ids])
+        return joined if joined.isascii() else joined.encode("latin-1").decode(errors="replace")
 
     def _looked_up(self, ids: Sequence[int]) -> str | None:
         """Return the bytes of ``ids`` from the table; ``None`` if an id is outside the vocabulary."""
@@ -66,22 +66,22 @@ class TokenBytes:
         try:
             return "".join(self._table[places].tolist())
         except TypeError:  # some tokens are not in the table yet
-            for one in np.unique(places).tolist():
-                self._table[one] = self._decode_token(one)
+            for token_id in np.unique(places).tolist():
+                self._table[token_id] = self._decode_token(token_id)
             return "".join(self._table[places].tolist())
 
     def _decode_token(self, token_id: int) -> str:
-        if (found := self._known.get(token_id)) is not None:
-            return found
+        if (decoded := self._known.get(token_id)) is not None:
+            return decoded
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
         try:
-            found = "".join([BYTES[char] for char in token])
+            decoded = "".join([BYTES[char] for char in token])
         except KeyError:  # an added token, which is plain text
-            found = token.encode().decode("latin-1")
-        self._known[token_id] = found
-        return found
+            decoded = token.encode().decode("latin-1")
+        self._known[token_id] = decoded
+        return decoded
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
@@ -134,25 +134,25 @@ class AsciiEncoder:
         self._cuts = cuts
         self._added = {content: number for content, (number, _) in added.items() if content}
         # Added tokens with ``normalized`` are searched only in the text between the others.
-        self._first = _between(content for content, (_, token) in added.items() if not token.normalized)
-        self._then = _between(content for content, (_, token) in added.items() if token.normalized)
+        self._added_pattern = _between(content for content, (_, token) in added.items() if not token.normalized)
+        self._normalized_added_pattern = _between(content for content, (_, token) in added.items() if token.normalized)
         self._known: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. The tokenizer itself encodes each piece between added tokens that is not
         ASCII."""
         ids: list[int] = []
-        for piece in self._first.split(text) if self._first is not None else (text,):
+        for piece in self._added_pattern.split(text) if self._added_pattern is not None else (text,):
             if not piece:
                 continue
             if (added := self._added.get(piece)) is not None:
                 ids.append(added)
             elif not piece.isascii():
                 ids += self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids
-            elif self._then is None:
+            elif self._normalized_added_pattern is None:
                 self._encode_words(piece, ids)
             else:
-                for part in self._then.split(piece):
+                for part in self._normalized_added_pattern.split(piece):
                     if (added := self._added.get(part)) is not None:
                         ids.append(added)
                     elif part:
@@ -168,7 +168,7 @@ class AsciiEncoder:
         first, *others = self._cuts
         # One search of many milliseconds would hold the interpreter, and so the event loop, even from a thread.
         words: list[str] = (
-            first.findall(piece) if len(piece) < _LONG_CHARS else [found[0] for found in first.finditer(piece)]
+            first.findall(piece) if len(piece) < _LONG_CHARS else [match[0] for match in first.finditer(piece)]
         )
         if len("".join(words)) != len(piece):
             words = _cut(first, piece)
@@ -204,7 +204,9 @@ def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
         return None
     try:
         expressions = _expressions(_state(tokenizer.pre_tokenizer))
-        words = AsciiEncoder(tokenizer, [re.compile(ascii_pattern(one), re.ASCII) for one in expressions])
+        words = AsciiEncoder(
+            tokenizer, [re.compile(ascii_pattern(expression), re.ASCII) for expression in expressions]
+        )
     except (UnknownSyntaxError, re.error):
         return None
     # The checks above rely on general knowledge of tokenizers. Compare this one's results on sample texts as well.
@@ -217,45 +219,45 @@ def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
 def ascii_pattern(source: str) -> str:
     """Convert a regular expression of Oniguruma to one of Python that matches the same ASCII text; both try
     alternatives in order. Raises `UnknownSyntaxError`."""
-    found: list[str] = []
+    converted: list[str] = []
     at, inside = 0, False
     while at < len(source):
-        char, rest = source[at], source[at:]
+        char, remaining = source[at], source[at:]
         if char == "\\":
-            piece, taken = _escaped(rest, inside)
+            piece, length = _escaped(remaining, inside)
         elif inside:
-            if char == "[" or rest.startswith(_SETS) or (char == "]" and found[-1] in ("[", "[^")):
+            if char == "[" or remaining.startswith(_SETS) or (char == "]" and converted[-1] in ("[", "[^")):
                 raise UnknownSyntaxError(source)
-            piece, taken, inside = char, 1, char != "]"
+            piece, length, inside = char, 1, char != "]"
         elif char == "[":
-            piece, inside = ("[^", True) if rest.startswith("[^") else ("[", True)
-            taken = len(piece)
+            piece, inside = ("[^", True) if remaining.startswith("[^") else ("[", True)
+            length = len(piece)
         elif char == "(":
-            opened = next((group for group in _GROUPS if rest.startswith(group)), None)
-            if opened is None and rest.startswith("(?"):
+            opened = next((group for group in _GROUPS if remaining.startswith(group)), None)
+            if opened is None and remaining.startswith("(?"):
                 raise UnknownSyntaxError(source)
-            piece, taken = (opened, len(opened)) if opened else ("(?:", 1)
+            piece, length = (opened, len(opened)) if opened else ("(?:", 1)
         elif char == "{":
-            if (repeated := _REPEATED.match(rest)) is None:
+            if (repeated := _REPEATED.match(remaining)) is None:
                 raise UnknownSyntaxError(source)
-            piece, taken = repeated[0], repeated.end()
+            piece, length = repeated[0], repeated.end()
         elif char in "^$.":
             raise UnknownSyntaxError(source)
         else:
-            piece, taken = char, 1
-        found.append(piece)
-        at += taken
-    return "".join(found)
+            piece, length = char, 1
+        converted.append(piece)
+        at += length
+    return "".join(converted)
 
 
-def _escaped(rest: str, inside: bool) -> tuple[str, int]:
-    if (named := _PROPERTY.match(rest)) is not None:
+def _escaped(remaining: str, inside: bool) -> tuple[str, int]:
+    if (named := _PROPERTY.match(remaining)) is not None:
         ranges = _ranges(named[2])
         return (ranges if inside else f"[{ranges}]"), named.end()
-    letter = rest[1:2]
+    letter = remaining[1:2]
     if letter in _SIMPLE or (letter.isascii() and not letter.isalnum() and letter):
-        return rest[:2], 2
-    raise UnknownSyntaxError(rest)
+        return remaining[:2], 2
+    raise UnknownSyntaxError(remaining)
 
 
 def _ranges(name: str) -> str:
@@ -281,10 +283,10 @@ def _expressions(pre_tokenizer: Any) -> list[str]:
     *steps, last = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         raise UnknownSyntaxError(str(last))
-    found = [*map(_expression, steps), *([_GPT2] if last["use_regex"] else [])]
-    if not found:
+    expressions = [*map(_expression, steps), *([_GPT2] if last["use_regex"] else [])]
+    if not expressions:
         raise UnknownSyntaxError("no words")
-    return found
+    return expressions
 
 
 def _expression(step: Any) -> str:

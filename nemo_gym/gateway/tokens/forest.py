@@ -132,7 +132,9 @@ class IncrementalEncoder:
         if refuted is not None:
             return refuted
         text = self._text(last, new, continued, 0, now)
-        return text if isinstance(text, Unproven) else self._behind(last_id, self._policy.encode(text[1]))
+        return (
+            text if isinstance(text, Unproven) else self._without_repeated_stop(last_id, self._policy.encode(text[1]))
+        )
 
     @cached_property
     def drops_reasoning(self) -> frozenset[str]:
@@ -157,7 +159,7 @@ class IncrementalEncoder:
                 dropped.add(role)
         return frozenset(dropped)
 
-    def _behind(self, last_id: int | None, ids: list[int]) -> list[int]:
+    def _without_repeated_stop(self, last_id: int | None, ids: list[int]) -> list[int]:
         policy = self._policy
         if last_id not in policy.stop_ids or not ids:
             return ids
@@ -188,11 +190,16 @@ class IncrementalEncoder:
         return {**answer, "tool_calls": calls} if calls else answer
 
     def _render(
-        self, history: Sequence[Message], rest: Sequence[Message], continued: _Shape, now: datetime | None, ask: bool
+        self,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        continued: _Shape,
+        now: datetime | None,
+        ask: bool,
     ) -> str:
         policy = self._policy
         # Shaped separately, because no messages may be joined across the end of the answer.
-        shaped = shape(history, policy.traits, leading=True) + shape(rest, policy.traits, leading=False)
+        shaped = shape(history, policy.traits, leading=True) + shape(new_messages, policy.traits, leading=False)
         # The tools are this class's own and contain no special token.
         tools = self._tools if continued.tools else None
         return policy.template.render(policy.marked(shaped), tools=tools, add_generation_prompt=ask, now=now)
@@ -200,12 +207,12 @@ class IncrementalEncoder:
     def _history(self, continued: _Shape, depth: int) -> list[Message]:
         start: list[Message] = [{"role": "system", "content": self._system}] if continued.system else []
         # Some templates number images, so the history has one per message.
-        seen = [{"type": "image_url", "image_url": {"url": ""}}] if continued.media else []
+        images = [{"type": "image_url", "image_url": {"url": ""}}] if continued.media else []
         earlier: list[Message] = [
             message
             for turn in range(depth)
             for message in (
-                {"role": "user", "content": [{"type": "text", "text": f"{self._user} {turn}"}, *seen]},
+                {"role": "user", "content": [{"type": "text", "text": f"{self._user} {turn}"}, *images]},
                 {"role": "assistant", "content": f"earlier {turn}"},
             )
         ]
@@ -225,13 +232,13 @@ class IncrementalEncoder:
             return Unproven("the chat template does not show the last answer")
         if (cut := self._policy.find_stop(text, answer + len(self._answer))) is None:
             return Unproven("the chat template ends answers without a token that ends a turn")
-        for word, what in (
+        for word, part_name in (
             (self._system, "the system message"),
             (self._tool, "the tools"),
             (self._user, "a user text"),
         ):
             if text.find(word, cut) >= 0:
-                return Unproven(f"the chat template moves {what} behind the last answer")
+                return Unproven(f"the chat template moves {part_name} behind the last answer")
         return text[:cut], text[cut:]
 
     def _prove(
@@ -371,7 +378,7 @@ class TokenForest:
             raise InvalidBodyError("messages: is empty; a request needs at least one message")
         yield self._reader.reads_long(messages, tools)
         reading = self._reader.read(messages, tools)
-        parent, shared, other_tools = self._deepest(reading)
+        parent, shared, other_tools = self._deepest_turn(reading)
         reason, detail = (SplitReason.TOOLS_CHANGED if other_tools else None), None
         if parent is not None:
             yield is_long(reading.messages[reading.start_of(shared) :])
@@ -452,7 +459,7 @@ class TokenForest:
         if turn.parent is not None:
             turn.parent.children.append(turn)
 
-    def _deepest(self, reading: Reading) -> tuple[Turn | None, int, bool]:
+    def _deepest_turn(self, reading: Reading) -> tuple[Turn | None, int, bool]:
         """Return the turn that a request continues, the number of entries it covers, and, if there is none, whether
         one would exist with other tools."""
         other_tools = False
@@ -468,7 +475,7 @@ class TokenForest:
         return None, 0, other_tools
 
     def _continued(self, parent: Turn, reading: Reading, shared: int) -> Prepared | tuple[SplitReason, str]:
-        new = _with_kept_ids(reading, shared, parent.message)
+        new = _with_answer_call_ids(reading, shared, parent.message)
         last_id = parent.tokens[parent.end - 1] if parent.end > parent.context_end else None
         if not new and last_id not in self._policy.stop_ids and continues_answer(reading.messages):
             # The answer reached its token limit before the policy ended it: it continues where it stopped.
@@ -499,8 +506,8 @@ class TokenForest:
             return continuation_reason(reading, prepared.shared, {child.request_key for child in parent.children})
         leaves = [turn for turn in reversed(self._turns) if not turn.children][:_COMPARED]
         earlier = [(leaf.tools, [digest for turn in leaf.path() for digest in turn.entries]) for leaf in leaves]
-        asked = any(turn.request_key == reading.key and turn.tools == reading.tools for turn in self._turns)
-        return start_reason(reading, earlier, asked, other_tools=False)
+        asked_before = any(turn.request_key == reading.key and turn.tools == reading.tools for turn in self._turns)
+        return start_reason(reading, earlier, asked_before, other_tools=False)
 
     def _checked(self, sampled: Sampled) -> tuple[array[int], array[float] | None]:
         size = self._policy.vocabulary_size
@@ -535,14 +542,16 @@ def _finite(values: array[float]) -> bool:
     return bool(np.isfinite(np.frombuffer(values, dtype=np.float32)).all())
 
 
-def _with_kept_ids(reading: Reading, shared: int, answer: Message) -> list[Message]:
+def _with_answer_call_ids(reading: Reading, shared: int, answer: Message) -> list[Message]:
     """Return the messages after the shared entries, with results that refer to calls by the ids of the kept answer
     instead of the harness's."""
     start, end = reading.start_of(shared - 1), reading.entries[shared - 1].end
     sent = [call.get("id") for message in reading.messages[start:end] for call in calls_of(message)]
-    kept = dict(zip(sent, (call.get("id") for call in calls_of(answer)), strict=False))
+    kept_ids = dict(zip(sent, (call.get("id") for call in calls_of(answer)), strict=False))
     return [
-        {**message, "tool_call_id": kept[message["tool_call_id"]]} if message.get("tool_call_id") in kept else message
+        {**message, "tool_call_id": kept_ids[message["tool_call_id"]]}
+        if message.get("tool_call_id") in kept_ids
+        else message
         for message in reading.messages[end:]
     ]
 

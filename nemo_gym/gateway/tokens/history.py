@@ -128,9 +128,9 @@ class Prefix(Sequence[T], Generic[T]):
             return self
         else:
             items = [*islice(self._items, kept), *new]
-        made: Prefix[T] = Prefix.__new__(Prefix)
-        made._items, made._length = items, kept + len(new)
-        return made
+        prefix: Prefix[T] = Prefix.__new__(Prefix)
+        prefix._items, prefix._length = items, kept + len(new)
+        return prefix
 
     def common(self, others: Sequence[T]) -> int:
         """Return how many first items equal those of ``others``. Identical objects are not compared by value, so the
@@ -360,10 +360,10 @@ def _number_safe(value: Any) -> Any:
 
 
 def _without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in tool.items() if value is not None and key not in ("cache_control", "type")}
-    if not kept.get("description"):
-        kept.pop("description", None)
-    return kept
+    cleaned = {key: value for key, value in tool.items() if value is not None and key not in ("cache_control", "type")}
+    if not cleaned.get("description"):
+        cleaned.pop("description", None)
+    return cleaned
 
 
 # Reading a request's history into keys, at a cost that hardly grows with the messages that were read before.
@@ -408,11 +408,11 @@ class Reading:
         entries = len(self.entries)
         if entries and self.entries[-1].role == "assistant":
             entries -= 1
-        begun = self.messages[self.start_of(entries) :]
-        if begun and continues_answer(self.messages):
-            said, added = begun.pop(), answer
-            answer = {**added, "content": text_of(said.get("content")) + text_of(added.get("content"))}
-        (entry,) = entries_of([*begun, answer])
+        run = self.messages[self.start_of(entries) :]
+        if run and continues_answer(self.messages):
+            earlier, added = run.pop(), answer
+            answer = {**added, "content": text_of(earlier.get("content")) + text_of(added.get("content"))}
+        (entry,) = entries_of([*run, answer])
         assert entry.digest is not None  # only user messages can consist of reminders alone
         return roll(self.keys[entries], entry.digest), entry.digest
 
@@ -425,31 +425,34 @@ class HistoryReader:
 
     def reads_long(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> bool:
         """Return whether `read` may take more than some milliseconds."""
-        known, common = self._nearest(messages)
-        return known is None or known.offered != (tools or ()) or is_long(messages[common:])
+        nearest, common = self._nearest(messages)
+        return nearest is None or nearest.offered != (tools or ()) or is_long(messages[common:])
 
     def read(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Reading:
         """Read a request's history. ``messages`` and ``tools`` are kept and must not be changed afterwards."""
-        known, common = self._nearest(messages)
+        nearest, common = self._nearest(messages)
         offered = tools or ()
         same_tools = next((view.tools for view in self._views if view.offered == offered), None)
         digest = same_tools if same_tools is not None else tools_digest(offered)
-        kept = 0
-        if known is not None:
-            kept = len(known.entries)
-            while kept and not (known.entries[kept - 1].end <= common and _ends(known.entries[kept - 1], messages)):
-                kept -= 1
-        begun = known if known is not None else _nothing()
-        starts = {begun.start_of(at): at for at in range(kept, len(begun.entries))}
-        first = at = begun.start_of(kept)
-        key, seen = begun.keys[kept], begun.seen[kept]
+        kept_entries = 0
+        if nearest is not None:
+            kept_entries = len(nearest.entries)
+            while kept_entries and not (
+                nearest.entries[kept_entries - 1].end <= common
+                and _run_ends_at_entry(nearest.entries[kept_entries - 1], messages)
+            ):
+                kept_entries -= 1
+        base = nearest if nearest is not None else _empty_reading()
+        starts = {base.start_of(at): at for at in range(kept_entries, len(base.entries))}
+        first = at = base.start_of(kept_entries)
+        key, seen = base.keys[kept_entries], base.seen[kept_entries]
         entries: list[Entry] = []
         keys: list[bytes] = []
         reminders: list[frozenset[bytes]] = []
         while at < len(messages):
             again = starts.get(at)
-            if again is not None and _same_entry(begun, messages, again):
-                entry = begun.entries[again]
+            if again is not None and _same_entry(base, messages, again):
+                entry = base.entries[again]
             else:
                 entry = entry_at(messages, at)
             key, seen, at = roll(key, entry.digest), seen | entry.reminders if entry.reminders else seen, entry.end
@@ -457,15 +460,15 @@ class HistoryReader:
             keys.append(key)
             reminders.append(seen)
         reading = Reading(
-            begun.messages.grown(first, messages[first:]),
-            begun.entries.grown(kept, entries),
-            begun.keys.grown(kept + 1, keys),
-            begun.seen.grown(kept + 1, reminders),
+            base.messages.grown(first, messages[first:]),
+            base.entries.grown(kept_entries, entries),
+            base.keys.grown(kept_entries + 1, keys),
+            base.seen.grown(kept_entries + 1, reminders),
             digest,
             offered,
         )
         # The view that this request extends is no longer needed.
-        self._views = [reading, *(view for view in self._views if view is not known)][:_VIEWS]
+        self._views = [reading, *(view for view in self._views if view is not nearest)][:_VIEWS]
         return reading
 
     def _nearest(self, messages: Sequence[Message]) -> tuple[Reading | None, int]:
@@ -486,14 +489,14 @@ def roll(key: bytes, digest: bytes | None) -> bytes:
     return key if digest is None else hashlib.blake2b(key + digest, digest_size=16).digest()
 
 
-def _same_entry(known: Reading, messages: Sequence[Message], entry: int) -> bool:
-    start, end = known.start_of(entry), known.entries[entry].end
-    if known.entries[entry].role == "tool":
+def _same_entry(reading: Reading, messages: Sequence[Message], entry: int) -> bool:
+    start, end = reading.start_of(entry), reading.entries[entry].end
+    if reading.entries[entry].role == "tool":
         return False  # the order of results depends on the calls before them, which may differ
-    return known.messages[start:end] == messages[start:end] and _ends(known.entries[entry], messages)
+    return reading.messages[start:end] == messages[start:end] and _run_ends_at_entry(reading.entries[entry], messages)
 
 
-def _ends(entry: Entry, messages: Sequence[Message]) -> bool:
+def _run_ends_at_entry(entry: Entry, messages: Sequence[Message]) -> bool:
     """Return whether the entry's run of messages ends in ``messages`` where it did before."""
     return (
         entry.role not in ("assistant", "tool")
@@ -502,5 +505,5 @@ def _ends(entry: Entry, messages: Sequence[Message]) -> bool:
     )
 
 
-def _nothing() -> Reading:
+def _empty_reading() -> Reading:
     return Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", ())

@@ -57,16 +57,16 @@ class SpecialText:
     def marked(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages, already shaped for the template, with marks."""
         mark = self._everywhere.marked
-        found = []
+        marked_messages = []
         for message in messages:
-            spoken = self._in_answers.marked if message.get("role") == "assistant" else mark
-            found.append(
+            mark_content = self._in_answers.marked if message.get("role") == "assistant" else mark
+            marked_messages.append(
                 {
-                    key: (spoken if key in ("content", "reasoning_content") else mark)(value)
+                    key: (mark_content if key in ("content", "reasoning_content") else mark)(value)
                     for key, value in message.items()
                 }
             )
-        return found
+        return marked_messages
 
     def marked_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
         """Return tools with marks in their names, descriptions and schemas."""
@@ -74,12 +74,14 @@ class SpecialText:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of rendered text that has marks."""
-        named = self._added.sub(lambda found: self._names.get(found[0], found[0]), text).replace(MARK, "")
-        ids: list[int] = self._named.encode_batch_fast([named], add_special_tokens=False)[0].ids
-        return [known if (known := self._ids.get(one)) is not None else one for one in ids]
+        renamed = self._added.sub(lambda match: self._control_names.get(match[0], match[0]), text).replace(MARK, "")
+        ids: list[int] = self._renamed_tokenizer.encode_batch_fast([renamed], add_special_tokens=False)[0].ids
+        return [
+            control_id if (control_id := self._control_ids.get(token_id)) is not None else token_id for token_id in ids
+        ]
 
     @cached_property
-    def _names(self) -> dict[str, str]:
+    def _control_names(self) -> dict[str, str]:
         word = secrets.token_hex(8)  # random, so that no message can contain a name
         return {token: f"\ufdd1{word}{number}\ufdd1" for number, token in enumerate(sorted(self._control))}
 
@@ -90,31 +92,31 @@ class SpecialText:
         return re.compile(f"(?:{_any_of(added)})(?!{MARK})")
 
     @cached_property
-    def _named(self) -> Tokenizer:
+    def _renamed_tokenizer(self) -> Tokenizer:
         """The tokenizer with its control tokens under their names."""
         from tokenizers import Tokenizer
 
         data = json.loads(self._tokenizer.to_str())
         for token in data["added_tokens"]:
-            token["content"] = self._names.get(token["content"], token["content"])
+            token["content"] = self._control_names.get(token["content"], token["content"])
         data["post_processor"] = None  # unused here, but may refer to tokens by their old names
         model = data["model"]
-        if model.get("unk_token") in self._names:
-            model["unk_token"] = self._names[model["unk_token"]]
+        if model.get("unk_token") in self._control_names:
+            model["unk_token"] = self._control_names[model["unk_token"]]
         if isinstance(vocabulary := model.get("vocab"), dict):
             # Merges that result in a control token would refer to a missing piece: they are removed as well.
-            model["vocab"] = {self._names.get(piece, piece): number for piece, number in vocabulary.items()}
+            model["vocab"] = {self._control_names.get(piece, piece): number for piece, number in vocabulary.items()}
             if "merges" in model:
                 model["merges"] = [pair for pair in model["merges"] if _merged(pair) not in self._control]
         elif isinstance(vocabulary, list):
-            model["vocab"] = [[self._names.get(piece, piece), score] for piece, score in vocabulary]
+            model["vocab"] = [[self._control_names.get(piece, piece), score] for piece, score in vocabulary]
         return Tokenizer.from_str(json.dumps(data))
 
     @cached_property
-    def _ids(self) -> dict[int | None, int | None]:
+    def _control_ids(self) -> dict[int | None, int | None]:
         """Id of a name → id of its control token; they differ if the token had no fixed id."""
-        find, named = self._tokenizer.token_to_id, self._named.token_to_id
-        return {named(name): find(token) for token, name in self._names.items()}
+        find, named = self._tokenizer.token_to_id, self._renamed_tokenizer.token_to_id
+        return {named(name): find(token) for token, name in self._control_names.items()}
 
 
 class _Marker:
@@ -170,7 +172,7 @@ class PolicyTokenizer:
         Raises `ConfigError` for a template that cannot render an exchange, or an unknown stop token.
         """
         self._tokenizer = tokenizer
-        self._bytes = token_bytes(tokenizer)
+        self._token_bytes = token_bytes(tokenizer)
         self._words = ascii_encoder(tokenizer)
         self.template = template
         self.traits: TemplateTraits = probe(template)
@@ -252,8 +254,8 @@ class PolicyTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        if self._bytes is not None and not skip_special_tokens:
-            return self._bytes.text(ids)
+        if self._token_bytes is not None and not skip_special_tokens:
+            return self._token_bytes.text(ids)
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -303,7 +305,7 @@ class PolicyTokenizer:
 
     def _headers(self) -> list[str]:
         """Return the tokens that start messages after an answer, for templates without a token that ends an answer."""
-        found = []
+        headers = []
         note = {"role": "system", "content": "s"}
         followed = ([_ANSWER, _user("q")], [_calling_message(), _RESULT], [_ANSWER, note, _user("q")])
         for conversation in ([_user("q"), *messages] for messages in followed):
@@ -314,13 +316,13 @@ class PolicyTokenizer:
                 continue
             header = self._first_added(whole.removeprefix(before))
             if header is not None and whole.startswith(before + header):
-                found.append(header)
-        return found
+                headers.append(header)
+        return headers
 
     def _answer_tokens(self) -> set[str]:
         """Return the added tokens that the template writes into answers or searches there: of reasoning and calls."""
-        asked = {**_calling_message(), "reasoning_content": "r"}
-        answer = asked if self.traits.tool_use else {**_ANSWER, "reasoning_content": "r"}
+        calling = {**_calling_message(), "reasoning_content": "r"}
+        answer = calling if self.traits.tool_use else {**_ANSWER, "reasoning_content": "r"}
         follows = [_RESULT] if self.traits.tool_use else []
         prompt = self.render([_user("q")])
         opened = self.render([_user("q")], add_generation_prompt=False)
@@ -339,8 +341,8 @@ class PolicyTokenizer:
         return {token for token in self._added if token in shown and token not in between}
 
     def _first_added(self, text: str) -> str | None:
-        found = [(at, -len(token), token) for token in self._added if (at := text.find(token)) >= 0]
-        return min(found)[2] if found else None
+        matches = [(at, -len(token), token) for token in self._added if (at := text.find(token)) >= 0]
+        return min(matches)[2] if matches else None
 
 
 _ANSWER: Message = {"role": "assistant", "content": "answerprobe"}

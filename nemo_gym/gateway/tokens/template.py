@@ -210,7 +210,7 @@ def _image_roles(template: ChatTemplate, traits: TemplateTraits) -> frozenset[st
     user, *called = {"role": "user", "content": "x"}, *_call("object", "abcdef123")
     before: dict[str, list[dict[str, Any]]] = {"user": [], "tool": [user, called[0]]}
     last = {"user": user, "tool": called[1]}
-    found = set()
+    roles = set()
     for role, messages in before.items():
         with contextlib.suppress(TemplateRefusedError):
             start = shape(messages, traits, leading=True)
@@ -220,8 +220,8 @@ def _image_roles(template: ChatTemplate, traits: TemplateTraits) -> frozenset[st
             ]
             printed = _PRINTED_PART.search(shown[1])  # the template prints the parts as data, without a placeholder
             if _TEXT_A in shown[0] and len(shown[0]) < len(shown[1]) < len(shown[2]) and not printed:
-                found.add(role)
-    return frozenset(found)
+                roles.add(role)
+    return frozenset(roles)
 
 
 def _call(arguments: str, call_id: str) -> list[dict[str, Any]]:
@@ -292,7 +292,10 @@ def _joins(previous_role: str, traits: TemplateTraits) -> bool:
 def _joined(first: Any, second: Any) -> Any:
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in (first, second)]
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        for content in (first, second)
+    ]
     return parts[0] + parts[1]
 
 
@@ -342,8 +345,8 @@ def _json_text(data: Any) -> str:
         return json.dumps(data, separators=(",", ":"))
 
 
-def _call_id(given: Any, traits: TemplateTraits) -> str:
-    call_id = str(given or "")
+def _call_id(raw_id: Any, traits: TemplateTraits) -> str:
+    call_id = str(raw_id or "")
     if traits.call_ids == "any" or _ALNUM9.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
@@ -361,6 +364,6 @@ def _content(content: Any, role: str, traits: TemplateTraits) -> Any:
         )
     parts: list[dict[str, Any]] = []
     for part in content:
-        found = next(media_parts([part]), None)
-        parts.append({"type": found[0]} if found else {"type": "text", "text": text_of([part])})
+        media_part = next(media_parts([part]), None)
+        parts.append({"type": media_part[0]} if media_part else {"type": "text", "text": text_of([part])})
     return parts

@@ -81,8 +81,10 @@ class Trajectory:
     @property
     def weights_versions(self) -> tuple[str, ...]:
         """The versions that sampled this, in order of first use; several if the weights changed meanwhile."""
-        told = [version for turn in self.turns for version in (turn.details.get(FIRST_WEIGHTS), turn.weights_version)]
-        return tuple(dict.fromkeys(version for version in told if version is not None))
+        versions = [
+            version for turn in self.turns for version in (turn.details.get(FIRST_WEIGHTS), turn.weights_version)
+        ]
+        return tuple(dict.fromkeys(version for version in versions if version is not None))
 
     @property
     def sampled_count(self) -> int:
@@ -235,14 +237,14 @@ def write_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
 
 def read_jsonl(path: str | Path) -> list[Trajectory]:
     """Read a file of `write_jsonl`. Raises `RowError` that names a line without a trajectory."""
-    found = []
+    trajectories = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                found.append(from_row(orjson.loads(line)))
+                trajectories.append(from_row(orjson.loads(line)))
             except (orjson.JSONDecodeError, RowError) as error:
                 raise RowError(f"{path}, line {number}: {error}", path=str(path), line=number) from error
-    return found
+    return trajectories
 
 
 def write_npz(path: str | Path, trajectories: Sequence[Trajectory]) -> None:
@@ -280,9 +282,9 @@ def read_npz(path: str | Path) -> list[Trajectory]:
     import numpy as np
 
     def typed(code: str, values: NDArray[Any]) -> array[Any]:
-        made: array[Any] = array(code)
-        made.frombytes(values.tobytes())
-        return made
+        result: array[Any] = array(code)
+        result.frombytes(values.tobytes())
+        return result
 
     with np.load(path, allow_pickle=False) as file:
         try:
@@ -290,12 +292,12 @@ def read_npz(path: str | Path) -> list[Trajectory]:
             rows = orjson.loads(data["metadata"].tobytes())
         except (KeyError, orjson.JSONDecodeError) as error:
             raise RowError(f"{path}: not trajectories of this suite ({error})", path=str(path)) from error
-    found = []
+    trajectories = []
     for index, row in enumerate(rows):
         prompt = slice(*data["prompt_offsets"][index : index + 2])
         response = slice(*data["response_offsets"][index : index + 2])
         logprobs = data["logprobs"][response] if row["has_logprobs"] else None
-        found.append(
+        trajectories.append(
             _assembled(
                 row,
                 typed("i", data["prompt_ids"][prompt]),
@@ -304,7 +306,7 @@ def read_npz(path: str | Path) -> list[Trajectory]:
                 typed("f", logprobs) if logprobs is not None else None,
             )
         )
-    return found
+    return trajectories
 
 
 def _metadata(trajectory: Trajectory) -> dict[str, Any]:
@@ -392,35 +394,35 @@ def trajectories_of(
     """
     leaves = [turn for turn in turns if not turn.children]
     owned: set[int] = set()
-    found: dict[int, tuple[list[Turn], list[Turn]]] = {}
+    paths_and_marked: dict[int, tuple[list[Turn], list[Turn]]] = {}
     paths = {leaf.turn_id: leaf.path() for leaf in leaves}
     for leaf in sorted(leaves, key=lambda leaf: (len(paths[leaf.turn_id]), leaf.turn_id), reverse=True):
         path = paths[leaf.turn_id]
-        own = [turn for turn in path if turn.turn_id not in owned]
-        owned.update(turn.turn_id for turn in own)
-        found[leaf.turn_id] = (path, own)
+        marked = [turn for turn in path if turn.turn_id not in owned]
+        owned.update(turn.turn_id for turn in marked)
+        paths_and_marked[leaf.turn_id] = (path, marked)
     return [
-        _trajectory(*found[leaf.turn_id], session_id, index, reward, dict(reward_info or {}))
+        _trajectory(*paths_and_marked[leaf.turn_id], session_id, index, reward, dict(reward_info or {}))
         for index, leaf in enumerate(sorted(leaves, key=lambda leaf: leaf.turn_id))
     ]
 
 
 def _trajectory(
     path: Sequence[Turn],
-    own: Sequence[Turn],
+    marked: Sequence[Turn],
     session_id: str,
     index: int,
     reward: float | None,
     reward_info: Mapping[str, Any],
 ) -> Trajectory:
-    first, leaf = own[0], own[-1]
+    first, leaf = marked[0], marked[-1]
     offset = first.context_end
     mask = bytearray(leaf.end - offset)
     logprobs: array[float] | None = array("f", bytes(4 * len(mask)))
-    if any(turn.logprobs is None for turn in own):
+    if any(turn.logprobs is None for turn in marked):
         logprobs = None  # zeros in place of unknown logprobs would mean certainty
     spans = []
-    for turn in own:
+    for turn in marked:
         start, end = turn.context_end - offset, turn.end - offset
         mask[start:end] = b"\1" * (end - start)
         if logprobs is not None and turn.logprobs is not None:

@@ -65,20 +65,20 @@ def start_reason(
         return SplitReason.RESAMPLE
     if other_tools:
         return SplitReason.TOOLS_CHANGED
-    own = [entry.digest for entry in reading.entries if entry.digest is not None]
+    digests = [entry.digest for entry in reading.entries if entry.digest is not None]
     fresh = not any(entry.role == "assistant" for entry in reading.entries)
-    alike = [(tools, path) for tools, path in earlier if _common(own, path)]
+    alike = [(tools, path) for tools, path in earlier if _common(digests, path)]
     if alike:
         if fresh and reading.tools not in {tools for tools, _ in alike}:
             return SplitReason.SUB_AGENT  # a sub-agent that starts with the main agent's instructions
-        longer = any(len(path) > len(own) for _, path in alike)
+        longer = any(len(path) > len(digests) for _, path in alike)
         return SplitReason.COMPACTION if longer else SplitReason.EDITED_HISTORY
-    if not fresh and any(_common(own[1:], path[1:]) > 1 for _, path in earlier):
+    if not fresh and any(_common(digests[1:], path[1:]) > 1 for _, path in earlier):
         return SplitReason.EDITED_HISTORY  # the same conversation under other instructions
     starts_with_system = bool(reading.entries) and reading.entries[0].role == "system"
     if starts_with_system or reading.tools not in {tools for tools, _ in earlier}:
         return SplitReason.SUB_AGENT
-    return SplitReason.COMPACTION if any(len(path) > len(own) for _, path in earlier) else SplitReason.SUB_AGENT
+    return SplitReason.COMPACTION if any(len(path) > len(digests) for _, path in earlier) else SplitReason.SUB_AGENT
 
 
 def _common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
@@ -215,8 +215,8 @@ def extended(
         tokens, text = parent.tokens[: parent.end], parent.text[: parent.text_end]
     ends = []
     written = numbers(sampled) if sampled_json is None else sampled_json[1:-1]
-    given = numbers(context) if context_numbers is None else context_numbers
-    for new, added in ((context, given), (sampled, written)):
+    context_text = numbers(context) if context_numbers is None else context_numbers
+    for new, added in ((context, context_text), (sampled, written)):
         if text and added:
             text += b","
         text += added
@@ -247,50 +247,50 @@ def json_of(values: array[Any]) -> bytes:
 class Prompt(Sequence[int]):
     """Token ids of a whole prompt. Does not change when the conversation goes on."""
 
-    __slots__ = ("_begun", "_context", "_new", "_parent")
+    __slots__ = ("_context", "_new_numbers", "_parent", "_parent_end")
 
     def __init__(self, parent: Turn | None, context: array[int]) -> None:
         self._parent = parent
         self._context = context
-        self._begun = parent.end if parent is not None else 0
-        self._new: bytes | None = None
+        self._parent_end = parent.end if parent is not None else 0
+        self._new_numbers: bytes | None = None
 
     def ids(self) -> array[int]:
         """Return a copy, int32."""
         if self._parent is None:
             return self._context[:]
-        prompt = self._parent.tokens[: self._begun]
+        prompt = self._parent.tokens[: self._parent_end]
         prompt.extend(self._context)
         return prompt
 
     @property
     def new(self) -> bytes:
         """The tokens after the turn that it continues, as decimal numbers with commas between them."""
-        if self._new is None:
-            self._new = numbers(self._context)
-        return self._new
+        if self._new_numbers is None:
+            self._new_numbers = numbers(self._context)
+        return self._new_numbers
 
     def json(self) -> bytes:
         """Return a JSON array. Only the new tokens are formatted now; the turn has the others as text."""
         new = self.new
-        if self._parent is None or not self._begun:
+        if self._parent is None or not self._parent_end:
             return b"[%b]" % new
-        with memoryview(self._parent.text) as text, text[: self._parent.text_end] as kept:
-            return b"".join((b"[", kept, b"," if new else b"", new, b"]"))
+        with memoryview(self._parent.text) as text, text[: self._parent.text_end] as earlier:
+            return b"".join((b"[", earlier, b"," if new else b"", new, b"]"))
 
     def tail(self, count: int) -> array[int]:
         """Return the last ``count`` tokens, or all tokens of a shorter prompt."""
         new = len(self._context)
         if self._parent is None or count <= new:
             return self._context[max(0, new - count) :]
-        return self._parent.tokens[max(0, self._begun + new - count) : self._begun] + self._context
+        return self._parent.tokens[max(0, self._parent_end + new - count) : self._parent_end] + self._context
 
     def __len__(self) -> int:
-        return self._begun + len(self._context)
+        return self._parent_end + len(self._context)
 
     def __iter__(self) -> Iterator[int]:
         earlier = self._parent.tokens if self._parent is not None else ()
-        return chain(islice(earlier, self._begun), self._context)
+        return chain(islice(earlier, self._parent_end), self._context)
 
     @overload
     def __getitem__(self, at: int) -> int: ...
@@ -302,6 +302,6 @@ class Prompt(Sequence[int]):
         place = at + len(self) if at < 0 else at
         if not 0 <= place < len(self):
             raise IndexError(f"token {at} of {len(self)}")
-        if self._parent is not None and place < self._begun:
+        if self._parent is not None and place < self._parent_end:
             return self._parent.tokens[place]
-        return self._context[place - self._begun]
+        return self._context[place - self._parent_end]

@@ -36,7 +36,7 @@ class PostgresJobStore(SqlJobStore):
     def __init__(
         self, url: str, *, pipeline: str | None = None, sink: ResultSink | None = None, patience_s: float = PATIENCE_S
     ) -> None:
-        held = [] if pipeline is None else [lock_number(pipeline)]
+        lock_numbers = [] if pipeline is None else [lock_number(pipeline)]
         writer = PostgresWriter(
             url,
             name="job-store-writer",
@@ -44,7 +44,7 @@ class PostgresJobStore(SqlJobStore):
             translate=lambda error: _store_error(error, pipeline),
             after_commit=sink,
             patience_s=patience_s,
-            held=held,
+            held=lock_numbers,
         )
         super().__init__(writer, POSTGRES)
 
@@ -56,12 +56,12 @@ def lock_number(pipeline: str) -> int:
 def prepare(connection: PostgresConnection) -> None:
     """Create missing tables. Raises `ConfigError` if the existing ones have another schema version."""
     connection.execute("CREATE TABLE IF NOT EXISTS store_version (version INTEGER NOT NULL)")
-    found: Any = connection.execute("SELECT version FROM store_version").fetchone()
-    if found is None:
+    row: Any = connection.execute("SELECT version FROM store_version").fetchone()
+    if row is None:
         connection.execute("INSERT INTO store_version (version) VALUES (?)", (SCHEMA_VERSION,))
-    elif found[0] != SCHEMA_VERSION:
+    elif row[0] != SCHEMA_VERSION:
         raise ConfigError(
-            f"the store has schema version {found[0]}, this release reads {SCHEMA_VERSION}; use another database",
+            f"the store has schema version {row[0]}, this release reads {SCHEMA_VERSION}; use another database",
             key="store",
         )
     for statement in statements(POSTGRES):
@@ -75,9 +75,9 @@ def _store_error(error: Exception, pipeline: str | None) -> StoreError:
             f"another process runs as pipeline '{pipeline}' on this store; stop it, or choose another name with"
             " pipeline="
         )
-    said = str(error).strip().splitlines()[:1] if type(error).__name__ == "OperationalError" else []
+    detail = str(error).strip().splitlines()[:1] if type(error).__name__ == "OperationalError" else []
     return StoreError(
-        f"the store's database cannot be used ({': '.join([type(error).__name__, *said])}); mend that and start the"
+        f"the store's database cannot be used ({': '.join([type(error).__name__, *detail])}); mend that and start the"
         " same command again: nothing recorded is lost",
         retryable=True,
     )

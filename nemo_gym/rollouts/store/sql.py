@@ -111,8 +111,8 @@ class SqlJobStore:
         """Return what `open_run` recorded, or ``None`` if no run was opened."""
 
         def operation(connection: Connection) -> dict[str, Any] | None:
-            found = connection.execute("SELECT info FROM run").fetchone()
-            return None if found is None else dict(orjson.loads(found[0]))
+            row = connection.execute("SELECT info FROM run").fetchone()
+            return None if row is None else dict(orjson.loads(row[0]))
 
         return await self._writer.call(operation)
 
@@ -123,10 +123,10 @@ class SqlJobStore:
 
         def operation(connection: Connection) -> int:
             fresh: dict[str, tuple[JobSpec, bytes]] = {}
-            for spec, digest, known in self._with_known(connection, specs, digests, fresh):
-                if known is None:
+            for spec, digest, recorded in self._with_recorded(connection, specs, digests, fresh):
+                if recorded is None:
                     fresh[spec.job_id] = (spec, digest)
-                elif (known[1], *known[2][:3]) != (digest, *spec.identity[:3]):
+                elif (recorded[1], *recorded[2][:3]) != (digest, *spec.identity[:3]):
                     raise ContractError(
                         f"job '{spec.job_id}' is already known with another content; a job id names one row, agent and"
                         " sample for good: submit the changed job under another id",
@@ -143,19 +143,19 @@ class SqlJobStore:
         def operation(connection: Connection) -> list[Offer]:
             fresh: dict[str, tuple[JobSpec, bytes]] = {}
             offers = []
-            for spec, digest, known in self._with_known(connection, specs, digests, fresh):
-                if known is None:
+            for spec, digest, recorded in self._with_recorded(connection, specs, digests, fresh):
+                if recorded is None:
                     fresh[spec.job_id] = (spec, digest)
-                state, known_digest = (JobState.QUEUED, spec.digest) if known is None else (known[0], "")
-                if known is not None:
-                    known_digest = body_digest(known[1], known[2])
-                offers.append(Offer(spec.job_id, known is None, state, spec.digest, known_digest))
+                state, recorded_digest = (JobState.QUEUED, spec.digest) if recorded is None else (recorded[0], "")
+                if recorded is not None:
+                    recorded_digest = body_digest(recorded[1], recorded[2])
+                offers.append(Offer(spec.job_id, recorded is None, state, spec.digest, recorded_digest))
             self._insert(connection, fresh)
             return offers
 
         return await self._writer.call(operation)
 
-    def _with_known(
+    def _with_recorded(
         self,
         connection: Connection,
         specs: Sequence[JobSpec],
@@ -171,12 +171,12 @@ class SqlJobStore:
             " FROM jobs WHERE job_id = ?"
         )
         for spec, digest in zip(specs, digests, strict=True):
-            if (other := fresh.get(spec.job_id)) is not None:
-                yield spec, digest, (JobState.QUEUED, other[1], other[0].identity)
+            if (duplicate := fresh.get(spec.job_id)) is not None:
+                yield spec, digest, (JobState.QUEUED, duplicate[1], duplicate[0].identity)
                 continue
-            found = connection.execute(query, (spec.job_id,)).fetchone()
-            known = None if found is None else (JobState(found[0]), bytes(found[1]), tuple(found[2:]))
-            yield spec, digest, known
+            row = connection.execute(query, (spec.job_id,)).fetchone()
+            recorded = None if row is None else (JobState(row[0]), bytes(row[1]), tuple(row[2:]))
+            yield spec, digest, recorded
 
     def _insert(self, connection: Connection, fresh: Mapping[str, tuple[JobSpec, bytes]]) -> None:
         connection.executemany(
@@ -235,9 +235,9 @@ class SqlJobStore:
             if still := self._still_claimed(connection, claimed, owner, now + lease_s):
                 return still
             due = "SELECT seq FROM jobs WHERE state = 'queued' AND {} LIMIT ?" + self._dialect.locking
-            found = connection.execute(due.format("deadline_at <= ?"), (now, limit)).fetchall()
-            found += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
-            places = list(dict.fromkeys(seq for (seq,) in found))
+            rows = connection.execute(due.format("deadline_at <= ?"), (now, limit)).fetchall()
+            rows += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
+            places = list(dict.fromkeys(seq for (seq,) in rows))
             claimed[:] = self._claimed(connection, places, owner, now, lease_s)
             return list(claimed)
 
@@ -270,23 +270,23 @@ class SqlJobStore:
         held_ids = self._several(sorted(job_ids))
 
         def operation(connection: Connection) -> frozenset[str]:
-            held = connection.execute(
+            renewed = connection.execute(
                 f"UPDATE jobs SET lease_until = {self._dialect.now} + ? WHERE state = 'claimed' AND lease_owner = ?"
                 f" AND {self._dialect.one_of.format('job_id')} RETURNING job_id",
                 (lease_s, owner, held_ids),
             )
-            return frozenset(job_id for (job_id,) in held.fetchall())
+            return frozenset(job_id for (job_id,) in renewed.fetchall())
 
         return await self._writer.call(operation)
 
     async def asked_to_end(self, owner: str) -> dict[str, str]:
         def operation(connection: Connection) -> dict[str, str]:
-            found = connection.execute(
+            cursor = connection.execute(
                 "SELECT job_id, cancel_reason FROM jobs WHERE cancel_reason IS NOT NULL AND state = 'claimed'"
                 " AND lease_owner = ?",
                 (owner,),
             )
-            return dict(found.fetchall())
+            return dict(cursor.fetchall())
 
         return await self._writer.call(operation)
 
@@ -437,8 +437,8 @@ class SqlJobStore:
 
         def operation(connection: Connection) -> dict[JobState, int]:
             query = f"SELECT state, count(*) FROM jobs WHERE {where} GROUP BY state"
-            found = dict(connection.execute(query, values).fetchall())
-            return {state: found.get(state.value, 0) for state in JobState}
+            counts = dict(connection.execute(query, values).fetchall())
+            return {state: counts.get(state.value, 0) for state in JobState}
 
         return await self._writer.call(operation)
 
@@ -448,13 +448,13 @@ class SqlJobStore:
 
         def operation(connection: Connection) -> list[RunCounts]:
             now = self._now(connection)
-            found: dict[str, RunCounts] = {}
+            runs: dict[str, RunCounts] = {}
             for run_id, name, count, retried, waiting, place in connection.execute(
                 "SELECT run_id, state, count(*), sum(CASE WHEN failures IS NULL THEN 0 ELSE 1 END),"
                 " sum(CASE WHEN not_before > ? THEN 1 ELSE 0 END), max(seq) FROM jobs GROUP BY run_id, state",
                 (now,),
             ).fetchall():
-                run = found.setdefault(run_id, RunCounts(run_id, dict.fromkeys(JobState, 0)))
+                run = runs.setdefault(run_id, RunCounts(run_id, dict.fromkeys(JobState, 0)))
                 run.jobs[JobState(name)] = count
                 run.place = max(run.place, place)
                 if not JobState(name).terminal:
@@ -465,12 +465,12 @@ class SqlJobStore:
                 " WHERE name = 'results') - ?",
                 (latest,),
             ).fetchall():
-                if (ended := found.get(run_id)) is not None and finished_at is not None:
+                if (ended := runs.get(run_id)) is not None and finished_at is not None:
                     ended.finished_at = max(ended.finished_at or 0.0, finished_at)
                     if finished_at > now - window_s:
                         ended.recent += 1
                         ended.recent_s = max(ended.recent_s, now - finished_at)
-            return sorted(found.values(), key=lambda run: -run.place)
+            return sorted(runs.values(), key=lambda run: -run.place)
 
         return await self._writer.call(operation)
 
@@ -517,10 +517,10 @@ class SqlJobStore:
             if chosen is not None:
                 clauses.append(self._dialect.one_of.format(column))
                 values.append(self._several(sorted(chosen)))
-        for column, one in (("group_id", selector.group_id), ("run_id", selector.run_id)):
-            if one is not None:
+        for column, value in (("group_id", selector.group_id), ("run_id", selector.run_id)):
+            if value is not None:
                 clauses.append(f"{column} = ?")
-                values.append(one)
+                values.append(value)
         return " AND ".join(clauses), tuple(values)
 
     def _several(self, values: list[str]) -> Any:

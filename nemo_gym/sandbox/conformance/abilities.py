@@ -65,12 +65,12 @@ class AbilityChecks(Checks):
         self, provider: SandboxProvider, start: StartBox, spec: SandboxSpec
     ) -> None:
         capabilities = provider.capabilities
-        wanted = spec.replace(requires=("nested_containers",))
+        nesting_spec = spec.replace(requires=("nested_containers",))
         if not capabilities.nested_containers:
             with pytest.raises(SandboxCapabilityError) as caught:
-                await provider.create(wanted)
+                await provider.create(nesting_spec)
             assert capabilities.reasons["nested_containers"] in str(caught.value)
-        box = await start(requires=wanted.requires if capabilities.nested_containers else ())
+        box = await start(requires=nesting_spec.requires if capabilities.nested_containers else ())
         for user_namespace in (True, False):
             if await python(box, NEST % user_namespace):
                 assert capabilities.nested_containers, "a container can be made in a box, and that is not declared"

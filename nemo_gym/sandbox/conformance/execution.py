@@ -155,8 +155,8 @@ class ExecChecks(Checks):
         self.needs(provider, "exec_user")
         result = await box.exec("id -un", user="nobody")
         assert result.stdout == "nobody\n", result
-        own = await sh(box, "id -u")
-        assert (await box.exec("id -u", user=own.strip())).stdout == own
+        default_uid = await sh(box, "id -u")
+        assert (await box.exec("id -u", user=default_uid.strip())).stdout == default_uid
 
     async def test_bytes_that_are_not_text_survive(self, box: AsyncSandbox) -> None:
         result = await box.exec(r"printf '\377\376\000x\303' ; printf '\200' >&2")
@@ -182,10 +182,10 @@ class ExecChecks(Checks):
             assert isinstance(first, ExecOutput)
             assert (first.stream, first.data) == ("stdout", b"one\n")
             await sh(box, "touch /tmp/go")
-            rest = [event async for event in events]
-        assert b"".join(event.data for event in rest if isinstance(event, ExecOutput)) == b"two\n"
-        assert isinstance(rest[-1], ExecEnd)
-        assert (rest[-1].outcome, rest[-1].return_code) == (ExecOutcome.EXITED, 0)
+            remaining = [event async for event in events]
+        assert b"".join(event.data for event in remaining if isinstance(event, ExecOutput)) == b"two\n"
+        assert isinstance(remaining[-1], ExecEnd)
+        assert (remaining[-1].outcome, remaining[-1].return_code) == (ExecOutcome.EXITED, 0)
 
     async def test_stream_has_exactly_one_terminal_event_and_it_is_the_last(self, box: AsyncSandbox) -> None:
         for command, outcome in (("echo a; echo b >&2; exit 3", "exited"), ("kill -9 $$", "signaled")):

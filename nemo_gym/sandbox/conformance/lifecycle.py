@@ -286,9 +286,9 @@ class OwnershipChecks(Checks):
     ) -> None:
         one = await start(metadata={**run_labels, "x.side": "left"})
         two = await start(metadata={**run_labels, "x.side": "right"})
-        wanted = {BoxLabel.RUN: run_labels[BoxLabel.RUN], "x.side": "left"}
-        assert await provider.reap(wanted) == [one.handle.sandbox_id]
-        assert await provider.reap(wanted) == []
+        labels = {BoxLabel.RUN: run_labels[BoxLabel.RUN], "x.side": "left"}
+        assert await provider.reap(labels) == [one.handle.sandbox_id]
+        assert await provider.reap(labels) == []
         assert await one.status() is SandboxStatus.STOPPED
         assert (await two.exec("echo alive")).stdout == "alive\n"
 
@@ -321,13 +321,13 @@ class OwnershipChecks(Checks):
         spec = {"image": image, "ttl_s": 120, "metadata": run_labels, "network": network}
         async with other_process(provider=provider_config, spec=spec, command="echo made", then="exit") as (
             child,
-            said,
+            report,
         ):
-            assert said["stdout"] == "made\n"
+            assert report["stdout"] == "made\n"
             async with asyncio.timeout(PATIENCE_S):
                 assert await child.wait() == 0
-            assert await self.mine(provider, run_labels) == {said["sandbox_id"]}
-            assert await provider.reap({BoxLabel.RUN: run_labels[BoxLabel.RUN]}) == [said["sandbox_id"]]
+            assert await self.mine(provider, run_labels) == {report["sandbox_id"]}
+            assert await provider.reap({BoxLabel.RUN: run_labels[BoxLabel.RUN]}) == [report["sandbox_id"]]
         assert await self.mine(provider, run_labels) == set()
 
     async def test_box_of_a_killed_process_goes_with_its_lease(
@@ -339,10 +339,10 @@ class OwnershipChecks(Checks):
         network: NetworkPolicy,
     ) -> None:
         spec = {"image": image, "ttl_s": 4, "metadata": run_labels, "network": network}
-        async with other_process(provider=provider_config, spec=spec, command="true", then="wait") as (child, said):
+        async with other_process(provider=provider_config, spec=spec, command="true", then="wait") as (child, report):
             child.kill()
             await child.wait()
-            assert said["sandbox_id"]
+            assert report["sandbox_id"]
 
             async def gone() -> bool:
                 return not await self.mine(provider, run_labels)
@@ -356,8 +356,8 @@ class OwnershipChecks(Checks):
         await sh(box, "echo shared > /tmp/note")
         descriptor = json.loads(json.dumps(await box.serialize(scope="operate")))
         order = {"provider": provider_config, "connect": descriptor, "command": "cat /tmp/note", "then": "exit"}
-        async with other_process(**order) as (child, said):
-            assert said == {"sandbox_id": box.handle.sandbox_id, "stdout": "shared\n"}
+        async with other_process(**order) as (child, report):
+            assert report == {"sandbox_id": box.handle.sandbox_id, "stdout": "shared\n"}
             async with asyncio.timeout(PATIENCE_S):
                 assert await child.wait() == 0
         assert (await box.exec("echo alive")).stdout == "alive\n"

@@ -105,7 +105,7 @@ class FrameParser:
     def __init__(self) -> None:
         self._head = bytearray()
         self._kind = FrameKind.PING
-        self._left = 0
+        self._payload_left = 0
         """Payload bytes of the current frame that have not arrived yet."""
         self._exit = bytearray()
         self._ended = False
@@ -125,32 +125,32 @@ class FrameParser:
         while position < len(data):
             if self._ended:
                 raise FrameError("there is something after the end of an exec's output")
-            if self._left == 0:
-                wanted = _HEADER.size - len(self._head)
-                self._head += data[position : position + wanted]
-                position += wanted
+            if self._payload_left == 0:
+                missing = _HEADER.size - len(self._head)
+                self._head += data[position : position + missing]
+                position += missing
                 if len(self._head) < _HEADER.size:
                     return
                 self._begin(*_HEADER.unpack(self._head))
                 self._head.clear()
-                if self._left == 0 and self._kind is not FrameKind.EXIT:
+                if self._payload_left == 0 and self._kind is not FrameKind.EXIT:
                     yield Frame(self._kind)
                 continue
-            piece = data[position : position + self._left]
+            piece = data[position : position + self._payload_left]
             position += len(piece)
-            self._left -= len(piece)
+            self._payload_left -= len(piece)
             if self._kind is not FrameKind.EXIT:
                 yield Frame(self._kind, piece)
                 continue
             self._exit += piece
-            if self._left == 0:
+            if self._payload_left == 0:
                 self._ended = True
                 yield Frame(FrameKind.EXIT, bytes(self._exit))
 
     def _begin(self, kind: int, length: int) -> None:
         if kind > FrameKind.EXIT or length > MAX_PAYLOAD_BYTES or (kind == FrameKind.PING) != (length == 0):
             raise FrameError(f"bytes that are no frame: kind {kind}, {length} bytes")
-        self._kind, self._left = FrameKind(kind), length
+        self._kind, self._payload_left = FrameKind(kind), length
 
 
 def encode_event(frame: Frame, offset: int) -> bytes:
@@ -172,8 +172,8 @@ class EventParser:
             fields = dict(line.partition(b": ")[::2] for line in block.splitlines())
             try:
                 kind = FrameKind[fields[b"event"].decode().upper()]
-                said = fields[b"data"]
-                payload = said if kind is FrameKind.EXIT else base64.b64decode(said, validate=True)
+                data_field = fields[b"data"]
+                payload = data_field if kind is FrameKind.EXIT else base64.b64decode(data_field, validate=True)
                 offset = int(fields[b"id"])
             except (KeyError, ValueError, binascii.Error) as error:
                 raise FrameError(f"an event that is no frame: {block[:200]!r}") from error

@@ -123,7 +123,7 @@ class BrokerError(NemoGymError):
 
 def problem_of(error: NemoGymError, *, request_id: str, started: Started = "unknown") -> Problem:
     """Build the body of any of the suite's errors. ``started`` is used if the error itself does not imply a value."""
-    known = getattr(error, "started", None) or error.details.get("started") or _STARTED.get(error.code) or started
+    implied = getattr(error, "started", None) or error.details.get("started") or _STARTED.get(error.code) or started
     details = {key: value for key, value in error.details.items() if key not in Problem.model_fields}
     return Problem(
         title=_title(error.code),
@@ -131,7 +131,7 @@ def problem_of(error: NemoGymError, *, request_id: str, started: Started = "unkn
         detail=error.message if len(error.message) <= MAX_DETAIL_CHARS else f"{error.message[:MAX_DETAIL_CHARS]}…",
         code=error.code,
         retryable=error.retryable,
-        started=known,
+        started=implied,
         request_id=request_id,
         **{key: value for key, value in details.items() if value is not None},
     )
@@ -141,8 +141,8 @@ def error_of(problem: Problem) -> NemoGymError:
     """Return the error that the broker raised, or the client's equivalent of it, with all details of the problem."""
     details = {**(problem.model_extra or {}), "started": problem.started, "request_id": problem.request_id}
     details.pop("message", None)
-    if (known := _BY_CODE.get(problem.code)) is not None:
-        return known(problem.detail, retryable=problem.retryable, **details)
+    if (error_type := _BY_CODE.get(problem.code)) is not None:
+        return error_type(problem.detail, retryable=problem.retryable, **details)
     meaning = CODES.get(problem.code)
     kind = meaning.raises if meaning is not None else errors.SandboxError
     return kind(
@@ -155,11 +155,11 @@ def parse_problem(status: int, body: bytes) -> Problem:
     try:
         return Problem.model_validate_json(body)
     except ValidationError:
-        said = body[:300].decode("utf-8", "replace").strip()
+        text = body[:300].decode("utf-8", "replace").strip()
         return Problem(
             title="Not a problem body",
             status=status,
-            detail=f"the broker answered {status} with something else than a problem: {said or 'nothing'}",
+            detail=f"the broker answered {status} with something else than a problem: {text or 'nothing'}",
             code="not_a_problem",
             retryable=status in (429, 502, 503, 504),
             started="unknown",

@@ -187,8 +187,8 @@ class AssertionRewriter(ast.NodeTransformer):
         if name == "match" and isinstance(call.func, ast.Attribute) and len(call.args) == 1:
             holder = call.func.value
             if isinstance(holder, ast.Name) and holder.id in self._caught:
-                said = ast.Call(ast.Name("str", ast.Load()), [ast.Attribute(holder, "value", ast.Load())], [])
-                return [self._two(key, "matches", said, call.args[0], expected="right")]
+                message = ast.Call(ast.Name("str", ast.Load()), [ast.Attribute(holder, "value", ast.Load())], [])
+                return [self._two(key, "matches", message, call.args[0], expected="right")]
             return None
         if name in _ONE_SIDED and call.args:
             op, _ = _ONE_SIDED[name]
@@ -275,9 +275,9 @@ class AssertionRewriter(ast.NodeTransformer):
         if constant_left and not constant_right:
             return "left"
         names = [_names_of(side) for side in (left, right)]
-        says = [any(word in name.lower() for name in group for word in _EXPECTING) for group in names]
-        if says[0] != says[1]:
-            return "left" if says[0] else "right"
+        names_expectation = [any(word in name.lower() for name in group for word in _EXPECTING) for group in names]
+        if names_expectation[0] != names_expectation[1]:
+            return "left" if names_expectation[0] else "right"
         return "right" if constant_left else None
 
     def _constant(self, node: ast.expr) -> bool:

@@ -118,23 +118,25 @@ def twin_of(
     }
     if not tests:
         return None
-    expected = list(_expectations(ast.parse(source), sides or {}))
+    expectations = list(_expectations(ast.parse(source), sides or {}))
     finder = _Finder(tree, [node for _, node in tests.values()])
     targets = {
-        test: [(one, target) for one in expected for target in finder.targets(node, one, places)]
+        test: [(expected, target) for expected in expectations for target in finder.targets(node, expected, places)]
         for test, node in tests.values()
     }
     text = relayout(tree, [node for _, node in tests.values()], rng, labels)
     twin = TwinFile(text, {node.name: test for test, node in tests.values()})
     nodes = dict(tests.values())
-    for test, found in targets.items():
+    for test, options in targets.items():
         maker = _WrongMaker(tree, rng, base or {}, finder.names_of_errors)
-        wanted = [target.node for one, target in found if one.op != "input"]
-        maker.siblings = [node.value for node in wanted if isinstance(node, ast.Constant)]
+        expected_nodes = [target.node for expected, target in options if expected.op != "input"]
+        maker.siblings = [node.value for node in expected_nodes if isinstance(node, ast.Constant)]
         maker.literals = [*maker.siblings, *finder.literals_of(nodes[test])]
-        rng.shuffle(found)
-        found.sort(key=lambda pair: not pair[1].whole)
-        wrongs = [wrong for one, target in found[:_MAX_TARGETS] for wrong in maker.wrongs(test, one, target)]
+        rng.shuffle(options)
+        options.sort(key=lambda pair: not pair[1].whole)
+        wrongs = [
+            wrong for expected, target in options[:_MAX_TARGETS] for wrong in maker.wrongs(test, expected, target)
+        ]
         twin.wrongs[test] = _picked([wrong for wrong in wrongs if wrong.text != text], rng)
     return twin
 
@@ -142,14 +144,14 @@ def twin_of(
 def _picked(wrongs: list[Wrong], rng: random.Random) -> list[Wrong]:
     """Return a few wrongs, alternating between origins, those first that exclude the true expectation."""
     rng.shuffle(wrongs)
-    queues = {origin: [one for one in wrongs if one.origin == origin] for origin in get_args(Origin)}
+    queues = {origin: [wrong for wrong in wrongs if wrong.origin == origin] for origin in get_args(Origin)}
     for queue in queues.values():
-        queue.sort(key=lambda one: (not one.excluding, one.kind == "negation"))
+        queue.sort(key=lambda wrong: (not wrong.excluding, wrong.kind == "negation"))
     order = rng.sample(list(queues), len(queues))
-    found: list[Wrong] = []
-    while len(found) < MAX_WRONGS and any(queues.values()):
-        found += [queues[origin].pop(0) for origin in order if queues[origin]]
-    return found[:MAX_WRONGS]
+    picked: list[Wrong] = []
+    while len(picked) < MAX_WRONGS and any(queues.values()):
+        picked += [queues[origin].pop(0) for origin in order if queues[origin]]
+    return picked[:MAX_WRONGS]
 
 
 # ------------------------------------------------------------------------------------------------- what is expected
@@ -201,40 +203,40 @@ class _Collector(AssertionRewriter):
         expected: Side | None = None,
         extra: float | None = None,
     ) -> ast.expr:
-        made = super()._two(key, op, left, right, expected=expected, extra=extra)
+        result = super()._two(key, op, left, right, expected=expected, extra=extra)
         probe = self.probes.probes[key]
         side = self.sides.get(key) or probe.expected or "right"
-        one, asked = (left, right) if side == "left" else (right, left)
-        if hasattr(one, "lineno"):
+        expected_node, input_node = (left, right) if side == "left" else (right, left)
+        if hasattr(expected_node, "lineno"):
             exact = probe.op == "like" and _EXACT.search(self._name) and not _INEXACT.search(self._name)
             op = "==" if exact else probe.op
-            self._note(key, op, one)
-            if op in _EXCLUDING and hasattr(asked, "lineno"):
-                self._note(key, "input", asked)
-        return made
+            self._note(key, op, expected_node)
+            if op in _EXCLUDING and hasattr(input_node, "lineno"):
+                self._note(key, "input", input_node)
+        return result
 
     def _parts(self, test: ast.expr, key: str) -> list[ast.expr]:
-        made = super()._parts(test, key)
+        result = super()._parts(test, key)
         probe = self.probes.probes.get(key)
         if probe is not None and probe.op in ("truth", "false"):
             self._note(key, "truth", flip=_place(test))
         elif (isinstance(test, ast.Compare) and len(test.ops) == 1) or isinstance(test, ast.Call | ast.UnaryOp):
             self._note(key, "negation", flip=_place(test))
-        return made
+        return result
 
     def _asserting_call(self, call: ast.Call, key: str) -> list[ast.expr] | None:
         name = self._name = _called(call)
-        made = super()._asserting_call(call, key)
+        result = super()._asserting_call(call, key)
         if name in _OPPOSITE_OF:
             self._note(key, "truth" if name in ("assertTrue", "assertFalse") else "negation", flip=_place(call.func))
         helper = any(inner.name == name for inner in self.helpers)
         if (
-            made is None
+            result is None
             and not helper
             and name.startswith(("assert", "check", "expect", "verify", "fnmatch", "re_match"))
         ):
             self._note(key, f"said to {name}", *call.args, *(one.value for one in call.keywords))
-        return made
+        return result
 
     def visit_With(self, node: ast.With) -> ast.stmt:  # noqa: N802
         for item in node.items:
@@ -256,12 +258,12 @@ class _Collector(AssertionRewriter):
         fails = any(isinstance(one, ast.Raise) or _fails(one) for one in node.body)
         if fails and isinstance(test, ast.Compare) and len(test.ops) == 1:
             sides = [test.left, test.comparators[0]]
-            asked, wanted = reversed(sides) if self._expected(*sides) == "left" else sides
+            input_node, expected_node = reversed(sides) if self._expected(*sides) == "left" else sides
             op = {ast.NotEq: "==", ast.IsNot: "is", ast.NotIn: "in"}.get(type(test.ops[0]), "compared")
             key = f"{node.lineno}.{node.col_offset}"
-            self._note(key, op, wanted)
+            self._note(key, op, expected_node)
             if op in _EXCLUDING:
-                self._note(key, "input", asked)
+                self._note(key, "input", input_node)
         return self.generic_visit(node)  # type: ignore[return-value]
 
 
@@ -339,8 +341,8 @@ class _Finder:
         """Return the literals of a test and of its cases."""
         roots: list[ast.AST] = list(test.body)
         for decorator in test.decorator_list:
-            found = parametrisation(decorator)
-            roots += (case_rows(self.tree, found[1]) or []) if found else []
+            parametrised = parametrisation(decorator)
+            roots += (case_rows(self.tree, parametrised[1]) or []) if parametrised else []
         nodes = [node for root in roots for node in ast.walk(root)]
         return [
             node.value
@@ -349,24 +351,24 @@ class _Finder:
         ]
 
     def _passed(
-        self, test: FunctionNode, helper: FunctionNode, one: _Expectation, places: Mapping[_Place, ast.AST]
+        self, test: FunctionNode, helper: FunctionNode, expectation: _Expectation, places: Mapping[_Place, ast.AST]
     ) -> Iterator[_Target]:
         arguments = [
             arg.arg for arg in (*helper.args.posonlyargs, *helper.args.args) if arg.arg not in ("self", "cls")
         ]
-        wanted = {
+        expected_names = {
             name.id
-            for place in one.expected
+            for place in expectation.expected
             if place in places
             for name in ast.walk(places[place])
             if isinstance(name, ast.Name) and name.id in arguments
         }
         for call in ast.walk(test):
             if isinstance(call, ast.Call) and _called(call) == helper.name:
-                given = dict(zip(arguments, call.args, strict=False))
-                given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-                for name in wanted & set(given):
-                    yield from self._written(given[name], test)
+                passed_arguments = dict(zip(arguments, call.args, strict=False))
+                passed_arguments |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+                for name in expected_names & set(passed_arguments):
+                    yield from self._written(passed_arguments[name], test)
 
     def _written(
         self, node: ast.expr, test: FunctionNode, depth: int = 0, *, case: int | None = None, whole: bool = False
@@ -391,9 +393,9 @@ class _Finder:
                 if len(values) == len(names):
                     yield values[names.index(name)], number
         for body in (test.body, self.tree.body):
-            found = list(_given_in(body, name, deep=body is test.body))
-            yield from ((value, None) for value in found)
-            if found:
+            assigned = list(_given_in(body, name, deep=body is test.body))
+            yield from ((value, None) for value in assigned)
+            if assigned:
                 return
 
 
@@ -464,8 +466,8 @@ class _WrongMaker:
             yield from self._silenced(test, cast(ast.With, node))
         elif one.op == "raises":
             if isinstance(node, ast.Name | ast.Attribute):
-                others = [name for name in self.errors if name != ast.unparse(node)]
-                new = ast.parse(self.rng.choice(others), mode="eval").body
+                other_errors = [name for name in self.errors if name != ast.unparse(node)]
+                new = ast.parse(self.rng.choice(other_errors), mode="eval").body
                 yield from self._made(test, "raises", False, [("sibling", new)], node)
         elif one.op == "input":
             if isinstance(node, ast.Constant) and type(node.value) is int and node.value > 1:
@@ -476,9 +478,9 @@ class _WrongMaker:
             excluding = one.op in _EXCLUDING
             yield from self._made(test, kind.get(one.op, one.op), excluding, self._other_values(one, target), node)
 
-    def _other_values(self, one: _Expectation, target: _Target) -> Iterator[tuple[Origin, ast.expr]]:
+    def _other_values(self, expectation: _Expectation, target: _Target) -> Iterator[tuple[Origin, ast.expr]]:
         node = target.node
-        answers = self.base.get(one.key, ())
+        answers = self.base.get(expectation.key, ())
         if target.whole and answers and (target.case is not None or len(answers) == 1):
             number = target.case or 0
             value = _expression(answers[number]) if number < len(answers) else None
@@ -488,7 +490,9 @@ class _WrongMaker:
             near = _near(node.value, self.rng, self.literals)
             if near is not None:
                 yield "near", ast.Constant(near)
-            siblings = [one for one in self.siblings if type(one) is type(node.value) and one != node.value]
+            siblings = [
+                literal for literal in self.siblings if type(literal) is type(node.value) and literal != node.value
+            ]
             if siblings and target.whole:
                 yield "sibling", ast.Constant(self.rng.choice(siblings))
         elif isinstance(node, ast.List | ast.Tuple) and len(node.elts) > 1:
@@ -499,9 +503,9 @@ class _WrongMaker:
             yield "near", type(node)(list(node.elts[:-1]), ast.Load())
 
     def _made(
-        self, test: str, kind: str, excluding: bool, others: Iterable[tuple[Origin, ast.expr]], node: ast.expr
+        self, test: str, kind: str, excluding: bool, replacements: Iterable[tuple[Origin, ast.expr]], node: ast.expr
     ) -> Iterator[Wrong]:
-        for origin, new in others:
+        for origin, new in replacements:
             undo = self._replace(node, new)
             if undo is not None:
                 yield Wrong(test, kind, excluding, origin, _text_of(self.tree))
@@ -567,10 +571,10 @@ def _expression(value: Value) -> ast.expr | None:
     if kind == "bytes":
         return ast.Constant(bytes.fromhex(value[1]))
     if kind in ("list", "tuple"):
-        inner = [_expression(one) for one in value[1]]
-        if any(one is None for one in inner):
+        elements_or_none = [_expression(one) for one in value[1]]
+        if any(one is None for one in elements_or_none):
             return None
-        elements = cast(list[ast.expr], inner)
+        elements = cast(list[ast.expr], elements_or_none)
         return ast.List(elements, ast.Load()) if kind == "list" else ast.Tuple(elements, ast.Load())
     if kind == "dict":
         pairs = [(_expression(key), _expression(one)) for key, one in value[1]]
@@ -585,12 +589,12 @@ def _near(value: Any, rng: random.Random, literals: Sequence[Any]) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        siblings = [one for one in literals if type(one) is int and one != value and abs(one - value) < 10]
+        siblings = [item for item in literals if type(item) is int and item != value and abs(item - value) < 10]
         return rng.choice([value + 1, value - 1 if value > 1 else value + 2, *siblings[:2]])
     if isinstance(value, float):
         return rng.choice([value + 1.0, value * 2 or 1.0, -value or 1.0])
     if isinstance(value, str):
-        return near_text(value, rng, [one for one in literals if isinstance(one, str)])
+        return near_text(value, rng, [item for item in literals if isinstance(item, str)])
     if isinstance(value, bytes):
         return near_text(value.decode("latin-1"), rng).encode("latin-1", "replace")
     return None
@@ -606,22 +610,22 @@ def near_texts(text: str, rng: random.Random, others: Sequence[str] = ()) -> lis
     place of a word, or other ``words``, which come from ``others`` if possible."""
     parts = list(_PART.finditer(text))
     words = sorted({word for other in others for word in _PART.findall(other)} - {one[0] for one in parts})
-    found: list[tuple[str, str]] = []
+    variants: list[tuple[str, str]] = []
     for one, two in itertools.pairwise(parts):
         if one[0] != two[0]:
             between = text[one.end() : two.start()]
-            found.append(("order", text[: one.start()] + two[0] + between + one[0] + text[two.end() :]))
-            found.append(("gap", text[: one.end()] + text[two.end() :]))
+            variants.append(("order", text[: one.start()] + two[0] + between + one[0] + text[two.end() :]))
+            variants.append(("gap", text[: one.end()] + text[two.end() :]))
     for one in parts:
         same = [word for word in words if word.isdigit() == one[0].isdigit() and word.istitle() == one[0].istitle()]
         if same:
-            found.append(("words", text[: one.start()] + rng.choice(same) + text[one.end() :]))
-    if parts and not found:
+            variants.append(("words", text[: one.start()] + rng.choice(same) + text[one.end() :]))
+    if parts and not variants:
         one = rng.choice(parts)
-        found.append(("words", text[: one.start()] + _other_part(one[0], rng) + text[one.end() :]))
-    if not found:
-        found = [("gap", text[:-1]), ("words", text + text[-1])] if len(text) > 1 else [("words", text + "0")]
-    return found
+        variants.append(("words", text[: one.start()] + _other_part(one[0], rng) + text[one.end() :]))
+    if not variants:
+        variants = [("gap", text[:-1]), ("words", text + text[-1])] if len(text) > 1 else [("words", text + "0")]
+    return variants
 
 
 def _other_part(part: str, rng: random.Random) -> str:

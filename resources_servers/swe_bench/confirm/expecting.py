@@ -15,26 +15,26 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 def decide_sides(own: RenderedSet, gold: Calls, base: Calls) -> dict[str, Side]:
     """Return the expected side of every two-sided probe: the side that the source shows as expected, else the side on
     which base and gold agree."""
-    found: dict[str, Side] = {}
+    sides: dict[str, Side] = {}
     changes: dict[str, set[str]] = {}
     for test, calls in gold.items():
-        for call, other in zip(calls, base.get(test, []), strict=False):
-            for (key, values), (other_key, other_values) in zip(call, other, strict=False):
+        for call, base_call in zip(calls, base.get(test, []), strict=False):
+            for (key, values), (other_key, other_values) in zip(call, base_call, strict=False):
                 if key != other_key or len(values) < 2 or len(other_values) < 2:
                     break
-                for side, one, two in zip(("left", "right"), values, other_values, strict=False):
-                    if not equal(one, two, said=True):
+                for side, gold_value, base_value in zip(("left", "right"), values, other_values, strict=False):
+                    if not equal(gold_value, base_value, said=True):
                         changes.setdefault(key, set()).add(side)
     for file in own.files.values():
         for key, probe in file.probes.items():
             changed = changes.get(key, set())
             if probe.expected is not None:
-                found[key] = probe.expected
+                sides[key] = probe.expected
             elif changed == {"right"}:
-                found[key] = "left"
+                sides[key] = "left"
             else:
-                found[key] = "right"
-    return found
+                sides[key] = "right"
+    return sides
 
 
 def checks_of(
@@ -43,18 +43,18 @@ def checks_of(
     """Return the checks of a blinded rendering, made from gold's values of both sides in the same words."""
     sites = {key: token for token, key in one.tokens.items()}
     here = {key.partition("|")[0] for key in one.tokens.values()}
-    found: dict[str, tuple[tuple[Check, ...], ...]] = {}
+    checks: dict[str, tuple[tuple[Check, ...], ...]] = {}
     for test, invocations in calls.items():
         if test.partition("|")[0] not in here or test not in sites:
             continue
-        found[test] = tuple(
+        checks[test] = tuple(
             (
                 Check(sites[test], "begin"),
-                *(_check(sites[key], probes[key], sides.get(key), values) for key, values in one_call),
+                *(_check(sites[key], probes[key], sides.get(key), values) for key, values in call_records),
             )
-            for one_call in invocations
+            for call_records in invocations
         )
-    return found
+    return checks
 
 
 def _check(site: str, probe: Probe, expected_side: Side | None, values: list[Value]) -> Check:
@@ -66,13 +66,13 @@ def _check(site: str, probe: Probe, expected_side: Side | None, values: list[Val
     dropped = expected_side or probe.expected or "right"
     left, right = values[0], values[1]
     kept, expected = (left, right) if dropped == "right" else (right, left)
-    said = _says_the_same(left, right)
+    compare_text = _says_the_same(left, right)
     side: Side = "left" if dropped == "right" else "right"
-    check = Check(site, probe.op, side, expected, kept, probe.extra, said=said)
+    check = Check(site, probe.op, side, expected, kept, probe.extra, said=compare_text)
     if probe.op != "like" and check.holds([kept]):
         return check
     if probe.op in ("==", "like", "count", "has") and (equal(kept, expected, said=True) or carries(kept)):
-        return Check(site, "like", side, None, kept, said=said)
+        return Check(site, "like", side, None, kept, said=compare_text)
     return Check(site, "present", side)
 
 

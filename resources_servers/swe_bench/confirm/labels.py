@@ -44,10 +44,10 @@ def words_of(source: str) -> set[str]:
         return {word.lower() for word in _WORD.findall(source)}
     texts: set[str] = set()
     names: set[str] = set()
-    waiting: list[ast.AST] = [tree]
+    pending: list[ast.AST] = [tree]
     # This takes half the time of `ast.walk` with type checks. That matters: large products have millions of nodes.
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Constant):
             if isinstance(node.value, str | bytes):
                 texts.add(node.value if isinstance(node.value, str) else node.value.decode("latin-1"))
@@ -56,13 +56,13 @@ def words_of(source: str) -> set[str]:
             value = getattr(node, field, None)
             if isinstance(value, list):
                 documented = field == "body" and isinstance(node, _DOCUMENTED) and value and _is_constant(value[0])
-                waiting += [one for one in value[1 if documented else 0 :] if isinstance(one, ast.AST)]
+                pending += [one for one in value[1 if documented else 0 :] if isinstance(one, ast.AST)]
             elif isinstance(value, ast.AST):
-                waiting.append(value)
+                pending.append(value)
             elif isinstance(value, str) and field in ("id", "attr", "name", "arg"):
                 names.add(value)
-    found = {word.lower() for text in texts for word in _WORD.findall(text)}
-    return found | {word.lower() for name in names for word in _WORD.findall(name) if len(word) > 2}
+    words = {word.lower() for text in texts for word in _WORD.findall(text)}
+    return words | {word.lower() for name in names for word in _WORD.findall(name) if len(word) > 2}
 
 
 def _is_constant(node: ast.stmt) -> bool:
@@ -71,15 +71,15 @@ def _is_constant(node: ast.stmt) -> bool:
 
 def naming_constants(tree: ast.AST) -> set[int]:
     """Return the ids of constants that are names: of parametrised arguments, attributes or probes."""
-    found: set[int] = set()
+    constant_ids: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in _NAMING_CALLS:
-                found.update(id(inner) for argument in node.args[:1] for inner in ast.walk(argument))
+                constant_ids.update(id(inner) for argument in node.args[:1] for inner in ast.walk(argument))
             if name.startswith("_ng_") and node.args:
-                found.add(id(node.args[0]))
-    return found
+                constant_ids.add(id(node.args[0]))
+    return constant_ids
 
 
 def literals(tree: ast.AST) -> Iterator[ast.Constant]:
@@ -99,21 +99,21 @@ def random_name(rng: random.Random) -> str:
 
 def tokens_of(tree: ast.AST) -> set[str]:
     """Return the words (lower case) and numbers in the data of ``tree``, from texts only numbers of several digits."""
-    found: set[str] = set()
+    tokens: set[str] = set()
     for node in literals(tree):
-        found |= tokens_of_text(_text(node), single_digits=type(node.value) is int)
-    return found
+        tokens |= tokens_of_text(_text(node), single_digits=type(node.value) is int)
+    return tokens
 
 
 def tokens_of_text(text: str, *, single_digits: bool = False) -> set[str]:
     """Return the words (lower case) and numbers of a text."""
-    found: set[str] = set()
+    tokens: set[str] = set()
     for token in TOKEN.findall(text):
         if not token.isdigit():
-            found.add(token.lower())
+            tokens.add(token.lower())
         elif token.isascii() and token[0] not in "0" and token != "1" and (len(token) > 1 or single_digits):
-            found.add(token)
-    return found
+            tokens.add(token)
+    return tokens
 
 
 def other_words(
@@ -122,18 +122,18 @@ def other_words(
     """Return another word for each of ``words`` (lower case). The order of the first letters is kept."""
     firsts = sorted({word[0] for word in words if word[0] in _LETTERS})
     starts = dict(zip(firsts, sorted(rng.sample(_LETTERS, len(firsts))), strict=True))
-    known = set(taken)
-    found: dict[str, str] = {}
+    used = set(taken)
+    replacements: dict[str, str] = {}
     for word in words:
         for _ in range(20):
             length = length_of(word)
             pattern = (word * length)[:length]
-            new = starts.get(word[0], _letter(word[0], rng)) + "".join(_letter(one, rng) for one in pattern[1:])
-            if new not in known and new not in PYTHON_WORDS:
-                known.add(new)
-                found[word] = new
+            candidate = starts.get(word[0], _letter(word[0], rng)) + "".join(_letter(one, rng) for one in pattern[1:])
+            if candidate not in used and candidate not in PYTHON_WORDS:
+                used.add(candidate)
+                replacements[word] = candidate
                 break
-    return found
+    return replacements
 
 
 class Labels:
@@ -155,8 +155,8 @@ class Labels:
             # Keep the order of the numbers, because most computations depend on it.
             group = sorted(token for token in numbers if len(token) == length)
             low, high = (2, 9) if length == 1 else (10 ** (length - 1), 10**length - 1)
-            drawn = sorted(rng.sample(range(low, min(high, low + 10**6) + 1), len(group)))
-            self.map.update(zip(group, map(str, drawn), strict=True))
+            new_numbers = sorted(rng.sample(range(low, min(high, low + 10**6) + 1), len(group)))
+            self.map.update(zip(group, map(str, new_numbers), strict=True))
         words = [token for token in free if not token.isdigit()]
         self.map.update(other_words(rng, words, {*tokens, *vocabulary}, len))
 
@@ -176,10 +176,10 @@ class Labels:
         return TOKEN.sub(lambda match: self._replaced(match[0]), text)
 
     def _replaced(self, token: str) -> str:
-        new = self.map.get(token.lower())
-        if new is None or len(new) != len(token) or (token.isdigit() and len(token) == 1):
+        replacement = self.map.get(token.lower())
+        if replacement is None or len(replacement) != len(token) or (token.isdigit() and len(token) == 1):
             return token
-        return "".join(a.upper() if b.isupper() else a for a, b in zip(new, token, strict=True))
+        return "".join(a.upper() if b.isupper() else a for a, b in zip(replacement, token, strict=True))
 
 
 def _text(node: ast.Constant) -> str:

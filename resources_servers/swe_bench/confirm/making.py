@@ -110,23 +110,23 @@ class Maker:
         if not gold.records or not gold.records[0]:
             material.notes.append(f"gold left no records: {gold.log[-300:]}")
             return [], {}
-        public, before = own.calls(gold.records[0]), own.calls(base.records[0] if base.records else "")
-        material.sides = decide_sides(own, public, before)
-        words = await find_words(material, own, public, before, self._seeds())
-        varied = await self._within(HALF, "a varied rendering", find_variation(material, own, public, before))
-        told = await self._telling(own, public, words, varied)
-        if any(level == "weak" and may_be_strong(own, public[test]) for test, level in told.strengths().items()):
+        public, base_calls = own.calls(gold.records[0]), own.calls(base.records[0] if base.records else "")
+        material.sides = decide_sides(own, public, base_calls)
+        words = await find_words(material, own, public, base_calls, self._seeds())
+        varied = await self._within(HALF, "a varied rendering", find_variation(material, own, public, base_calls))
+        rated = await self._telling(own, public, words, varied)
+        if any(level == "weak" and may_be_strong(own, public[test]) for test, level in rated.strengths().items()):
             # The words are drawn at random, and other words may give stronger controls.
-            again = await self._within(HALF, "a second draw of words", self._told_again(own, public, before, varied))
-            told = max(filter(None, (told, again)), key=lambda one: [*one.strengths().values()].count("strong"))
-        await told.run(GOLD_RUNS - 1, BASE_RUNS - 1)
-        return told.kept, told.strengths()
+            redrawn = await self._within(HALF, "a second draw of words", self._redraw(own, public, base_calls, varied))
+            rated = max(filter(None, (rated, redrawn)), key=lambda one: [*one.strengths().values()].count("strong"))
+        await rated.run(GOLD_RUNS - 1, BASE_RUNS - 1)
+        return rated.kept, rated.strengths()
 
     def _seeds(self) -> list[int]:
         return [self._rng.getrandbits(64) for _ in range(BLINDED + 1)]
 
-    async def _told_again(self, own: RenderedSet, public: Calls, before: Calls, varied: Varied | None) -> Telling:
-        words = await find_words(self._material, own, public, before, self._seeds())
+    async def _redraw(self, own: RenderedSet, public: Calls, base_calls: Calls, varied: Varied | None) -> Telling:
+        words = await find_words(self._material, own, public, base_calls, self._seeds())
         return await self._telling(own, public, words, varied)
 
     async def _telling(
@@ -147,19 +147,19 @@ class Maker:
                     sets.append((plain, calls))
         if varied is not None:
             seed, kinds, calls = varied
-            one = material.render("blind", seed, None, kinds=kinds)
-            assert one is not None
+            rendered_set = material.render("blind", seed, None, kinds=kinds)
+            assert rendered_set is not None
             # Tests are chosen by name, so the rendering may hold more tests of the same name than requested.
-            sets.append((one, {test: found for test, found in calls.items() if test in kinds}))
+            sets.append((rendered_set, {test: found for test, found in calls.items() if test in kinds}))
         controlled = [
-            ControlledRendering(one.rendering, checks_of(one, calls, own.probes, material.sides))
-            for one, calls in sets
+            ControlledRendering(rendered_set.rendering, checks_of(rendered_set, calls, own.probes, material.sides))
+            for rendered_set, calls in sets
         ]
-        told = Telling(material, sets, controlled, public)
-        await told.run(1, 1)
-        return told
+        rated = Telling(material, sets, controlled, public)
+        await rated.run(1, 1)
+        return rated
 
-    async def _within(self, share: float, what: str, making: Awaitable[T]) -> T | None:
+    async def _within(self, share: float, label: str, making: Awaitable[T]) -> T | None:
         """Return the result of ``making``, or ``None`` if that share of the budget is used up first."""
         limit = asyncio.timeout_at(self._started + share * self.budget_s)
         try:
@@ -168,7 +168,7 @@ class Maker:
         except TimeoutError:
             if not limit.expired():
                 raise
-            self._left_out.append(what)
+            self._left_out.append(label)
             return None
 
     async def _twins(self, strengths: dict[str, Strength], count: int) -> tuple[Twin, ...]:
@@ -191,14 +191,14 @@ class Maker:
         return twins
 
     def _tests(self, strengths: Mapping[str, Strength]) -> dict[str, ControlledTest]:
-        found: dict[str, ControlledTest] = {}
+        controlled_tests: dict[str, ControlledTest] = {}
         for test, strength in strengths.items():
             _, _, name = test.partition("|test:")
             # The file holds no functions, so the test is named by its id.
             ids = self._material.ids_of(test) if name else (test.partition("|")[2],)
-            found[test] = ControlledTest(ids, True, strength)
-        named = {text for test in found.values() for text in test.ids}
+            controlled_tests[test] = ControlledTest(ids, True, strength)
+        named_ids = {text for test in controlled_tests.values() for text in test.ids}
         for text in self.row.fail_to_pass:
-            if text not in named:
-                found[f"|{text}"] = ControlledTest((text,), True, "none")
-        return found
+            if text not in named_ids:
+                controlled_tests[f"|{text}"] = ControlledTest((text,), True, "none")
+        return controlled_tests

@@ -71,17 +71,17 @@ class RenderedSet:
 
     def calls(self, records: str) -> Calls:
         """Return the records by test and invocation, under the keys of the pristine file."""
-        names = self.tokens
-        found: Calls = {}
+        key_by_token = self.tokens
+        calls_by_test: Calls = {}
         current: Call | None = None
         for site, values in read_records(records):
-            key = names.get(site, site)
+            key = key_by_token.get(site, site)
             if key.partition("|")[2].startswith("test:"):
                 current = []
-                found.setdefault(key, []).append(current)
+                calls_by_test.setdefault(key, []).append(current)
             elif current is not None:
                 current.append((key, values))
-        return found
+        return calls_by_test
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class Package:
     def of(cls, paths: Sequence[str], pristine: Pristine) -> Package | None:
         """Return the package of the first of these modules that is in a package."""
         with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(pristine.product)) as tar:
-            there = set(tar.getnames())
+            members = set(tar.getnames())
             for path in map(PurePosixPath, paths):
-                inside = list(itertools.takewhile(lambda one: f"{one}/__init__.py" in there, path.parents))
-                if path.suffix == ".py" and inside:
-                    return cls(str(inside[0]), ".".join(one.name for one in reversed(inside)))
+                folders = list(itertools.takewhile(lambda one: f"{one}/__init__.py" in members, path.parents))
+                if path.suffix == ".py" and folders:
+                    return cls(str(folders[0]), ".".join(one.name for one in reversed(folders)))
         return None
 
 
@@ -186,10 +186,10 @@ class Material:
             return fixed, sorted(Chosen.of(path, self._kept).names - fixed.names)
         self.vocabulary |= JAVASCRIPT_WORDS
         code = Code.parse(text, path)
-        found = choose(code, self.row.fail_to_pass, _added_lines(self.row.test_patch, path))
-        self.ids |= {f"{path}|{test}": ids for test, ids in found.items()}
+        chosen_ids = choose(code, self.row.fail_to_pass, _added_lines(self.row.test_patch, path))
+        self.ids |= {f"{path}|{test}": ids for test, ids in chosen_ids.items()}
         kept = choose(code, self.row.pass_to_pass)
-        return Chosen(frozenset(found), frozenset()), sorted(set(kept) - set(found))
+        return Chosen(frozenset(chosen_ids), frozenset()), sorted(set(kept) - set(chosen_ids))
 
     def render(
         self,
@@ -220,15 +220,15 @@ class Material:
             chosen = self.chosen[path]
             labels: Labels | Variation | None = None
             if kinds is not None:
-                here = {key.partition("|")[2]: kinds[key] for key in kinds if key.startswith(f"{path}|")}
-                if not here or path.endswith(JAVASCRIPT):
+                file_kinds = {key.partition("|")[2]: kinds[key] for key in kinds if key.startswith(f"{path}|")}
+                if not file_kinds or path.endswith(JAVASCRIPT):
                     continue
-                chosen = Chosen.named(here)
-                labels = Variation(random.Random(seed), ast.parse(source), here, self.vocabulary)
+                chosen = Chosen.named(file_kinds)
+                labels = Variation(random.Random(seed), ast.parse(source), file_kinds, self.vocabulary)
             elif pinned is not None:
-                words = renderer(source, chosen, Order("discover", random.Random(0), records, path))
-                assert words is not None
-                labels = Labels(random.Random(seed), words.words, self.vocabulary, pinned)
+                discovered = renderer(source, chosen, Order("discover", random.Random(0), records, path))
+                assert discovered is not None
+                labels = Labels(random.Random(seed), discovered.words, self.vocabulary, pinned)
             order = Order(
                 mode,
                 rng,
@@ -239,25 +239,25 @@ class Material:
                 plain=bool(plain),
                 keeps_titles=bool(SELECTS_BY_TITLE.search(self._test_command)),
             )
-            done = renderer(source, chosen, order)
-            if done is not None:
-                files[path] = done
+            rendered = renderer(source, chosen, order)
+            if rendered is not None:
+                files[path] = rendered
         if not files:
             return None
         if not plain:
             # Overwrite the test files that this rendering leaves out, so that another rendering's do not run again.
             texts = dict.fromkeys(self.sources, "")
-            for path, done in files.items():
-                texts |= {path: done.source, **done.beside}
+            for path, rendered in files.items():
+                texts |= {path: rendered.source, **rendered.beside}
             return RenderedSet(Rendering(texts, records), files)
-        only = files[plain]
+        file = files[plain]
         name = f"{random_name(rng)}{PurePosixPath(plain).suffix}"
         plain_path, module = name, ""
         if plain.endswith(JAVASCRIPT):
             plain_path = str(PurePosixPath(plain).with_name(name))
         elif inside and self.package:
             plain_path, module = f"{self.package.path}/{name}", f"{self.package.name}.{PurePosixPath(name).stem}"
-        return RenderedSet(Rendering({plain_path: only.source, **only.beside}, records, plain_path, module), files)
+        return RenderedSet(Rendering({plain_path: file.source, **file.beside}, records, plain_path, module), files)
 
     async def run(self, patch: bytes, renderings: Sequence[Rendering | RenderedSet]) -> Recorded:
         """Run renderings with ``patch``. Add a note if the run did not end by itself.
@@ -300,7 +300,7 @@ def renderer_of(path: str) -> Renderer | None:
 
 
 def _vocabulary(product: bytes) -> set[str]:
-    found: set[str] = set()
+    words: set[str] = set()
     try:
         with tarfile.open(fileobj=io.BytesIO(product)) as tar:
             for member in tar:
@@ -311,19 +311,19 @@ def _vocabulary(product: bytes) -> set[str]:
                 file = tar.extractfile(member)
                 text = file.read().decode("utf-8", "replace") if file else ""
                 if suffix == ".py":
-                    found |= words_of(text)
+                    words |= words_of(text)
                 elif suffix in JAVASCRIPT:
-                    found |= words_of_code(text, f"a{suffix}")
+                    words |= words_of_code(text, f"a{suffix}")
                 elif "\0" not in text:
-                    found.update(word.lower() for word in _WORD.findall(text))
+                    words.update(word.lower() for word in _WORD.findall(text))
     except tarfile.TarError:
-        return found
-    return found
+        return words
+    return words
 
 
 def _added_lines(patch: str, path: str) -> set[int]:
     """Return the line numbers, in the new file, of the lines that a patch adds."""
-    found: set[int] = set()
+    line_numbers: set[int] = set()
     for section in split_patch(patch.encode("utf-8", "surrogateescape")):
         if path not in section.paths:
             continue
@@ -332,11 +332,11 @@ def _added_lines(patch: str, path: str) -> set[int]:
             if match := _HUNK.match(line):
                 number = int(match[1])
             elif number and line.startswith("+"):
-                found.add(number)
+                line_numbers.add(number)
                 number += 1
             elif number and line.startswith(" "):
                 number += 1
-    return found
+    return line_numbers
 
 
 def _added(patch: str) -> list[str]:

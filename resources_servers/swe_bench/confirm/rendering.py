@@ -50,8 +50,8 @@ class Chosen:
         return cls(frozenset(key.rpartition(".")[2].removeprefix("test:") for key in keys), frozenset())
 
     def holds(self, function: FunctionNode) -> bool:
-        said = (ast.get_docstring(function) or "").split("\n")[0].strip()
-        return function.name in self.names or (bool(said) and said in self.docstrings)
+        first_line = (ast.get_docstring(function) or "").split("\n")[0].strip()
+        return function.name in self.names or (bool(first_line) and first_line in self.docstrings)
 
 
 @dataclass
@@ -105,9 +105,9 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
     blinding = Blinding(order.mode, tokens, order.dropped_sides)
     constants = _constants(tree.body)
     for _, function, _ in list(functions_of(tree)):
-        here = constants | _constants(function.body) | _case_names(function)
-        rewriter = AssertionRewriter(blinding, here)
-        function.body = [one for statement in function.body for one in _flat(rewriter.visit(statement))]
+        constant_names = constants | _constants(function.body) | _case_names(function)
+        rewriter = AssertionRewriter(blinding, constant_names)
+        function.body = [new for statement in function.body for new in _flat(rewriter.visit(statement))]
     _strip_docstrings(tree)
     if order.mode == "blind":
         slice_away(tree, blinding.dropped)
@@ -137,9 +137,9 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
     tree.body += driver
     text = _pasted(ast.unparse(ast.fix_missing_locations(tree)), order)
     compile(text, "rendering", "exec", dont_inherit=True)
-    known = {token: f"{order.path}|{key}" for key, token in tokens.items()}
+    site_keys = {token: f"{order.path}|{key}" for key, token in tokens.items()}
     probes = {f"{order.path}|{key}": probe for key, probe in blinding.probes.items()}
-    return Rendered(text, probes, known, words, words_by_test)
+    return Rendered(text, probes, site_keys, words, words_by_test)
 
 
 def relayout(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random, labels: Labels | None) -> str:
@@ -163,8 +163,8 @@ def relayout(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random
 
 def _number_cases(tree: ast.Module, function: FunctionNode) -> None:
     for decorator in function.decorator_list:
-        found = parametrisation(decorator)
-        rows = case_rows(tree, found[1]) if found else None
+        parametrised = parametrisation(decorator)
+        rows = case_rows(tree, parametrised[1]) if parametrised else None
         if rows is not None and isinstance(decorator, ast.Call) and len(decorator.args) < 4:
             numbers: list[ast.expr] = [ast.Constant(f"{number}") for number in range(len(rows))]
             decorator.keywords.append(ast.keyword("ids", ast.List(numbers, ast.Load())))
@@ -172,12 +172,12 @@ def _number_cases(tree: ast.Module, function: FunctionNode) -> None:
 
 def _sites(source: str) -> list[str]:
     """Return the keys of everything in a file that may be an assertion."""
-    found: list[str] = []
+    keys: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assert | ast.Call | ast.Expr):
             key = f"{node.lineno}.{node.col_offset}"
-            found += [key, *(f"{key}.{n}" for n in range(6)), *(f"{key}.{n}.{m}" for n in range(6) for m in range(4))]
-    return list(dict.fromkeys(found))
+            keys += [key, *(f"{key}.{n}" for n in range(6)), *(f"{key}.{n}.{m}" for n in range(6) for m in range(4))]
+    return list(dict.fromkeys(keys))
 
 
 def _keep_chosen(tree: ast.Module, chosen: Collection[int]) -> None:
@@ -228,11 +228,11 @@ def _constants(body: Sequence[ast.stmt]) -> set[str]:
             for part in ast.walk(node.target):
                 if isinstance(part, ast.Name):
                     values.setdefault(part.id, []).append(node.iter)
-    found: set[str] = set()
+    names: set[str] = set()
     for _ in range(3):
-        checker = AssertionRewriter(Blinding("discover", {}, {}), found)
-        found |= {name for name, given in values.items() if all(checker._constant(value) for value in given)}
-    return found
+        checker = AssertionRewriter(Blinding("discover", {}, {}), names)
+        names |= {name for name, assigned in values.items() if all(checker._constant(value) for value in assigned)}
+    return names
 
 
 def _case_names(function: FunctionNode) -> set[str]:
@@ -342,36 +342,36 @@ def _needs_runner(function: FunctionNode) -> bool:
 
 
 def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNode) -> str | None:
-    arguments = [one.arg for one in function.args.args if one.arg != "self"]
+    arguments = [row_values.arg for row_values in function.args.args if row_values.arg != "self"]
     cases: list[dict[str, str]] = [{}]
     for decorator in function.decorator_list:
-        found = parametrisation(decorator)
-        if found is None:
+        parametrised = parametrisation(decorator)
+        if parametrised is None:
             continue
-        names, table = found
+        names, table = parametrised
         rows = case_rows(tree, table)
         if rows is None:
             return None
-        made = []
+        row_cases = []
         for row in rows:
             if isinstance(row, ast.Call):
                 return None
-            one = [row] if len(names) == 1 else list(getattr(row, "elts", []))
-            if len(one) != len(names):
+            row_values = [row] if len(names) == 1 else list(getattr(row, "elts", []))
+            if len(row_values) != len(names):
                 return None
-            made.append({name: ast.unparse(value) for name, value in zip(names, one, strict=True)})
-        cases = [{**case, **new} for new in made for case in cases]
+            row_cases.append({name: ast.unparse(value) for name, value in zip(names, row_values, strict=True)})
+        cases = [{**case, **new} for new in row_cases for case in cases]
     defaults = len(function.args.defaults)
     needed = arguments[: len(arguments) - defaults] if defaults else arguments
-    asked = [name for name in needed if name not in (cases[0] if cases else {})]
+    fixture_names = [name for name in needed if name not in (cases[0] if cases else {})]
     fixtures = _plain_fixtures(tree)
-    if not fixtures.keys() >= set(asked):
+    if not fixtures.keys() >= set(fixture_names):
         return None
     lines: list[str] = []
     name = function.name
     for case in cases:
-        values = {**case, **{one: fixtures[one] for one in asked}}
-        given = ", ".join(f"{key}={value}" for key, value in values.items())
+        values = {**case, **{row_values: fixtures[row_values] for row_values in fixture_names}}
+        arguments_text = ", ".join(f"{key}={value}" for key, value in values.items())
         if classes:
             lines += [
                 "try:",
@@ -379,7 +379,7 @@ def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNo
                 "    for _ng_hook in ('setUpClass', 'setup_class', 'setUp'):",
                 "        getattr(_ng_one, _ng_hook, lambda: None)()",
                 "    try:",
-                f"        getattr(_ng_one, {name!r})({given})",
+                f"        getattr(_ng_one, {name!r})({arguments_text})",
                 "    finally:",
                 "        for _ng_hook in ('tearDown', 'tearDownClass', 'doCleanups'):",
                 "            getattr(_ng_one, _ng_hook, lambda: None)()",
@@ -387,7 +387,7 @@ def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNo
                 "    pass",
             ]
         else:
-            lines += ["try:", f"    {name}({given})", "except Exception:", "    pass"]
+            lines += ["try:", f"    {name}({arguments_text})", "except Exception:", "    pass"]
     return "\n".join(lines)
 
 
@@ -396,11 +396,11 @@ _TMP_PATH = "__import__('pathlib').Path(__import__('tempfile').mkdtemp())"
 
 def _plain_fixtures(tree: ast.Module) -> dict[str, str]:
     """Return fixture → an expression that makes it without a test runner."""
-    made = {"tmp_path": _TMP_PATH}
+    expressions = {"tmp_path": _TMP_PATH}
     for function in tree.body:
         if isinstance(function, ast.FunctionDef) and _is_plain_fixture(function):
-            made[function.name] = f"{function.name}({_TMP_PATH if function.args.args else ''})"
-    return made
+            expressions[function.name] = f"{function.name}({_TMP_PATH if function.args.args else ''})"
+    return expressions
 
 
 def _is_plain_fixture(function: FunctionNode) -> bool:
@@ -410,12 +410,12 @@ def _is_plain_fixture(function: FunctionNode) -> bool:
         return False
     decorator = function.decorator_list[0]
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    named = ast.unparse(called) in ("pytest.fixture", "fixture")
-    given = isinstance(decorator, ast.Call) and (
+    is_fixture = ast.unparse(called) in ("pytest.fixture", "fixture")
+    has_options = isinstance(decorator, ast.Call) and (
         decorator.args or any(one.arg != "scope" for one in decorator.keywords)
     )
     arguments = [one.arg for one in function.args.args]
-    return named and not given and arguments in ([], ["tmp_path"]) and not _needs_runner(function)
+    return is_fixture and not has_options and arguments in ([], ["tmp_path"]) and not _needs_runner(function)
 
 
 @functools.cache
@@ -429,8 +429,8 @@ def _pasted(text: str, order: Order) -> str:
     """Return the tests with the recorder before them, after ``from __future__`` imports, and random helper names."""
     lines = text.split("\n")
     future = [line for line in lines if line.startswith("from __future__ ")]
-    rest = [line for line in lines if not line.startswith("from __future__ ")]
+    other_lines = [line for line in lines if not line.startswith("from __future__ ")]
     recorder = ast.unparse(_recorder()).replace("@PATH@", order.records_path)
-    whole = "\n".join([*future, recorder, *rest, ""])
-    names = {name: "_" + random_name(order.rng) for name in sorted(set(_HELPER.findall(whole)))}
-    return _HELPER.sub(lambda match: names[match[0]], whole)
+    full_text = "\n".join([*future, recorder, *other_lines, ""])
+    names = {name: "_" + random_name(order.rng) for name in sorted(set(_HELPER.findall(full_text)))}
+    return _HELPER.sub(lambda match: names[match[0]], full_text)

@@ -92,8 +92,8 @@ class Rendering:
     """File that the test command names → the files that replace it in the command."""
 
     def command(self, test_command: str) -> str:
-        for path, others in self.instead.items():
-            test_command = word_in_command(path).sub(lambda _, others=others: shlex.join(others), test_command)  # type: ignore[misc]
+        for path, files in self.instead.items():
+            test_command = word_in_command(path).sub(lambda _, files=files: shlex.join(files), test_command)  # type: ignore[misc]
         if self.printed:
             return f"{{\n{test_command}\n}} > {self.records} 2>&1"
         if not self.plain:
@@ -187,9 +187,9 @@ async def read_pristine(
             site, handle, ["git", "ls-files", "-z"], timeout_s=APPLY_TIMEOUT_S, max_output_bytes=32 * 1024 * 1024
         )
         names = [name for name in tracked.stdout_bytes.decode("utf-8", "surrogateescape").split("\0") if name]
-        listed = "\0".join(name for name in names if is_product(name)).encode("utf-8", "surrogateescape")
+        product_names = "\0".join(name for name in names if is_product(name)).encode("utf-8", "surrogateescape")
         pack = ["tar", "-cf", f"{INPUTS}/product.tar", "--null", "-T", "-"]
-        await exec_in(site, handle, pack, timeout_s=APPLY_TIMEOUT_S, stdin=listed)
+        await exec_in(site, handle, pack, timeout_s=APPLY_TIMEOUT_S, stdin=product_names)
         product = await _read(site, handle, f"{INPUTS}/product.tar") or b""
         checkout = [line for line in steps.before.split("\n") if line.startswith("git checkout")]
         script = "\n".join([*checkout, f"git apply -v {INPUTS}/test.diff"])
@@ -203,23 +203,23 @@ def _script(steps: Steps, renderings: Sequence[Rendering]) -> str:
     numbers = range(len(renderings))
     # The shell opens the archives and their directory is deleted, so that neither the installation nor the tests can
     # find them.
-    opened = " ".join(f"{_FIRST_HANDLE + number}<{INPUTS}/{number}.tar" for number in numbers)
-    closed = " ".join(f"{_FIRST_HANDLE + number}<&-" for number in numbers)
-    lines = [first, f"exec {opened}", f"rm -rf {INPUTS}", "{", *rest, steps.after, f"}} {closed}"]
+    open_handles = " ".join(f"{_FIRST_HANDLE + number}<{INPUTS}/{number}.tar" for number in numbers)
+    close_handles = " ".join(f"{_FIRST_HANDLE + number}<&-" for number in numbers)
+    lines = [first, f"exec {open_handles}", f"rm -rf {INPUTS}", "{", *rest, steps.after, f"}} {close_handles}"]
     # A file that not all renderings have must not exist when another rendering runs.
-    counted = Counter(path for rendering in renderings for path in set(rendering.files))
-    rendered = {path for path, times in counted.items() if times == len(renderings)}
+    file_counts = Counter(path for rendering in renderings for path in set(rendering.files))
+    common_files = {path for path, times in file_counts.items() if times == len(renderings)}
     for number, rendering in enumerate(renderings):
         lines += [
             f"tar -xf - -C {TESTBED} <&{_FIRST_HANDLE + number}",
             f"cd {TESTBED}",
             "{",
             rendering.command(steps.test_command),
-            f"}} {closed}",
+            f"}} {close_handles}",
             f"cd {TESTBED}",
             f"mv -f {rendering.records} {rendering.records}.{number}",
         ]
-        lines += [f"rm -f {shlex.quote(path)}" for path in sorted(set(rendering.files) - rendered)]
+        lines += [f"rm -f {shlex.quote(path)}" for path in sorted(set(rendering.files) - common_files)]
     return "\n".join([*lines, "exit 0", ""])
 
 
@@ -268,19 +268,19 @@ async def compare(tests: Sequence[Tests], records: Sequence[str]) -> list[dict[s
     Raises:
         VerifierError: no process can be started.
     """
-    plain = [
-        {name: [[asdict(check) for check in checks] for checks in calls] for name, calls in one.items()}
-        for one in tests
+    plain_tests = [
+        {name: [[asdict(check) for check in checks] for checks in calls] for name, calls in rendering_tests.items()}
+        for rendering_tests in tests
     ]
-    answer = await _comparers.ask({"tests": plain, "records": list(records)}, timeout_s=COMPARE_TIMEOUT_S)
+    answer = await _comparers.ask({"tests": plain_tests, "records": list(records)}, timeout_s=COMPARE_TIMEOUT_S)
     if answer.ending is Ending.ANSWERED:
-        return [dict(one) for one in answer.value]
-    why = {
+        return [dict(rendering_tests) for rendering_tests in answer.value]
+    reason = {
         Ending.TIMED_OUT: f"its records could not be compared within {COMPARE_TIMEOUT_S:g} s",
         Ending.FAILED: "its records cannot be compared",
         Ending.DIED: "comparing its records took too much memory",
     }[answer.ending]
-    return [dict.fromkeys(one, why) for one in tests]
+    return [dict.fromkeys(rendering_tests, reason) for rendering_tests in tests]
 
 
 def close_comparers() -> None:
@@ -292,45 +292,45 @@ def compare_here(tests: Sequence[Mapping[str, Any]], records: Sequence[str]) -> 
     """Run in a comparing process: do the work of `compare`."""
     return [
         failed(
-            {name: [[Check(**check) for check in checks] for checks in calls] for name, calls in one.items()},
+            {name: [[Check(**check) for check in checks] for checks in calls] for name, calls in by_test.items()},
             read_records(text),
         )
-        for one, text in zip(tests, records, strict=True)
+        for by_test, text in zip(tests, records, strict=True)
     ]
 
 
 def read_records(text: str) -> list[Record]:
     """Return the records of one file. Lines that do not have the form of a record are skipped."""
-    found: list[Record] = []
+    records: list[Record] = []
     for line in text.split("\n"):
         try:
             site, values = json.loads(line)
             if isinstance(site, str) and isinstance(values, list) and all(map(is_value, values)):
-                found.append((site, values))
+                records.append((site, values))
         except (ValueError, TypeError, RecursionError):
             continue
-    return found
+    return records
 
 
 def failed(tests: Tests, records: Sequence[Record]) -> dict[str, str]:
     """Return the tests whose records are wrong → why."""
-    begins = {calls[0][0].site: test for test, calls in tests.items() if calls and calls[0]}
-    known = {check.site for calls in tests.values() for checks in calls for check in checks}
-    seen: dict[str, list[list[Record]]] = {test: [] for test in tests}
+    test_by_first_site = {calls[0][0].site: test for test, calls in tests.items() if calls and calls[0]}
+    known_sites = {check.site for calls in tests.values() for checks in calls for check in checks}
+    recorded: dict[str, list[list[Record]]] = {test: [] for test in tests}
     current: list[Record] | None = None
     for site, values in records:
-        if site in begins:
+        if site in test_by_first_site:
             current = []
-            seen[begins[site]].append(current)
-        if current is not None and site in known:
+            recorded[test_by_first_site[site]].append(current)
+        if current is not None and site in known_sites:
             current.append((site, values))
-    return {test: why for test, calls in tests.items() if (why := _difference(calls, seen[test])) is not None}
+    return {test: why for test, calls in tests.items() if (why := _difference(calls, recorded[test])) is not None}
 
 
-def _difference(expected: Sequence[Sequence[Check]], seen: Sequence[Sequence[Record]]) -> str | None:
-    if len(expected) != len(seen):
-        return f"ran {len(seen)} times, not {len(expected)}"
-    for checks, records in zip(expected, seen, strict=True):
+def _difference(expected: Sequence[Sequence[Check]], recorded: Sequence[Sequence[Record]]) -> str | None:
+    if len(expected) != len(recorded):
+        return f"ran {len(recorded)} times, not {len(expected)}"
+    for checks, records in zip(expected, recorded, strict=True):
         if len(checks) != len(records):
             return f"left {len(records)} records, not {len(checks)}"
         if [check.site for check in checks] != [site for site, _ in records]:

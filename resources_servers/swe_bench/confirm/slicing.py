@@ -193,12 +193,12 @@ def parametrisation(decorator: ast.expr) -> tuple[list[str], ast.expr] | None:
 def case_rows(tree: ast.Module, cases: ast.expr) -> list[ast.expr] | None:
     """Return the rows of a parametrisation if they are written out, directly or under a module-level name."""
     if isinstance(cases, ast.Name):
-        found = [
+        values = [
             node.value
             for node in tree.body
             if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == cases.id for t in node.targets)
         ]
-        cases = found[0] if len(found) == 1 else cases
+        cases = values[0] if len(values) == 1 else cases
     return list(cases.elts) if isinstance(cases, ast.List | ast.Tuple) else None
 
 
@@ -208,31 +208,31 @@ def _slice_cases(tree: ast.Module, function: FunctionNode, dropped: set[str]) ->
     for statement in function.body:
         loads += loads_in(statement)
     for decorator in function.decorator_list:
-        found = parametrisation(decorator)
-        if found is None:
+        parametrised = parametrisation(decorator)
+        if parametrised is None:
             continue
         assert isinstance(decorator, ast.Call)
         decorator.keywords = [one for one in decorator.keywords if one.arg != "ids"]
-        names, cases = found
+        names, cases = parametrised
         gone = [name for name in names if name in dropped and not loads[name]]
         rows = case_rows(tree, cases)
         if not gone or rows is None:
             continue
         if isinstance(cases, ast.Name):
             dropped.add(cases.id)
-        kept = [number for number, name in enumerate(names) if name not in gone]
+        kept_columns = [number for number, name in enumerate(names) if name not in gone]
         new_rows: list[ast.expr] = []
         for row in rows:
             values = _case_values(row, len(names))
             if values is None:
                 break
             for number, value in enumerate(values):
-                if number not in kept:
+                if number not in kept_columns:
                     dropped |= set(loads_in(value))
-            new_rows.append(_case([values[number] for number in kept], row))
+            new_rows.append(_case([values[number] for number in kept_columns], row))
         else:
-            label = ", ".join(names[number] for number in kept) or "_ng_case"
-            if not kept:
+            label = ", ".join(names[number] for number in kept_columns) or "_ng_case"
+            if not kept_columns:
                 new_rows = [ast.Constant(number) for number in range(len(rows))]
                 function.args.args.append(ast.arg("_ng_case"))
             decorator.args = [ast.Constant(label), ast.List(new_rows, ast.Load())]

@@ -52,12 +52,12 @@ class Telling:
             for place in range(count * times):
                 number = place % count
                 records = run.records[place] if run.records else ""
-                missed = set(failed(self.kept[number].tests, read_records(records)))
+                failed_tests = set(failed(self.kept[number].tests, read_records(records)))
                 if patch:
-                    drop[number] |= missed
+                    drop[number] |= failed_tests
                 else:
                     self._seen_base[number].append(self._sets[number][0].calls(records))
-                    drop[number] |= self._fixed - missed
+                    drop[number] |= self._fixed - failed_tests
         for number, one in enumerate(self.kept):
             tests = {test: calls for test, calls in one.tests.items() if test not in drop[number] and any(calls)}
             if not tests or not (self._fixed & set(tests) or one.rendering.plain):
@@ -73,16 +73,16 @@ class Telling:
     def strengths(self) -> dict[str, Strength]:
         """Return how well each test to be fixed is controlled."""
         levels: dict[str, list[Strength]] = {}
-        for one, (made, _), base in zip(self.kept, self._sets, self._seen_base, strict=True):
-            for test in self._fixed & set(one.tests) if not one.rendering.plain else ():
-                more = _carries_more_than_the_public(one.tests[test], self._public[test], base, test, made)
+        for controlled, (rendered, _), base in zip(self.kept, self._sets, self._seen_base, strict=True):
+            for test in self._fixed & set(controlled.tests) if not controlled.rendering.plain else ():
+                more = _carries_more_than_the_public(controlled.tests[test], self._public[test], base, test, rendered)
                 levels.setdefault(test, []).append("strong" if more else "weak")
         strengths: dict[str, Strength] = {}
         for test in self._fixed:
-            found = levels.get(test, [])
+            test_levels = levels.get(test, [])
             # All renderings must confirm an attempt, so it is enough if one asks for more than the public test.
-            strong = len(found) >= SURE and "strong" in found
-            strengths[test] = "none" if not found else "strong" if strong else "weak"
+            strong = len(test_levels) >= SURE and "strong" in test_levels
+            strengths[test] = "none" if not test_levels else "strong" if strong else "weak"
         return strengths
 
 
@@ -109,11 +109,11 @@ def one_plain(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> li
 def without_surplus(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> list[ControlledRendering]:
     """Drop the first of three or more renderings run by the test command if the others hold its tests as well. A test
     that asks for the same in other words and has twins does not need a third rendering."""
-    told = [one for one in kept if not one.rendering.plain]
-    if len(told) > SURE:
-        first, second, *more = (one.tests.keys() for one in told)
+    under_command = [controlled for controlled in kept if not controlled.rendering.plain]
+    if len(under_command) > SURE:
+        first, second, *more = (controlled.tests.keys() for controlled in under_command)
         if first <= second and all(first & set(fixed) <= tests for tests in more):
-            return [one for one in kept if one is not told[0]]
+            return [controlled for controlled in kept if controlled is not under_command[0]]
     return list(kept)
 
 
@@ -122,19 +122,19 @@ def _worth(plain: ControlledRendering, fixed: Collection[str]) -> tuple[int, boo
 
 
 def _carries_more_than_the_public(
-    calls: tuple[tuple[Check, ...], ...], public: list[Call], base: Sequence[Calls], test: str, one: RenderedSet
+    calls: tuple[tuple[Check, ...], ...], public: list[Call], base: Sequence[Calls], test: str, rendered: RenderedSet
 ) -> bool:
     """Whether a probe that base fails asks for a value that cannot be copied from the public test."""
-    names = one.tokens
-    for number, (checks, told) in enumerate(zip(calls, public, strict=False)):
-        for place, (check, (key, values)) in enumerate(zip(checks[1:], told, strict=False)):
-            wanted = check.answer if check.op == "like" else check.expected
-            if names.get(check.site) != key or (not carries(wanted) and not check.said):
+    names = rendered.tokens
+    for number, (checks, public_records) in enumerate(zip(calls, public, strict=False)):
+        for place, (check, (key, values)) in enumerate(zip(checks[1:], public_records, strict=False)):
+            expected_value = check.answer if check.op == "like" else check.expected
+            if names.get(check.site) != key or (not carries(expected_value) and not check.said):
                 continue
-            known = values[:2]
-            if any(wanted is not None and equal(wanted, value, said=True) for value in known):
+            public_values = values[:2]
+            if any(expected_value is not None and equal(expected_value, value, said=True) for value in public_values):
                 continue
-            if all(_fails_at(seen.get(test, []), number, place, check) for seen in base):
+            if all(_fails_at(base_calls.get(test, []), number, place, check) for base_calls in base):
                 return True
     return False
 

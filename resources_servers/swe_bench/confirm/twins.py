@@ -114,8 +114,8 @@ class TwinRun:
 
 def decides(twins: Sequence[Twin], test: str) -> bool:
     """Whether the twins can show that a test's report is false: by an excluding mutant, or mutants of two kinds."""
-    mutants = [twin.tests[test].mutant for twin in twins if test in twin.tests]
-    found = [mutant for mutant in mutants if mutant is not None]
+    all_mutants = [twin.tests[test].mutant for twin in twins if test in twin.tests]
+    found = [mutant for mutant in all_mutants if mutant is not None]
     return any(one.excluding for one in found) or len({one.kind for one in found}) > 1
 
 
@@ -154,14 +154,14 @@ class Delivery:
         """Return the delivery of one box, given as pairs ``(twin, whether its mutant runs)``."""
         texts = [twin.texts(mutated=mutated) for twin, mutated in box]
         if not _fit_into_one_run(row, [twin for twin, _ in box]):
-            return cls(tuple(rendering_of(row, one, rng) for one in texts), {}, len(box))
+            return cls(tuple(rendering_of(row, twin_files, rng) for twin_files in texts), {}, len(box))
         files: dict[str, str] = {}
         paths: dict[str, str] = {}
-        for one in texts:
-            for path, text in one.items():
-                new = str(PurePosixPath(path).with_name(f"test_{random_name(rng)}.py"))
-                files[new], paths[new] = text, path
-        instead = {path: tuple(new for new in paths if paths[new] == path) for path in paths.values()}
+        for twin_files in texts:
+            for path, text in twin_files.items():
+                new_path = str(PurePosixPath(path).with_name(f"test_{random_name(rng)}.py"))
+                files[new_path], paths[new_path] = text, path
+        instead = {path: tuple(new_path for new_path in paths if paths[new_path] == path) for path in paths.values()}
         return cls((rendering_of(row, files, rng, instead),), paths, len(box))
 
     async def passed(self, row: SweBenchRow, logs: Sequence[str]) -> list[set[str]]:
@@ -170,8 +170,8 @@ class Delivery:
         Raises:
             VerifierError: no process can be started to read the logs.
         """
-        found = [{self._named(one) for one in await passed_in(row, log)} for log in logs]
-        return found if len(found) == self.count else [set().union(*found) for _ in range(self.count)]
+        by_log = [{self._named(test_id) for test_id in await passed_in(row, log)} for log in logs]
+        return by_log if len(by_log) == self.count else [set().union(*by_log) for _ in range(self.count)]
 
     def _named(self, test: str) -> str:
         path, separator, rest = test.partition("::")
@@ -181,7 +181,7 @@ class Delivery:
 def _fit_into_one_run(row: SweBenchRow, twins: Sequence[Twin]) -> bool:
     """Whether the test command names the twins' files, and no id belongs to two twins."""
     steps = Steps.of(row.eval_script)
-    ids = Counter(one for twin in twins for test in twin.tests.values() for one in test.ids)
+    ids = Counter(test_id for twin in twins for test in twin.tests.values() for test_id in test.ids)
     paths = {path for twin in twins for path in twin.files}
     return (
         steps is not None
@@ -195,9 +195,9 @@ def look_at(run: TwinRun, twin: Twin, passed: Collection[str], *, mutated: bool)
     """Add the result of one twin to ``run``."""
     for name, test in twin.tests.items():
         wrong = test.wrong if mutated else ()
-        if any(one not in passed for one in test.ids if one not in wrong):
+        if any(test_id not in passed for test_id in test.ids if test_id not in wrong):
             run.problems.setdefault(name, "twin: it is not reported as passed where it expects what is right")
-        if test.mutant is not None and any(one in passed for one in wrong):
+        if test.mutant is not None and any(test_id in passed for test_id in wrong):
             run.passed[name].add((test.mutant.kind, test.mutant.excluding))
 
 
@@ -207,8 +207,8 @@ async def passed_in(row: SweBenchRow, log: str) -> list[str]:
     module = grading.grading()
     start, end = (f"+ : '{marker}'" for marker in (module.START_TEST_OUTPUT, module.END_TEST_OUTPUT))
     text = log.encode("latin-1").decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
-    asked = dataclasses.replace(row, fail_to_pass=(), pass_to_pass=(), eval_script="")
-    grade, _ = await grading.graded(asked, f"{start}\n{text}\n{end}\n")
+    parse_row = dataclasses.replace(row, fail_to_pass=(), pass_to_pass=(), eval_script="")
+    grade, _ = await grading.graded(parse_row, f"{start}\n{text}\n{end}\n")
     if grade.markers is not MarkerState.GENUINE:
         return []
     return [test for test, status in grade.status_map.items() if status in _PASSED]
@@ -235,9 +235,9 @@ class _Draft:
     def choose(self, chosen: Counter[tuple[str, str]]) -> None:
         """Choose one wrong expectation for each test, preferably of a kind that no other draft has. Among these prefer
         one that excludes the true expectation, then one with another input over one with another expected value."""
-        for test, found in self.failing.items():
+        for test, candidates in self.failing.items():
             taken = [one for other, one in self.chosen.items() if other != test]
-            free = [(mutant, ids) for mutant, ids in found if not _overlaps(mutant, taken)]
+            free = [(mutant, ids) for mutant, ids in candidates if not _overlaps(mutant, taken)]
             if test in self.chosen or not free:
                 continue
 
@@ -258,12 +258,12 @@ class _Draft:
         return Twin(self.texts, tests)
 
     def by_test(self, passed: Iterable[str]) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for one in passed:
-            test = self.names.get(TestId.parse(one).function) or self.names.get(one)
+        ids_by_test: dict[str, list[str]] = {}
+        for test_id in passed:
+            test = self.names.get(TestId.parse(test_id).function) or self.names.get(test_id)
             if test is not None:
-                found.setdefault(test, []).append(one)
-        return found
+                ids_by_test.setdefault(test, []).append(test_id)
+        return ids_by_test
 
 
 @dataclass
@@ -287,31 +287,31 @@ class TwinMaker:
         Raises:
             SandboxError, VerifierError: a box failed.
         """
-        drafts = await self._true_ones()
+        drafts = await self._true_drafts()
         await self._mutate(drafts)
         twins = await self._steady([draft.twin() for draft in drafts if draft.chosen])
         decided = {test for twin in twins for test in twin.tests if decides(twins, test)}
-        kept = []
+        useful_twins = []
         for twin in twins:
-            tests = {test: one for test, one in twin.tests.items() if test in decided}
-            if any(one.mutant is not None for one in tests.values()):
-                kept.append(Twin(twin.files, tests))
-        if drafts and not kept:
+            tests = {test: twin_test for test, twin_test in twin.tests.items() if test in decided}
+            if any(twin_test.mutant is not None for twin_test in tests.values()):
+                useful_twins.append(Twin(twin.files, tests))
+        if drafts and not useful_twins:
             self.material.notes.append("no twin decides anything")
-        return tuple(kept)
+        return tuple(useful_twins)
 
     # ------------------------------------------------------------------------------------------------ true twins
 
-    async def _true_ones(self) -> list[_Draft]:
+    async def _true_drafts(self) -> list[_Draft]:
         """Return renderings that gold passes and base fails. Try other words and numbers first, then other words with
         the tests' own numbers, then the tests' own words and numbers under other names."""
         drafts: list[_Draft] = []
         for levels in ((False,), (False, True, None)):
             pinned = [level for level in levels for _ in range(self.count - len(drafts))]
-            labels = [None if one is None else self._labels(pin_numbers=one) for one in pinned]
+            labels = [None if level is None else self._labels(pin_numbers=level) for level in pinned]
             answers = await self._base_answers(labels)
-            made = [self._draft(one, base) for one, base in zip(labels, answers, strict=True)]
-            tried = [(one, draft) for one, draft in zip(pinned, made, strict=True) if draft is not None]
+            made_drafts = [self._draft(label_set, base) for label_set, base in zip(labels, answers, strict=True)]
+            tried = [(level, draft) for level, draft in zip(pinned, made_drafts, strict=True) if draft is not None]
             if not tried:
                 return drafts
             gold = await self._passed(self.material.gold, [draft.texts for _, draft in tried])
@@ -362,20 +362,22 @@ class TwinMaker:
         """Add a file that is not Python. It is either a test itself (a document with examples), or may hold what the
         ``bare`` tests expect."""
         draft.texts[path] = text
-        own = {one: f"{path}|{one}" for one in self.material.row.fail_to_pass if TestId.parse(one).path == path}
-        draft.names |= own
+        own_tests = {one: f"{path}|{one}" for one in self.material.row.fail_to_pass if TestId.parse(one).path == path}
+        draft.names |= own_tests
         wrongs = list(_wrong_texts(text, self.rng))
-        for test in own.values() or bare:
-            mine = draft.wrongs.setdefault(test, [])
-            mine += [(path, dataclasses.replace(wrong, test=test)) for wrong in wrongs]
+        for test in own_tests.values() or bare:
+            test_wrongs = draft.wrongs.setdefault(test, [])
+            test_wrongs += [(path, dataclasses.replace(wrong, test=test)) for wrong in wrongs]
 
     def _labels(self, *, pin_numbers: bool) -> Labels:
         tokens: set[str] = set()
         for path, source in self.material.sources.items():
             chosen = self.chosen.get(path)
-            make = renderer_of(path)
-            done = make(source, chosen, Order("discover", random.Random(0), "/nowhere")) if make and chosen else None
-            tokens |= done.words if done is not None else set()
+            render = renderer_of(path)
+            rendered = (
+                render(source, chosen, Order("discover", random.Random(0), "/nowhere")) if render and chosen else None
+            )
+            tokens |= rendered.words if rendered is not None else set()
         for path, content in self.material.support.items():
             tokens |= tokens_of_text(_text_of(path, content) or "")
         pinned = {token for token in tokens if token.isdigit()} if pin_numbers else set()
@@ -387,31 +389,31 @@ class TwinMaker:
     async def _base_answers(self, labels: Sequence[Labels | None]) -> list[dict[str, list[Value]]]:
         """Return base's answers at the tests' assertions, in the words of each of ``labels``."""
         renderings: list[Rendering] = []
-        for one in labels:
+        for label_set in labels:
             records = f"/var/tmp/{random_name(self.rng)}"
             texts = {
-                path: one.text(text) if one is not None else text
+                path: label_set.text(text) if label_set is not None else text
                 for path, content in self.material.support.items()
                 if (text := _text_of(path, content)) is not None
             }
             for path, chosen in self.chosen.items():
-                make = renderer_of(path)
-                order = Order("discover", random.Random(0), records, path, one)
-                done = make(self.material.sources[path], chosen, order) if make is not None else None
-                if done is not None:
-                    texts[path] = done.source
+                renderer = renderer_of(path)
+                order = Order("discover", random.Random(0), records, path, label_set)
+                rendered = renderer(self.material.sources[path], chosen, order) if renderer is not None else None
+                if rendered is not None:
+                    texts[path] = rendered.source
             renderings.append(Rendering(texts, records))
         if not self.chosen:
             return [{} for _ in labels]
         run = await self.material.run(b"", renderings)
         answers: list[dict[str, list[Value]]] = []
         for number in range(len(labels)):
-            found: dict[str, list[Value]] = {}
+            by_key: dict[str, list[Value]] = {}
             for key, values in read_records(run.records[number]) if run.records else ():
                 if values:
                     left_out = self.material.sides.get(key, "right") == "left" and len(values) > 1
-                    found.setdefault(key, []).append(values[1] if left_out else values[0])
-            answers.append(found)
+                    by_key.setdefault(key, []).append(values[1] if left_out else values[0])
+            answers.append(by_key)
         return answers
 
     # ---------------------------------------------------------------------------------------------------- mutants
@@ -447,7 +449,7 @@ class TwinMaker:
 
     def _next(self, draft: _Draft, used: Counter[tuple[str, str, Origin]]) -> dict[str, Mutant]:
         """Return the next wrong expectation to try for each test that has none. Rarely tried kinds come first."""
-        found: dict[str, Mutant] = {}
+        next_mutants: dict[str, Mutant] = {}
         for test in draft.ids:
             wrongs = draft.wrongs.get(test, [])
             # Try changed inputs first: of two other inputs, often only one leads to another answer.
@@ -458,46 +460,46 @@ class TwinMaker:
                     pair[1].origin != "input",
                 )
             )
-            while test not in draft.chosen and test not in found and wrongs:
+            while test not in draft.chosen and test not in next_mutants and wrongs:
                 path, wrong = wrongs.pop(0)
                 mutant = mutant_of(path, draft.texts[path], wrong)
-                if not _overlaps(mutant, [*found.values(), *draft.chosen.values()]):
-                    found[test] = mutant
+                if not _overlaps(mutant, [*next_mutants.values(), *draft.chosen.values()]):
+                    next_mutants[test] = mutant
                     used[wrong.test, wrong.kind, wrong.origin] += 1
-        return found
+        return next_mutants
 
     async def _steady(self, twins: Sequence[Twin]) -> list[Twin]:
         """Return the twins without the tests whose results are not the required ones in every run of gold and base."""
         if not twins:
             return []
         boxes = [[(twin, mutated) for twin in twins] for mutated in (False, True)]
-        alike = [dict(twin.tests) for twin in twins]
+        steady_tests = [dict(twin.tests) for twin in twins]
         gold = await self._delivered(self.material.gold, boxes * GOLD_RUNS)
         base = await self._delivered(b"", boxes[:1] * BASE_RUNS)
         for place, passed_by_twin in enumerate(gold):
-            for tests, passed in zip(alike, passed_by_twin, strict=True):
-                for test, one in list(tests.items()):
-                    if [name for name in one.ids if name not in passed] != list(one.wrong if place % 2 else ()):
+            for tests, passed in zip(steady_tests, passed_by_twin, strict=True):
+                for test, entry in list(tests.items()):
+                    if [name for name in entry.ids if name not in passed] != list(entry.wrong if place % 2 else ()):
                         del tests[test]
         for passed_by_twin in base:
-            for tests, passed in zip(alike, passed_by_twin, strict=True):
-                for test, one in list(tests.items()):
-                    if passed.issuperset(one.ids):
+            for tests, passed in zip(steady_tests, passed_by_twin, strict=True):
+                for test, entry in list(tests.items()):
+                    if passed.issuperset(entry.ids):
                         del tests[test]
-        return [Twin(twin.files, tests) for twin, tests in zip(twins, alike, strict=True)]
+        return [Twin(twin.files, tests) for twin, tests in zip(twins, steady_tests, strict=True)]
 
     async def _delivered(self, patch: bytes, boxes: Sequence[Sequence[tuple[Twin, bool]]]) -> list[list[set[str]]]:
         """Run several deliveries in one box. Return for each delivery and each of its twins the ids that pass with
         ``patch``."""
         deliveries = [Delivery.of(self.material.row, box, self.rng) for box in boxes]
-        recorded = await self.material.run(patch, [one for each in deliveries for one in each.renderings])
+        recorded = await self.material.run(patch, [one for delivery in deliveries for one in delivery.renderings])
         logs = [*recorded.records]
-        found: list[list[set[str]]] = []
-        for each in deliveries:
-            mine, logs = logs[: len(each.renderings)], logs[len(each.renderings) :]
-            mine += [""] * (len(each.renderings) - len(mine))
-            found.append(await each.passed(self.material.row, mine))
-        return found
+        passed_by_delivery: list[list[set[str]]] = []
+        for delivery in deliveries:
+            delivery_logs, logs = logs[: len(delivery.renderings)], logs[len(delivery.renderings) :]
+            delivery_logs += [""] * (len(delivery.renderings) - len(delivery_logs))
+            passed_by_delivery.append(await delivery.passed(self.material.row, delivery_logs))
+        return passed_by_delivery
 
     async def _passed(self, patch: bytes, texts: Sequence[Mapping[str, str]]) -> list[list[str]]:
         """Run several sets of test files in one box. Return for each the ids that pass with ``patch`` in log order."""
@@ -536,18 +538,18 @@ def _wrong_texts(text: str, rng: random.Random) -> list[Wrong]:
     lines = text.split("\n")
     examples = any(_PROMPT.match(line) for line in lines)
     places = [number for number, line in enumerate(lines) if _may_be_expected(lines, number, examples)]
-    found: list[Wrong] = []
+    wrongs: list[Wrong] = []
     for place in rng.sample(places, min(len(places), 6)):
         line = lines[place].strip()
         siblings = [lines[other] for other in places if other != place]
         near = dict(rng.sample(others := near_texts(line, rng, siblings), len(others)))
         # The output of an example is compared exactly. How a test reads any other file is unknown.
         exact = examples and "..." not in line
-        for how, new in near.items():
-            changed = "\n".join([*lines[:place], lines[place].replace(line, new), *lines[place + 1 :]])
-            found.append(Wrong("", "output" if examples else f"file {how}", exact, "near", changed))
-    rng.shuffle(found)
-    return [one for one in found if one.text != text]
+        for difference, replacement in near.items():
+            changed = "\n".join([*lines[:place], lines[place].replace(line, replacement), *lines[place + 1 :]])
+            wrongs.append(Wrong("", "output" if examples else f"file {difference}", exact, "near", changed))
+    rng.shuffle(wrongs)
+    return [one for one in wrongs if one.text != text]
 
 
 _STRING = re.compile(r"'[^'\\]*'|\"[^\"\\]*\"")

@@ -167,8 +167,8 @@ def _equal_objects(one: Value, other: Value, *, said: bool) -> bool:
         return bool(one[0] == other[0])
     if one[0] in ("object", "error") and other[0] in ("object", "error"):
         return not said or one[2] == other[2]
-    thing, plain = (one, other) if one[0] in ("object", "error") else (other, one)
-    return plain[0] in ("str", "number", "int", "text") and thing[2] == str(plain[-1])
+    object_value, plain = (one, other) if one[0] in ("object", "error") else (other, one)
+    return plain[0] in ("str", "number", "int", "text") and object_value[2] == str(plain[-1])
 
 
 def _as_plain_as(answer: Value, actual: Value) -> Value | None:
@@ -289,10 +289,10 @@ def _plain(value: Value) -> Any:
     if kind in ("list", "tuple", "set", "array"):
         if kind == "array":
             return _plain(value[1])
-        parts = [_plain(one) for one in value[1]]
-        if any(part is _UNKNOWN for part in parts):
+        members = [_plain(one) for one in value[1]]
+        if any(part is _UNKNOWN for part in members):
             return _UNKNOWN
-        return tuple(parts) if kind == "tuple" else parts
+        return tuple(members) if kind == "tuple" else members
     if kind == "dict":
         pairs = [(_plain(key), _plain(item)) for key, item in value[1]]
         if any(key is _UNKNOWN for key, _ in pairs):

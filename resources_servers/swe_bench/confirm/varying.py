@@ -49,9 +49,9 @@ class Variation:
         texts = [_text(node) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         tokens = sorted({token.lower() for text in texts for token in TOKEN.findall(text)})
         words = [token for token in tokens if not token.isdigit() and token not in PYTHON_WORDS]
-        new = other_words(rng, words, {*tokens, *vocabulary}, lambda word: _other_length(rng, word))
-        self._words = {word: one for word, one in new.items() if word not in vocabulary}
-        self._known = {word: one for word, one in new.items() if word in vocabulary}
+        replacements = other_words(rng, words, {*tokens, *vocabulary}, lambda word: _other_length(rng, word))
+        self._words = {word: replacement for word, replacement in replacements.items() if word not in vocabulary}
+        self._known = {word: replacement for word, replacement in replacements.items() if word in vocabulary}
         self._numbers = _other_numbers(rng, tree, (int(token) for token in tokens if _is_number(token)))
         self._factor = rng.choice(_FACTORS)
         self._salt = rng.getrandbits(64)
@@ -117,30 +117,30 @@ class Variation:
         if _is_number(token):
             return str(self._numbers[int(token)]) if "numbers" in kinds else token
         word = token.lower()
-        new = self._words.get(word) if "words" in kinds else None
-        if new is None and "known words" in kinds:
-            new = self._known.get(word)
-        if new is None or len(token) != len(word):
+        replacement = self._words.get(word) if "words" in kinds else None
+        if replacement is None and "known words" in kinds:
+            replacement = self._known.get(word)
+        if replacement is None or len(token) != len(word):
             return token
         if token.isupper() and len(token) > 1:
-            return new.upper()
-        return new[:1].upper() + new[1:] if token[0].isupper() else new
+            return replacement.upper()
+        return replacement[:1].upper() + replacement[1:] if token[0].isupper() else replacement
 
 
 def _other_length(rng: random.Random, word: str) -> int:
-    others: list[int] = [length for length in (len(word) - 1, *range(len(word) + 1, len(word) + 4)) if length > 1]
-    return rng.choice(others)
+    lengths: list[int] = [length for length in (len(word) - 1, *range(len(word) + 1, len(word) + 4)) if length > 1]
+    return rng.choice(lengths)
 
 
-def _other_numbers(rng: random.Random, tree: ast.AST, named: Iterable[int]) -> dict[int, int]:
+def _other_numbers(rng: random.Random, tree: ast.AST, numbers_in_text: Iterable[int]) -> dict[int, int]:
     """Return another number for each number. Their order is kept, because most computations depend on it."""
-    written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
-    found: dict[int, int] = {}
+    literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
+    replacements: dict[int, int] = {}
     offset = 0
-    for number in sorted(written | set(named)):
-        offset += rng.randint(0 if found else 1, 2)
-        found[number] = number + offset
-    return found
+    for number in sorted(literals | set(numbers_in_text)):
+        offset += rng.randint(0 if replacements else 1, 2)
+        replacements[number] = number + offset
+    return replacements
 
 
 def _is_number(token: str) -> bool:

@@ -34,40 +34,40 @@ async def find_words(
     words = {f"{path}|{test}": w for path, file in own.files.items() for test, w in file.words_by_test.items()}
     fixed = {test for test in public if material.is_fixed(test)}
     # Other words are not to blame for tests in which gold and base do not differ even in the tests' own words.
-    unseen = {test for test in fixed if not _differs(own, public[test], before.get(test, []))}
+    indistinct = {test for test in fixed if not _differs(own, public[test], before.get(test, []))}
     pinned: list[set[str] | None] = [first_pins(number, own.files.values()) for number in range(len(seeds))]
-    drawn = list(seeds)
-    found: list[Calls] = [{} for _ in seeds]
-    waiting = set(range(len(seeds)))
-    tried: Counter[tuple[int, str]] = Counter()
+    new_seeds = list(seeds)
+    gold_calls: list[Calls] = [{} for _ in seeds]
+    pending = set(range(len(seeds)))
+    tries: Counter[tuple[int, str]] = Counter()
     for attempt in range(_MAX_ROUNDS):
         if attempt == _MAX_ROUNDS - 1 or asyncio.get_running_loop().time() > material.words_until:
-            for number in waiting:
+            for number in pending:
                 pinned[number] = None
-        sets = {number: material.render("discover", drawn[number], pinned[number]) for number in sorted(waiting)}
+        sets = {number: material.render("discover", new_seeds[number], pinned[number]) for number in sorted(pending)}
         ready = [one for one in sets.values() if one is not None]
         gold, base = await material.run(material.gold, ready), await material.run(b"", ready)
         for place, (number, one) in enumerate(sets.items()):
             assert one is not None
-            calls = found[number] = one.calls(gold.records[place] if gold.records else "")
+            calls = gold_calls[number] = one.calls(gold.records[place] if gold.records else "")
             unfixed = one.calls(base.records[place] if base.records else "")
             # A test to be fixed that other words break gets its own words back. Other broken tests are left out later.
             broken = _broken(own, public, calls) & fixed
             broken |= {
-                test for test in fixed - unseen if not _differs(own, calls.get(test, []), unfixed.get(test, []))
+                test for test in fixed - indistinct if not _differs(own, calls.get(test, []), unfixed.get(test, []))
             }
             pins = pinned[number]
             if not broken or pins is None:
-                waiting.discard(number)
+                pending.discard(number)
                 continue
             # Try other words first, then the test's own numbers, then all of its own words.
-            drawn[number] = material.rng.getrandbits(64)
+            new_seeds[number] = material.rng.getrandbits(64)
             for test in broken:
-                times = tried[number, test] = tried[number, test] + 1
+                times = tries[number, test] = tries[number, test] + 1
                 pins |= {word for word in words.get(test, ()) if times > 2 or (times > 1 and word.isdigit())}
-        if not waiting:
+        if not pending:
             break
-    return list(zip(drawn, pinned, found, strict=True))
+    return list(zip(new_seeds, pinned, gold_calls, strict=True))
 
 
 async def find_variation(material: Material, own: RenderedSet, public: Calls, before: Calls) -> Varied | None:
@@ -81,27 +81,27 @@ async def find_variation(material: Material, own: RenderedSet, public: Calls, be
     if not tests:
         return None
     seed = material.rng.getrandbits(64)
-    alone = [material.render("discover", seed, None, kinds=dict.fromkeys(tests, (kind,))) for kind in KINDS]
-    gold = await material.run(material.gold, [one for one in alone if one is not None])
-    borne: dict[str, set[Kind]] = {test: set() for test in tests}
-    for kind, one, records in zip(KINDS, alone, gold.records, strict=False):
+    single_kind_sets = [material.render("discover", seed, None, kinds=dict.fromkeys(tests, (kind,))) for kind in KINDS]
+    gold = await material.run(material.gold, [one for one in single_kind_sets if one is not None])
+    passed_kinds: dict[str, set[Kind]] = {test: set() for test in tests}
+    for kind, one, records in zip(KINDS, single_kind_sets, gold.records, strict=False):
         assert one is not None
         for test in set(tests) - _broken(own, public, one.calls(records)):
-            borne[test].add(kind)
-    kinds = {test: frozenset(found) for test, found in borne.items() if found}
+            passed_kinds[test].add(kind)
+    kinds = {test: frozenset(found) for test, found in passed_kinds.items() if found}
     seeds = [material.rng.getrandbits(64) for _ in range(_DRAWS)]
-    tried = await _tried(material, own, public, kinds, seeds)
-    seed, (missed, calls) = min(tried.items(), key=lambda one: len(one[1][0]))
+    outcomes = await _try_variations(material, own, public, kinds, seeds)
+    seed, (missed, calls) = min(outcomes.items(), key=lambda one: len(one[1][0]))
     for narrower in (_LONE_KINDS, frozenset[Kind]()):
         if not missed:
             break
         kinds = {test: found & narrower if test in missed else found for test, found in kinds.items()}
         kinds = {test: found for test, found in kinds.items() if found}
-        missed, calls = (await _tried(material, own, public, kinds, [seed]))[seed]
+        missed, calls = (await _try_variations(material, own, public, kinds, [seed]))[seed]
     return (seed, kinds, calls) if kinds and not missed else None
 
 
-async def _tried(
+async def _try_variations(
     material: Material, own: RenderedSet, public: Calls, kinds: Mapping[str, frozenset[Kind]], seeds: Sequence[int]
 ) -> dict[int, tuple[set[str], Calls]]:
     """Return for each variation the tests that it breaks or in which base answers like gold, and gold's answers."""
@@ -110,13 +110,13 @@ async def _tried(
     sets = [material.render("discover", seed, None, kinds=kinds) for seed in seeds]
     ready = [one for one in sets if one is not None]
     gold, base = await material.run(material.gold, ready), await material.run(b"", ready)
-    found: dict[int, tuple[set[str], Calls]] = {}
+    outcomes: dict[int, tuple[set[str], Calls]] = {}
     for place, (seed, one) in enumerate(zip(seeds, ready, strict=True)):
         calls = one.calls(gold.records[place] if gold.records else "")
         unfixed = one.calls(base.records[place] if base.records else "")
         alike = {test for test in kinds if not _differs(own, calls.get(test, []), unfixed.get(test, []))}
-        found[seed] = (_broken(own, public, calls) & set(kinds) | alike, calls)
-    return found
+        outcomes[seed] = (_broken(own, public, calls) & set(kinds) | alike, calls)
+    return outcomes
 
 
 def _varies(test: str) -> bool:
@@ -146,13 +146,13 @@ def _differs(own: RenderedSet, gold: list[Call], base: list[Call]) -> bool:
 def _broken(own: RenderedSet, public: Calls, calls: Calls) -> set[str]:
     """Return the tests that gold no longer passes in other words, as far as the records show."""
     probes = {key: probe for file in own.files.values() for key, probe in file.probes.items()}
-    found: set[str] = set()
+    broken: set[str] = set()
     for test, invocations in public.items():
-        mine = calls.get(test, [])
-        if [[key for key, _ in call] for call in invocations] != [[key for key, _ in call] for call in mine]:
-            found.add(test)
+        new_calls = calls.get(test, [])
+        if [[key for key, _ in call] for call in invocations] != [[key for key, _ in call] for call in new_calls]:
+            broken.add(test)
             continue
-        for call, other in zip(invocations, mine, strict=True):
+        for call, other in zip(invocations, new_calls, strict=True):
             for (key, values), (_, other_values) in zip(call, other, strict=True):
                 probe = probes[key]
                 if not holds(probe, values) or holds(probe, other_values):
@@ -162,5 +162,5 @@ def _broken(own: RenderedSet, public: Calls, calls: Calls) -> set[str]:
                     same_form(one, other) for one, other in zip(values, other_values, strict=False)
                 )
                 if not recomputed or not same_form(other_values[0], other_values[1]):
-                    found.add(test)
-    return found
+                    broken.add(test)
+    return broken

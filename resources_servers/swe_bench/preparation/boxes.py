@@ -97,15 +97,15 @@ def registry_access(environ: Mapping[str, str] | None = None) -> RegistryAccess:
     env |= {"PUPPETEER_SKIP_DOWNLOAD": "true", "PUPPETEER_SKIP_CHROMIUM_DOWNLOAD": "true"}
     env |= {"PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD": "1"}
     env |= {name: environ[name] for name in _PROXY_VARIABLES if environ.get(name)}
-    bundle = _ca_bundle(environ, settings.get("cert", ""))
-    if bundle is not None:
+    ca_bundle = _ca_bundle(environ, settings.get("cert", ""))
+    if ca_bundle is not None:
         env |= dict.fromkeys((*_CA_VARIABLES, "NPM_CONFIG_CAFILE", "GIT_SSL_CAINFO"), CA_FILE)
-    return RegistryAccess(env, bundle)
+    return RegistryAccess(env, ca_bundle)
 
 
 def _ca_bundle(environ: Mapping[str, str], pip_cert: str) -> Path | None:
-    named = [environ.get(name, "") for name in _CA_VARIABLES]
-    for candidate in (*named, pip_cert, *_CA_DEFAULTS):
+    candidates = [environ.get(name, "") for name in _CA_VARIABLES]
+    for candidate in (*candidates, pip_cert, *_CA_DEFAULTS):
         if candidate and Path(candidate).is_file():
             return Path(candidate)
     return None
@@ -200,14 +200,14 @@ class BuildBox:
 def cause_of(output: str) -> str:
     """Return the part of a failed command's output that gives the cause, without npm's help texts. Long output starts
     at the first error line, and if it is still too long, only its beginning and end are returned."""
-    said = _NPM_HELP.sub("", output).strip()
-    if len(said) > _HEAD_CHARS + _TAIL_CHARS:
-        lines = said.splitlines(keepends=True)
-        first = next((number for number, line in enumerate(lines) if _ERROR_LINE.match(line)), 0)
-        said = "".join(lines[first:])
-    if len(said) > _HEAD_CHARS + _TAIL_CHARS:
-        said = f"{said[:_HEAD_CHARS]}\n…\n{said[-_TAIL_CHARS:]}"
-    return said
+    text = _NPM_HELP.sub("", output).strip()
+    if len(text) > _HEAD_CHARS + _TAIL_CHARS:
+        lines = text.splitlines(keepends=True)
+        first_error = next((number for number, line in enumerate(lines) if _ERROR_LINE.match(line)), 0)
+        text = "".join(lines[first_error:])
+    if len(text) > _HEAD_CHARS + _TAIL_CHARS:
+        text = f"{text[:_HEAD_CHARS]}\n…\n{text[-_TAIL_CHARS:]}"
+    return text
 
 
 @contextlib.asynccontextmanager

@@ -122,41 +122,41 @@ class ImageBuilder:
         key, source, instance = self._content_key(plan), self.source(plan), plan.row.instance_id
         status: Literal["built", "cached"] = "cached"
         controls: dict[str, Any] = {}
-        async with self._alone(key, waits=instance):
+        async with self._exclusive(key, waiting_instance=instance):
             if self._force or not await self._is_current(plan.image, key):
                 status = "built"
                 await (self._from_official(plan, key) if source == "official" else self._from_repository(plan, key))
             if self._controls is not None:
-                made, found = await self._ensure_controls(self._controls, plan, key)
-                status = "built" if made else status
+                made_now, found = await self._ensure_controls(self._controls, plan, key)
+                status = "built" if made_now else status
                 controls = {"controls": found.strength, "tests": found.counts(), "left_out": found.left_out or None}
         seconds = round(time.monotonic() - started, 2)
         return Prepared(instance, plan.image, status, source, seconds, **controls)
 
     @contextlib.asynccontextmanager
-    async def _alone(self, key: str, *, waits: str | None = None) -> AsyncIterator[None]:
+    async def _exclusive(self, key: str, *, waiting_instance: str | None = None) -> AsyncIterator[None]:
         """Hold the lock of ``key``, so that only one of this user's processes prepares it. The others wait, and then
         find the work done."""
         home = cache_root() / "preparing"
         home.mkdir(parents=True, exist_ok=True)
         with (home / f"{key}.lock").open("w") as lock:
-            told = False
+            reported = False
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if waits is not None and not told:
-                        self._report(waits, "waits for another process that prepares it")
-                        told = True
+                    if waiting_instance is not None and not reported:
+                        self._report(waiting_instance, "waits for another process that prepares it")
+                        reported = True
                     await asyncio.sleep(_POLL_S)
             yield
 
     async def _ensure_controls(self, store: ControlStore, plan: RowPlan, key: str) -> tuple[bool, RowControls]:
         """Return whether the row's controls were made now, and the controls."""
-        found = None if self._force else await asyncio.to_thread(store.load, plan.row, key)
-        if found is not None:
-            return False, found
+        stored = None if self._force else await asyncio.to_thread(store.load, plan.row, key)
+        if stored is not None:
+            return False, stored
         self._report(plan.row.instance_id, "controls")
         image = await resolve_image(self._provider, vars(plan.row))
         labels = box_labels(run=self._run_id, rollout=plan.row.instance_id, attempt=1, role=SandboxRole.EVAL)
@@ -196,10 +196,10 @@ class ImageBuilder:
         self._report(instance, "official image")
         async with contextlib.AsyncExitStack() as stack:
             try:
-                starting = build_box(
+                box_context = build_box(
                     self._provider, image, self._registries, run_id=self._run_id, what=instance, online=False
                 )
-                box = await stack.enter_async_context(starting)
+                box = await stack.enter_async_context(box_context)
             except SandboxCreateError as error:
                 name = row.repo.replace("/", "__")
                 raise PreparationError(
@@ -229,7 +229,7 @@ class ImageBuilder:
 
     async def _build_environment(self, environment: Environment, key: str) -> str:
         image = f"{PREFIX}.env.{environment.runtime.name}.{key[:16]}"
-        async with self._alone(key):
+        async with self._exclusive(key):
             if not await self._is_current(image, key):
                 what = f"environment {environment.runtime} {key[:8]}"
                 async with build_box(

@@ -92,8 +92,8 @@ def _candidates() -> Iterator[str]:
         "python3",
     )
     for name in names:
-        if found := shutil.which(name):
-            yield found
+        if executable := shutil.which(name):
+            yield executable
     roots = [os.environ.get("PYENV_ROOT", ""), str(Path.home() / ".pyenv")]
     for root in dict.fromkeys(filter(None, roots)):
         for path in sorted(Path(root, "versions").glob("*/bin/python3")):
@@ -103,7 +103,7 @@ def _candidates() -> Iterator[str]:
 @lru_cache(maxsize=1)
 def _host_pythons() -> tuple[_HostPython, ...]:
     """Return every Python of this host that can run the probe, without duplicates."""
-    found: dict[Path, _HostPython] = {}
+    by_executable: dict[Path, _HostPython] = {}
     for candidate in _candidates():
         try:
             done = subprocess.run(
@@ -113,10 +113,10 @@ def _host_pythons() -> tuple[_HostPython, ...]:
         except (OSError, subprocess.SubprocessError, ValueError):
             continue  # A version manager's shim of a Python that is not installed, or one too old for the probe.
         paths = {name: Path(facts[name]) for name in ("executable", "stdlib", "platstdlib", "include")}
-        found.setdefault(
+        by_executable.setdefault(
             paths["executable"], _HostPython(version=facts["version"], ensurepip=bool(facts["ensurepip"]), **paths)
         )
-    return tuple(found.values())
+    return tuple(by_executable.values())
 
 
 def host_runtime(runtime: Runtime) -> RuntimeTree:
@@ -129,44 +129,44 @@ def host_runtime(runtime: Runtime) -> RuntimeTree:
 
 
 def _python_tree(runtime: Runtime) -> RuntimeTree:
-    usable = [python for python in _host_pythons() if python.ensurepip]
-    for python in usable:
+    candidates = [python for python in _host_pythons() if python.ensurepip]
+    for python in candidates:
         if runtime.accepts(python.version):
             break
     else:
-        there = ", ".join(sorted({python.version for python in usable})) or "none with venv and ensurepip"
+        available = ", ".join(sorted({python.version for python in candidates})) or "none with venv and ensurepip"
         raise PreparationError(
-            f"runtime '{runtime}' is neither in the base image nor on this machine (Python here: {there}); "
+            f"runtime '{runtime}' is neither in the base image nor on this machine (Python here: {available}); "
             "install it, or take a base image that has it"
         )
-    short = ".".join(python.version.split(".")[:2])
+    minor_version = ".".join(python.version.split(".")[:2])
     root = f"{PYTHON_ROOT}/{python.version}"
-    executable = f"{root}/bin/python{short}"
-    members = [(python.executable, executable), (python.stdlib, f"{root}/lib/python{short}")]
+    executable = f"{root}/bin/python{minor_version}"
+    members = [(python.executable, executable), (python.stdlib, f"{root}/lib/python{minor_version}")]
     if python.platstdlib != python.stdlib:
-        members.append((python.platstdlib, f"{root}/lib/python{short}"))
+        members.append((python.platstdlib, f"{root}/lib/python{minor_version}"))
     if python.include.is_dir():
-        members.append((python.include, f"{root}/include/python{short}"))
+        members.append((python.include, f"{root}/include/python{minor_version}"))
     return RuntimeTree(
         Runtime("python", python.version),
         tuple(members),
-        ((f"{root}/bin/python3", f"python{short}"), (f"{root}/bin/python", f"python{short}")),
+        ((f"{root}/bin/python3", f"python{minor_version}"), (f"{root}/bin/python", f"python{minor_version}")),
         executable,
     )
 
 
 def _node_tree(runtime: Runtime) -> RuntimeTree:
-    found = shutil.which("node")
+    node = shutil.which("node")
     version = ""
-    if found:
-        done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    if node:
+        done = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=60, check=False)
         version = done.stdout.strip().removeprefix("v")
-    if not found or not runtime.accepts(version):
+    if not node or not runtime.accepts(version):
         raise PreparationError(
             f"runtime '{runtime}' is neither in the base image nor on this machine (Node.js here: "
             f"{version or 'none'}); install it, or take a base image that has it"
         )
-    executable = Path(found).resolve()
+    executable = Path(node).resolve()
     root = f"/opt/node/{version}"
     npm = next(
         (
@@ -191,9 +191,9 @@ def relocated(executable: Path) -> bytes:
     """Return the executable's content, changed to search for its own shared libraries relative to itself (``$ORIGIN``)
     and not at this host's path."""
     content = executable.read_bytes()
-    own = os.fsencode(executable.parents[1] / "lib") + b"\0"
-    beside = b"$ORIGIN/../lib"
-    return content.replace(own, beside.ljust(len(own), b"\0")) if len(beside) < len(own) else content
+    prefix = os.fsencode(executable.parents[1] / "lib") + b"\0"
+    origin = b"$ORIGIN/../lib"
+    return content.replace(prefix, origin.ljust(len(prefix), b"\0")) if len(origin) < len(prefix) else content
 
 
 def shared_libraries(tree: RuntimeTree) -> dict[str, Path]:
@@ -208,8 +208,8 @@ def shared_libraries(tree: RuntimeTree) -> dict[str, Path]:
             ["ldd", *binaries[start : start + 64]], capture_output=True, text=True, timeout=60, check=False
         ).stdout
         for line in listing.splitlines():
-            name, arrow, rest = line.strip().partition(" => ")
-            path = rest.split(" (")[0]
+            name, arrow, target = line.strip().partition(" => ")
+            path = target.split(" (")[0]
             if arrow and path.startswith("/") and not name.startswith(_CORE_LIBRARIES):
                 libraries[name] = Path(path)
     return libraries
@@ -252,27 +252,27 @@ async def _find(box: BuildBox, runtime: Runtime) -> tuple[str, str] | None:
     """Return the version and path of a suitable runtime in the base image, or ``None``."""
     probe = _PROBE_NODE if runtime.name == "node" else _PROBE_PYTHON.replace("{version}", runtime.version)
     for line in (await box.run(probe, step=f"looking for {runtime.name}")).splitlines():
-        word, _, rest = line.partition(" ")
-        version, _, path = rest.partition(" ")
-        if word == "found" and runtime.accepts(version):
+        marker, _, remaining = line.partition(" ")
+        version, _, path = remaining.partition(" ")
+        if marker == "found" and runtime.accepts(version):
             return version, path
     return None
 
 
 async def _install_node(box: BuildBox, runtime: Runtime) -> None:
     await box.put_files(shims.nvm_files())
-    found = await _find(box, runtime)
-    if found is None:
+    existing = await _find(box, runtime)
+    if existing is None:
         tree = host_runtime(runtime)
         await copy_runtime(box, tree)
         version, path = tree.runtime.version, tree.executable
     else:
-        version, path = found
-    where = f"{shims.NVM_DIR}/versions/node/v{version}"
+        version, path = existing
+    node_dir = f"{shims.NVM_DIR}/versions/node/v{version}"
     script = f"""
-mkdir -p {where}/bin
+mkdir -p {node_dir}/bin
 for name in node npm npx; do
-    ln -sf "$(dirname {path})/$name" {where}/bin/$name
+    ln -sf "$(dirname {path})/$name" {node_dir}/bin/$name
 done
 ln -sfn v{version} {shims.NVM_DIR}/versions/node/current
 PATH={shims.NODE_BIN}:$PATH npm --version
@@ -281,14 +281,14 @@ PATH={shims.NODE_BIN}:$PATH npm --version
 
 
 async def _install_python(box: BuildBox, environment: Environment) -> None:
-    found = await _find(box, environment.runtime)
-    if found is None:
+    existing = await _find(box, environment.runtime)
+    if existing is None:
         tree = host_runtime(environment.runtime)
         await copy_runtime(box, tree)
         await box.run([tree.executable, "-c", _CHECK_PYTHON], step=f"starting the copied {tree.runtime}")
         python = tree.executable
     else:
-        python = found[1]
+        python = existing[1]
     await box.put_files(shims.conda_files())
     await box.run([python, "-m", "venv", shims.TESTBED_ENV], step="making the virtual environment")
     await box.run(["ln", "-sfn", python, f"{shims.CONDA_ROOT}/bin/python"], step="linking the interpreter")
@@ -306,8 +306,8 @@ async def _install_python(box: BuildBox, environment: Environment) -> None:
 async def copy_runtime(box: BuildBox, tree: RuntimeTree) -> None:
     """Copy a runtime of this host, and the shared libraries that the box lacks."""
     # Rebuild the linker cache first: a cache in the image may name libraries that do not exist there.
-    known = await box.run(f"{_LDCONFIG}\n{_LDCONFIG} -p", step="listing shared libraries")
-    present = {line.split()[0] for line in known.splitlines() if " => " in line}
+    listing = await box.run(f"{_LDCONFIG}\n{_LDCONFIG} -p", step="listing shared libraries")
+    present = {line.split()[0] for line in listing.splitlines() if " => " in line}
     executable = tree.members[0][0]
     libraries = {
         name: path

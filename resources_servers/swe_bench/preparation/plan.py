@@ -123,8 +123,8 @@ class Runtime:
         return cls(cast(RuntimeName, name), version.strip())
 
     def accepts(self, version: str) -> bool:
-        wanted = self.version.split(".") if self.version else []
-        return version.split(".")[: len(wanted)] == wanted
+        parts = self.version.split(".") if self.version else []
+        return version.split(".")[: len(parts)] == parts
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}".strip()
@@ -203,11 +203,11 @@ def install_steps(eval_script: str) -> tuple[PipInstall | str, ...]:
 
 def _pip_install(line: str) -> PipInstall | None:
     """Parse the line as an install of the repository itself. Return ``None`` for any other command."""
-    found = _PIP_INSTALL.match(line)
-    if not found:
+    match = _PIP_INSTALL.match(line)
+    if not match:
         return None
     try:
-        arguments = shlex.split(found["arguments"])
+        arguments = shlex.split(match["arguments"])
     except ValueError:
         return None
     editable = any(argument in ("-e", "--editable") for argument in arguments)

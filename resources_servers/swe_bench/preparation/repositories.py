@@ -92,15 +92,15 @@ class Repositories:
 
     def require(self, repo: str, commit: str) -> Path:
         """Return the local repository. Raises `ConfigError` if there is none or it does not hold ``commit``."""
-        found = self.find(repo)
-        if found is None:
-            looked = ", ".join(map(str, self._directories)) or "no directory: give repos=DIR"
-            raise ConfigError(f"no local repository of '{repo}': expected {repo.replace('/', '__')} in {looked}")
-        if git("cat-file", "-e", f"{commit}^{{commit}}", cwd=found, check=False).returncode != 0:
+        repository = self.find(repo)
+        if repository is None:
+            searched = ", ".join(map(str, self._directories)) or "no directory: give repos=DIR"
+            raise ConfigError(f"no local repository of '{repo}': expected {repo.replace('/', '__')} in {searched}")
+        if git("cat-file", "-e", f"{commit}^{{commit}}", cwd=repository, check=False).returncode != 0:
             raise ConfigError(
-                f"repository {found} does not hold commit {commit}; fetch it (git fetch origin {commit})"
+                f"repository {repository} does not hold commit {commit}; fetch it (git fetch origin {commit})"
             )
-        return found
+        return repository
 
     @contextlib.asynccontextmanager
     async def clone(self, repo: str, commit: str) -> AsyncIterator[Path]:
@@ -245,8 +245,10 @@ async def _install_python_project(box: BuildBox, plan: RowPlan, git_dir: Path) -
     # The evaluation script repeats these commands without a network, so check now that they work that way.
     for install in plan.installs:
         if isinstance(install, PipInstall):
-            line = f"python -m pip install --quiet {' '.join(install.arguments(with_extras=True))}"
-            await box.run(f"{_ACTIVATE}\n{line}", step=f"repeating {line!r} without a registry", cwd=TESTBED)
+            command_line = f"python -m pip install --quiet {' '.join(install.arguments(with_extras=True))}"
+            await box.run(
+                f"{_ACTIVATE}\n{command_line}", step=f"repeating {command_line!r} without a registry", cwd=TESTBED
+            )
 
 
 async def _install_build_requirements(box: BuildBox, pyproject: str) -> None:

@@ -16,8 +16,8 @@ class OutOfTurns(Exception):
 
 def say(**event):
     """Print an event, without fields that are None."""
-    shown = {key: value for key, value in event.items() if value is not None}
-    sys.stdout.write(json.dumps(shown) + "\n")
+    fields = {key: value for key, value in event.items() if value is not None}
+    sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
 
 
@@ -59,44 +59,46 @@ class Conversation:
         if self.task.get("max_output_tokens"):
             body["max_tokens"] = self.task["max_output_tokens"]
         answer = json.loads(self.patiently(body))
-        message, used = answer["choices"][0]["message"], answer.get("usage") or {}
-        kept = {"role": "assistant", "content": message.get("content")}
+        message, usage = answer["choices"][0]["message"], answer.get("usage") or {}
+        assistant_message = {"role": "assistant", "content": message.get("content")}
         if message.get("tool_calls"):
-            kept["tool_calls"] = message["tool_calls"]
-        self.messages.append(kept)
-        tokens = {"input_tokens": used.get("prompt_tokens"), "output_tokens": used.get("completion_tokens")}
+            assistant_message["tool_calls"] = message["tool_calls"]
+        self.messages.append(assistant_message)
+        tokens = {"input_tokens": usage.get("prompt_tokens"), "output_tokens": usage.get("completion_tokens")}
         say(type="answer", agent=self.agent, text=message.get("content") or "", usage=tokens)
         return message
 
     def patiently(self, body):
-        for tried in range(1, TRIES + 1):
+        for attempt in range(1, TRIES + 1):
             try:
                 return post(self.task["model_url"] + "/v1/chat/completions", body, self.task["api_key"])
             except urllib.error.HTTPError as error:
-                said = error.read().decode("utf-8", "replace")
-                if error.code == 403 and "door_limit" in said:
+                error_body = error.read().decode("utf-8", "replace")
+                if error.code == 403 and "door_limit" in error_body:
                     raise OutOfTurns() from None
-                if tried == TRIES or (error.code < 500 and error.code != 429):
-                    raise RuntimeError(f"the model answered {error.code}: {said[:500]}") from None
+                if attempt == TRIES or (error.code < 500 and error.code != 429):
+                    raise RuntimeError(f"the model answered {error.code}: {error_body[:500]}") from None
             except OSError:
-                if tried == TRIES:
+                if attempt == TRIES:
                     raise
-            time.sleep(0.5 * 2**tried)
+            time.sleep(0.5 * 2**attempt)
 
     def call(self, call_id, name, arguments):
-        found = [tool for tool in self.tools if tool.name == name]
+        matches = [tool for tool in self.tools if tool.name == name]
         try:
-            given = json.loads(arguments or "{}")
+            parsed = json.loads(arguments or "{}")
         except ValueError:
-            given = None
-        say(type="call", agent=self.agent, id=call_id, name=name, arguments=given if given is not None else arguments)
-        if not found:
+            parsed = None
+        say(
+            type="call", agent=self.agent, id=call_id, name=name, arguments=parsed if parsed is not None else arguments
+        )
+        if not matches:
             output, failed = f"there is no tool '{name}'", True
-        elif not isinstance(given, dict):
+        elif not isinstance(parsed, dict):
             output, failed = "the arguments are no JSON object", True
         else:
             try:
-                output, failed = found[0].run(given)
+                output, failed = matches[0].run(parsed)
             except (KeyError, TypeError, ValueError, OSError) as error:
                 output, failed = f"{type(error).__name__}: {error}", True
         if len(output) > TOOL_OUTPUT_CHARS:

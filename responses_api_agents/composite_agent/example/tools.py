@@ -36,24 +36,24 @@ def bash(arguments):
         start_new_session=True,
     )
     try:
-        output, late = process.communicate(timeout=COMMAND_TIMEOUT_S)[0], False
+        output, timed_out = process.communicate(timeout=COMMAND_TIMEOUT_S)[0], False
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, late = process.communicate()[0], True
+        output, timed_out = process.communicate()[0], True
     text = output.decode("utf-8", "replace")
-    if late:
+    if timed_out:
         text += f"\n[killed after {COMMAND_TIMEOUT_S} seconds]"
     elif process.returncode:
         text += f"\n[exit status {process.returncode}]"
-    return text, late or process.returncode != 0
+    return text, timed_out or process.returncode != 0
 
 
 def edit_file(arguments):
     path = Path(arguments["path"])
     text = path.read_text(encoding="utf-8")
-    found = text.count(arguments["old"]) if arguments["old"] else 0
-    if found != 1:
-        return f"'old' is in the file {found} times; it must be there once", True
+    count = text.count(arguments["old"]) if arguments["old"] else 0
+    if count != 1:
+        return f"'old' is in the file {count} times; it must be there once", True
     path.write_text(text.replace(arguments["old"], arguments["new"]), encoding="utf-8")
     return "edited", False
 
@@ -93,8 +93,8 @@ class McpServer:
 
     def __init__(self, url, api_key):
         self.url, self.api_key, self.number = url, api_key, 0
-        about = {"name": "planner-and-coder", "version": "1"}
-        self.request("initialize", {"protocolVersion": self.PROTOCOL, "capabilities": {}, "clientInfo": about})
+        client_info = {"name": "planner-and-coder", "version": "1"}
+        self.request("initialize", {"protocolVersion": self.PROTOCOL, "capabilities": {}, "clientInfo": client_info})
 
     def request(self, method, params):
         self.number += 1

@@ -89,11 +89,11 @@ class FakeEngine:
     def sample(self, call: CallLog, prompt_ids: Sequence[int], max_tokens: int) -> str:
         """Sample for ``call`` into its log; return the finish reason."""
         sampled = self.sampler(prompt_ids, max_tokens, len(self.calls))
-        kept = len(sampled.token_ids)
+        count = len(sampled.token_ids)
         finish = "stop" if sampled.stopped else "length"
         if isinstance(call.fault, Abort):
-            kept, finish = call.fault.after_tokens, "abort"
-        call.token_ids, call.logprobs = sampled.token_ids[:kept], sampled.logprobs[:kept]
+            count, finish = call.fault.after_tokens, "abort"
+        call.token_ids, call.logprobs = sampled.token_ids[:count], sampled.logprobs[:count]
         call.finish_reason = finish
         return finish
 

@@ -62,11 +62,11 @@ def add_shape(out: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_tokenizer(out: GGUFWriter, folder: Path) -> None:
-    made = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    pieces = {number: piece for piece, number in made["model"]["vocab"].items()}
+    pieces = {number: piece for piece, number in tokenizer["model"]["vocab"].items()}
     kinds = dict.fromkeys(pieces, TokenType.NORMAL)
-    for token in made["added_tokens"]:
+    for token in tokenizer["added_tokens"]:
         pieces[token["id"]] = token["content"]
         # The server omits control tokens from its text, but marks such as <tool_call> must stay in it.
         ends = token["content"].startswith("<|")
@@ -76,7 +76,9 @@ def add_tokenizer(out: GGUFWriter, folder: Path) -> None:
     out.add_tokenizer_pre("llama-bpe")  # the known expression that is closest to the policy's
     out.add_token_list([pieces[number] for number in order])
     out.add_token_types([kinds[number] for number in order])
-    out.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in made["model"]["merges"]])
+    out.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    )
     numbers = {piece: number for number, piece in pieces.items()}
     out.add_eos_token_id(numbers[settings["eos_token"]])
     out.add_bos_token_id(numbers[settings.get("bos_token") or settings["eos_token"]])

@@ -175,8 +175,8 @@ async def _serving(
         async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as http:
             while not await _answers(http, url + health):
                 if process.returncode is not None:
-                    said = log.read_text(errors="replace")[-3000:]
-                    raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{said}")
+                    log_end = log.read_text(errors="replace")[-3000:]
+                    raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{log_end}")
                 await asyncio.sleep(0.5)
         yield url
     finally:

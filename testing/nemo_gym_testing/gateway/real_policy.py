@@ -56,9 +56,9 @@ def config_of(architecture: str, vocabulary: int, window: int | None) -> PreTrai
 
 def write_weights(folder: Path, seed: int, architecture: str, window: int | None) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    known = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
+    ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_of(architecture, max(known) + 1, window)).float()
+    model = AutoModelForCausalLM.from_config(config_of(architecture, max(ids) + 1, window)).float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
@@ -85,14 +85,14 @@ def imitate(folder: Path) -> None:
     batches = [lines[start : start + BATCH] for start in range(0, len(lines), BATCH)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step, batch in enumerate(batches):
-        longest = max(len(one["ids"]) for one in batch)
-        ids = torch.tensor([one["ids"] + [0] * (longest - len(one["ids"])) for one in batch])
-        said = torch.tensor([one["said"] + [0] * (longest - len(one["said"])) for one in batch]).bool()[:, 1:]
+        longest = max(len(row["ids"]) for row in batch)
+        ids = torch.tensor([row["ids"] + [0] * (longest - len(row["ids"])) for row in batch])
+        mask = torch.tensor([row["said"] + [0] * (longest - len(row["said"])) for row in batch]).bool()[:, 1:]
         for group in optimizer.param_groups:
             group["lr"] = PEAK_RATE * min(1.0, (step + 1) / RAMP) * max(0.05, 1 - step / len(batches))
         # Padding is at the end, where no real token attends to it, so no mask is needed.
-        states = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[said]
-        loss = torch.nn.functional.cross_entropy(model.lm_head(states), ids[:, 1:][said])
+        states = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask]
+        loss = torch.nn.functional.cross_entropy(model.lm_head(states), ids[:, 1:][mask])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -107,12 +107,12 @@ def write_logprobs(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for line in sys.stdin:
         ids = torch.tensor(json.loads(line))
-        cache, found = DynamicCache(), []
+        cache, logprobs = DynamicCache(), []
         for start in range(0, len(ids) - 1, PIECE_TOKENS):
-            piece, told = ids[:-1][start : start + PIECE_TOKENS], ids[1:][start : start + PIECE_TOKENS]
+            piece, targets = ids[:-1][start : start + PIECE_TOKENS], ids[1:][start : start + PIECE_TOKENS]
             logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0].float().log_softmax(-1)
-            found += logits.gather(1, told[:, None])[:, 0].tolist()
-        sys.stdout.write(json.dumps([None, *found]) + "\n")
+            logprobs += logits.gather(1, targets[:, None])[:, 0].tolist()
+        sys.stdout.write(json.dumps([None, *logprobs]) + "\n")
 
 
 def main() -> None:

@@ -30,9 +30,11 @@ def hashed_sampler(length: int = 8) -> Sampler:
     def sample(prompt_ids: Sequence[int], max_tokens: int, call: int) -> Sampled:
         digest = hashlib.sha256(f"{list(prompt_ids)}:{call}".encode()).digest()
         ids = [3 + (digest[i % 32] * 7 + i) % (VOCABULARY - 3) for i in range(length - 1)] + [END_ID]
-        kept = ids[:max_tokens]
+        sampled = ids[:max_tokens]
         return Sampled(
-            tuple(kept), tuple(-(1 + digest[i % 32]) / 64 for i in range(len(kept))), stopped=len(kept) == length
+            tuple(sampled),
+            tuple(-(1 + digest[i % 32]) / 64 for i in range(len(sampled))),
+            stopped=len(sampled) == length,
         )
 
     return sample

@@ -50,17 +50,17 @@ class FakeVllmEngine(FakeTokenEngine):
 
     def _choice(self, call: CallLog, start: int, end: int, *, last: bool) -> dict[str, Any]:
         ids, logprobs = call.token_ids[start:end], call.logprobs[start:end]
-        made: dict[str, Any] = {
+        choice: dict[str, Any] = {
             "index": 0,
             "text": "",
             "finish_reason": call.finish_reason if last else None,
             "stop_reason": call.stop_reason if last else None,
         }
         if call.body.get("logprobs") is not None:
-            made["logprobs"] = {"token_logprobs": list(logprobs), "tokens": [f"token_id:{i}" for i in ids]}
+            choice["logprobs"] = {"token_logprobs": list(logprobs), "tokens": [f"token_id:{i}" for i in ids]}
         if call.body.get("return_token_ids"):
-            made["token_ids"] = list(ids)
-        return made
+            choice["token_ids"] = list(ids)
+        return choice
 
     def _usage(self, call: CallLog, asked: Asked) -> dict[str, Any]:
         prompt, answer = len(asked.prompt_ids), len(call.token_ids)

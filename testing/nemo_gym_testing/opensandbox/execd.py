@@ -144,14 +144,14 @@ async def _archive(member: tarfile.TarInfo, content: IO[bytes]) -> AsyncIterator
 
 async def info(request: web.Request, provider: SandboxProvider, handle: SandboxHandle) -> web.Response:
     """``GET /files/info``."""
-    found = {}
+    files = {}
     for path in request.query.getall("path", []):
         result = await provider.exec(handle, ["stat", "-c", "%s %Y %U %G %a", path])
         if not result.ok:
             return problem(404, "FILE_NOT_FOUND", f"there is nothing at {path}")
         size, changed, owner, group, mode = (result.stdout or "").split()
         moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(changed)))
-        found[path] = {
+        files[path] = {
             "path": path,
             "size": int(size),
             "modified_at": moment,
@@ -160,4 +160,4 @@ async def info(request: web.Request, provider: SandboxProvider, handle: SandboxH
             "group": group,
             "mode": int(mode),
         }
-    return web.json_response(found)
+    return web.json_response(files)

@@ -31,11 +31,11 @@ def build(sources: Path, name: str, architecture: str | None = None) -> Path:
     """Build a static Linux program from the Go module in ``sources``, or take it from the cache. Raises `RuntimeError`
     if there is no Go, or the module does not compile."""
     goarch = ARCHITECTURES[architecture or platform.machine()]
-    seen = hashlib.sha256(goarch.encode())
+    digest = hashlib.sha256(goarch.encode())
     for path in sorted([*sources.glob("*.go"), sources / "go.mod"]):
-        seen.update(path.name.encode() + path.read_bytes())
+        digest.update(path.name.encode() + path.read_bytes())
     cache = cache_root() / "opensandbox"
-    target = cache / f"{name}-{goarch}-{seen.hexdigest()[:16]}"
+    target = cache / f"{name}-{goarch}-{digest.hexdigest()[:16]}"
     if target.is_file():
         return target
     cache.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def build(sources: Path, name: str, architecture: str | None = None) -> Path:
         if target.is_file():
             return target
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=cache) as work:
-            made = Path(work) / name
+            program = Path(work) / name
             environment = {
                 **os.environ,
                 "CGO_ENABLED": "0",
@@ -58,7 +58,7 @@ def build(sources: Path, name: str, architecture: str | None = None) -> Path:
             }
             try:
                 subprocess.run(
-                    [go_program(), "build", "-trimpath", "-ldflags=-s -w", "-o", str(made), "."],
+                    [go_program(), "build", "-trimpath", "-ldflags=-s -w", "-o", str(program), "."],
                     cwd=sources,
                     env=environment,
                     check=True,
@@ -68,19 +68,19 @@ def build(sources: Path, name: str, architecture: str | None = None) -> Path:
                 )
             except subprocess.CalledProcessError as error:
                 raise RuntimeError(f"'{name}' does not compile: {error.stderr[-2000:]}") from error
-            made.replace(target)
+            program.replace(target)
     return target
 
 
 def build_boxtool() -> None:
     """Compile the helper program for every architecture into its distribution, unless it is already there."""
     stamp, digest = BINARIES / "SOURCE", source_digest()
-    wanted = {goarch: BINARIES / f"boxtool-{goarch}" for goarch in sorted(set(ARCHITECTURES.values()))}
-    if stamp.is_file() and stamp.read_text().strip() == digest and all(path.is_file() for path in wanted.values()):
+    binaries = {goarch: BINARIES / f"boxtool-{goarch}" for goarch in sorted(set(ARCHITECTURES.values()))}
+    if stamp.is_file() and stamp.read_text().strip() == digest and all(path.is_file() for path in binaries.values()):
         return
     BINARIES.mkdir(exist_ok=True)
     stamp.unlink(missing_ok=True)
-    for goarch, target in wanted.items():
+    for goarch, target in binaries.items():
         shutil.copyfile(build(SOURCE, "boxtool", goarch), target)
     stamp.write_text(digest + "\n")
 

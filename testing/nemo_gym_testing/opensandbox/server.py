@@ -24,7 +24,7 @@ from nemo_gym_testing.opensandbox.faults import Faults, Seen
 from nemo_gym_testing.opensandbox.go_build import build_boxtool
 
 KEY_HEADER = "OPEN-SANDBOX-API-KEY"
-_FAKE = "opensandbox.fake"
+_OWNER_LABEL = "opensandbox.fake"
 _SHORTEST_TIMEOUT_S = 60
 _EXECD_PORT, _EGRESS_PORT = 44772, 18080
 _UNSERVED = ("snapshotId", "templateId", "platform", "credentialProxy", "secureAccess", "lifecycle")
@@ -85,15 +85,15 @@ class FakeOpenSandbox:
         app.router.add_post("/v1/sandboxes/{id}/pause", self._pause)
         app.router.add_post("/v1/sandboxes/{id}/resume", self._resume)
         app.router.add_get("/v1/sandboxes/{id}/endpoints/{port}", self._endpoint)
-        app.router.add_route("*", "/v1/sandboxes/{id}/proxy/{port}/{path:.*}", self._inside)
-        app.router.add_route("*", "/box/{id}/proxy/{port}/{path:.*}", self._inside)
+        app.router.add_route("*", "/v1/sandboxes/{id}/proxy/{port}/{path:.*}", self._handle_in_box)
+        app.router.add_route("*", "/box/{id}/proxy/{port}/{path:.*}", self._handle_in_box)
         return app
 
     async def aclose(self) -> None:
         """Destroy every box."""
         if self._making:
             await asyncio.wait(self._making)
-        await self._provider.reap({_FAKE: self._name})
+        await self._provider.reap({_OWNER_LABEL: self._name})
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -143,7 +143,7 @@ class FakeOpenSandbox:
             image=body["image"]["uri"],
             ttl_s=timeout_s or 86400,
             env=body.get("env") or {},
-            metadata={_FAKE: self._name},
+            metadata={_OWNER_LABEL: self._name},
             resources=_resources(body.get("resourceLimits") or {}),
             entrypoint=body.get("entrypoint"),
             network=NetworkPolicy.NONE if policy else NetworkPolicy.OPEN,
@@ -173,24 +173,24 @@ class FakeOpenSandbox:
 
     async def _forget_ended(self) -> None:
         before = set(self._boxes)
-        alive = {info.sandbox_id for info in await self._provider.list({_FAKE: self._name})}
+        alive = {info.sandbox_id for info in await self._provider.list({_OWNER_LABEL: self._name})}
         for gone in before - alive:
             self._boxes.pop(gone, None)
 
     async def _list(self, request: web.Request) -> web.Response:
         await self._forget_ended()
-        wanted = dict(parse_qsl(request.query.get("metadata", ""), keep_blank_values=True))
-        found = [box for box in self._boxes.values() if wanted.items() <= box.metadata.items()]
-        found.sort(key=lambda box: box.created_at, reverse=True)
+        labels = dict(parse_qsl(request.query.get("metadata", ""), keep_blank_values=True))
+        boxes = [box for box in self._boxes.values() if labels.items() <= box.metadata.items()]
+        boxes.sort(key=lambda box: box.created_at, reverse=True)
         page, size = int(request.query.get("page", 1)), int(request.query.get("pageSize", 20))
-        pages = -(-len(found) // size)
+        pages = -(-len(boxes) // size)
         return web.json_response(
             {
-                "items": [box.view() for box in found[(page - 1) * size : page * size]],
+                "items": [box.view() for box in boxes[(page - 1) * size : page * size]],
                 "pagination": {
                     "page": page,
                     "pageSize": size,
-                    "totalItems": len(found),
+                    "totalItems": len(boxes),
                     "totalPages": pages,
                     "hasNextPage": page < pages,
                 },
@@ -208,12 +208,12 @@ class FakeOpenSandbox:
 
     async def _renew(self, request: web.Request) -> web.Response:
         box = await self._box(request)
-        wanted = datetime.fromisoformat((await request.json())["expiresAt"])
-        left_s = wanted.timestamp() - time.time()
+        expires_at = datetime.fromisoformat((await request.json())["expiresAt"])
+        left_s = expires_at.timestamp() - time.time()
         if left_s <= 0:
             return problem(400, "DOCKER::INVALID_EXPIRATION", "the new expiration is in the past")
         await self._provider.renew(box.handle, left_s)
-        box.expires_at = wanted.timestamp()
+        box.expires_at = expires_at.timestamp()
         return web.json_response({"expiresAt": _moment(box.expires_at)})
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -230,7 +230,7 @@ class FakeOpenSandbox:
         root = "v1/sandboxes" if through else "box"
         return web.json_response({"endpoint": f"{request.host}/{root}/{box_id}/proxy/{request.match_info['port']}"})
 
-    async def _inside(self, request: web.Request) -> web.StreamResponse:
+    async def _handle_in_box(self, request: web.Request) -> web.StreamResponse:
         """Respond as a box's daemon or its egress sidecar. A paused box does not respond until it is resumed."""
         box = self._boxes[request.match_info["id"]]
         await box.resumed.wait()

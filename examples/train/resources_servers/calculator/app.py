@@ -61,10 +61,10 @@ class CalculatorEnvironment(MathEnvironment):
 
     def public_row(self, row: dict[str, Any]) -> dict[str, Any]:
         public = super().public_row(row)
-        asked = [{"role": "user", "content": row["question"]}]
+        messages = [{"role": "user", "content": row["question"]}]
         return {
             **public,
-            "responses_create_params": {**public["responses_create_params"], "input": asked, "tools": TOOLS},
+            "responses_create_params": {**public["responses_create_params"], "input": messages, "tools": TOOLS},
         }
 
 

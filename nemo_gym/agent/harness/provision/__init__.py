@@ -55,11 +55,11 @@ def installed(package: CliPackage) -> Path:
         )
     if package.requirements is not None:
         _check_python(package, directory)
-    recorded = _recorded(directory)
+    recorded = _read_record(directory)
     for name, pinned in package.integrity.items():
-        if (found := recorded.get(f"node_modules/{name}", {}).get("integrity")) != pinned:
+        if (actual := recorded.get(f"node_modules/{name}", {}).get("integrity")) != pinned:
             raise ConfigError(
-                f"{directory} holds another '{name}' than the pinned one (its checksum is {found}, not {pinned});"
+                f"{directory} holds another '{name}' than the pinned one (its checksum is {actual}, not {pinned});"
                 f" remove the directory and run: {INSTALL_COMMAND}",
                 key="agent",
             )
@@ -93,7 +93,7 @@ def _installed_directory(package: CliPackage) -> Path | None:
     return None
 
 
-def _recorded(directory: Path) -> Mapping[str, Any]:
+def _read_record(directory: Path) -> Mapping[str, Any]:
     """The record of unpacked npm packages, written after each archive matched its checksum."""
     try:
         packages = orjson.loads((directory / RECORD).read_bytes())["packages"]
@@ -124,18 +124,18 @@ def _glibc(package: CliPackage) -> str:
     """Shell lines that link the package's glibc into a box without one, and have the loader check that all libraries
     of the program exist in the versions it needs."""
     bundled, program = shlex.quote(f"{package.install_dir}/{GLIBC}"), shlex.quote(package.executable)
-    none = _lacks("glibc", package, end="")
+    no_glibc = _lacks("glibc", package, end="")
     lines = ["loader="]
     lines += [f"[ -e {loader} ] && loader={loader}" for loader in LOADERS]
     lines += [
         f'if [ -z "$loader" ]; then libraries={bundled}',
-        _need('[ -d "$libraries" ]', f"{none}, and none was taken along; run: {INSTALL_COMMAND}"),
+        _need('[ -d "$libraries" ]', f"{no_glibc}, and none was taken along; run: {INSTALL_COMMAND}"),
         f'for found in {" ".join(LOADERS)}; do [ -e "$libraries/${{found##*/}}" ] && loader=$found; done',
         f'read -r directory < "$libraries/{SYSTEM_DIRECTORY}"',
         _need(
             '{ mkdir -p "${loader%/*}" "$directory" && ln -s "$libraries/${loader##*/}" "$loader" &&'
             ' for file in "$libraries"/lib*; do ln -s "$file" "$directory/" || break; done; } 2>/dev/null',
-            f"{none}, and its root cannot be written to link one in; use an image with glibc, or run as root",
+            f"{no_glibc}, and its root cannot be written to link one in; use an image with glibc, or run as root",
         ),
         "fi",
         f'if ! found=$("$loader" --list {program} 2>&1); then',

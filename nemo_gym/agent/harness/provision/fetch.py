@@ -48,7 +48,7 @@ def fetch(package: CliPackage) -> Path:
     if _is_whole(package):
         return installed(package)
     try:
-        return _fetched(package, fetched_directory(package))
+        return _fetch_locked(package, fetched_directory(package))
     except OSError as error:
         raise ConfigError(
             f"the cache {cache_root()} cannot hold '{package.name}': {error.strerror or error}; NEMO_GYM_CACHE_DIR"
@@ -57,19 +57,19 @@ def fetch(package: CliPackage) -> Path:
         ) from error
 
 
-def _fetched(package: CliPackage, target: Path) -> Path:
+def _fetch_locked(package: CliPackage, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _lock(target.parent / ".lock"):
         if not is_installed(package):
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{package.version}.") as making:
-                _make(package, Path(making))
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{package.version}.") as staging:
+                _make(package, Path(staging))
                 shutil.rmtree(target, ignore_errors=True)
-                Path(making, "package").rename(target)
+                Path(staging, "package").rename(target)
         directory = installed(package)
         if not _is_whole(package):  # installed without a copy of glibc
-            with tempfile.TemporaryDirectory(dir=directory, prefix=f"{GLIBC}.") as making:
-                _take_glibc_along(package, directory, Path(making) / GLIBC)
-                Path(making, GLIBC).rename(directory / GLIBC)
+            with tempfile.TemporaryDirectory(dir=directory, prefix=f"{GLIBC}.") as staging:
+                _copy_glibc(package, directory, Path(staging) / GLIBC)
+                Path(staging, GLIBC).rename(directory / GLIBC)
     return directory
 
 
@@ -77,28 +77,28 @@ def _is_whole(package: CliPackage) -> bool:
     return is_installed(package) and (package.runtime != "elf-glibc" or (installed(package) / GLIBC).is_dir())
 
 
-def _take_glibc_along(package: CliPackage, directory: Path, target: Path) -> None:
+def _copy_glibc(package: CliPackage, directory: Path, target: Path) -> None:
     take_along([directory / package.command], target)
 
 
-def _make(package: CliPackage, making: Path) -> None:
-    root = making / "package"
+def _make(package: CliPackage, staging: Path) -> None:
+    root = staging / "package"
     if package.requirements is not None:
         version = make_python_tree(package, root)
         record = {"python": version, "requirements": requirements_checksum(package)}
         (root / PYTHON_RECORD).write_bytes(orjson.dumps(record))
     else:
-        _make_of_npm(package, making, root)
+        _make_of_npm(package, staging, root)
     (root / MARKER).touch()
 
 
-def _make_of_npm(package: CliPackage, making: Path, root: Path) -> None:
+def _make_of_npm(package: CliPackage, staging: Path, root: Path) -> None:
     record = {}
     for name, version in package.npm.items():
         pinned = package.integrity.get(name)
         if pinned is None:
             raise ConfigError(f"the CLI package '{package.name}' pins no checksum of '{name}'", key="integrity")
-        archive = _pack(name, version, making)
+        archive = _pack(name, version, staging)
         if (found := _integrity(archive)) != pinned:
             raise ConfigError(
                 f"'{name}' {version} has the checksum {found} in the registry, and {pinned} is pinned; it is not used",
@@ -127,26 +127,26 @@ def _pack(name: str, version: str, directory: Path) -> Path:
     ]
     path = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # node is beside npm
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, cwd=directory, env={**os.environ, "PATH": path}, capture_output=True, timeout=FETCH_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"npm did not fetch '{spec}' within {FETCH_TIMEOUT_S:.0f} s; try again", key="npm") from None
     archives = list(directory.glob("*.tgz"))
-    if done.returncode != 0 or len(archives) != 1:
-        said = done.stderr.decode("utf-8", "replace").strip()[-500:]
-        raise ConfigError(f"npm could not fetch '{spec}': {said}", key="npm")
+    if completed.returncode != 0 or len(archives) != 1:
+        error_text = completed.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise ConfigError(f"npm could not fetch '{spec}': {error_text}", key="npm")
     return archives[0]
 
 
 def _npm() -> str:
-    found = shutil.which("npm") or next(map(str, (cache_root() / "clis" / "node").glob("*/bin/npm")), None)
-    if found is None:
+    npm = shutil.which("npm") or next(map(str, (cache_root() / "clis" / "node").glob("*/bin/npm")), None)
+    if npm is None:
         raise ConfigError(
             "fetching agent CLIs needs npm: install Node.js, or run scripts/install-clis node for one in the cache",
             key="npm",
         )
-    return found
+    return npm
 
 
 def _integrity(path: Path) -> str:

@@ -49,14 +49,14 @@ def take_along(programs: Iterable[Path], directory: Path, below: Path | None = N
             if below is not None and path.resolve().is_relative_to(below):
                 continue
             # glibc itself loads the unwinder when a thread ends; programs do not list it.
-            for wanted, found in ((name, path), (UNWINDER, path.with_name(UNWINDER))):
-                if found.exists() and not (directory / wanted).exists():
-                    shutil.copy(found.resolve(), directory / wanted)
+            for library_name, source in ((name, path), (UNWINDER, path.with_name(UNWINDER))):
+                if source.exists() and not (directory / library_name).exists():
+                    shutil.copy(source.resolve(), directory / library_name)
     (directory / SYSTEM_DIRECTORY).write_text(_system_directory(loader))
 
 
 def _system_directory(loader: Path) -> str:
-    done = subprocess.run([str(loader), "--help"], capture_output=True, text=True, timeout=60)
-    found = re.search(r"^\s+(/\S+) \(system search path\)", done.stdout, re.MULTILINE)
+    completed = subprocess.run([str(loader), "--help"], capture_output=True, text=True, timeout=60)
+    match = re.search(r"^\s+(/\S+) \(system search path\)", completed.stdout, re.MULTILINE)
     # Loaders older than glibc 2.33 do not print their search path.
-    return found.group(1).rstrip("/") if found else "/lib64"
+    return match.group(1).rstrip("/") if match else "/lib64"

@@ -33,7 +33,7 @@ root="${{0%/bin/*}}"
 exec "$root/{native}/{loader}" --library-path "$root/{native}" --argv0 "$root/bin/{link}" \
 "$root/bin/{program}" "$@"
 """
-_ASK = """
+_QUERY_SCRIPT = """
 import json, os, platform, ssl, sqlite3, sys, sysconfig, ctypes, zlib
 print(json.dumps({
     "version": "%d.%d" % sys.version_info[:2], "full": platform.python_version(),
@@ -88,19 +88,19 @@ def make_python_tree(package: CliPackage, root: Path) -> str:
 
 def find_interpreter(package: CliPackage) -> Interpreter:
     """The interpreter that `PYTHON_VARIABLE` names, or the first suitable one on ``PATH``, of pyenv or of uv."""
-    given = os.environ.get(PYTHON_VARIABLE)
-    if given:
-        found = _ask(given)
-        if found is None or found.version not in package.pythons:
-            what = "cannot be run, or lacks a module" if found is None else f"is Python {found.full}"
+    configured = os.environ.get(PYTHON_VARIABLE)
+    if configured:
+        interpreter = _query(configured)
+        if interpreter is None or interpreter.version not in package.pythons:
+            problem = "cannot be run, or lacks a module" if interpreter is None else f"is Python {interpreter.full}"
             raise ConfigError(
-                f"{PYTHON_VARIABLE}={given} {what}; '{package.name}' needs CPython {_versions(package)}",
+                f"{PYTHON_VARIABLE}={configured} {problem}; '{package.name}' needs CPython {_versions(package)}",
                 key=PYTHON_VARIABLE,
             )
-        return found
+        return interpreter
     for candidate in _candidates(package):
-        if (found := _ask(candidate)) is not None and found.version in package.pythons:
-            return found
+        if (interpreter := _query(candidate)) is not None and interpreter.version in package.pythons:
+            return interpreter
     raise ConfigError(
         f"'{package.name}' needs CPython {_versions(package)}, and this host has none on PATH, of pyenv or of uv;"
         f" install one (pyenv install {package.pythons[0]}, or the distribution's python{package.pythons[0]}), or set"
@@ -124,16 +124,16 @@ def _candidates(package: CliPackage) -> Iterator[str]:
             yield from map(str, sorted(home.glob(f"*{version}*/bin/python{version}")))
 
 
-def _ask(python: str) -> Interpreter | None:
+def _query(python: str) -> Interpreter | None:
     """Query an interpreter's version and paths; ``None`` if it cannot be run or lacks a commonly needed module."""
     try:
-        done = subprocess.run([python, "-I", "-c", _ASK], capture_output=True, timeout=60)
+        completed = subprocess.run([python, "-I", "-c", _QUERY_SCRIPT], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode != 0:
+    if completed.returncode != 0:
         return None
-    said = orjson.loads(done.stdout)
-    return Interpreter(said["version"], said["full"], Path(said["program"]), Path(said["stdlib"]))
+    info = orjson.loads(completed.stdout)
+    return Interpreter(info["version"], info["full"], Path(info["program"]), Path(info["stdlib"]))
 
 
 def _install(package: CliPackage, interpreter: Interpreter, site: Path) -> None:
@@ -151,9 +151,9 @@ def _install(package: CliPackage, interpreter: Interpreter, site: Path) -> None:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"'{' '.join(command)}' took more than {INSTALL_TIMEOUT_S:.0f} s", key="agent") from None
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip()[-800:]
-        raise ConfigError(f"'{' '.join(command)}' failed: {said}", key="agent")
+    if completed.returncode != 0:
+        error_text = (completed.stderr or completed.stdout).strip()[-800:]
+        raise ConfigError(f"'{' '.join(command)}' failed: {error_text}", key="agent")

@@ -134,8 +134,8 @@ def _hide(path: str) -> None:
         linux.mount("/dev/null", path, None, linux.MS_BIND)
 
 
-def _remount_read_only(path: str, more: int, *, nodev: bool = True) -> None:
-    flags = linux.MS_BIND | _MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | more
+def _remount_read_only(path: str, extra_flags: int, *, nodev: bool = True) -> None:
+    flags = linux.MS_BIND | _MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | extra_flags
     linux.mount("none", path, None, flags | (linux.MS_NODEV if nodev else 0))
 
 
@@ -143,8 +143,8 @@ def image_env(init_pid: int) -> dict[str, str]:
     """The image's environment for every process: that of the first process, without Apptainer's own variables."""
     env: dict[str, str] = {}
     for entry in Path(f"/proc/{init_pid}/environ").read_bytes().split(b"\0"):
-        name, found, value = entry.decode("utf-8", "surrogateescape").partition("=")
-        if not found or name in _OWN_VARIABLES or name.startswith(_OWN_VARIABLES[:2]):
+        name, separator, value = entry.decode("utf-8", "surrogateescape").partition("=")
+        if not separator or name in _OWN_VARIABLES or name.startswith(_OWN_VARIABLES[:2]):
             continue
         if (name, value) in (("LANG", "C"), ("LD_LIBRARY_PATH", "/.singularity.d/libs")):
             continue
@@ -170,11 +170,11 @@ async def build(plan: BoxPlan) -> BuiltBox:
     (plan.directory / "apptainer.conf").write_text(CONFIGURATION)
     binds = _binds(plan)
     error_read, error_write = os.pipe()
-    said_read, said_write = os.pipe()
+    status_read, status_write = os.pipe()
     go_read, go_write = os.pipe()
     stderr_read, stderr_write = os.pipe()
     program = linux.open_program()
-    ready, ready_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ready, ready_child = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     # The kernel adds the sender's pid, as valid in this pid namespace: that of the box's first process.
     ready.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     ready.setblocking(False)
@@ -182,23 +182,23 @@ async def build(plan: BoxPlan) -> BuiltBox:
 
     def child() -> None:
         _become_apptainer(
-            plan, arguments, binds, error_write, said_write, go_read, ready_theirs.fileno(), stderr_write, program
+            plan, arguments, binds, error_write, status_write, go_read, ready_child.fileno(), stderr_write, program
         )
 
-    keep = [error_write, said_write, go_read, ready_theirs.fileno(), stderr_write, program]
+    keep = [error_write, status_write, go_read, ready_child.fileno(), stderr_write, program]
     try:
         maker = processes.fork(child, keep=keep)
     finally:
-        close_all([error_write, said_write, go_read, stderr_write, program])
-        ready_theirs.close()
+        close_all([error_write, status_write, go_read, stderr_write, program])
+        ready_child.close()
     maker_fd = os.pidfd_open(maker)
     monitor, monitor_fd, built = 0, -1, False
     try:
-        await processes.readable(said_read)
-        if os.read(said_read, 1):
+        await processes.readable(status_read)
+        if os.read(status_read, 1):
             write_maps(maker, plan.identity)
             os.write(go_write, _GO)
-            monitor = int(os.read(said_read, 16) or b"0") if await _becomes_readable(said_read) else 0
+            monitor = int(os.read(status_read, 16) or b"0") if await _becomes_readable(status_read) else 0
         if monitor:
             monitor_fd = os.pidfd_open(monitor)
             os.write(go_write, _GO)
@@ -209,15 +209,15 @@ async def build(plan: BoxPlan) -> BuiltBox:
                 error_read,
             ) = await processes.read_all(error_read), -1
             (
-                said,
+                stderr_text,
                 stderr_read,
             ) = await processes.read_all(stderr_read), -1
-            raise BuildError(_explain(plan, json.loads(problem) if problem else None, said))
+            raise BuildError(_explain(plan, json.loads(problem) if problem else None, stderr_text))
         init_fd = os.pidfd_open(init_pid)
         try:
-            problem_found = await finish_mounts(init_fd, plan)
-            if problem_found is not None:
-                raise BuildError(f"making the box failed while {problem_found['step']}: {problem_found['message']}")
+            mount_problem = await finish_mounts(init_fd, plan)
+            if mount_problem is not None:
+                raise BuildError(f"making the box failed while {mount_problem['step']}: {mount_problem['message']}")
             network_fd = os.open(f"/proc/{init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             env = image_env(init_pid)
         except BaseException:
@@ -227,7 +227,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
         return BuiltBox(monitor, monitor_fd, init_fd, init_pid, network_fd, env)
     finally:
         ready.close()
-        close_all([d for d in (error_read, said_read, go_write, stderr_read) if d >= 0])
+        close_all([d for d in (error_read, status_read, go_write, stderr_read) if d >= 0])
         if not built:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(maker, signal.SIGKILL)
@@ -284,7 +284,7 @@ def _become_apptainer(
     arguments: Sequence[str],
     binds: Sequence[tuple[str, str, bool]],
     error_fd: int,
-    said_fd: int,
+    status_fd: int,
     go_fd: int,
     ready_fd: int,
     stderr_fd: int,
@@ -308,7 +308,7 @@ def _become_apptainer(
         make_places(plan.directory / "root", [(source, target) for source, target, _ in binds])
         step = "user namespace"
         linux.unshare(linux.CLONE_NEWUSER)
-        os.write(said_fd, b"u")
+        os.write(status_fd, b"u")
         if os.read(go_fd, 1) != _GO:
             os._exit(1)
         processes.limit_counters()
@@ -318,10 +318,10 @@ def _become_apptainer(
         linux.unshare(linux.CLONE_NEWPID)
         pid = linux.fork_as_sibling()
         if pid:
-            os.write(said_fd, str(pid).encode())
+            os.write(status_fd, str(pid).encode())
             os._exit(0)
         linux.die_with_parent()
-        os.close(said_fd)
+        os.close(status_fd)
         if os.read(go_fd, 1) != _GO:  # the supervisor died before it opened a pidfd of this process
             os._exit(1)
         step = "apptainer"
@@ -356,7 +356,7 @@ def _fork_and_watch() -> None:
     os._exit(0)
 
 
-def _explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
+def _explain(plan: BoxPlan, problem: dict[str, Any] | None, stderr_text: bytes) -> str:
     if problem is not None and problem["step"] == "apptainer":
         return f"cannot run '{plan.program}' ({problem.get('message')}): set the provider's option apptainer"
-    return explain(plan, problem, said)
+    return explain(plan, problem, stderr_text)

@@ -38,15 +38,15 @@ class ApptainerOptions(SupervisedOptions):
     """Name or path of Apptainer, 1.1 or later."""
 
     def program(self) -> str:
-        found = shutil.which(self.apptainer)
-        if found is None:
+        path = shutil.which(self.apptainer)
+        if path is None:
             raise SandboxCreateError(
                 f"Apptainer was not found as '{self.apptainer}': install the package apptainer (on Debian, "
                 "`scripts/install-system --with-apptainer`) or set the option apptainer of the sandbox provider "
                 "'apptainer'",
                 provider=self.provider,
             )
-        return str(Path(found).absolute())
+        return str(Path(path).absolute())
 
     @classmethod
     def program_names(cls) -> tuple[str, ...]:
@@ -133,11 +133,11 @@ def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:
         raise SandboxCreateError(
             "unsquashfs was not found; install the package squashfs-tools", provider=options.provider
         )
-    listed = _run([options.program(), "sif", "list", source], source, options)
-    found = _SQUASHFS.search(listed)
-    if found is None:
+    listing = _run([options.program(), "sif", "list", source], source, options)
+    squashfs = _SQUASHFS.search(listing)
+    if squashfs is None:
         raise SandboxCreateError(f"'{source}' is no SIF file with a squashfs system in it", provider=options.provider)
-    command = [unsquashfs, "-quiet", "-no-progress", "-offset", found[1], "-dest", str(staged / "root"), source]
+    command = [unsquashfs, "-quiet", "-no-progress", "-offset", squashfs[1], "-dest", str(staged / "root"), source]
     # Exit code 2 means that owners or attributes were not set. Only root can set these, and an ordinary user's boxes
     # could not have them anyway.
     _run(command, source, options, accepted=(0,) if os.geteuid() == 0 else (0, 2))
@@ -145,15 +145,15 @@ def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:
 
 def _run(command: Sequence[str], source: str, options: SupervisedOptions, *, accepted: Sequence[int] = (0,)) -> str:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_UNPACK_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxCreateError(f"cannot unpack '{source}': {error}", provider=options.provider) from error
-    if done.returncode not in accepted:
-        said = done.stderr.decode("utf-8", "replace").strip()[-2000:]
-        raise SandboxCreateError(f"cannot unpack '{source}': {said}", provider=options.provider)
-    return done.stdout.decode("utf-8", "replace")
+    if result.returncode not in accepted:
+        error_text = result.stderr.decode("utf-8", "replace").strip()[-2000:]
+        raise SandboxCreateError(f"cannot unpack '{source}': {error_text}", provider=options.provider)
+    return result.stdout.decode("utf-8", "replace")
 
 
 # -- Provider ------------------------------------------------------------------------------------------------------

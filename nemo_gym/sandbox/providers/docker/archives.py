@@ -89,8 +89,8 @@ class Upload:
         """
         try:
             for parts in sorted(self.implied - self._named):
-                found = stat(engine, container_id, posixpath.join(self.path, *parts))
-                if found is not None and not found["mode"] & _GO_MODE_DIR:
+                entry = stat(engine, container_id, posixpath.join(self.path, *parts))
+                if entry is not None and not entry["mode"] & _GO_MODE_DIR:
                     raise SandboxArchiveError(
                         f"the archive for '{self.path}' is refused: '{'/'.join(parts)}' is a link or a file in the box"
                     )
@@ -180,8 +180,8 @@ def download(
                     _spool(filtered(chunks, exclude=exclude, max_bytes=max_bytes, strip=strip), spool)
             if target:
                 with _reading(engine, container_id, target) as (chunks, _):
-                    kept = filtered(chunks, exclude=exclude, max_bytes=max_bytes)
-                    _spool(_renamed(kept, posixpath.basename(path)), spool)
+                    members = filtered(chunks, exclude=exclude, max_bytes=max_bytes)
+                    _spool(_renamed(members, posixpath.basename(path)), spool)
         except ArchiveTooLargeError as error:
             raise SandboxArchiveTooLargeError(f"'{path}' cannot be packed: {error}", max_bytes=max_bytes) from error
         except ArchiveError as error:
@@ -242,8 +242,8 @@ def _decoded_stat(response: Any) -> dict[str, Any]:
     return dict(json.loads(base64.b64decode(response.headers["X-Docker-Container-Path-Stat"])))
 
 
-def _renamed(chunks: Iterator[bytes], first: str) -> Iterator[bytes]:
-    """Replace the first component of every member's name by ``first``."""
+def _renamed(chunks: Iterator[bytes], first_component: str) -> Iterator[bytes]:
+    """Replace the first component of every member's name by ``first_component``."""
     parser = TarParser()
     padding = 0
     for chunk in chunks:
@@ -251,9 +251,9 @@ def _renamed(chunks: Iterator[bytes], first: str) -> Iterator[bytes]:
         for event in parser.feed(chunk):
             if isinstance(event, tarfile.TarInfo):
                 padding = -event.size % tarfile.BLOCKSIZE
-                event.name = "/".join([first, *event.name.split("/")[1:]])
+                event.name = "/".join([first_component, *event.name.split("/")[1:]])
                 if event.islnk():
-                    event.linkname = "/".join([first, *event.linkname.split("/")[1:]])
+                    event.linkname = "/".join([first_component, *event.linkname.split("/")[1:]])
                 out += encode_header(event)
             else:
                 out += bytes(padding) if event is None else event

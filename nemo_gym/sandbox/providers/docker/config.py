@@ -74,7 +74,7 @@ class DockerConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> DockerConfig:
         """Build from configuration; an unknown key raises `ConfigError` with the nearest right name."""
         reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where="docker sandbox")
-        known = dict(values)
-        if isinstance(known.get("default_resources"), Mapping):
-            known["default_resources"] = SandboxResources.from_mapping(known["default_resources"])
-        return cls(**known)
+        options = dict(values)
+        if isinstance(options.get("default_resources"), Mapping):
+            options["default_resources"] = SandboxResources.from_mapping(options["default_resources"])
+        return cls(**options)

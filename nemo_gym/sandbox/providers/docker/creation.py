@@ -78,8 +78,8 @@ def profile() -> str:
 
 def supports_profile(version: str) -> bool:
     """Whether an engine of this release supports the profile."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    return found is not None and tuple(int(part or 0) for part in found.groups()) >= OLDEST_ENGINE
+    parts = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return parts is not None and tuple(int(part or 0) for part in parts.groups()) >= OLDEST_ENGINE
 
 
 def _rule(names: tuple[str, ...], error: int, *arguments: dict[str, Any]) -> dict[str, Any]:
@@ -153,10 +153,10 @@ def ensure_watchdog(engine_url: str) -> None:
     path = lock_path(engine_url)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = watchdog.try_lock(str(path))
-        if held is None:
+        lock = watchdog.try_lock(str(path))
+        if lock is None:
             return
-        os.close(held)
+        os.close(lock)
         argv = [sys.executable, "-I", "-S", watchdog.__file__, str(path), engine_url]
         if not engine_url.startswith("unix://") and os.environ.get("DOCKER_TLS_VERIFY"):
             argv.append(os.environ.get("DOCKER_CERT_PATH") or str(Path("~/.docker").expanduser()))
@@ -244,8 +244,8 @@ class Creation:
             return None
         label = f"{SPEC_KEY}={key_digest(self._spec.idempotency_key)}"
         try:
-            for found in self._engine.client.containers(all=True, filters={"label": [label]}):
-                return self._adopt(found["Id"])
+            for container in self._engine.client.containers(all=True, filters={"label": [label]}):
+                return self._adopt(container["Id"])
         except sdk_errors() as error:
             raise translate(
                 error, "looking for a box with the same idempotency key", kind=SandboxCreateError
@@ -258,10 +258,10 @@ class Creation:
         deadline = time.monotonic() + _NAME_TAKEN_PATIENCE_S
         while True:
             try:
-                found = dict(client.inspect_container(container_id))
-                state = found["State"]
+                inspection = dict(client.inspect_container(container_id))
+                state = inspection["State"]
                 if state["Running"]:
-                    return found
+                    return inspection
                 if state["Status"] != "created" or time.monotonic() > deadline:
                     client.remove_container(container_id, force=True, v=True)
                     return None
@@ -286,17 +286,17 @@ class Creation:
                 container_id = self._create()
                 break
             except sdk_errors() as error:
-                said = explain(error).lower()
-                if status_of(error) == 404 and not pulled and ("no such image" in said or "not found" in said):
+                reason = explain(error).lower()
+                if status_of(error) == 404 and not pulled and ("no such image" in reason or "not found" in reason):
                     self.pull_missing()
                     pulled = True
                 elif status_of(error) == 409 and self._spec.idempotency_key and time.monotonic() < deadline:
                     try:
-                        found = self._adopt(self.name)
+                        inspection = self._adopt(self.name)
                     except sdk_errors() as inner:
                         raise translate(inner, "waiting for the same box", kind=SandboxCreateError) from inner
-                    if found is not None:
-                        return found
+                    if inspection is not None:
+                        return inspection
                     # The engine reserves a name shortly before, and frees it shortly after, the name can be looked up.
                     time.sleep(0.05)
                 else:
@@ -307,17 +307,17 @@ class Creation:
             if self._spec.files:
                 client.put_archive(container_id, "/", files_archive(self._spec.files))
             client.start(container_id)
-            found = self._settled(container_id)
-            if not found["State"]["Running"]:
+            inspection = self._inspect_when_settled(container_id)
+            if not inspection["State"]["Running"]:
                 raise SandboxCreateVerificationError(
-                    f"docker: the box stopped at once with exit code {found['State'].get('ExitCode')}; its "
+                    f"docker: the box stopped at once with exit code {inspection['State'].get('ExitCode')}; its "
                     f"entry point {list(self._spec.entrypoint or _IDLE)} must go on for as long as the box lives"
                 )
-            return found
+            return inspection
         except sdk_errors() as error:
             self.discard()
-            said = explain(error)
-            if self._spec.entrypoint is None and "/bin/sh" in said:
+            reason = explain(error)
+            if self._spec.entrypoint is None and "/bin/sh" in reason:
                 raise SandboxCreateError(
                     f"docker: the image '{self._image}' has no /bin/sh, which an idle box needs; give the spec an "
                     "entrypoint that waits, or use another image",
@@ -328,13 +328,13 @@ class Creation:
             self.discard()
             raise
 
-    def _settled(self, container_id: str) -> dict[str, Any]:
+    def _inspect_when_settled(self, container_id: str) -> dict[str, Any]:
         """The description of a started container, taken late enough to show an entry point that ended at once."""
         deadline = time.monotonic() + (0 if self._spec.entrypoint is None else _FIRST_MOMENTS_S)
         while True:
-            found = dict(self._engine.client.inspect_container(container_id))
-            if not found["State"]["Running"] or time.monotonic() >= deadline:
-                return found
+            inspection = dict(self._engine.client.inspect_container(container_id))
+            if not inspection["State"]["Running"] or time.monotonic() >= deadline:
+                return inspection
             time.sleep(0.05)
 
     def discard(self) -> None:
@@ -389,7 +389,7 @@ class Creation:
         # From here on the container may exist, even if the engine's response is lost.
         self.created = True
         try:
-            made = client.create_container(
+            response = client.create_container(
                 self._image,
                 command=[],
                 entrypoint=[_FIRST_PROCESS] if program is not None else list(spec.entrypoint or _IDLE),
@@ -415,4 +415,4 @@ class Creation:
             if self.created:
                 self.discard()
             raise
-        return str(made["Id"])
+        return str(response["Id"])

@@ -143,8 +143,8 @@ def status_of(error: BaseException) -> int | None:
 
 def explain(error: BaseException) -> str:
     """The engine's own error text."""
-    said = getattr(error, "explanation", None)
-    return str(said.decode(errors="replace") if isinstance(said, bytes) else said or error).strip()
+    text = getattr(error, "explanation", None)
+    return str(text.decode(errors="replace") if isinstance(text, bytes) else text or error).strip()
 
 
 def is_full_disk(text: str) -> bool:
@@ -155,8 +155,8 @@ def translate(
     error: Exception, doing: str, *, kind: type[SandboxError] = SandboxError, **details: Any
 ) -> SandboxError:
     """Convert an SDK or transport error into one of ours; ``doing`` completes the phrase "while …" in its message."""
-    said = explain(error)
-    if is_full_disk(said):
+    error_text = explain(error)
+    if is_full_disk(error_text):
         return kind(
             f"docker: the engine's disk is full while {doing}; free space there, for example with "
             "'docker image prune' (docker info shows the directory as Docker Root Dir)",
@@ -166,10 +166,10 @@ def translate(
     status = status_of(error)
     if status is None:
         return kind(f"docker: the engine stopped answering while {doing} ({_cause(error)}); {START_HINT}", **details)
-    if status == 404 and "no such container" in said.lower():
+    if status == 404 and "no such container" in error_text.lower():
         lost = SandboxLostError if kind is SandboxError else kind
         return lost(f"docker: the box is gone while {doing}", **details)
-    return kind(f"docker: the engine refused while {doing}: {said}", retryable=status >= 500, **details)
+    return kind(f"docker: the engine refused while {doing}: {error_text}", retryable=status >= 500, **details)
 
 
 def sdk_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
@@ -193,8 +193,8 @@ _STREAMS: dict[int, Literal["stdout", "stderr"]] = {1: "stdout", 2: "stderr"}
 class AttachRefused(Exception):
     """The engine did not start the exec; ``status`` is its HTTP status."""
 
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, status: int, error_text: str) -> None:
+        super().__init__(error_text)
         self.status = status
 
 
@@ -210,13 +210,13 @@ class Attachment:
         try:
             while True:
                 header = await self._reader.readexactly(8)
-                left = int.from_bytes(header[4:], "big")
+                remaining = int.from_bytes(header[4:], "big")
                 stream = _STREAMS.get(header[0], "stderr")
-                while left:
-                    data = await self._reader.read(min(left, _READ_LIMIT))
+                while remaining:
+                    data = await self._reader.read(min(remaining, _READ_LIMIT))
                     if not data:
                         return
-                    left -= len(data)
+                    remaining -= len(data)
                     yield ExecOutput(stream, data)
         except (asyncio.IncompleteReadError, ConnectionError, ssl.SSLError):
             return

@@ -74,16 +74,16 @@ class DockerBox:
     doors: dict[str, DoorServer | EgressProxy] = field(default_factory=dict)
 
     @classmethod
-    def from_inspection(cls, found: Mapping[str, Any], *, local: bool) -> DockerBox:
+    def from_inspection(cls, inspection: Mapping[str, Any], *, local: bool) -> DockerBox:
         """Build from the engine's description of a running container."""
-        pid = int(found["State"].get("Pid") or 0) if local else 0
+        pid = int(inspection["State"].get("Pid") or 0) if local else 0
         return cls(
-            container_id=found["Id"],
-            name=str(found["Name"]).lstrip("/"),
-            env=spec_env(found["Config"].get("Labels") or {}),
+            container_id=inspection["Id"],
+            name=str(inspection["Name"]).lstrip("/"),
+            env=spec_env(inspection["Config"].get("Labels") or {}),
             init_pid=pid,
-            control=BoxControl.find(pid, found["Id"]) if pid else None,
-            has_memory_limit=bool((found.get("HostConfig") or {}).get("Memory")),
+            control=BoxControl.find(pid, inspection["Id"]) if pid else None,
+            has_memory_limit=bool((inspection.get("HostConfig") or {}).get("Memory")),
         )
 
 
@@ -179,17 +179,17 @@ class DockerExec:
         if self._consumed:
             raise SandboxError("the events of an exec can be read once")
         self._consumed = True
-        kept = {"stdout": 0, "stderr": 0}
+        kept_bytes = {"stdout": 0, "stderr": 0}
         ended = False
         try:
             if self._attachment is not None:
                 async for output in self._attachment.frames():
-                    room = self._request.max_output_bytes - kept[output.stream]
+                    room = self._request.max_output_bytes - kept_bytes[output.stream]
                     data = output.data[: max(room, 0)]
                     if len(data) < len(output.data):
                         self.truncated.add(output.stream)
                     if data:
-                        kept[output.stream] += len(data)
+                        kept_bytes[output.stream] += len(data)
                         yield ExecOutput(output.stream, data)
             end = await self._end()
             ended = True
@@ -239,11 +239,11 @@ class DockerExec:
         backoff = Backoff(first_s=0.002, longest_s=0.25)
         while True:
             try:
-                found = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
+                inspection = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
             except sdk_errors(SandboxError):
                 return None
-            if not found["Running"]:
-                code = found["ExitCode"]
+            if not inspection["Running"]:
+                code = inspection["ExitCode"]
                 return code if isinstance(code, int) else None
             if self._timed_out:
                 return None
@@ -256,16 +256,16 @@ class DockerExec:
         # The commands of a box that is being killed end shortly before the box does.
         await asyncio.sleep(_DYING_S)
         try:
-            found = await self._engine.call(self._engine.client.inspect_container, self._box.container_id)
+            inspection = await self._engine.call(self._engine.client.inspect_container, self._box.container_id)
         except sdk_errors(SandboxError):
             return False
-        return bool(found["State"]["Status"] == "running")
+        return bool(inspection["State"]["Status"] == "running")
 
     async def _ran_out_of_memory(self) -> bool:
         control = self._box.control
         if control is not None and self._oom_before is not None:
-            after = control.oom_kills()
-            return after is not None and after > self._oom_before
+            oom_kills = control.oom_kills()
+            return oom_kills is not None and oom_kills > self._oom_before
         return await self._engine.call(self._saw_oom_event)
 
     def _saw_oom_event(self) -> bool:
@@ -306,7 +306,7 @@ class DockerExec:
             return
         control = self._box.control
         if control is not None:
-            gone = await self._engine.call(
+            all_dead = await self._engine.call(
                 kill_exec,
                 control,
                 exec_id=self.exec_id,
@@ -315,13 +315,13 @@ class DockerExec:
                 others=frozenset(self._concurrent),
             )
         else:
-            gone = False
+            all_dead = False
             for _ in range(3):
                 await self._signal_from_inside(signals.SIGKILL)
-                gone = await self._main_pid() is None
-                if gone:
+                all_dead = await self._main_pid() is None
+                if all_dead:
                     break
-        if not gone:
+        if not all_dead:
             # Kill the box: losing it is better than keeping one with a command that cannot be stopped.
             with contextlib.suppress(*sdk_errors()):
                 await self._engine.call(self._engine.client.kill, self._box.container_id)
@@ -331,15 +331,15 @@ class DockerExec:
         deadline = time.monotonic() + 5
         while True:
             try:
-                found = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
+                inspection = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
             except sdk_errors(SandboxError):
                 return None
             # The engine responds before it starts the command; until then the command neither runs nor has ended.
-            starting = not found["Pid"] if found["Running"] else found["ExitCode"] is None
+            starting = not inspection["Pid"] if inspection["Running"] else inspection["ExitCode"] is None
             if starting and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
                 continue
-            return int(found["Pid"]) if found["Running"] and found["Pid"] else None
+            return int(inspection["Pid"]) if inspection["Running"] and inspection["Pid"] else None
 
     async def _signal_from_inside(self, number: int) -> None:
         argv = ["/bin/sh", "-c", _SIGNAL_SCRIPT, "sh", f"{EXEC_MARK}={self.exec_id}", str(int(number))]

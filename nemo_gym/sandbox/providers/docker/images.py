@@ -83,9 +83,9 @@ class Images:
         reference = image_reference(image)
         client = self._engine.client
         try:
-            found = client.inspect_container(container_id)
-            base = client.inspect_image(found["Image"])["Config"] or {}
-            blank = dict.fromkeys(found["Config"].get("Labels") or {}, "")
+            container = client.inspect_container(container_id)
+            base = client.inspect_image(container["Image"])["Config"] or {}
+            blank = dict.fromkeys(container["Config"].get("Labels") or {}, "")
             stored = {**blank, **(base.get("Labels") or {}), IMAGE_LABELS: json.dumps(dict(labels))}
             conf: dict[str, Any] = {
                 # The engine replaces an empty list by the box's own entry point, but keeps a blank string.
@@ -104,10 +104,10 @@ class Images:
 
     def labels(self, image: str) -> dict[str, str] | None:
         """The labels given to `commit`; ``None`` if there is no such image."""
-        found = self.inspect(image_reference(image))
-        if found is None:
+        inspection = self.inspect(image_reference(image))
+        if inspection is None:
             return None
-        labels: dict[str, str] = (found.get("Config") or {}).get("Labels") or {}
+        labels: dict[str, str] = (inspection.get("Config") or {}).get("Labels") or {}
         if IMAGE_LABELS in labels:
             return {str(key): str(value) for key, value in json.loads(labels[IMAGE_LABELS]).items()}
         return {key: value for key, value in labels.items() if value}
@@ -230,22 +230,22 @@ def closure() -> dict[str, str]:
         raise SandboxCreateError(
             f"docker: the image 'host' is made of Debian packages, and dpkg-query does not work here ({error}); {hint}"
         ) from error
-    absent = [name for name in REQUIRED if name not in packages]
-    if absent:
+    missing = [name for name in REQUIRED if name not in packages]
+    if missing:
         raise SandboxCreateError(
-            f"docker: the image 'host' needs the packages {', '.join(absent)}; install them with "
-            f"'apt-get install {' '.join(absent)}', or {hint}"
+            f"docker: the image 'host' needs the packages {', '.join(missing)}; install them with "
+            f"'apt-get install {' '.join(missing)}', or {hint}"
         )
     chosen: dict[str, str] = {}
-    left = [name for name in WANTED if name in packages and name not in UNWANTED]
-    while left:
-        name = left.pop()
+    pending = [name for name in WANTED if name in packages and name not in UNWANTED]
+    while pending:
+        name = pending.pop()
         if name in chosen or name in UNWANTED:
             continue
         version, needs = packages[name]
         chosen[name] = version
-        left += [next((o for o in options if o in packages), "") for options in needs]
-        left = [n for n in left if n]
+        pending += [next((o for o in options if o in packages), "") for options in needs]
+        pending = [n for n in pending if n]
     return {name: version for name, version in sorted(chosen.items()) if version}
 
 
@@ -278,8 +278,8 @@ def _real_place(path: str) -> str:
 
 def image_files(packages: dict[str, str]) -> list[str]:
     """All paths that are copied from this machine into the image; directories precede their contents."""
-    listed = _run("dpkg", "-L", *packages).splitlines()
-    places = {_real_place(p) for p in listed if p.startswith("/") and p != "/." and not p.startswith(_SKIPPED)}
+    package_files = _run("dpkg", "-L", *packages).splitlines()
+    places = {_real_place(p) for p in package_files if p.startswith("/") and p != "/." and not p.startswith(_SKIPPED)}
     places |= set(_alternatives(places))
     for generated in _GENERATED:
         if Path(generated).exists():
@@ -295,7 +295,7 @@ def image_files(packages: dict[str, str]) -> list[str]:
 def write_root(packages: dict[str, str], out: IO[bytes]) -> None:
     """Write the image's root filesystem as a tar stream."""
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        made = set()
+        written = set()
         for path in image_files(packages):
             name = path.lstrip("/")
             info = tar.gettarinfo(path, name)
@@ -304,7 +304,7 @@ def write_root(packages: dict[str, str], out: IO[bytes]) -> None:
             info.uid = info.gid = 0
             info.uname = info.gname = ""
             info.mode &= 0o1777
-            made.add(name)
+            written.add(name)
             if info.isreg():
                 with open(path, "rb") as content:  # noqa: PTH123
                     tar.addfile(info, content)
@@ -312,17 +312,17 @@ def write_root(packages: dict[str, str], out: IO[bytes]) -> None:
                 tar.addfile(info)
         for name, mode in _DIRECTORIES.items():
             for parent in reversed([str(p) for p in Path(name).parents if str(p) != "."]):
-                if parent not in made:
-                    made.add(parent)
+                if parent not in written:
+                    written.add(parent)
                     _add(tar, parent, tarfile.DIRTYPE, 0o755)
-            if name not in made:
+            if name not in written:
                 _add(tar, name, tarfile.DIRTYPE, mode)
         for name, text in (
             ("etc/passwd", _USERS),
             ("etc/group", _GROUPS),
             ("etc/nsswitch.conf", "hosts: files dns\n"),
         ):
-            if name not in made:
+            if name not in written:
                 _add(tar, name, tarfile.REGTYPE, 0o644, text.encode())
 
 
@@ -339,13 +339,13 @@ def ensure_host_image(engine: Engine) -> str:
     Raises:
         SandboxCreateError: see `closure`; or the engine refused, or a disk is full.
     """
-    if (known := _known.get(engine.url)) is not None:
-        return known
+    if (cached := _host_images.get(engine.url)) is not None:
+        return cached
     packages = closure()
     image = reference(packages)
     lock = Path(tempfile.gettempdir()) / f"nemo-gym-host-image-{os.getuid()}.lock"
-    with open(lock, "w") as held:  # noqa: PTH123
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(lock, "w") as lock_file:  # noqa: PTH123
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         try:
             try:
                 engine.client.inspect_image(image)
@@ -362,9 +362,9 @@ def ensure_host_image(engine: Engine) -> str:
                     engine.client.inspect_image(image)
         except sdk_errors() as error:
             raise translate(error, "building the image 'host'", kind=SandboxCreateError) from error
-    _known[engine.url] = image
+    _host_images[engine.url] = image
     return image
 
 
-_known: dict[str, str] = {}
+_host_images: dict[str, str] = {}
 """Engine URL → reference of its ``host`` image, so that not every create runs dpkg."""

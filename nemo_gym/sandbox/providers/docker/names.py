@@ -89,10 +89,10 @@ def container_labels(
 
 def public_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
     """A container's labels as its creator gave them, plus the labels that every box of this suite has."""
-    held = labels or {}
-    given: dict[str, Any] = json.loads(held.get(GIVEN_LABELS) or "{}")
-    public = {str(key): str(value) for key, value in given.items()}
-    return public | {key: held[key] for key in (BoxLabel.MANAGED, BoxLabel.EXPIRES_AT) if key in held}
+    all_labels = labels or {}
+    given_labels: dict[str, Any] = json.loads(all_labels.get(GIVEN_LABELS) or "{}")
+    public = {str(key): str(value) for key, value in given_labels.items()}
+    return public | {key: all_labels[key] for key in (BoxLabel.MANAGED, BoxLabel.EXPIRES_AT) if key in all_labels}
 
 
 def spec_env(labels: Mapping[str, str]) -> dict[str, str]:

@@ -49,9 +49,9 @@ class BoxControl:
     def find(cls, init_pid: int, container_id: str) -> BoxControl | None:
         """Find a container's files; ``None`` if its processes are not visible, or this process may not signal them."""
         groups = _cgroup_paths(init_pid)
-        own = {name: path for name, path in groups.items() if container_id in path.name or container_id in str(path)}
+        paths = {name: path for name, path in groups.items() if container_id in path.name or container_id in str(path)}
         for name in ("pids", "memory", "unified"):
-            path = own.get(name)
+            path = paths.get(name)
             if path is not None and (path / "cgroup.procs").is_file():
                 break
         else:
@@ -62,10 +62,10 @@ class BoxControl:
         except OSError:
             return None
         events = None
-        if "memory" in own and (own["memory"] / "memory.oom_control").is_file():
-            events = own["memory"] / "memory.oom_control"
-        elif "unified" in own and (own["unified"] / "memory.events").is_file():
-            events = own["unified"] / "memory.events"
+        if "memory" in paths and (paths["memory"] / "memory.oom_control").is_file():
+            events = paths["memory"] / "memory.oom_control"
+        elif "unified" in paths and (paths["unified"] / "memory.events").is_file():
+            events = paths["unified"] / "memory.events"
         return cls(init_pid=init_pid, process_list=path / "cgroup.procs", memory_events=events)
 
     def is_alive(self) -> bool:
@@ -93,18 +93,18 @@ class BoxControl:
 
     def pids(self) -> list[int]:
         """The ids of all processes of the box, including those in nested control groups."""
-        found: list[int] = []
+        pids: list[int] = []
         root = self.process_list.parent
         for directory, _, _ in os.walk(root):
             with contextlib.suppress(OSError):
-                found += [int(line) for line in (Path(directory) / "cgroup.procs").read_text().split()]
-        return found
+                pids += [int(line) for line in (Path(directory) / "cgroup.procs").read_text().split()]
+        return pids
 
     def processes(self) -> list[Process]:
         """All processes of the box outside the session of its first process, which only waits and reaps; the idle
         command below it keeps the box alive. An exec starts in its own session and cannot enter this one."""
-        found = (read_process(pid) for pid in self.pids() if pid != self.init_pid)
-        return [process for process in found if process is not None and process.session != self.init_pid]
+        processes = (read_process(pid) for pid in self.pids() if pid != self.init_pid)
+        return [process for process in processes if process is not None and process.session != self.init_pid]
 
 
 def _counter(file: Path, name: str = "") -> int | None:
@@ -193,14 +193,14 @@ def select(
             (exec_id if p.pid == main_pid else p.mark for p in chains[pid] if p.mark or p.pid == main_pid), None
         )
 
-    ours = {pid for pid in chains if owner(pid) == exec_id}
-    sessions = {by_pid[pid].session for pid in ours}
+    selected = {pid for pid in chains if owner(pid) == exec_id}
+    sessions = {by_pid[pid].session for pid in selected}
     for pid, chain in chains.items():
         # A process with an ancestor older than the exec was not started by the exec.
         unclaimed = owner(pid) is None and chain[-1].started_ticks >= began_ticks
         if unclaimed and (by_pid[pid].session in sessions or not others):
-            ours.add(pid)
-    return ours
+            selected.add(pid)
+    return selected
 
 
 def send(control: BoxControl, pids: Collection[int], number: int) -> None:
@@ -233,8 +233,8 @@ def signal_exec(
     exit before its own signal arrives."""
     processes = control.processes()
     began = {process.pid: (process.started_ticks, process.pid) for process in processes}
-    found = select(processes, exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
-    send(control, sorted(found, key=began.__getitem__), number)
+    pids = select(processes, exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
+    send(control, sorted(pids, key=began.__getitem__), number)
 
 
 def kill_exec(
@@ -243,11 +243,11 @@ def kill_exec(
     """Kill every process of one exec; return whether none is left. Blocks for about 10 seconds at most."""
     backoff = Backoff(first_s=0.002, longest_s=0.1, patience_s=_KILL_PATIENCE_S)
     while True:
-        left = select(control.processes(), exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
-        if not left:
+        alive = select(control.processes(), exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
+        if not alive:
             return True
         # Stop the processes first, so that none forks between being listed and being killed.
-        send(control, left, signals.SIGSTOP)
-        send(control, left, signals.SIGKILL)
+        send(control, alive, signals.SIGSTOP)
+        send(control, alive, signals.SIGKILL)
         if not backoff.again_blocking():
             return False

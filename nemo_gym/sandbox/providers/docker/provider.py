@@ -84,7 +84,7 @@ class DockerProvider(StreamingProvider):
         except sdk_errors() as error:
             raise translate(error, "asking what it can do") from error
         doors = self._local and _may_enter_namespaces()
-        found = {
+        abilities = {
             "memory_limit": bool(info.get("MemoryLimit")),
             "cpu_limit": bool(info.get("CpuCfsQuota")),
             "pids_limit": bool(info.get("PidsLimit", True)),
@@ -109,9 +109,9 @@ class DockerProvider(StreamingProvider):
             network_policies=frozenset(NetworkPolicy),
             snapshot=True,
             connect=True,
-            reasons={name: why for name, why in reasons.items() if not found.get(name, False)},
+            reasons={name: why for name, why in reasons.items() if not abilities.get(name, False)},
             default_limits=SandboxResources(),
-            **found,
+            **abilities,
         ).with_default_limits(
             self.config.default_resources, host_memory_mib=int(info.get("MemTotal") or 0) // _MIB or None
         )
@@ -133,11 +133,11 @@ class DockerProvider(StreamingProvider):
                 if self._creating is None:
                     self._creating = asyncio.Semaphore(self.config.max_concurrent_creates)
                 async with self._creating:
-                    found = await self._run_creation(creation)
+                    inspection = await self._run_creation(creation)
                 # From here on this call must remove the container if it is cancelled at any later point.
                 box: DockerBox | None = None
                 try:
-                    box = await self._engine.call(DockerBox.from_inspection, found, local=self._local)
+                    box = await self._engine.call(DockerBox.from_inspection, inspection, local=self._local)
                     for door in spec.doors:
                         await self._open_door(box, door)
                     if self.config.watchdog:
@@ -179,12 +179,12 @@ class DockerProvider(StreamingProvider):
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
         try:
-            found = await self._engine.call(self._engine.client.inspect_container, handle.sandbox_id)
+            inspection = await self._engine.call(self._engine.client.inspect_container, handle.sandbox_id)
         except sdk_errors() as error:
             return SandboxStatus.STOPPED if status_of(error) == 404 else SandboxStatus.UNKNOWN
         except SandboxError:
             return SandboxStatus.UNKNOWN
-        return _STATES.get(found["State"]["Status"], SandboxStatus.UNKNOWN)
+        return _STATES.get(inspection["State"]["Status"], SandboxStatus.UNKNOWN)
 
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
         box = box_of(handle)
@@ -192,10 +192,10 @@ class DockerProvider(StreamingProvider):
 
         def rename() -> None:
             client = self._engine.client
-            now = client.inspect_container(box.container_id)
-            if not now["State"]["Running"]:
+            inspection = client.inspect_container(box.container_id)
+            if not inspection["State"]["Running"]:
                 raise SandboxLostError(f"docker: the box {box.container_id[:12]} has stopped; it cannot be renewed")
-            if now["Name"].lstrip("/") == name:
+            if inspection["Name"].lstrip("/") == name:
                 return
             try:
                 client.rename(box.container_id, name)
@@ -233,15 +233,15 @@ class DockerProvider(StreamingProvider):
             time.sleep(0.05)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
-        wanted = {**(labels or {}), BoxLabel.MANAGED: "true"}
-        filters = {"label": [f"{key}={value}" for key, value in wanted.items()]}
+        required_labels = {**(labels or {}), BoxLabel.MANAGED: "true"}
+        filters = {"label": [f"{key}={value}" for key, value in required_labels.items()]}
         try:
-            found = await self._engine.call(self._engine.client.containers, all=True, filters=filters)
+            containers = await self._engine.call(self._engine.client.containers, all=True, filters=filters)
         except sdk_errors() as error:
             raise translate(error, "listing boxes") from error
-        infos = [_info(container) for container in found]
+        infos = [_info(container) for container in containers]
         # The engine also matches labels that a container inherited from its image.
-        return [info for info in infos if wanted.items() <= info.labels.items()]
+        return [info for info in infos if required_labels.items() <= info.labels.items()]
 
     async def reap(self, labels: Mapping[str, str]) -> List[str]:
         if not labels:
@@ -370,14 +370,14 @@ class DockerProvider(StreamingProvider):
             )
         container_id = descriptor["container_id"]
         try:
-            found = await self._engine.call(self._engine.client.inspect_container, container_id)
+            inspection = await self._engine.call(self._engine.client.inspect_container, container_id)
         except sdk_errors() as error:
             raise translate(error, f"connecting to box {container_id[:12]}") from error
-        if (found["Config"].get("Labels") or {}).get(BoxLabel.MANAGED) != "true":
+        if (inspection["Config"].get("Labels") or {}).get(BoxLabel.MANAGED) != "true":
             raise SandboxError(f"docker: the container {container_id[:12]} is not a box of this suite")
-        if not found["State"]["Running"]:
+        if not inspection["State"]["Running"]:
             raise SandboxLostError(f"docker: the box {container_id[:12]} has stopped")
-        box = await self._engine.call(DockerBox.from_inspection, found, local=self._local)
+        box = await self._engine.call(DockerBox.from_inspection, inspection, local=self._local)
         return SandboxHandle(sandbox_id=box.container_id, provider_name=self.name, raw=box)
 
 

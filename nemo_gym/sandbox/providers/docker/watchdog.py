@@ -78,10 +78,10 @@ class Engine:
     def containers(self, options: str) -> list[dict[str, Any]]:
         """This suite's containers, as the engine lists them."""
         filters = quote(json.dumps({"label": [f"{MANAGED}=true"]}))
-        status, found = self.request("GET", f"/containers/json?{options}&filters={filters}")
+        status, containers = self.request("GET", f"/containers/json?{options}&filters={filters}")
         if status != 200:
             raise OSError(f"the engine answered {status}")
-        return list(found)
+        return list(containers)
 
     def boxes(self) -> dict[str, tuple[str, float | None]]:
         """Container id → name and end of lease (Unix seconds), for every container of this suite."""
@@ -120,15 +120,15 @@ class Watchdog:
     def look(self) -> int:
         """Remove the boxes whose lease ended; return how many boxes are left."""
         boxes = self._engine.boxes()
-        for gone in set(self._deadlines) - set(boxes):
-            del self._deadlines[gone]
+        for removed_id in set(self._deadlines) - set(boxes):
+            del self._deadlines[removed_id]
         for container_id, (_, end) in boxes.items():
             if end is None:
                 continue
-            known = self._deadlines.get(container_id)
-            if known is None or known[0] != end:
+            recorded = self._deadlines.get(container_id)
+            if recorded is None or recorded[0] != end:
                 self._deadlines[container_id] = (end, now_s() + end - time.time())
-        left = len(boxes)
+        box_count = len(boxes)
         for container_id, (end, deadline) in list(self._deadlines.items()):
             if now_s() < deadline + _GRACE_S:
                 continue
@@ -137,22 +137,22 @@ class Watchdog:
                 continue
             with contextlib.suppress(OSError, http.client.HTTPException):
                 self._engine.remove(container_id)
-                left -= 1
-        return left
+                box_count -= 1
+        return box_count
 
 
 def over_disk_limit(engine: Engine) -> dict[str, tuple[int, int]]:
     """Container id → bytes written and bytes allowed, for every running box that wrote more than it may."""
     over = {}
     # To measure, the engine walks through all files of each box, so skip this if no box has a limit.
-    if any((found.get("Labels") or {}).get(DISK_BYTES) for found in engine.containers("all=0")):
+    if any((listed_container.get("Labels") or {}).get(DISK_BYTES) for listed_container in engine.containers("all=0")):
         for container in engine.containers("all=0&size=1"):
             limit = (container.get("Labels") or {}).get(DISK_BYTES)
             if not limit or int(container.get("SizeRw") or 0) <= int(limit):
                 continue
             # Engines add up the apparent sizes of files; a sparse file takes less space.
-            taken = on_disk(engine, str(container["Id"]))
-            written = int(container["SizeRw"]) if taken is None else taken
+            disk_bytes = on_disk(engine, str(container["Id"]))
+            written = int(container["SizeRw"]) if disk_bytes is None else disk_bytes
             if written > int(limit):
                 over[str(container["Id"])] = written, int(limit)
     return over
@@ -160,17 +160,17 @@ def over_disk_limit(engine: Engine) -> dict[str, tuple[int, int]]:
 
 def on_disk(engine: Engine, container_id: str) -> int | None:
     """Bytes that a box's files take on this host's disk; ``None`` if this process cannot read them."""
-    status, found = engine.request("GET", f"/containers/{container_id}/json")
-    layer = ((found.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") if status == 200 else None
+    status, inspection = engine.request("GET", f"/containers/{container_id}/json")
+    layer = ((inspection.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") if status == 200 else None
     if not layer or not os.access(layer, os.R_OK | os.X_OK):
         return None
-    seen: dict[tuple[int, int], int] = {}
+    file_bytes: dict[tuple[int, int], int] = {}
     for directory, _, names in os.walk(layer):
         for name in names:
             with contextlib.suppress(OSError):  # gone meanwhile
-                found_at = Path(directory, name).lstat()
-                seen[found_at.st_dev, found_at.st_ino] = found_at.st_blocks * 512
-    return sum(seen.values())
+                status_of_file = Path(directory, name).lstat()
+                file_bytes[status_of_file.st_dev, status_of_file.st_ino] = status_of_file.st_blocks * 512
+    return sum(file_bytes.values())
 
 
 def watch_disks(engine: Engine) -> None:
@@ -180,8 +180,8 @@ def watch_disks(engine: Engine) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
             for container_id, (size, limit) in over_disk_limit(engine).items():
                 engine.remove(container_id)
-                said = f"removed box {container_id[:12]}: it wrote {size} bytes, its limit disk_gib allows {limit}\n"
-                sys.stderr.write(said)
+                line = f"removed box {container_id[:12]}: it wrote {size} bytes, its limit disk_gib allows {limit}\n"
+                sys.stderr.write(line)
         time.sleep(max(DISK_POLL_S, DISK_IDLE_SHARE * (now_s() - began)))
 
 
@@ -201,9 +201,9 @@ def watch(lock_path: str, lock: int, watchdog: Watchdog) -> None:
     last_box = last_answer = now_s()
     while True:
         try:
-            left = watchdog.look()
+            box_count = watchdog.look()
             last_answer = now_s()
-            last_box = now_s() if left else last_box
+            last_box = now_s() if box_count else last_box
         except (OSError, http.client.HTTPException, ValueError):
             if now_s() - last_answer > _UNREACHABLE_LIMIT_S:
                 return
@@ -214,10 +214,10 @@ def watch(lock_path: str, lock: int, watchdog: Watchdog) -> None:
             with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
                 if not watchdog.look():
                     return
-            again = try_lock(lock_path)
-            if again is None:
+            new_lock = try_lock(lock_path)
+            if new_lock is None:
                 return
-            lock, last_box = again, now_s()
+            lock, last_box = new_lock, now_s()
         time.sleep(POLL_S)
 
 

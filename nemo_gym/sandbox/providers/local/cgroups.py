@@ -34,34 +34,34 @@ class _Mounted:
 
 def _mounted_hierarchies() -> list[_Mounted]:
     """The cgroup hierarchies that this process can see, with its group in each."""
-    own: dict[str, str] = {}
+    own_groups: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, names, path = line.split(":", 2)
-        own["" if number == "0" else names] = path
-    found = []
+        own_groups["" if number == "0" else names] = path
+    hierarchies = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
         root, point = before.split(" ")[3:5]
         top = Path(point.encode().decode("unicode_escape"))
         if kind == "cgroup2":
-            path, version = own.get("", "/"), 2
+            path, version = own_groups.get("", "/"), 2
             try:
                 controllers = frozenset((top / "cgroup.controllers").read_text().split())
             except OSError:
                 continue
         elif kind == "cgroup":
-            words = set(options.rpartition(" ")[2].split(","))
-            names = next((names for names in own if names and set(names.split(",")) <= words), "")
+            mount_options = set(options.rpartition(" ")[2].split(","))
+            names = next((names for names in own_groups if names and set(names.split(",")) <= mount_options), "")
             if not names:
                 continue
-            path, version, controllers = own[names], 1, frozenset(names.split(","))
+            path, version, controllers = own_groups[names], 1, frozenset(names.split(","))
         else:
             continue
-        inside = path.removeprefix(root.rstrip("/")) if root != "/" else path
-        here = top / inside.lstrip("/")
-        found.append(_Mounted(version, controllers, here if here.is_dir() else top, top))
-    return found
+        relative = path.removeprefix(root.rstrip("/")) if root != "/" else path
+        own_directory = top / relative.lstrip("/")
+        hierarchies.append(_Mounted(version, controllers, own_directory if own_directory.is_dir() else top, top))
+    return hierarchies
 
 
 class Cgroups:
@@ -80,15 +80,15 @@ class Cgroups:
         if not hierarchies:
             self.reasons = dict.fromkeys(LIMITS, "no cgroup file system is mounted; mount cgroup2 on /sys/fs/cgroup")
         for mounted in hierarchies:
-            wanted = [limit for limit in LIMITS if limit in mounted.controllers]
-            if mounted.version == 1 and not wanted and "freezer" not in mounted.controllers:
+            requested = [limit for limit in LIMITS if limit in mounted.controllers]
+            if mounted.version == 1 and not requested and "freezer" not in mounted.controllers:
                 continue
-            self._claim(mounted, wanted, name)
+            self._claim(mounted, requested, name)
         for limit in LIMITS:
             if limit not in self._limits:
                 self.reasons.setdefault(limit, f"no mounted cgroup hierarchy has the '{limit}' controller")
 
-    def _claim(self, mounted: _Mounted, wanted: list[str], name: str) -> None:
+    def _claim(self, mounted: _Mounted, requested: list[str], name: str) -> None:
         """Create the group ``name`` as near to this process as possible, where most wanted limits can be set."""
         best: tuple[Path, list[str]] | None = None
         problem = ""
@@ -97,10 +97,10 @@ class Cgroups:
             base = place / name
             try:
                 base.mkdir(exist_ok=True)
-                usable = wanted
+                usable = requested
                 if mounted.version == 2:
-                    usable = [limit for limit in wanted if _enable(place, limit) and _enable(base, limit)]
-                    if usable != wanted:
+                    usable = [limit for limit in requested if _enable(place, limit) and _enable(base, limit)]
+                    if usable != requested:
                         problem = problem or f"{place} has processes of its own, so no limit can be set below it"
                 _prove_joinable(base, mounted.version)
             except OSError as error:
@@ -114,10 +114,10 @@ class Cgroups:
                 best = base, usable
             else:
                 _remove_if_possible(base)
-            if usable == wanted:
+            if usable == requested:
                 break
         usable = best[1] if best is not None else []
-        for limit in wanted:
+        for limit in requested:
             if best is not None and limit in usable:
                 self._limits[limit] = (mounted.version, best[0])
                 self.reasons.pop(limit, None)
@@ -142,8 +142,8 @@ class Cgroups:
     def create_box(self, box_id: str, *, memory_mib: int | None, pids: int | None, cpu: float | None) -> BoxGroups:
         """Create a box's groups and set its limits. Raises `OSError` if the kernel refuses a limit."""
         directories: dict[str, Path] = {}
-        wanted = {"memory": memory_mib, "pids": pids, "cpu": cpu}
-        for limit, value in wanted.items():
+        values = {"memory": memory_mib, "pids": pids, "cpu": cpu}
+        for limit, value in values.items():
             if value is not None:
                 directories[limit] = self._limits[limit][1] / box_id
         if self._tracker is not None:
@@ -181,16 +181,16 @@ class BoxGroups:
     def create_command(self, exec_id: str) -> CommandGroups:
         """Create the groups of one command inside the box's groups."""
         tracker, memory = self._directories.get("tracker"), self._directories.get("memory")
-        own = {d / exec_id for d in (tracker, memory) if d is not None}
-        for directory in own:
+        created = {d / exec_id for d in (tracker, memory) if d is not None}
+        for directory in created:
             directory.mkdir()
-        others = {d for name, d in self._directories.items() if name in ("pids", "cpu") and d != tracker}
+        shared = {d for name, d in self._directories.items() if name in ("pids", "cpu") and d != tracker}
         return CommandGroups(
             tracker=tracker / exec_id if tracker else None,
             memory=memory / exec_id if memory else None,
             box_memory=memory,
             memory_version=self._memory_version,
-            join=[*own, *(d for d in others if d not in {o.parent for o in own})],
+            join=[*created, *(d for d in shared if d not in {o.parent for o in created})],
         )
 
     def freeze(self, frozen: bool) -> None:
@@ -211,8 +211,8 @@ class BoxGroups:
 
     def try_remove(self) -> bool:
         """Remove the groups. If processes are left in them, kill these and return ``False``."""
-        left = [directory for directory in set(self._directories.values()) if not try_remove_tree(directory)]
-        return not left
+        remaining = [directory for directory in set(self._directories.values()) if not try_remove_tree(directory)]
+        return not remaining
 
     def remove(self) -> None:
         """Remove the groups, and wait until they are gone."""
@@ -284,11 +284,11 @@ def _counter(file: Path, name: str = "") -> int:
 
 def group_processes(directory: Path) -> list[int]:
     """The ids of the processes in a group and in the groups below it."""
-    found: list[int] = []
+    pids: list[int] = []
     for path, _, _ in os.walk(directory):
         with contextlib.suppress(OSError):
-            found += [int(word) for word in Path(path, "cgroup.procs").read_text().split()]
-    return [pid for pid in found if pid > 0]
+            pids += [int(word) for word in Path(path, "cgroup.procs").read_text().split()]
+    return [pid for pid in pids if pid > 0]
 
 
 def kill_group(directory: Path) -> None:

@@ -109,8 +109,8 @@ def _hidden_paths() -> list[str]:
         candidates.append(Path(sys.prefix))
     if (package.parent / "pyproject.toml").is_file():
         candidates.append(package.parent)
-    found = {str(path) for path in candidates if path.exists() and str(path).startswith(_SYSTEM_ROOTS)}
-    return sorted(path for path in found if not any(path.startswith(f"{other}/") for other in found))
+    paths = {str(path) for path in candidates if path.exists() and str(path).startswith(_SYSTEM_ROOTS)}
+    return sorted(path for path in paths if not any(path.startswith(f"{other}/") for other in paths))
 
 
 def argv(command: str | Sequence[str]) -> list[str]:
@@ -146,8 +146,8 @@ def release() -> str:
     digest = hashlib.sha256(f"{PROTOCOL_VERSION} {sys.version}".encode())
     package = INSTALL_ROOT / "nemo_gym" / "sandbox"
     local, apptainer = package / "providers" / "local", package / "providers" / "apptainer"
-    own = [*local.glob("*.py"), *(local / "supervisor").glob("*.py"), *apptainer.glob("*.py")]
-    for path in sorted([package / "linux.py", package / "archive.py", *own]):
+    sources = [*local.glob("*.py"), *(local / "supervisor").glob("*.py"), *apptainer.glob("*.py")]
+    for path in sorted([package / "linux.py", package / "archive.py", *sources]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -283,7 +283,7 @@ class SupervisorClient:
                 sock = self._try_to_connect()
                 if sock is None:
                     sock = await asyncio.to_thread(self._start_and_connect)
-                connection = Connection(sock, on_message=self._received, on_close=self._lost)
+                connection = Connection(sock, on_message=self._received, on_close=self._connection_lost)
                 self._connection = connection
                 try:
                     self.greeting, _ = await self._ask(connection, {"op": "hello"})
@@ -381,7 +381,7 @@ class SupervisorClient:
             return
         future.set_result((message, descriptors))
 
-    def _lost(self) -> None:
+    def _connection_lost(self) -> None:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(SandboxLostError(f"{self._name} is gone", retryable=True))
@@ -458,7 +458,7 @@ class LocalProcess:
         """Streams to which the command wrote more than ``max_output_bytes``."""
         self._client = client
         self._box_id = box_id
-        self._left = {"stdout": max_output_bytes, "stderr": max_output_bytes}
+        self._bytes_allowed = {"stdout": max_output_bytes, "stderr": max_output_bytes}
         self._streams: dict[Literal["stdout", "stderr"], int] = {}
         self._queue: deque[ExecOutput] = deque()
         self._queued_bytes = 0
@@ -557,13 +557,13 @@ class LocalProcess:
         if not data:
             self._close_stream(name)
             return False
-        kept = data[: self._left[name]]
-        self._left[name] -= len(kept)
-        if len(kept) < len(data):
+        output = data[: self._bytes_allowed[name]]
+        self._bytes_allowed[name] -= len(output)
+        if len(output) < len(data):
             self.truncated.add(name)
-        if kept:
-            self._queue.append(ExecOutput(name, kept))
-            self._queued_bytes += len(kept)
+        if output:
+            self._queue.append(ExecOutput(name, output))
+            self._queued_bytes += len(output)
             self._wake.set()
         return True
 

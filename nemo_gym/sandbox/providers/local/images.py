@@ -51,12 +51,12 @@ _MAX_ETC_FILE_BYTES = 4 * 1024 * 1024
 
 def system_directories() -> list[str]:
     """Top-level directories used in place: ``usr``, and those of ``bin``, ``lib`` … that are not links into it."""
-    found = ["usr"]
+    names = ["usr"]
     for name in _CANDIDATES:
         path = Path("/", name)
         if path.is_dir() and not path.is_symlink():
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def build_skeleton(root: Path) -> None:
@@ -114,12 +114,12 @@ def _accounts(source: Path, fallback: str) -> str:
         lines = source.read_text(errors="replace").splitlines(keepends=True)
     except OSError:
         return fallback
-    kept = []
+    accounts = []
     for line in lines:
         fields = line.split(":")
         if len(fields) > 2 and fields[2].isdigit() and (int(fields[2]) < 1000 or int(fields[2]) == 65534):
-            kept.append(line if line.endswith("\n") else line + "\n")
-    return "".join(kept) or fallback
+            accounts.append(line if line.endswith("\n") else line + "\n")
+    return "".join(accounts) or fallback
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ class ImageStore:
     def names(self) -> list[str]:
         """The names of all images, including the built-in one."""
         directory = self.root / "images"
-        found = [unquote(p.stem) for p in directory.glob("*.json")] if directory.is_dir() else []
-        return sorted({HOST_IMAGE, *found})
+        names = [unquote(p.stem) for p in directory.glob("*.json")] if directory.is_dir() else []
+        return sorted({HOST_IMAGE, *names})
 
     def manifest(self, name: str) -> ImageManifest | None:
         """The manifest of an image; ``None`` if there is no such image. Raises `ImageError` if it is not readable."""
@@ -223,16 +223,16 @@ class ImageStore:
 
     def hold_layers(self, manifest: ImageManifest) -> list[int]:
         """Open descriptors that protect the image's layers from `collect` until they are closed."""
-        held: list[int] = []
+        descriptors: list[int] = []
         try:
             for layer in manifest.layers:
-                held.append(os.open(self.layers / layer, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-                fcntl.flock(held[-1], fcntl.LOCK_SH)
+                descriptors.append(os.open(self.layers / layer, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                fcntl.flock(descriptors[-1], fcntl.LOCK_SH)
         except BaseException:
-            for descriptor in held:
+            for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        return held
+        return descriptors
 
     def new_staging(self) -> Path:
         """Create an empty directory to build a layer in. The caller must `publish` or delete it."""
@@ -299,7 +299,7 @@ class ImageStore:
         """Delete the layers that no manifest names and no box holds."""
         if not self.layers.is_dir():
             return
-        doomed = []
+        removed = []
         with self.locked(exclusive=True):
             used = {layer for name in self.names() for layer in self._layers_of(name)}
             for path in self.layers.iterdir():
@@ -308,12 +308,12 @@ class ImageStore:
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    doomed.append(path.rename(self.root / "staging" / f"removed-{path.name}"))
+                    removed.append(path.rename(self.root / "staging" / f"removed-{path.name}"))
                 except BlockingIOError:
                     continue  # a box uses this layer; a later collection deletes it
                 finally:
                     os.close(descriptor)
-        for path in doomed:
+        for path in removed:
             remove_directory(path)
 
     def _layers_of(self, name: str) -> list[str]:
@@ -335,20 +335,20 @@ def remove_directory(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
-    moved = uuid.uuid4().hex
-    names = (path / f"{moved}-{number}" for number in itertools.count())
-    waiting = [path]
-    while waiting:
-        directory = waiting.pop()
+    prefix = uuid.uuid4().hex
+    names = (path / f"{prefix}-{number}" for number in itertools.count())
+    pending = [path]
+    while pending:
+        directory = pending.pop()
         directory.chmod(0o700)
         for entry in [*os.scandir(directory)]:
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)  # noqa: PTH108 - the entry has its path as text
             elif directory == path:
-                waiting.append(Path(entry.path))
+                pending.append(Path(entry.path))
             else:
                 Path(entry.path).chmod(0o700)  # moving a directory writes to it, as its ".." entry changes
-                waiting.append(Path(entry.path).rename(next(names)))
+                pending.append(Path(entry.path).rename(next(names)))
         if directory != path:
             directory.rmdir()
     path.rmdir()
@@ -381,7 +381,7 @@ def _copy_entry(source: Path, target: Path, links: dict[tuple[int, int], Path]) 
         os.mknod(target, info.st_mode, info.st_rdev)
     else:
         return  # a socket has no content that outlives its process
-    if (own := target.lstat()) and (own.st_uid, own.st_gid) != (info.st_uid, info.st_gid):
+    if (target_info := target.lstat()) and (target_info.st_uid, target_info.st_gid) != (info.st_uid, info.st_gid):
         os.chown(target, info.st_uid, info.st_gid, follow_symlinks=False)
     for name in os.listxattr(source, follow_symlinks=False):
         # The file system may refuse security labels, which it sets itself; all other attributes must be copied.

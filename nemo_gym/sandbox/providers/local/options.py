@@ -73,27 +73,27 @@ class SupervisedOptions:
         """
         where = f"sandbox provider '{cls.provider}'"
         reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where=where)
-        known = dict(values)
+        options = dict(values)
         for name in ("state_dir", "image_dir"):
-            if name in known:
-                known[name] = from_command(known[name])
-        if isinstance(known.get("default_resources"), Mapping):
-            known["default_resources"] = SandboxResources.from_mapping(known["default_resources"])
-        if "hide" in known:
-            if isinstance(known["hide"], str) or not all(str(p).startswith("/") for p in known["hide"]):
+            if name in options:
+                options[name] = from_command(options[name])
+        if isinstance(options.get("default_resources"), Mapping):
+            options["default_resources"] = SandboxResources.from_mapping(options["default_resources"])
+        if "hide" in options:
+            if isinstance(options["hide"], str) or not all(str(p).startswith("/") for p in options["hide"]):
                 raise ConfigError(f"{where}: hide must be a list of absolute paths")
-            known["hide"] = tuple(str(p) for p in known["hide"])
-        if "linger_s" in known:
+            options["hide"] = tuple(str(p) for p in options["hide"])
+        if "linger_s" in options:
             try:
-                known["linger_s"] = float(known["linger_s"])
+                options["linger_s"] = float(options["linger_s"])
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: linger_s must be a number of seconds") from error
         for name in ("default_image", *cls.program_names()):
-            if name in known and not (isinstance(known[name], str) and known[name]):
+            if name in options and not (isinstance(options[name], str) and options[name]):
                 raise ConfigError(f"{where}: {name} must be a non-empty string")
-        if "use_cgroups" in known and not isinstance(known["use_cgroups"], bool):
+        if "use_cgroups" in options and not isinstance(options["use_cgroups"], bool):
             raise ConfigError(f"{where}: use_cgroups must be true or false")
-        return cls(**known)
+        return cls(**options)
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,11 @@ def find_bwrap(name: str) -> str:
     Raises:
         SandboxCreateError: it is not installed; the message says how to install it.
     """
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise SandboxCreateError(
             f"bubblewrap was not found as '{name}': install the package bubblewrap (`apt-get install bubblewrap`, "
             "`dnf install bubblewrap`) or set the option bwrap of the sandbox provider 'local'",
             provider="local",
         )
-    return str(Path(found).absolute())
+    return str(Path(path).absolute())

@@ -209,10 +209,10 @@ class LocalProvider(StreamingProvider):
         client = self._client()
         exec_id = uuid.uuid4().hex[:16]
         process = LocalProcess(client, handle.sandbox_id, exec_id, max_output_bytes=request.max_output_bytes)
-        theirs = [stdin_file(request.stdin)]
+        command_fds = [stdin_file(request.stdin)]
         for name in ("stdout",) if request.merge_stderr else ("stdout", "stderr"):
             read_end, write_end = os.pipe()
-            theirs.append(write_end)
+            command_fds.append(write_end)
             process.add_stream("stdout" if name == "stdout" else "stderr", read_end)
         client.expect_end(exec_id, process.ended)
         try:
@@ -228,7 +228,7 @@ class LocalProvider(StreamingProvider):
                     "timeout_s": request.timeout_s,
                     "merge_stderr": request.merge_stderr,
                 },
-                theirs,
+                command_fds,
             )
         except BaseException:
             process.abandon()
@@ -368,7 +368,7 @@ class LocalProvider(StreamingProvider):
     def _client(self) -> SupervisorClient:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            self._clients = {known: client for known, client in self._clients.items() if not known.is_closed()}
+            self._clients = {other: client for other, client in self._clients.items() if not other.is_closed()}
             self._clients[loop] = self._new_client()
         return self._clients[loop]
 

@@ -49,10 +49,10 @@ def digest(text: str) -> str:
 
 def labels_to_metadata(labels: Mapping[str, str], *, key: str) -> dict[str, str]:
     """Encode the metadata of a box with these labels that the create with this ``key`` makes."""
-    given = {str(name): str(value) for name, value in labels.items()} | {BoxLabel.MANAGED: "true"}
-    packed = base64.b32encode(zlib.compress(json.dumps(given).encode(), 9)).decode().rstrip("=")
+    all_labels = {str(name): str(value) for name, value in labels.items()} | {BoxLabel.MANAGED: "true"}
+    packed = base64.b32encode(zlib.compress(json.dumps(all_labels).encode(), 9)).decode().rstrip("=")
     metadata = {f"{_DATA}{n // _PIECE}": packed[n : n + _PIECE] for n in range(0, len(packed), _PIECE)}
-    return metadata | select(given) | {KEY: digest(key)}
+    return metadata | select(all_labels) | {KEY: digest(key)}
 
 
 def select(labels: Mapping[str, str]) -> dict[str, str]:
@@ -62,16 +62,16 @@ def select(labels: Mapping[str, str]) -> dict[str, str]:
 
 def metadata_to_labels(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     """Decode the labels; ``None`` if the box does not belong to this suite."""
-    held = metadata or {}
+    entries = metadata or {}
     pieces: list[str] = []
-    while (piece := held.get(f"{_DATA}{len(pieces)}")) is not None:
+    while (piece := entries.get(f"{_DATA}{len(pieces)}")) is not None:
         pieces.append(piece)
     packed = "".join(pieces)
     try:
-        found = json.loads(zlib.decompress(base64.b32decode(packed + "=" * (-len(packed) % 8))))
+        labels = json.loads(zlib.decompress(base64.b32decode(packed + "=" * (-len(packed) % 8))))
     except (ValueError, zlib.error):
         return None
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else None
+    return {str(name): str(value) for name, value in labels.items()} if isinstance(labels, dict) else None
 
 
 # -- Handle --------------------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ class Connection:
             f"{config.protocol}://{endpoint.endpoint}/policy", headers=endpoint.build_request_headers(config)
         )
         answer.raise_for_status()
-        found = answer.json()
-        return found if isinstance(found, dict) else {}
+        policy = answer.json()
+        return policy if isinstance(policy, dict) else {}
 
     async def kill(self, sandbox_id: str) -> None:
         """Destroy a box. It is no error if the box is gone."""
@@ -242,14 +242,14 @@ class Connection:
         """List all boxes with this metadata, on all pages."""
         from opensandbox.models.sandboxes import SandboxFilter
 
-        found: dict[str, BackendInfo] = {}
+        boxes: dict[str, BackendInfo] = {}
         page = 1
         while True:
-            wanted = SandboxFilter(metadata=metadata or None, page_size=_PAGE, page=page)
-            answer = await (await self.manager()).list_sandbox_infos(wanted)
-            found |= {info.id: info for info in answer.sandbox_infos}
+            page_filter = SandboxFilter(metadata=metadata or None, page_size=_PAGE, page=page)
+            answer = await (await self.manager()).list_sandbox_infos(page_filter)
+            boxes |= {info.id: info for info in answer.sandbox_infos}
             if not answer.pagination.has_next_page:
-                return list(found.values())
+                return list(boxes.values())
             page += 1
 
     async def boxes_created_by(self, key: str) -> list[BackendInfo]:
@@ -257,11 +257,11 @@ class Connection:
         return await self.list_boxes({KEY: digest(key)})
 
     async def aclose(self) -> None:
-        transport, manager, same = self._transport, self._manager, self._loop is _running_loop()
+        transport, manager, on_own_loop = self._transport, self._manager, self._loop is _running_loop()
         self._transport = self._manager = None
-        if same and manager is not None:
+        if on_own_loop and manager is not None:
             await manager.close()
-        if same and transport is not None:
+        if on_own_loop and transport is not None:
             await transport.aclose()
 
 
@@ -290,10 +290,10 @@ def code_of(error: BaseException) -> str:
     body = getattr(error, "response_body", None)
     if body:
         with contextlib.suppress(ValueError):
-            found: Any = json.loads(body)
-            found = found.get("detail", found) if isinstance(found, dict) else {}
-            if isinstance(found, dict) and found.get("code"):
-                code = str(found["code"])
+            decoded: Any = json.loads(body)
+            decoded = decoded.get("detail", decoded) if isinstance(decoded, dict) else {}
+            if isinstance(decoded, dict) and decoded.get("code"):
+                code = str(decoded["code"])
     return code.rpartition("::")[2]
 
 
@@ -319,7 +319,7 @@ def translate(
     error: BaseException, doing: str, *, kind: type[SandboxError] = SandboxError, **details: Any
 ) -> SandboxError:
     """Convert the SDK's error into one of this suite's."""
-    said = str(error) or type(error).__name__
+    error_text = str(error) or type(error).__name__
     if is_gone(error) and kind is SandboxError:
         return SandboxLostError(f"opensandbox: {doing}: the box is gone", **details)
     status = status_of(error)
@@ -327,7 +327,7 @@ def translate(
     if status in (401, 403):
         hint = "; set api_key, or OPEN_SANDBOX_API_KEY, to the server's key"
     return kind(
-        f"opensandbox: {doing}: {said[:1000]}{hint}",
+        f"opensandbox: {doing}: {error_text[:1000]}{hint}",
         retryable=status is None or status in (429, 500, 502, 503, 504),
         **details,
     )

@@ -143,25 +143,25 @@ class Creation:
 
     async def run(self, deadline: float) -> OpenSandboxBox:
         """Return the box of the spec's idempotency key, or create one. The returned box is ready for commands."""
-        if self._spec.idempotency_key and (found := await self._first()) is not None:
-            return await self._adopt(found.id, deadline)
+        if self._spec.idempotency_key and (existing := await self._oldest_box()) is not None:
+            return await self._adopt(existing.id, deadline)
         self._image = await self._images.reference(self._image)
         sandbox_id = await self._create()
         if self._spec.idempotency_key:
-            winner = await self._first()
+            winner = await self._oldest_box()
             if winner is not None and winner.id != sandbox_id:
                 # A concurrent create with the same key made an older box.
                 await self.discard()
                 return await self._adopt(winner.id, deadline)
         return await self._install_helper(sandbox_id, deadline, files=True)
 
-    async def _first(self) -> BackendInfo | None:
+    async def _oldest_box(self) -> BackendInfo | None:
         """The oldest live box with this key, which all creates with the key use."""
         async with errors_translated("looking for a box with the same idempotency key", kind=SandboxCreateError):
-            found = [
+            boxes = [
                 i for i in await self._connection.boxes_created_by(self.key) if i.status.state.lower() not in _DEAD
             ]
-        return min(found, key=lambda info: (info.created_at, info.id), default=None)
+        return min(boxes, key=lambda info: (info.created_at, info.id), default=None)
 
     async def _create(self) -> str:
         from opensandbox.adapters.factory import AdapterFactory
@@ -179,14 +179,14 @@ class Creation:
         try:
             # Not `Sandbox.create`, which sets limits on every box even if the spec has none.
             service = AdapterFactory(await self._connection.create_config()).create_sandbox_service()
-            made = await service.create_sandbox(
+            box = await service.create_sandbox(
                 SandboxImageSpec(str(self._image)),
                 list(spec.entrypoint or _IDLE),
                 {str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
                 connection.labels_to_metadata(spec.metadata, key=self.key),
                 timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
                 resource,
-                EgressPolicy(default_action="deny", egress=[]) if _closed(spec) else None,
+                EgressPolicy(default_action="deny", egress=[]) if _denies_network(spec) else None,
                 dict(spec.provider_options.get("extensions") or {}),
                 [
                     Volume(name=f"m{n}", host=Host(path=mount.source), mount_path=mount.target, read_only=True)
@@ -202,11 +202,11 @@ class Creation:
             raise translate(
                 error, f"creating a box of image '{self._image}'", kind=SandboxCreateError, image=self._image
             ) from error
-        self.created, self._late_s = str(made.id), None
+        self.created, self._late_s = str(box.id), None
         if ttl_s < _SHORTEST_TIMEOUT_S:
             async with errors_translated("setting the lease of a new box", kind=SandboxCreateError):
-                await (await self._connection.manager()).renew_sandbox(made.id, timedelta(seconds=ttl_s))
-        return str(made.id)
+                await (await self._connection.manager()).renew_sandbox(box.id, timedelta(seconds=ttl_s))
+        return str(box.id)
 
     async def _install_helper(self, sandbox_id: str, deadline: float, *, files: bool) -> OpenSandboxBox:
         """Write this call's helper and (with ``files``) the spec's files into the box, and finally the ready mark."""
@@ -229,7 +229,7 @@ class Creation:
             entries.append(WriteEntry(path=box.tool, data=program, mode=755))
             await sdk.files.write_files(entries)
             await sdk.files.write_file(self._ready_mark, b"", mode=600)
-            if _closed(spec):
+            if _denies_network(spec):
                 _check_egress(await self._connection.egress(sdk))
         await self._verify(box)
         return box
@@ -243,7 +243,7 @@ class Creation:
         """Check that the box runs the helper, so that a missing program, a wrong processor type or an ended entry
         point fails the create and not a later command."""
         try:
-            found = await run_helper(self._connection, box, "signal", "0", "0")
+            result = await run_helper(self._connection, box, "signal", "0", "0")
         except SandboxLostError as error:
             info = await self._connection.info(box.sandbox_id)
             state = "gone" if info is None else f"{info.status.state}: {info.status.message}"
@@ -251,8 +251,8 @@ class Creation:
                 f"opensandbox: the new box does not run {box.tool} (it is {state}); its image "
                 f"'{self._image}' must have /bin/sh, its entry point must go on, and box_architecture be right"
             ) from error
-        if found["outcome"] != "exited":
-            raise SandboxCreateVerificationError(f"opensandbox: the new box is not usable: {found.get('error')}")
+        if result["outcome"] != "exited":
+            raise SandboxCreateVerificationError(f"opensandbox: the new box is not usable: {result.get('error')}")
 
     async def _adopt(self, sandbox_id: str, deadline: float) -> OpenSandboxBox:
         """Use a box that another create made. Wait only `_ADOPT_S` for that create's ready mark, because its process
@@ -287,32 +287,32 @@ class Creation:
             # Another create may use a box with an idempotency key by now, so let its lease end it.
             return
         deadline = time.monotonic() + self._late_s
-        last: SandboxError | None = None
+        last_error: SandboxError | None = None
         while True:
             try:
-                found = await self._connection.boxes_created_by(self.key)
-                for info in found:
+                boxes = await self._connection.boxes_created_by(self.key)
+                for info in boxes:
                     await self._connection.kill(info.id)
-                last = None
-                if found:
+                last_error = None
+                if boxes:
                     return
             except sdk_errors() as error:
-                last = translate(error, "looking for a box that was not wanted any more")
+                last_error = translate(error, "looking for a box that was not wanted any more")
             if time.monotonic() >= deadline:
                 break
             await asyncio.sleep(0.5)
-        if last is not None:
-            raise last
+        if last_error is not None:
+            raise last_error
 
 
-def _check_egress(said: Mapping[str, Any]) -> None:
+def _check_egress(sidecar: Mapping[str, Any]) -> None:
     """Raise `SandboxCreateVerificationError` if a box's egress sidecar lets any traffic out."""
-    policy = said.get("policy") or {}
+    policy = sidecar.get("policy") or {}
     if str(policy.get("defaultAction")).lower() != "deny" or policy.get("egress"):
         raise SandboxCreateVerificationError(
             "opensandbox: the box's egress sidecar does not deny everything, as network: none asks for"
         )
-    mode = str(said.get("enforcementMode") or "unknown")
+    mode = str(sidecar.get("enforcementMode") or "unknown")
     if "nft" not in mode:
         raise SandboxCreateVerificationError(
             f"opensandbox: the box's egress sidecar denies names alone (its mode is '{mode}'), not addresses; "
@@ -320,7 +320,7 @@ def _check_egress(said: Mapping[str, Any]) -> None:
         )
 
 
-def _closed(spec: SandboxSpec) -> bool:
+def _denies_network(spec: SandboxSpec) -> bool:
     return spec.network == NetworkPolicy.NONE.value
 
 

@@ -70,7 +70,7 @@ class Relay:
         self._port = port
         self._running: ToolRun | None = None
         self._inbox = ""
-        self._waiting = bytearray()
+        self._outgoing = bytearray()
         self._wake = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
 
@@ -85,9 +85,9 @@ class Relay:
         self._running.begin()
         frame = await self._running.next()
         if frame.kind == END:
-            found = ending(frame)
-            raised = PortTakenError if found.get("kind") == "port" else SandboxLostError
-            raise raised(f"opensandbox: port {self._port} of the box: {found.get('error')}")
+            result = ending(frame)
+            error_type = PortTakenError if result.get("kind") == "port" else SandboxLostError
+            raise error_type(f"opensandbox: port {self._port} of the box: {result.get('error')}")
         if frame.kind != STARTED:
             raise SandboxLostError(f"opensandbox: what listens on port {self._port} of the box began with nonsense")
         self._inbox = frame.data.decode("utf-8", "surrogateescape")
@@ -106,7 +106,7 @@ class Relay:
 
     def send(self, kind: bytes, number: int, data: bytes = b"") -> None:
         """Queue a message. Messages are sent in order."""
-        self._waiting += _IN_FILE.pack(kind, number, len(data)) + data
+        self._outgoing += _IN_FILE.pack(kind, number, len(data)) + data
         self._wake.set()
 
     def send_credit(self, number: int, count: int) -> None:
@@ -117,11 +117,11 @@ class Relay:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if not self._waiting:
+            if not self._outgoing:
                 continue
             file += 1
-            data = bytes(self._waiting) + _IN_FILE.pack(_DONE, 0, 0)
-            self._waiting.clear()
+            data = bytes(self._outgoing) + _IN_FILE.pack(_DONE, 0, 0)
+            self._outgoing.clear()
             try:
                 await self._put(f"{self._inbox}/{file}", data)
             except SandboxError:
@@ -232,14 +232,14 @@ class RelayedDoor:
                 log.debug("opensandbox_relay_lost", box=self._box.sandbox_id, door=self.door.name, error=str(error))
             await self._drop_streams()
             await relay.aclose(quits=False)
-            self._relay = await self._again(relay.id)
+            self._relay = await self._restart_relay(relay.id)
         await self._end()
 
     async def _listen(self, relay: Relay) -> None:
         while True:
-            self._take(relay, await relay.next())
+            self._handle(relay, await relay.next())
 
-    def _take(self, relay: Relay, message: Message) -> None:
+    def _handle(self, relay: Relay, message: Message) -> None:
         """Handle a message from the untrusted box: ignore unknown connections, break one that exceeds its window."""
         if message.kind == OPEN:
             if message.number not in self._streams:
@@ -252,7 +252,7 @@ class RelayedDoor:
     def forget(self, stream: _Stream) -> None:
         self._streams.pop(stream.number, None)
 
-    async def _again(self, previous: str) -> Relay | None:
+    async def _restart_relay(self, previous: str) -> Relay | None:
         """Start a relay that replaces the one with the id ``previous``. Return ``None`` if the box is gone, or if the
         port is no longer ours (another process has opened the door)."""
         backoff = Backoff(first_s=0.1, longest_s=_LONGEST_PAUSE_S)
@@ -327,8 +327,8 @@ class _Stream:
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._path))
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._in(writer))
-                both.create_task(self._out(reader))
+                both.create_task(self._to_server(writer))
+                both.create_task(self._from_server(reader))
             ended = True
         except* OSError as errors:
             # The door was closed, or its server hung up; the connection in the box breaks.
@@ -340,20 +340,20 @@ class _Stream:
             if not ended:
                 self._relay.send(RESET, self.number)
 
-    async def _in(self, writer: asyncio.StreamWriter) -> None:
-        taken = 0
+    async def _to_server(self, writer: asyncio.StreamWriter) -> None:
+        written = 0
         while data := await self._arrived.get():
             writer.write(data)
             await writer.drain()
             self._unread -= len(data)
-            taken += len(data)
-            if taken >= WINDOW_BYTES // 2:
-                self._relay.send_credit(self.number, taken)
-                taken = 0
+            written += len(data)
+            if written >= WINDOW_BYTES // 2:
+                self._relay.send_credit(self.number, written)
+                written = 0
         with contextlib.suppress(OSError):
             writer.write_eof()
 
-    async def _out(self, reader: asyncio.StreamReader) -> None:
+    async def _from_server(self, reader: asyncio.StreamReader) -> None:
         while True:
             while self._room <= 0:
                 self._more_room.clear()

@@ -57,7 +57,7 @@ class OpenSandboxExec:
         self._request = request
         self._in_background = in_background
         self._running: ToolRun | None = None
-        self._first: Frame | None = None
+        self._first_frame: Frame | None = None
         self._lost = False
         self._killed = False
         self._ended = False
@@ -73,17 +73,17 @@ class OpenSandboxExec:
         try:
             await self._submit()
             if self._running is not None:
-                self._first = await self._running.next()
+                self._first_frame = await self._running.next()
         except SandboxLostError:
             self._lost = True
         except BaseException:
             self._abandon()
             raise
-        if self._first is not None and self._first.kind == END:
-            found = ending(self._first)
-            if found["outcome"] == "error":
+        if self._first_frame is not None and self._first_frame.kind == END:
+            result = ending(self._first_frame)
+            if result["outcome"] == "error":
                 await self._close()
-                raise SandboxError(f"opensandbox: the command was not run: {found.get('error')}")
+                raise SandboxError(f"opensandbox: the command was not run: {result.get('error')}")
 
     async def _submit(self) -> None:
         request = self._request
@@ -91,7 +91,7 @@ class OpenSandboxExec:
         if request.stdin is not None:
             stdin = await put_file(self._connection, self._box, request.stdin, f"{self.exec_id}.stdin")
         command = request.command
-        order: dict[str, Any] = {
+        helper_request: dict[str, Any] = {
             "argv": ["/bin/sh", "-c", command] if isinstance(command, str) else list(command),
             "cwd": request.cwd or "",
             "env": dict(request.env),
@@ -100,7 +100,7 @@ class OpenSandboxExec:
             "stdin": stdin,
             "merge_stderr": request.merge_stderr,
         }
-        argument = await request_argument(self._connection, self._box, order)
+        argument = await request_argument(self._connection, self._box, helper_request)
         self._running = ToolRun(self._connection, self._box, "run", self.exec_id, argument)
         self._running.begin()
 
@@ -109,7 +109,7 @@ class OpenSandboxExec:
         if self._consumed:
             raise SandboxError("the events of an exec can be read once")
         self._consumed = True
-        kept = {"stdout": 0, "stderr": 0}
+        kept_bytes = {"stdout": 0, "stderr": 0}
         try:
             end: ExecEnd | None = None
             while end is None and not self._lost:
@@ -122,11 +122,11 @@ class OpenSandboxExec:
                     end = self._end_of(ending(frame))
                 elif frame.kind in (STDOUT, STDERR):
                     stream = "stdout" if frame.kind == STDOUT else "stderr"
-                    data = frame.data[: max(self._request.max_output_bytes - kept[stream], 0)]
+                    data = frame.data[: max(self._request.max_output_bytes - kept_bytes[stream], 0)]
                     if len(data) < len(frame.data):
                         self.truncated.add(stream)
                     if data:
-                        kept[stream] += len(data)
+                        kept_bytes[stream] += len(data)
                         yield ExecOutput("stdout" if frame.kind == STDOUT else "stderr", data)
             if end is None:
                 end = await self._lost_end()
@@ -139,25 +139,25 @@ class OpenSandboxExec:
             self._abandon()
 
     async def _next(self) -> Frame:
-        first, self._first = self._first, None
+        first, self._first_frame = self._first_frame, None
         if first is not None and first.kind != STARTED:
             return first
         if self._running is None:
             raise SandboxLostError("the command was never submitted")
         return await self._running.next()
 
-    def _end_of(self, found: dict[str, Any]) -> ExecEnd:
-        outcome = _OUTCOMES.get(found["outcome"])
+    def _end_of(self, result: dict[str, Any]) -> ExecEnd:
+        outcome = _OUTCOMES.get(result["outcome"])
         duration_s = time.monotonic() - self._began
-        if found["outcome"] == "refused" and self._killed:
+        if result["outcome"] == "refused" and self._killed:
             # A kill arrived before the command started, and prevented the start.
             return ExecEnd(ExecOutcome.SIGNALED, signal=int(signals.SIGKILL), duration_s=duration_s)
         if outcome is None:
             return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
         return ExecEnd(
             outcome,
-            return_code=int(found["code"]) if outcome is ExecOutcome.EXITED else None,
-            signal=int(found["signal"]) if found.get("signal") else None,
+            return_code=int(result["code"]) if outcome is ExecOutcome.EXITED else None,
+            signal=int(result["signal"]) if result.get("signal") else None,
             duration_s=duration_s,
         )
 
@@ -199,10 +199,10 @@ class OpenSandboxExec:
         if number == signals.SIGKILL:
             self._killed = True
         with contextlib.suppress(SandboxLostError):
-            found = await run_helper(
+            result = await run_helper(
                 self._connection, self._box, "signal", self.exec_id, str(int(number)), timeout_s=_SIGNAL_TIMEOUT_S
             )
-            if found["outcome"] == "error":
+            if result["outcome"] == "error":
                 # Destroy the box: losing it is better than keeping one with a command that cannot be stopped.
                 await self._connection.kill(self._box.sandbox_id)
 

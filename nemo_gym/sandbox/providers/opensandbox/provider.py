@@ -74,7 +74,7 @@ class OpenSandboxProvider(StreamingProvider):
     def capabilities(self) -> SandboxCapabilities:
         """The server's abilities according to the configuration, because the server cannot be asked. Sends nothing."""
         config = self.config
-        found = {
+        abilities = {
             "memory_limit": "memory" in config.limits,
             "cpu_limit": "cpu" in config.limits,
             "endpoint": not config.use_server_proxy,
@@ -104,9 +104,9 @@ class OpenSandboxProvider(StreamingProvider):
             network_policies=frozenset(policies),
             loopback_door=True,
             connect=True,
-            reasons={name: why for name, why in reasons.items() if not found.get(name, False)},
+            reasons={name: why for name, why in reasons.items() if not abilities.get(name, False)},
             default_limits=SandboxResources(),
-            **found,
+            **abilities,
         ).with_default_limits(config.default_resources, host_memory_mib=None)
 
     # ------------------------------------------------------------------------------------------- life of a box
@@ -184,11 +184,11 @@ class OpenSandboxProvider(StreamingProvider):
             await self._connection.kill(handle.sandbox_id)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
-        wanted = {**(labels or {}), BoxLabel.MANAGED: "true"}
+        required_labels = {**(labels or {}), BoxLabel.MANAGED: "true"}
         async with errors_translated("listing boxes"):
-            found = await self._connection.list_boxes(select(wanted))
-        infos = [info for one in found if (info := _info(one)) is not None]
-        return [info for info in infos if wanted.items() <= info.labels.items()]
+            boxes = await self._connection.list_boxes(select(required_labels))
+        infos = [info for box in boxes if (info := _info(box)) is not None]
+        return [info for info in infos if required_labels.items() <= info.labels.items()]
 
     async def reap(self, labels: Mapping[str, str]) -> List[str]:
         if not labels:
@@ -201,9 +201,9 @@ class OpenSandboxProvider(StreamingProvider):
     async def aclose(self) -> None:
         """Finish background work (removing unwanted boxes, killing abandoned commands), then close the connections."""
         loop = asyncio.get_running_loop()
-        here = [door for door in self._doors if door.loop is loop]
+        own_doors = [door for door in self._doors if door.loop is loop]
         self._doors.clear()
-        await asyncio.gather(*(door.aclose(quits=True) for door in here))
+        await asyncio.gather(*(door.aclose(quits=True) for door in own_doors))
         await self._background.join()
         await self._connection.aclose()
         self._images.close()
@@ -284,9 +284,9 @@ class OpenSandboxProvider(StreamingProvider):
             raise SandboxError(f"opensandbox: no port is given out: {self.capabilities.reasons['endpoint']}")
         async with errors_translated(f"asking for port {port} of box {handle.sandbox_id}"):
             sdk = await sdk_of(self._connection, box_of(handle))
-            found = await sdk.get_endpoint(port)
+            address = await sdk.get_endpoint(port)
         scheme = self.config.url.partition("://")[0]
-        return f"{scheme}://{found.endpoint}"
+        return f"{scheme}://{address.endpoint}"
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
         """Plain data that identifies the box, without the server's key: a process that connects needs its own key."""
@@ -344,15 +344,15 @@ def _status(info: BackendInfo) -> SandboxStatus:
 
 def _info(info: BackendInfo) -> SandboxInfo | None:
     """Convert the server's description of a box; ``None`` if the box does not belong to this suite."""
-    given = metadata_to_labels(info.metadata)
-    if given is None:
+    labels = metadata_to_labels(info.metadata)
+    if labels is None:
         return None
     status = _status(info)
     ended = status in (SandboxStatus.STOPPED, SandboxStatus.ERROR)
     return SandboxInfo(
         sandbox_id=info.id,
         status=status,
-        labels=given,
+        labels=labels,
         expires_at=info.expires_at.timestamp() if info.expires_at else None,
         created_at=info.created_at.timestamp(),
         termination_reason=(info.status.message or info.status.reason) if ended else None,

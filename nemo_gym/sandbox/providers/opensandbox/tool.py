@@ -45,10 +45,10 @@ class Frame:
 
     def ending(self) -> dict[str, Any]:
         """Decode the content of an ``END`` frame. Raises `ValueError` if the content is invalid."""
-        found = json.loads(self.data)
-        if not isinstance(found, dict) or not isinstance(found.get("outcome"), str):
+        content = json.loads(self.data)
+        if not isinstance(content, dict) or not isinstance(content.get("outcome"), str):
             raise ValueError("an end without an outcome")  # noqa: TRY004  the text's fault, not its caller's
-        return found
+        return content
 
 
 class FrameParser:
@@ -112,8 +112,8 @@ async def _raise_lost(connection: Connection, box: OpenSandboxBox, error: BaseEx
     """Raise `SandboxLostError` unless the server reports that the box is alive."""
     try:
         info = await connection.info(box.sandbox_id)
-    except sdk_errors() as asked:
-        raise SandboxLostError(f"opensandbox: nothing is known of box {box.sandbox_id}: {asked}") from error
+    except sdk_errors() as info_error:
+        raise SandboxLostError(f"opensandbox: nothing is known of box {box.sandbox_id}: {info_error}") from error
     if info is None or info.status.state.lower() not in _ALIVE:
         state = "gone" if info is None else f"{info.status.state} ({info.status.message or info.status.reason})"
         raise SandboxLostError(f"opensandbox: the box {box.sandbox_id} is {state}") from error
@@ -130,7 +130,7 @@ class ToolRun:
         self._parser = FrameParser()
         self._task: asyncio.Task[None] | None = None
         self._heard = 0.0
-        self._said_anything = False
+        self._received_anything = False
         self._ended = False
         self._failure: BaseException | None = None
         self._quiet_s = min(_QUIET_S, connection.config.silence_s / 3)
@@ -149,7 +149,7 @@ class ToolRun:
         loop = asyncio.get_running_loop()
         while True:
             if self._ended and self._frames.empty():
-                raise self._lost()
+                raise self._lost_error()
             quiet_s = loop.time() - self._heard
             try:
                 async with asyncio.timeout(max(self._quiet_s - quiet_s, 1.0)):
@@ -158,11 +158,11 @@ class ToolRun:
                 await self._check_silence(loop.time() - self._heard)
                 continue
             if frame is None:
-                raise self._lost()
+                raise self._lost_error()
             if frame.kind != PING:
                 return frame
 
-    def _lost(self) -> SandboxLostError:
+    def _lost_error(self) -> SandboxLostError:
         why = f": {self._failure}" if self._failure else ""
         return SandboxLostError(f"opensandbox: what ran in box {self._box.sandbox_id} ended without its end{why}")
 
@@ -188,11 +188,11 @@ class ToolRun:
             backoff = Backoff(first_s=0.2, factor=3, tries=_TRIES)
             while True:
                 try:
-                    await self._once()
+                    await self._run_once()
                     return
                 except sdk_errors() as error:
                     self._failure = error
-                    if self._said_anything or not never_started(error):
+                    if self._received_anything or not never_started(error):
                         return
                     info = await self._connection.info(self._box.sandbox_id)
                     if info is None or info.status.state.lower() not in _ALIVE:
@@ -207,12 +207,12 @@ class ToolRun:
             with contextlib.suppress(asyncio.QueueFull):
                 self._frames.put_nowait(None)
 
-    async def _once(self) -> None:
+    async def _run_once(self) -> None:
         from opensandbox.models.execd import ExecutionHandlers
 
         async def listen(message: OutputMessage) -> None:
             self._heard = asyncio.get_running_loop().time()
-            self._said_anything = True
+            self._received_anything = True
             for frame in self._parser.feed(message.text):
                 await self._frames.put(frame)
 
@@ -284,21 +284,21 @@ _IN_MEMORY_BYTES = 32 * 1024 * 1024
 async def put(connection: Connection, box: OpenSandboxBox, path: str, tar: AsyncIterator[bytes]) -> None:
     """See `SandboxProvider.put_archive`."""
     path = absolute(path)
-    through = TarFilter()
+    tar_filter = TarFilter()
     # The backend accepts only files of known length, so spool the archive in memory or a local file.
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:
         try:
             async for chunk in tar:
-                await asyncio.to_thread(spool.write, through.feed(chunk))
-            spool.write(through.finish())
+                await asyncio.to_thread(spool.write, tar_filter.feed(chunk))
+            spool.write(tar_filter.finish())
         except ArchiveError as error:
             raise SandboxArchiveError(f"the archive for '{path}' is refused: {error}") from error
         spool.seek(0)
-        inside = await put_file(connection, box, spool, f"{uuid.uuid4().hex}.tar")
-    argument = await request_argument(connection, box, {"path": path, "tar": inside})
-    found = await run_helper(connection, box, "unpack", argument)
-    if found["outcome"] == "error":
-        raise SandboxArchiveError(f"the archive for '{path}' is refused: {found.get('error')}", path=path)
+        spooled_path = await put_file(connection, box, spool, f"{uuid.uuid4().hex}.tar")
+    argument = await request_argument(connection, box, {"path": path, "tar": spooled_path})
+    result = await run_helper(connection, box, "unpack", argument)
+    if result["outcome"] == "error":
+        raise SandboxArchiveError(f"the archive for '{path}' is refused: {result.get('error')}", path=path)
 
 
 async def get(
@@ -309,7 +309,7 @@ async def get(
     strip = 0 if posixpath.basename(path) == "" else 1
     try:
         # Filter the box's archive like any backend's: encode its headers anew, and enforce ``max_bytes`` here.
-        through = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip)
+        tar_filter = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip)
     except ArchiveError as error:
         raise SandboxArchiveError(str(error)) from error
     argument = await request_argument(connection, box, {"path": path, "exclude": list(exclude)})
@@ -317,14 +317,14 @@ async def get(
     running.begin()
     try:
         while (frame := await running.next()).kind != END:
-            if frame.kind == STDOUT and (out := through.feed(frame.data)):
+            if frame.kind == STDOUT and (out := tar_filter.feed(frame.data)):
                 yield out
-        found = ending(frame)
-        if found["outcome"] == "error":
-            if found.get("kind") == "missing":
+        result = ending(frame)
+        if result["outcome"] == "error":
+            if result.get("kind") == "missing":
                 raise SandboxArchiveError(f"there is nothing at '{path}' in the box", path=path)
-            raise SandboxArchiveError(f"'{path}' cannot be packed: {found.get('error')}", path=path)
-        yield through.finish()
+            raise SandboxArchiveError(f"'{path}' cannot be packed: {result.get('error')}", path=path)
+        yield tar_filter.finish()
         await running.settle()
     except ArchiveTooLargeError as error:
         raise SandboxArchiveTooLargeError(f"'{path}' cannot be packed: {error}", max_bytes=max_bytes) from error

@@ -61,8 +61,8 @@ class RemoteBox:
             if counted is None:
                 self.doors.pop(name, None)
             else:
-                known = self.doors.setdefault(name, DoorStatistics())
-                known.__dict__.update(counted.__dict__)
+                statistics = self.doors.setdefault(name, DoorStatistics())
+                statistics.__dict__.update(counted.__dict__)
 
 
 def box_of(handle: SandboxHandle) -> RemoteBox:
@@ -194,7 +194,7 @@ class BrokerConnection:
     async def ask(self, method: str, url: str, **options: Any) -> bytes:
         """Return the whole body of a successful response; options as in `open`. Retries a broken-off body too, if the
         request is repeatable."""
-        backoff = retries(self.patience_s if (given := options.pop("patience_s", None)) is None else given)
+        backoff = retries(self.patience_s if (patience_s := options.pop("patience_s", None)) is None else patience_s)
         while True:
             try:
                 async with self.open(method, url, **options, patience_s=max(backoff.left_s, 0)) as response:
@@ -209,7 +209,7 @@ class BrokerConnection:
         key = (asyncio.get_running_loop(), fresh)
         session, _ = self._sessions.get(key, (None, None))
         if session is None or session.closed:
-            self._sessions = {known: owned for known, owned in self._sessions.items() if not known[0].is_closed()}
+            self._sessions = {used: owned for used, owned in self._sessions.items() if not used[0].is_closed()}
             session = new_session(
                 aiohttp.ClientTimeout(total=5 * 60, sock_connect=30),  # aiohttp's own; requests set theirs
                 force_close=fresh,
@@ -279,9 +279,9 @@ async def _problem(response: aiohttp.ClientResponse) -> tuple[Problem, float]:
 
 def _unreachable(method: str, url: str, error: BaseException, *, started: str) -> BrokerUnreachableError:
     parts = URL(url)
-    said = "cannot be reached" if started == "no" else "did not answer"
+    what_happened = "cannot be reached" if started == "no" else "did not answer"
     return BrokerUnreachableError(
-        f"the broker at {parts.origin()} {said}: {method} {parts.path} ({type(error).__name__}: {error})",
+        f"the broker at {parts.origin()} {what_happened}: {method} {parts.path} ({type(error).__name__}: {error})",
         retryable=True,
         started=started,
     )

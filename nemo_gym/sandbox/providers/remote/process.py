@@ -135,7 +135,7 @@ class RemoteProcess:
             try:
                 if self._response is None:
                     await self._open(max(backoff.left_s, 0))
-                async with contextlib.aclosing(self._one_connection()) as output:
+                async with contextlib.aclosing(self._read_connection()) as output:
                     async for piece in output:
                         yield piece
                 if self._end is not None:
@@ -156,7 +156,7 @@ class RemoteProcess:
             if not await backoff.again():
                 return
 
-    async def _one_connection(self) -> AsyncGenerator[ExecOutput, None]:
+    async def _read_connection(self) -> AsyncGenerator[ExecOutput, None]:
         assert self._response is not None
         parser = FrameParser()
         async for data in self._response.content.iter_any():
@@ -227,8 +227,8 @@ async def put(connection: BrokerConnection, box: RemoteBox, path: str, tar: Asyn
                 query={"path": absolute(path)},
                 stream=lambda: tar,
             )
-        except SourceError as failed:
-            raise failed.error from None
+        except SourceError as source_error:
+            raise source_error.error from None
 
 
 async def get(
@@ -252,11 +252,11 @@ async def get(
                 async for chunk in response.content.iter_any():
                     yield chunk
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise await _why(connection, box, path, request_id, error) from error
+            raise await _archive_error(connection, box, path, request_id, error) from error
 
 
-async def _why(
-    connection: BrokerConnection, box: RemoteBox, path: str, request_id: str, broken: BaseException
+async def _archive_error(
+    connection: BrokerConnection, box: RemoteBox, path: str, request_id: str, cause: BaseException
 ) -> NemoGymError:
     """Ask the broker why an archive broke off. A response that has begun can no longer report an error itself."""
     try:
@@ -268,7 +268,7 @@ async def _why(
             repeatable=True,
         )
     except NemoGymError:
-        return SandboxLostError(f"the archive of {path} broke off ({type(broken).__name__})", retryable=True)
+        return SandboxLostError(f"the archive of {path} broke off ({type(cause).__name__})", retryable=True)
     return error_of(parse_problem(500, answer))
 
 

@@ -127,8 +127,8 @@ class RemoteProvider(StreamingProvider):
         except asyncio.CancelledError:
             self._take_back(broker, key, spec)
             raise
-        made = CreatedSandbox.model_validate_json(answer)
-        box = _box(broker.url, made.lease)
+        created = CreatedSandbox.model_validate_json(answer)
+        box = _box(broker.url, created.lease)
         box.doors = {door.name: DoorStatistics() for door in spec.doors}
         return SandboxHandle(box.sandbox_id, self.name, box)
 
@@ -145,7 +145,7 @@ class RemoteProvider(StreamingProvider):
         box = box_of(handle)
         with refusals():
             body = RenewLease(ttl_s=ttl_s)
-        answer = await self._on(box, "PUT", routes.lease(box.sandbox_id), body=body, repeatable=True)
+        answer = await self._ask_box(box, "PUT", routes.lease(box.sandbox_id), body=body, repeatable=True)
         box.expires_at = LeaseView.model_validate_json(answer).expires_at
 
     async def close(self, handle: SandboxHandle) -> None:
@@ -155,13 +155,13 @@ class RemoteProvider(StreamingProvider):
         box.doors.clear()
         if box.scope is LeaseScope.OWNER:
             with contextlib.suppress(SandboxLostError):
-                await self._on(box, "DELETE", routes.sandbox(box.sandbox_id), repeatable=True)
+                await self._ask_box(box, "DELETE", routes.sandbox(box.sandbox_id), repeatable=True)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
         return [info for broker in self._configured().all for info in await self._list_at(broker, labels or {})]
 
     async def _list_at(self, broker: Broker, labels: Mapping[str, str]) -> List[SandboxInfo]:
-        found: List[SandboxInfo] = []
+        infos: List[SandboxInfo] = []
         cursor: str | None = None
         while True:
             query = _label_query(labels) + ([("cursor", cursor)] if cursor else [])
@@ -170,15 +170,15 @@ class RemoteProvider(StreamingProvider):
                     "GET", broker.url + routes.SANDBOXES, headers=broker.headers, query=query, repeatable=True
                 )
             )
-            found += (view.to_info() for view in page.sandboxes)
+            infos += (view.to_info() for view in page.sandboxes)
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return infos
 
     async def reap(self, labels: Mapping[str, str]) -> List[str]:
         if not labels:
             raise SandboxError("reap needs at least one label, so that nobody destroys every box by accident")
-        asked = (
+        requests = (
             self._connection.ask(
                 "DELETE",
                 broker.url + routes.SANDBOXES,
@@ -190,11 +190,11 @@ class RemoteProvider(StreamingProvider):
             for broker in self._configured().all
         )
         # If one broker cannot be reached, still destroy the boxes of the others.
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        return [each for answer in answers for each in ReapedView.model_validate_json(cast(bytes, answer)).reaped]
+        return [box_id for answer in answers for box_id in ReapedView.model_validate_json(cast(bytes, answer)).reaped]
 
     async def aclose(self) -> None:
         """Finish background work (killing abandoned commands), then close the connections."""
@@ -234,12 +234,12 @@ class RemoteProvider(StreamingProvider):
         box = box_of(handle)
         with refusals():
             body = DoorModel.of(door)
-        await self._on(box, "PUT", routes.door(box.sandbox_id, door.name), body=body, repeatable=True)
+        await self._ask_box(box, "PUT", routes.door(box.sandbox_id, door.name), body=body, repeatable=True)
         box.doors[door.name] = DoorStatistics()
 
     async def close_door(self, handle: SandboxHandle, name: str) -> None:
         box = box_of(handle)
-        await self._on(box, "DELETE", routes.door(box.sandbox_id, name), repeatable=True)
+        await self._ask_box(box, "DELETE", routes.door(box.sandbox_id, name), repeatable=True)
         box.doors.pop(name, None)
 
     def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
@@ -254,7 +254,7 @@ class RemoteProvider(StreamingProvider):
         box = box_of(handle)
         with refusals():
             body = CommitImage(image=image, labels=dict(labels))
-        await self._on(
+        await self._ask_box(
             box, "POST", routes.sandbox_images(box.sandbox_id), body=body, silence_s=_COMMIT_TIMEOUT_S, repeatable=True
         )
 
@@ -295,14 +295,14 @@ class RemoteProvider(StreamingProvider):
         """Return a `SandboxRef` with a new lease for ``scope``, or with this handle's lease if it has that scope."""
         box = box_of(handle)
         try:
-            wanted = LeaseScope(scope)
+            lease_scope = LeaseScope(scope)
         except ValueError:
             raise SandboxError(f"a box is lent with the scope {', '.join(LeaseScope)}, not with '{scope}'") from None
         token, expires_at = box.token, box.expires_at
-        if wanted is not box.scope:
+        if lease_scope is not box.scope:
             # Repeating this request may leave a lease whose token was lost. It does no harm and ends with the box.
-            answer = await self._on(
-                box, "POST", routes.leases(box.sandbox_id), body=MintLease(scope=wanted), repeatable=True
+            answer = await self._ask_box(
+                box, "POST", routes.leases(box.sandbox_id), body=MintLease(scope=lease_scope), repeatable=True
             )
             lease = LeaseView.model_validate_json(answer)
             token, expires_at = _token(lease), lease.expires_at
@@ -311,7 +311,7 @@ class RemoteProvider(StreamingProvider):
             broker_url=box.broker_url,
             sandbox_id=box.sandbox_id,
             lease_token=token,
-            scope=wanted,
+            scope=lease_scope,
             expires_at=expires_at,
         )
         return ref.model_dump(mode="json")
@@ -320,7 +320,7 @@ class RemoteProvider(StreamingProvider):
         """End the leases that `serialize_handle` created. References that use this handle's own lease stay valid."""
         box = box_of(handle)
         for lease_id in list(box.lent):
-            await self._on(box, "DELETE", routes.one_lease(box.sandbox_id, lease_id), repeatable=True)
+            await self._ask_box(box, "DELETE", routes.one_lease(box.sandbox_id, lease_id), repeatable=True)
             box.lent.discard(lease_id)
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
@@ -365,11 +365,11 @@ class RemoteProvider(StreamingProvider):
             )
         return brokers
 
-    async def _on(self, box: RemoteBox, method: str, path: str, **options: Any) -> bytes:
+    async def _ask_box(self, box: RemoteBox, method: str, path: str, **options: Any) -> bytes:
         return await self._connection.ask(method, box.url(path), headers=box.headers, **options)
 
     async def _view(self, box: RemoteBox) -> SandboxView:
-        answer = await self._on(box, "GET", routes.sandbox(box.sandbox_id), repeatable=True)
+        answer = await self._ask_box(box, "GET", routes.sandbox(box.sandbox_id), repeatable=True)
         return SandboxView.model_validate_json(answer)
 
     def _take_back(self, broker: Broker, key: str, spec: SandboxSpec) -> None:

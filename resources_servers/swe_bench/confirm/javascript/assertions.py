@@ -232,13 +232,13 @@ class Assertions:
         if failing and ends[0][0] in _THROWS:
             return self._failure(key, "rejects", text, ends[0][1] or [], emit)
         holder = _Operand("_ng_v", subject) if later or failing or len(ends) > 1 else _Operand(text, subject)
-        found: list[str] = []
+        probes: list[str] = []
         for number, (name, given) in enumerate(ends):
             one_key = f"{key}.{number}" if len(ends) > 1 else key
-            found.append(self._end(one_key, name, holder, given, emit, negated=negated))
+            probes.append(self._end(one_key, name, holder, given, emit, negated=negated))
             if name in ("property",) and given:
                 holder = _Operand(f"_ng_part({holder.text}, {emit(given[0])})")
-        whole = found[0] if len(found) == 1 else f"({', '.join(found)})"
+        whole = probes[0] if len(probes) == 1 else f"({', '.join(probes)})"
         if later or failing:
             return f"_ng_{'later' if later else 'failing'}({text}, async (_ng_v) => {whole})"
         return f"((_ng_v) => {whole})({text})" if len(ends) > 1 else whole
@@ -430,12 +430,12 @@ class Assertions:
         constant_left, constant_right = self._constant(left), self._constant(right)
         if constant_right is not constant_left:
             return "right" if constant_right else "left"
-        says = [
+        names_expectation = [
             any(word in name.lower() for name in names_in(self.code, one) for word in _EXPECTING)
             for one in (left, right)
         ]
-        if says[0] != says[1]:
-            return "left" if says[0] else "right"
+        if names_expectation[0] != names_expectation[1]:
+            return "left" if names_expectation[0] else "right"
         return "right" if constant_left else None
 
     def _constant(self, node: Node) -> bool:
@@ -485,19 +485,19 @@ def _constants(code: Code) -> set[str]:
             target = node.child_by_field_name("left")
             if target is not None and target.type == "identifier":
                 values.setdefault(code.text(target), []).append(None)
-    found: set[str] = set()
+    constant_names: set[str] = set()
     for _ in range(3):
-        found |= {
+        constant_names |= {
             name
-            for name, given in values.items()
-            if len(given) == 1 and given[0] is not None and is_constant(code, given[0], found)
+            for name, assigned in values.items()
+            if len(assigned) == 1 and assigned[0] is not None and is_constant(code, assigned[0], constant_names)
         }
-    return found
+    return constant_names
 
 
 def _packages(code: Code) -> dict[str, tuple[str, str]]:
     """Return name → the assertion package that it comes from and its name there (empty for the whole package)."""
-    found: dict[str, tuple[str, str]] = {}
+    imported: dict[str, tuple[str, str]] = {}
     for node in walk(code.root):
         if node.type == "import_statement":
             source = node.child_by_field_name("source")
@@ -508,11 +508,11 @@ def _packages(code: Code) -> dict[str, tuple[str, str]]:
                 if one.type == "import_specifier":
                     name, alias = one.child_by_field_name("name"), one.child_by_field_name("alias")
                     if name is not None:
-                        found[code.text(alias or name)] = (package, code.text(name))
+                        imported[code.text(alias or name)] = (package, code.text(name))
                 elif one.type in ("import_clause", "namespace_import"):
                     for child in one.named_children:
                         if child.type == "identifier":
-                            found[code.text(child)] = (package, "")
+                            imported[code.text(child)] = (package, "")
         elif node.type == "variable_declarator":
             name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
             if name is None or value is None:
@@ -522,8 +522,8 @@ def _packages(code: Code) -> dict[str, tuple[str, str]]:
                 held = value.child_by_field_name("property")
                 part = code.text(held) if held is not None else ""
                 value = value.child_by_field_name("object") or value
-            if value.type == "identifier" and code.text(value) in found and name.type == "object_pattern":
-                package = found[code.text(value)][0]
+            if value.type == "identifier" and code.text(value) in imported and name.type == "object_pattern":
+                package = imported[code.text(value)][0]
             else:
                 function = value.child_by_field_name("function") if value.type == "call_expression" else None
                 if function is None or code.text(function) != "require" or not arguments_of(value):
@@ -532,15 +532,15 @@ def _packages(code: Code) -> dict[str, tuple[str, str]]:
             if package not in _ASSERT_PACKAGES:
                 continue
             if name.type == "identifier":
-                found[code.text(name)] = (package, "" if part == "strict" else part)
+                imported[code.text(name)] = (package, "" if part == "strict" else part)
             for one in name.named_children if name.type == "object_pattern" else ():
                 if one.type == "shorthand_property_identifier_pattern":
-                    found[code.text(one)] = (package, code.text(one))
+                    imported[code.text(one)] = (package, code.text(one))
                 elif one.type == "pair_pattern":
                     whole, alias = one.child_by_field_name("key"), one.child_by_field_name("value")
                     if whole is not None and alias is not None:
-                        found[code.text(alias)] = (package, code.text(whole))
-    return found
+                        imported[code.text(alias)] = (package, code.text(whole))
+    return imported
 
 
 def _first_parameter(code: Code, function: Node) -> str:

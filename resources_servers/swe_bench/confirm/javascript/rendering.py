@@ -181,13 +181,13 @@ class _Writer:
 
 def _unchosen(code: Code, every: Iterable[Test], chosen: Collection[Test]) -> set[int]:
     """Return the ids of nodes that no rendering needs: tests that are not chosen, and suites of only such tests."""
-    wanted = [test.call for test in chosen]
+    chosen_calls = [test.call for test in chosen]
 
     def is_near(node: Node) -> bool:
         return any(
-            (one.start_byte <= node.start_byte and node.end_byte <= one.end_byte)
-            or (node.start_byte <= one.start_byte and one.end_byte <= node.end_byte)
-            for one in wanted
+            (call_node.start_byte <= node.start_byte and node.end_byte <= call_node.end_byte)
+            or (node.start_byte <= call_node.start_byte and call_node.end_byte <= node.end_byte)
+            for call_node in chosen_calls
         )
 
     calls = [test.call for test in every]
@@ -196,9 +196,9 @@ def _unchosen(code: Code, every: Iterable[Test], chosen: Collection[Test]) -> se
         for node in walk(code.root)
         if node.type == "call_expression"
         and is_suite(code, node)
-        and any(node.start_byte <= one.start_byte and one.end_byte <= node.end_byte for one in calls)
+        and any(node.start_byte <= call_node.start_byte and call_node.end_byte <= node.end_byte for call_node in calls)
     ]
-    found: set[int] = set()
+    unchosen_ids: set[int] = set()
     for call in [*calls, *suites]:
         if is_near(call):
             continue
@@ -213,8 +213,8 @@ def _unchosen(code: Code, every: Iterable[Test], chosen: Collection[Test]) -> se
             node = node.parent
         if node.parent is not None and node.parent.type == "expression_statement":
             node = node.parent
-        found.add(node.id)
-    return found
+        unchosen_ids.add(node.id)
+    return unchosen_ids
 
 
 def is_path_call(code: Code, call: Node) -> bool:
@@ -298,7 +298,7 @@ def _other_names(text: str, path: str, rng: random.Random) -> str:
             declared[code.text(node)] = declared.get(code.text(node), 0) + 2
     edits: list[tuple[int, int, str]] = []
     for body in _test_bodies(code):
-        own = {
+        body_names = {
             code.text(name)
             for node in walk(body)
             if node.type == "variable_declarator"
@@ -311,11 +311,13 @@ def _other_names(text: str, path: str, rng: random.Random) -> str:
             if node.type == "variable_declarator" and not (body.start_byte <= node.start_byte < body.end_byte)
             for node in node.children[:1]
         }
-        free = {name: random_name(rng) for name in sorted(own - fixed - outside) if declared.get(name, 0) < 2}
+        new_names = {
+            name: random_name(rng) for name in sorted(body_names - fixed - outside) if declared.get(name, 0) < 2
+        }
         edits += [
-            (node.start_byte, node.end_byte, free[code.text(node)])
+            (node.start_byte, node.end_byte, new_names[code.text(node)])
             for node in walk(body)
-            if node.type == "identifier" and code.text(node) in free
+            if node.type == "identifier" and code.text(node) in new_names
         ]
     return _edited(code, edits)
 
@@ -372,17 +374,17 @@ def _with_recorder(code: Code, text: str, order: Order) -> tuple[str, dict[str, 
     script = _script("recorder.js")
     driver = _script("driver.js") if order.plain else ""
     names = ", ".join(f"{name}: _ng_{name}" for name in _HELPERS)
-    made = f"const {{ {names} }} = _ng_make(_ng_fs, {_quoted(order.records_path)});"
+    setup = f"const {{ {names} }} = _ng_make(_ng_fs, {_quoted(order.records_path)});"
     suffix = PurePosixPath(code.path).suffix
     unchecked = "// @ts-nocheck\n" if suffix in (".ts", ".tsx", ".mts", ".cts") else ""
     head, rest = _prologue(code, text)
     if code.is_module:
         name = random_name(order.rng) if order.mode == "blind" else "discovery"
-        module = f"{unchecked}import * as _ng_fs from 'fs';\n{script}\nexport {made}\n{driver}\n"
+        module = f"{unchecked}import * as _ng_fs from 'fs';\n{script}\nexport {setup}\n{driver}\n"
         imported = f"import {{ {', '.join(f'_ng_{name}' for name in _HELPERS)} }} from './{name}{_ending(code)}';\n"
-        whole, module = _renamed(unchecked + head + imported + rest, module, order)
-        return whole, {str(PurePosixPath(code.path).with_name(name + suffix)): module}
-    prelude = f"const _ng_fs = require('fs');\n{script}\n{made}\n{driver}\n"
+        main_text, module = _renamed(unchecked + head + imported + rest, module, order)
+        return main_text, {str(PurePosixPath(code.path).with_name(name + suffix)): module}
+    prelude = f"const _ng_fs = require('fs');\n{script}\n{setup}\n{driver}\n"
     return _renamed(unchecked + head + prelude + rest, "", order)[0], {}
 
 
@@ -408,9 +410,9 @@ def _ending(code: Code) -> str:
     ]
     near = [source for source in sources if source.startswith(".")]
     suffixes = [PurePosixPath(source).suffix for source in near]
-    own = PurePosixPath(code.path).suffix
-    if own in (".js", ".mjs", ".cjs", ".jsx"):
-        return own
+    own_suffix = PurePosixPath(code.path).suffix
+    if own_suffix in (".js", ".mjs", ".cjs", ".jsx"):
+        return own_suffix
     return next((suffix for suffix in suffixes if suffix in (".js", ".ts", ".mjs", ".tsx")), "")
 
 

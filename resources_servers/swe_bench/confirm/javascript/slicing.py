@@ -84,12 +84,12 @@ def _refuse_leftovers(code: Code, dropped: _Dropped) -> None:
         name = code.text(node) if node.type in ("identifier", "shorthand_property_identifier_pattern") else ""
         if not name or not _iterates(code, node):
             continue
-        lost = _gone(name, dropped, reads) and name not in dropped.reached
-        lost = lost or any(
+        stays = _gone(name, dropped, reads) and name not in dropped.reached
+        stays = stays or any(
             owner == name and not parts[part] and f"{owner}.{part}" not in dropped.reached
             for owner, part in dropped.parts
         )
-        if lost:
+        if stays:
             raise ValueError(f"what its cases expect ({name}) cannot be taken out")
     for name in dropped.tables:
         if reads[name] and any(
@@ -158,11 +158,11 @@ def _gone(name: str, dropped: _Dropped, reads: Counter[str]) -> bool:
 
 def _reads(code: Code) -> Counter[str]:
     """Return how often each name is read. Declarations and assignments do not count."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in walk(code.root):
         if node.type == "shorthand_property_identifier" or (node.type == "identifier" and not _is_binding(node)):
-            found[code.text(node)] += 1
-    return found
+            counts[code.text(node)] += 1
+    return counts
 
 
 def _is_binding(node: Node) -> bool:
@@ -187,15 +187,15 @@ def _is_binding(node: Node) -> bool:
 
 
 def _part_reads(code: Code) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in walk(code.root):
         if node.type == "member_expression":
             part = node.child_by_field_name("property")
             if part is not None:
-                found[code.text(part)] += 1
+                counts[code.text(part)] += 1
         elif node.type in ("shorthand_property_identifier_pattern",):
-            found[code.text(node)] += 1
-    return found
+            counts[code.text(node)] += 1
+    return counts
 
 
 def _remove(code: Code, node: Node, dropped: _Dropped) -> Iterator[Edit]:
@@ -373,7 +373,7 @@ def _resolved(code: Code, node: Node) -> Node:
     node = bare(node)
     if node.type != "identifier":
         return node
-    found = [
+    values = [
         value
         for one in walk(code.root)
         if one.type == "variable_declarator"
@@ -381,7 +381,7 @@ def _resolved(code: Code, node: Node) -> Node:
         and code.text(name) == code.text(node)
         and (value := one.child_by_field_name("value")) is not None
     ]
-    return bare(found[0]) if len(found) == 1 else node
+    return bare(values[0]) if len(values) == 1 else node
 
 
 def _applied(code: Code, edits: Iterable[Edit]) -> str:

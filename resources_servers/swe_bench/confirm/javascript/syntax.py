@@ -80,11 +80,11 @@ class Code:
 
 def walk(node: Node) -> Iterator[Node]:
     """Yield ``node`` and everything below it, in the order of the text."""
-    waiting = [node]
-    while waiting:
-        one = waiting.pop()
-        yield one
-        waiting.extend(reversed(one.children))
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        yield current
+        pending.extend(reversed(current.children))
 
 
 def key_of(node: Node) -> str:
@@ -196,7 +196,7 @@ def is_suite(code: Code, call: Node) -> bool:
 
 def _imported_makers(code: Code) -> set[str]:
     """Return the names that a file imports from its test package, and ``t``, which registers subtests."""
-    found: set[str] = {"t"}
+    makers: set[str] = {"t"}
     for node in walk(code.root):
         source: Node | None = None
         if node.type == "import_statement":
@@ -220,8 +220,8 @@ def _imported_makers(code: Code) -> set[str]:
         for holder in names:
             for one in walk(holder) if holder is not None else ():
                 if one.type in ("identifier", "shorthand_property_identifier_pattern"):
-                    found.add(code.text(one))
-    return found - _SUITES - {"before", "after", "beforeEach", "afterEach", "mock"}
+                    makers.add(code.text(one))
+    return makers - _SUITES - {"before", "after", "beforeEach", "afterEach", "mock"}
 
 
 def _root_name(code: Code, call: Node) -> tuple[str, bool]:
@@ -291,19 +291,21 @@ def choose(code: Code, ids: tuple[str, ...], touched: Collection[int] = ()) -> d
     the titles of its suites, as the file's path, or as an assertion's message. Ids that match none of the file's tests
     refer to the tests that contain the lines ``touched``."""
     tests = tests_of(code)
-    found: dict[str, list[str]] = {}
+    ids_by_test: dict[str, list[str]] = {}
     for one in ids:
         text = " ".join(one.split())
         if text == code.path or text.endswith(f"/{code.path}"):
-            meant = tests
+            matching_tests = tests
         else:
             named = [test for test in tests if _is_named(test, text)]
-            meant = [test for test in named if test.written] or named or [t for t in tests if _says(code, t, text)]
-            meant = meant or [test for test in tests if not test.title.strip(".*")]
-            meant = meant or _innermost(tests, touched)
-        for test in meant:
-            found.setdefault(test.key, []).append(one)
-    return {key: tuple(names) for key, names in found.items()}
+            matching_tests = (
+                [test for test in named if test.written] or named or [t for t in tests if _says(code, t, text)]
+            )
+            matching_tests = matching_tests or [test for test in tests if not test.title.strip(".*")]
+            matching_tests = matching_tests or _innermost(tests, touched)
+        for test in matching_tests:
+            ids_by_test.setdefault(test.key, []).append(one)
+    return {key: tuple(names) for key, names in ids_by_test.items()}
 
 
 def _innermost(tests: list[Test], lines: Collection[int]) -> list[Test]:
@@ -311,12 +313,12 @@ def _innermost(tests: list[Test], lines: Collection[int]) -> list[Test]:
     begun = [test for test in tests if test.call.start_point[0] + 1 in lines]
     if begun:
         return begun
-    found: list[Test] = []
+    innermost: list[Test] = []
     for line in lines:
         around = [test for test in tests if test.call.start_point[0] < line <= test.call.end_point[0]]
         if around:
-            found.append(min(around, key=lambda test: test.call.end_byte - test.call.start_byte))
-    return list({test.key: test for test in found}.values())
+            innermost.append(min(around, key=lambda test: test.call.end_byte - test.call.start_byte))
+    return list({test.key: test for test in innermost}.values())
 
 
 def _is_named(test: Test, text: str) -> bool:

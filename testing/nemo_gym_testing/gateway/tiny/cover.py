@@ -42,38 +42,38 @@ class Covering:
             return found, None
         if self._search(tokens, start, end, set()) is not None:
             return [], "sampled tokens that another place holds already"
-        candidates = self._behind(tokens, start, set())
+        candidates = self._calls_after(tokens, start, set())
         if not candidates:
             return [], "no engine was asked with the tokens before it as its prompt"
-        longest = max((_agreeing(call, tokens, start, end) for call in candidates), default=0)
+        longest = max((_matching_count(call, tokens, start, end) for call in candidates), default=0)
         return [], f"the engine sampled something else behind this prompt, from token {start + longest} on"
 
     def _search(self, tokens: array[int], start: int, end: int, used: set[str]) -> list[Piece] | None:
         if start == end:
             return []
         # Complete answers first: most runs are exactly one of them.
-        for call in sorted(self._behind(tokens, start, used), key=lambda call: not call.answered):
+        for call in sorted(self._calls_after(tokens, start, used), key=lambda call: not call.answered):
             count = len(call.token_ids)
-            agreeing = _agreeing(call, tokens, start, end)
+            agreeing = _matching_count(call, tokens, start, end)
             if agreeing == count and _may_end(call, count):
-                rest = self._search(tokens, start + count, end, used | {call.key})
-                if rest is not None:
-                    return [Piece(call, start, count), *rest]
+                remainder = self._search(tokens, start + count, end, used | {call.key})
+                if remainder is not None:
+                    return [Piece(call, start, count), *remainder]
             if call.answered:
                 continue
-            given = min(agreeing, count if call.sent is None else call.sent)
-            for kept in range(given, 0, -1):
-                if start + kept == end:
-                    if _may_end(call, kept):
-                        return [Piece(call, start, kept)]
+            visible = min(agreeing, count if call.sent is None else call.sent)
+            for length in range(visible, 0, -1):
+                if start + length == end:
+                    if _may_end(call, length):
+                        return [Piece(call, start, length)]
                     continue
-                if start + kept in self._by_length:
-                    rest = self._search(tokens, start + kept, end, used | {call.key})
-                    if rest is not None:
-                        return [Piece(call, start, kept), *rest]
+                if start + length in self._by_length:
+                    remainder = self._search(tokens, start + length, end, used | {call.key})
+                    if remainder is not None:
+                        return [Piece(call, start, length), *remainder]
         return None
 
-    def _behind(self, tokens: array[int], start: int, used: set[str]) -> list[EngineCall]:
+    def _calls_after(self, tokens: array[int], start: int, used: set[str]) -> list[EngineCall]:
         calls = [call for call in self._by_length.get(start, ()) if call.key not in used]
         return [call for call in calls if call.prompt_ids == tokens[:start]] if calls else []
 
@@ -81,15 +81,15 @@ class Covering:
 def spans(mask: bytes, offset: int) -> Iterator[tuple[int, int]]:
     """Yield ``(start, end)`` of each run of ones, counted from ``offset``."""
     start: int | None = None
-    for at, one in enumerate([*mask, 0]):
-        if one and start is None:
+    for at, bit in enumerate([*mask, 0]):
+        if bit and start is None:
             start = at
-        elif not one and start is not None:
+        elif not bit and start is not None:
             yield offset + start, offset + at
             start = None
 
 
-def _agreeing(call: EngineCall, tokens: array[int], start: int, end: int) -> int:
+def _matching_count(call: EngineCall, tokens: array[int], start: int, end: int) -> int:
     """Return how many of the call's first tokens equal those at ``start``."""
     count = min(len(call.token_ids), end - start)
     if tokens[start : start + count] == call.token_ids[:count]:

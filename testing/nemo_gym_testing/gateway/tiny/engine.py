@@ -93,7 +93,7 @@ class TinyEngine(FakeTokenEngine):
             call.outcome = "refused"
             return _error(400, "BadRequestError", refusal)
         try:
-            forced = await self._in_thread(lambda: self._forced(asked, number))
+            forced = await self._in_thread(lambda: self._forced_ids(asked, number))
         except Exception as error:
             call.outcome = "failed"
             return _error(500, "ScriptError", f"the script failed: {type(error).__name__}: {error}")
@@ -171,7 +171,7 @@ class TinyEngine(FakeTokenEngine):
         prompt, limit = len(asked.prompt_ids), self._max_context_tokens
         if not prompt:
             return "the prompt is empty"
-        if not all(isinstance(one, int) and 0 <= one < self.model.shape.vocabulary for one in asked.prompt_ids):
+        if not all(isinstance(token, int) and 0 <= token < self.model.shape.vocabulary for token in asked.prompt_ids):
             return f"the prompt holds what is no token id below {self.model.shape.vocabulary}"
         if asked.max_tokens < 1:
             return f"max_tokens must be at least 1, got {asked.max_tokens}"
@@ -182,16 +182,16 @@ class TinyEngine(FakeTokenEngine):
             )
         return None
 
-    def _forced(self, asked: Asked, number: int) -> list[int] | None:
+    def _forced_ids(self, asked: Asked, number: int) -> list[int] | None:
         if self.script is None or self._renderer is None:
             return None
         at = self._renderer.split(asked.prompt_ids)
-        begun = list(asked.prompt_ids[at:])
+        prefix = list(asked.prompt_ids[at:])
         prompt_ids = asked.prompt_ids[:at]
         answer = self.script(CallView(self.policy.decode(prompt_ids), prompt_ids, number, self._renderer))
         ids = self._renderer.ids(answer) if answer is not None else []
         # Continue an answer that broke off on another engine where it was, unless it was not forced there.
-        return ids[len(begun) :] if len(ids) > len(begun) and ids[: len(begun)] == begun else None
+        return ids[len(prefix) :] if len(ids) > len(prefix) and ids[: len(prefix)] == prefix else None
 
 
 class _Delivery:

@@ -91,18 +91,18 @@ class Generation:
         self.token_ids.append(token)
         self.logprobs.append(float(log_softmax(logits)[token]))
         self._seen[token] += 1
-        self._conclude(token)
+        self._update_finish(token)
         if self.finish is None:
             self._last = self._model.forward(np.array([token], dtype=np.int64), self._cache)[-1]
 
-    def _conclude(self, token: int) -> None:
+    def _update_finish(self, token: int) -> None:
         asked = self.asked
         if token in asked.stop_ids:
             self.finish, self.stop_reason = "stop", token
         elif token in self._end_ids:
             self.finish = "stop"
-        elif found := self._stop_string():
-            self.finish, self.stop_reason = "stop", found
+        elif stop_string := self._stop_string():
+            self.finish, self.stop_reason = "stop", stop_string
         elif self._forced is not None and len(self.token_ids) == len(self._forced):
             self.finish = "stop"
         elif len(self.token_ids) >= asked.max_tokens:
@@ -112,7 +112,7 @@ class Generation:
         if not self.asked.stop:
             return None
         text = self._decode(self.token_ids[-_TAIL_TOKENS:])
-        return next((one for one in self.asked.stop if one in text), None)
+        return next((stop for stop in self.asked.stop if stop in text), None)
 
     def _prompt_set(self) -> Sequence[int]:
         # The set of prompt tokens is only built if the penalty needs it.

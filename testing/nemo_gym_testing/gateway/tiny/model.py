@@ -61,10 +61,10 @@ class KeyValues:
 
     def copy(self, count: int) -> KeyValues:
         """Return a copy of the first ``count`` tokens, to continue from."""
-        made = object.__new__(KeyValues)
-        made.count = count
-        made.keys, made.values = (self._grown(old, count + CHUNK, count) for old in (self.keys, self.values))
-        return made
+        copied = object.__new__(KeyValues)
+        copied.count = count
+        copied.keys, copied.values = (self._grown(old, count + CHUNK, count) for old in (self.keys, self.values))
+        return copied
 
     def _grown(self, old: Floats, capacity: int, count: int | None = None) -> Floats:
         count = self.count if count is None else count
@@ -141,18 +141,18 @@ class TinyModel:
         rotation = self._rotation(start, count)
         hidden = weights["embedding"][ids]
         for layer in range(shape.layers):
-            x = _normal(hidden)
+            x = _rms_norm(hidden)
             q, k, v = (
                 (x @ weights[f"{layer}.{name}"]).reshape(count, shape.heads, -1).transpose(1, 0, 2) for name in "qkv"
             )
-            cache.keys[layer, :, start:end] = _rotated(_normal(k), rotation)
+            cache.keys[layer, :, start:end] = _rotated(_rms_norm(k), rotation)
             cache.values[layer, :, start:end, :-1] = v
-            q = _rotated(_normal(q), rotation) * (
+            q = _rotated(_rms_norm(q), rotation) * (
                 weights[f"{layer}.sharpness"][:, None, None] / np.float32(np.sqrt(shape.head_width))
             )
-            seen = self._attended(q, cache.keys[layer, :, :end], cache.values[layer, :, :end])
-            hidden = hidden + seen.transpose(1, 0, 2).reshape(count, -1) @ weights[f"{layer}.o"]
-            x = _normal(hidden)
+            attended = self._attended(q, cache.keys[layer, :, :end], cache.values[layer, :, :end])
+            hidden = hidden + attended.transpose(1, 0, 2).reshape(count, -1) @ weights[f"{layer}.o"]
+            x = _rms_norm(hidden)
             gate = x @ weights[f"{layer}.gate"]
             hidden = hidden + (gate / (1 + np.exp(-gate)) * (x @ weights[f"{layer}.up"])) @ weights[f"{layer}.down"]
         cache.count = end
@@ -160,13 +160,13 @@ class TinyModel:
 
     def logits(self, hidden: Floats) -> Floats:
         """``float32 [..., vocabulary]``."""
-        made: Floats = _normal(hidden) @ self.weights["head"] + self.weights["bias"]
+        made: Floats = _rms_norm(hidden) @ self.weights["head"] + self.weights["bias"]
         return made
 
     def _attended(self, q: Floats, keys: Floats, values: Floats) -> Floats:
         heads, count, _ = q.shape
         end = keys.shape[1]
-        made: Floats = np.empty((heads, count, values.shape[2] - 1), np.float32)
+        output: Floats = np.empty((heads, count, values.shape[2] - 1), np.float32)
         for head in range(heads):
             scores = q[head] @ keys[head].T
             # Queries and keys have a fixed length, so scores are small, and subtracting the largest before the
@@ -175,8 +175,8 @@ class TinyModel:
             if count > 1:
                 scores[:, end - count :] *= np.tri(count, dtype=np.float32)
             summed = scores @ values[head]
-            made[head] = summed[:, :-1] / summed[:, -1:]
-        return made
+            output[head] = summed[:, :-1] / summed[:, -1:]
+        return output
 
     def _rotation(self, start: int, count: int) -> tuple[Floats, Floats]:
         angles = np.arange(start, start + count)[:, None] * self._frequencies
@@ -211,7 +211,7 @@ def recompute(
     return found
 
 
-def _normal(x: Floats) -> Floats:
+def _rms_norm(x: Floats) -> Floats:
     scale: Any = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(1e-6))  # numpy 2.5 types it as float64
     made: Floats = x / scale
     return made

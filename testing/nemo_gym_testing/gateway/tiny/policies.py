@@ -57,7 +57,7 @@ answer with the header of the message it expects next."""
 
 def chat_template(family: str) -> str:
     """Return the Jinja text of a family's chat template."""
-    return (_FOLDER / f"{_known(family)}.jinja").read_text(encoding="utf-8")
+    return (_FOLDER / f"{_checked_family(family)}.jinja").read_text(encoding="utf-8")
 
 
 def make_policy(directory: str | Path, family: str, seed: int = 0) -> Path:
@@ -66,12 +66,14 @@ def make_policy(directory: str | Path, family: str, seed: int = 0) -> Path:
 
     Raises `ConfigError` for an unknown family.
     """
-    known = FAMILIES[_known(family)]
+    definition = FAMILIES[_checked_family(family)]
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer(known.special).save(str(folder / "tokenizer.json"))
+    tokenizer(definition.special).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(chat_template(family), encoding="utf-8")
-    _write(folder / "tokenizer_config.json", {"bos_token": known.bos, "eos_token": known.eos, "family": family})
+    _write(
+        folder / "tokenizer_config.json", {"bos_token": definition.bos, "eos_token": definition.eos, "family": family}
+    )
     policy = PolicyTokenizer.load(folder)
     ends = sorted(policy.stop_ids)
     _write(folder / "generation_config.json", {"eos_token_id": ends, "temperature": 1.0})
@@ -79,7 +81,7 @@ def make_policy(directory: str | Path, family: str, seed: int = 0) -> Path:
     return folder
 
 
-def _known(family: str) -> str:
+def _checked_family(family: str) -> str:
     if family not in FAMILIES:
         raise ConfigError(f"family: '{family}' is unknown{nearest(family, FAMILIES)}; there are {[*FAMILIES]}")
     return family

@@ -46,13 +46,13 @@ class PrefixCache:
 
     def keep(self, ids: NDArray[np.int64], cache: KeyValues) -> None:
         """Store what a call has computed: ``cache`` of the first ``cache.count`` of ``ids``."""
-        kept = ids[: cache.count].astype(np.int32)
+        computed = ids[: cache.count].astype(np.int32)
         for key, entry in list(self._entries.items()):
-            if len(entry.ids) <= len(kept) and np.array_equal(entry.ids, kept[: len(entry.ids)]):
+            if len(entry.ids) <= len(computed) and np.array_equal(entry.ids, computed[: len(entry.ids)]):
                 self._drop(key)
-        self._entries[self._next] = _Entry(kept, cache)
+        self._entries[self._next] = _Entry(computed, cache)
         self._next += 1
-        self.tokens += len(kept)
+        self.tokens += len(computed)
         while self.tokens > self._max_tokens and len(self._entries) > 1:
             self._drop(next(iter(self._entries)))
 

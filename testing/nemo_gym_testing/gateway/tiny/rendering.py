@@ -14,7 +14,7 @@ from nemo_gym.gateway.tokens import PolicyTokenizer, TemplateRefusedError
 Message = Mapping[str, Any]
 _ASK: Message = {"role": "user", "content": "ask"}
 _CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-_TOLD: Sequence[Message] = (
+_CALLED: Sequence[Message] = (
     _ASK,
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "tool_call_id": "abcdef123", "content": "out"},
@@ -30,7 +30,7 @@ class AnswerRenderer:
         self._policy = policy
         self._opening = policy.render([_ASK], now=_NOW)
         self._marker, self._markers_ahead = self._answer_marker()
-        self._openings = [self._opening_ids(messages) for messages in ([_ASK], _TOLD)]
+        self._openings = [self._opening_ids(messages) for messages in ([_ASK], _CALLED)]
 
     def ids(self, answer: Message | str) -> list[int]:
         """Return the token ids of an assistant message (``content``, ``tool_calls``, ``reasoning_content``) as the
@@ -75,7 +75,7 @@ class AnswerRenderer:
         """Return the last special token of a prompt and what follows it."""
         ids = self._policy.encode(self._policy.render(messages, now=_NOW))
         at = max(
-            (at for at, one in enumerate(ids) if not self._policy.decode([one], skip_special_tokens=True)),
+            (at for at, token in enumerate(ids) if not self._policy.decode([token], skip_special_tokens=True)),
             default=len(ids) - 1,
         )
         return ids[at:]
@@ -92,12 +92,12 @@ class AnswerRenderer:
         """Return a text that occurs once per answer, and how often it occurs in a prompt besides."""
         bare = self._policy.render([_ASK], add_generation_prompt=False, now=_NOW)
         header = self._opening.removeprefix(bare)
-        said = {"role": "assistant", "content": "said"}
-        probes = [([_ASK], 0), ([_ASK, said, _ASK], 1), (_TOLD, 1), ([*_TOLD, said, _ASK], 2)]
+        reply = {"role": "assistant", "content": "said"}
+        probes = [([_ASK], 0), ([_ASK, reply, _ASK], 1), (_CALLED, 1), ([*_CALLED, reply, _ASK], 2)]
         for marker in filter(None, (header, self._policy.turn_end)):
-            found = {self._policy.render(messages, now=_NOW).count(marker) - count for messages, count in probes}
-            if len(found) == 1:
-                return marker, found.pop()
+            surplus = {self._policy.render(messages, now=_NOW).count(marker) - count for messages, count in probes}
+            if len(surplus) == 1:
+                return marker, surplus.pop()
         raise ConfigError("policy: its chat template has nothing by which answers can be counted; scripts need that")
 
 

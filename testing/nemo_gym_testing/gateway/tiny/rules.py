@@ -104,17 +104,17 @@ class Rule(_Strict):
         """Return the captures from a call that the rule fits, or ``None`` if it does not fit."""
         if (self.no_tools and view.tools) or not {*self.tools} <= {*view.tools}:
             return None
-        found: dict[str, str] = {}
+        captured: dict[str, str] = {}
         if self.when is not None:
             text = {"tail": view.prompt[-self.chars :], "head": view.prompt[: self.chars], "prompt": view.prompt}
             match = self.when.search(text[self.where])
             if match is None:
                 return None
-            found = {name: value for name, value in match.groupdict().items() if value is not None}
+            captured = {name: value for name, value in match.groupdict().items() if value is not None}
         for name, pattern in self.captures.items():
             if matches := [*pattern.finditer(view.prompt)]:
-                found[name] = matches[-1][1]
-        return found
+                captured[name] = matches[-1][1]
+        return captured
 
     def at(self, view: CallView) -> Step | None:
         """Return the step that answers a call, or ``None`` if the call is to be sampled."""
@@ -150,22 +150,22 @@ def rules_script(rules: list[Rule]) -> Script:
         for number, rule in enumerate(rules):
             if rule.limit is not None and used[number] >= rule.limit:
                 continue
-            found = rule.fits(view)
-            if found is None:
+            captured = rule.fits(view)
+            if captured is None:
                 continue
             used[number] += 1
             step = rule.at(view)
-            return step.answer(found) if step is not None else None
+            return step.answer(captured) if step is not None else None
         return None
 
     return script
 
 
-def _filled(value: Any, found: Mapping[str, str]) -> Any:
+def _filled(value: Any, captured: Mapping[str, str]) -> Any:
     if isinstance(value, str):
-        return _NAME.sub(lambda match: found.get(match[1] or match[2], match[0]), value)
+        return _NAME.sub(lambda match: captured.get(match[1] or match[2], match[0]), value)
     if isinstance(value, Mapping):
-        return {key: _filled(one, found) for key, one in value.items()}
+        return {key: _filled(item, captured) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(one, found) for one in value]
+        return [_filled(item, captured) for item in value]
     return value

@@ -38,7 +38,7 @@ def draw_token(
 def _penalised(scores: Logprobs, draw: Draw, seen: Counter[int], prompt: frozenset[int]) -> Logprobs:
     if seen and (draw.presence_penalty or draw.frequency_penalty):
         ids = list(seen)
-        scores[ids] -= draw.presence_penalty + draw.frequency_penalty * np.array([seen[one] for one in ids])
+        scores[ids] -= draw.presence_penalty + draw.frequency_penalty * np.array([seen[token] for token in ids])
     if draw.repetition_penalty != 1:
         ids = list(prompt.union(seen))
         scores[ids] = np.where(

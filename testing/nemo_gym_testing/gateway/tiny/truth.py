@@ -26,7 +26,7 @@ from nemo_gym_testing.gateway.tiny.log import EngineCall, read_log
 from nemo_gym_testing.gateway.tiny.model import TinyModel, recompute
 
 TOLERANCE = 1e-4
-_FLOAT32 = 1e-6
+_FLOAT32_ERROR = 1e-6
 """Largest relative change of a logprob when it is stored in 32 bits."""
 
 
@@ -134,9 +134,11 @@ def _logprobs(trajectory: Trajectory, pieces: Iterable[Piece]) -> Iterable[str]:
         return
     for piece in pieces:
         start = piece.start - len(trajectory.prompt_ids)
-        kept = np.array(trajectory.logprobs[start : start + piece.count], dtype=np.float64)
-        said = np.array(piece.call.logprobs[: piece.count])
-        if len(kept) != len(said) or not np.all(np.abs(kept - said) <= _FLOAT32 * np.maximum(1, np.abs(said))):
+        given = np.array(trajectory.logprobs[start : start + piece.count], dtype=np.float64)
+        logged = np.array(piece.call.logprobs[: piece.count])
+        if len(given) != len(logged) or not np.all(
+            np.abs(given - logged) <= _FLOAT32_ERROR * np.maximum(1, np.abs(logged))
+        ):
             yield f"logprobs at tokens {piece.start}–{piece.start + piece.count} are not those of the engine's call"
 
 
@@ -150,9 +152,9 @@ def _recompute(
     sampled = np.frombuffer(bytes(trajectory.response_mask), dtype=np.uint8).astype(bool)
     if trajectory.logprobs is None or not sampled.any():
         return
-    wanted = np.concatenate([np.zeros(len(trajectory.prompt_ids), dtype=bool), sampled])
-    own = recompute(model, ids, wanted)[wanted]
-    errors = np.abs(np.array(trajectory.logprobs, dtype=np.float64)[sampled] - own)
+    is_sampled = np.concatenate([np.zeros(len(trajectory.prompt_ids), dtype=bool), sampled])
+    recomputed = recompute(model, ids, is_sampled)[is_sampled]
+    errors = np.abs(np.array(trajectory.logprobs, dtype=np.float64)[sampled] - recomputed)
     if not np.all(errors <= tolerance):  # also if one of them is NaN
         wrong = int(np.sum(~(errors <= tolerance)))
         report.violations.append(f"{where}: {wrong} logprobs differ from the model's own, by up to {errors.max():.2g}")
@@ -166,8 +168,8 @@ def main() -> int:
     parser.add_argument("--log", required=True, nargs="+", metavar="FILE")
     parser.add_argument("--excused", nargs="*", default=[], metavar="REQUEST_ID")
     given = parser.parse_args()
-    found = [one for name in given.trajectories for one in read_jsonl(name)]
-    report = check_truth(found, given.log, given.policy, excused=given.excused)
+    trajectories = [trajectory for name in given.trajectories for trajectory in read_jsonl(name)]
+    report = check_truth(trajectories, given.log, given.policy, excused=given.excused)
     sys.stdout.write(f"{report}\n")
     return 0 if report.true else 1
 

@@ -70,18 +70,18 @@ class RunningCommand:
             )
         finally:
             close_all([*joins, report_write, status_write])
-        said = await processes.read_all(report_read)
+        report = await processes.read_all(report_read)
         processes.reap(helper)
-        first, _, rest = said.partition(b"\n")
-        started: dict[str, Any] = json.loads(first) if first else {}
+        start_line, _, problem_line = report.partition(b"\n")
+        started: dict[str, Any] = json.loads(start_line) if start_line else {}
         self._pid = int(started.get("pid", 0))
         if not self._pid:
             os.close(status_read)
             raise StartError("lost", f"the box could not be entered: {started.get('message', 'it is gone')}")
         self._pidfd = os.pidfd_open(self._pid)
         self._status_fd = status_read
-        if rest:
-            problem = json.loads(rest)
+        if problem_line:
+            problem = json.loads(problem_line)
             await processes.wait_for_exit(self._pid, self._pidfd)
             os.close(status_read)
             kind = "user" if problem["step"] == "user" else "lost"
@@ -168,10 +168,10 @@ class RunningCommand:
         if not watched:
             os.close(self._status_fd)
             return await processes.wait_for_exit(self._pid, self._pidfd)
-        said = await processes.read_all(self._status_fd)
+        packed_status = await processes.read_all(self._status_fd)
         status = await processes.wait_for_exit(self._pid, self._pidfd)
-        if len(said) == 4:
-            return int(struct.unpack("i", said)[0])
+        if len(packed_status) == 4:
+            return int(struct.unpack("i", packed_status)[0])
         self._killed = True
         return status
 
@@ -189,7 +189,7 @@ def _uptime_ticks() -> int:
 
 def _processes() -> list[tuple[int, int, int]]:
     """Return pid, parent pid and start time (ticks since boot) of every visible live process."""
-    found = []
+    entries = []
     for name in os.listdir("/proc"):  # noqa: PTH208 - names are wanted, not paths
         if not name.isdigit():
             continue
@@ -198,17 +198,17 @@ def _processes() -> list[tuple[int, int, int]]:
         except OSError:
             continue
         if fields[0] not in (b"Z", b"X"):
-            found.append((int(name), int(fields[1]), int(fields[19])))
-    return found
+            entries.append((int(name), int(fields[1]), int(fields[19])))
+    return entries
 
 
 def _descendants(processes: Sequence[tuple[int, int, int]], root: int) -> list[int]:
-    found: list[int] = []
+    descendants: list[int] = []
     level: Sequence[int] = [root]
     while level:
         level = [pid for pid, parent, _ in processes if parent in level]
-        found += level
-    return found
+        descendants += level
+    return descendants
 
 
 # -- Boxes ---------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def _is_exiting(pid: int) -> bool:
 
 async def remove_files(directory: Path) -> None:
     """Delete a box's files in a child process, so that the supervisor is not blocked."""
-    doomed = directory.with_name(f".{directory.name}.removed")
+    removed = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(FileNotFoundError):
-        directory.rename(doomed)
-        await processes.run(lambda _: remove_directory(doomed))
+        directory.rename(removed)
+        await processes.run(lambda _: remove_directory(removed))

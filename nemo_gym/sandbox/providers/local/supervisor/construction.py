@@ -137,10 +137,10 @@ async def build(plan: BoxPlan) -> BuiltBox:
         await processes.readable(ready_read)
         if os.read(ready_read, 1) != linux.READY:
             problem, error_read_done = await processes.read_all(error_read), True
-            said, stderr_done = await processes.read_all(stderr_read), True
+            stderr_text, stderr_done = await processes.read_all(stderr_read), True
             error_read = -1 if error_read_done else error_read
             stderr_read = -1 if stderr_done else stderr_read
-            raise BuildError(explain(plan, json.loads(problem) if problem else None, said))
+            raise BuildError(explain(plan, json.loads(problem) if problem else None, stderr_text))
         init_pid = int(json.loads(os.read(info_read, 65536))["child-pid"])
         init_fd = os.pidfd_open(init_pid)
         network_fd = os.open(f"/proc/{init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -251,8 +251,8 @@ def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
     if plan.first_id is None:
         upper, work = _make_upper(plan, overlay)
     else:
-        moved = {lower: f"{plan.stage}/lower-{number}" for number, lower in enumerate(_foreign_lowers(plan))}
-        lowers = [moved.get(lower, lower) for lower in lowers]
+        shifted = {lower: f"{plan.stage}/lower-{number}" for number, lower in enumerate(_foreign_lowers(plan))}
+        lowers = [shifted.get(lower, lower) for lower in lowers]
         upper, work = (Path(plan.stage, "writable", name, overlay.part) for name in ("upper", "work"))
         os.chdir(f"{plan.stage}/layers")
     options = [

@@ -163,11 +163,11 @@ def make_and_mount(file: Path, target: Path, size: int) -> None:
         "-E",
         "lazy_itable_init=1,nodiscard,root_owner=0:0",
     ]
-    made = subprocess.run([program, *options, str(file)], capture_output=True, check=False, env={"LC_ALL": "C"})
-    if made.returncode:
-        if os.strerror(errno.ENOSPC).encode() in made.stderr:
+    result = subprocess.run([program, *options, str(file)], capture_output=True, check=False, env={"LC_ALL": "C"})
+    if result.returncode:
+        if os.strerror(errno.ENOSPC).encode() in result.stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        raise OSError(errno.EIO, f"mkfs.ext4 failed: {made.stderr.decode(errors='replace').strip()}")
+        raise OSError(errno.EIO, f"mkfs.ext4 failed: {result.stderr.decode(errors='replace').strip()}")
     target.mkdir(exist_ok=True)
     device, descriptor = _attach(file)
     try:
@@ -210,12 +210,12 @@ async def measure(directories: Sequence[str]) -> dict[str, int]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        said, _ = await process.communicate()
+        output, _ = await process.communicate()
     except BaseException:
         process.kill()
         await process.wait()
         raise
-    sizes = (line.partition(b"\t") for line in said.split(b"\0") if line)
+    sizes = (line.partition(b"\t") for line in output.split(b"\0") if line)
     return {os.fsdecode(path): int(size) for size, _, path in sizes}
 
 

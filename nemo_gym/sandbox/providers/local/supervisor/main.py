@@ -99,10 +99,10 @@ def _confine(options: dict[str, Any]) -> NoReturn:
     interpreter = os.path.realpath(sys.executable)
     linux.mount(interpreter, interpreter, None, linux.MS_BIND)
     flags = os.statvfs(interpreter).f_flag
-    same = flags & _SAME_FLAGS | (_MS_RELATIME if flags & _ST_RELATIME else 0)
-    linux.mount("none", interpreter, None, linux.MS_BIND | _MS_REMOUNT | linux.MS_RDONLY | same)
-    again = {**options, "confined": True, "ordinary": ordinary}
-    environment = {**os.environ, OPTIONS_VARIABLE: json.dumps(again)}
+    kept_flags = flags & _SAME_FLAGS | (_MS_RELATIME if flags & _ST_RELATIME else 0)
+    linux.mount("none", interpreter, None, linux.MS_BIND | _MS_REMOUNT | linux.MS_RDONLY | kept_flags)
+    confined_options = {**options, "confined": True, "ordinary": ordinary}
+    environment = {**os.environ, OPTIONS_VARIABLE: json.dumps(confined_options)}
     os.execve(interpreter, [interpreter, "-I", "-S", "-X", "utf8", "-c", BOOT], environment)
 
 

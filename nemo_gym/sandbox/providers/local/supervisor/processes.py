@@ -119,15 +119,15 @@ async def run(function: Callable[[int], None], *, keep: Sequence[int] = ()) -> d
     os.close(write_end)
     pidfd = os.pidfd_open(pid)
     try:
-        said = await read_all(read_end)
+        report_text = await read_all(read_end)
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         reap(pid)
         os.close(pidfd)
         raise
     status = await wait_for_exit(pid, pidfd)
-    if said:
-        problem: dict[str, Any] = json.loads(said)
+    if report_text:
+        problem: dict[str, Any] = json.loads(report_text)
         return problem
     if status:
         return {"step": "helper", "errno": None, "message": f"a helper process ended with wait status {status}"}
@@ -159,23 +159,23 @@ class IdRanges:
     """The id ranges of this supervisor's boxes."""
 
     def __init__(self) -> None:
-        self._taken: set[int] = set()
+        self._reserved: set[int] = set()
         self._register = -1
         if _all_ids_exist():
             with contextlib.suppress(OSError):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._register = os.open(_REGISTER, flags, 0o600)
-        self._moves: dict[frozenset[int], bool] = {}
+        self._can_shift: dict[frozenset[int], bool] = {}
 
     def take(self) -> int | None:
         """Reserve a free range and return its first id; ``None`` if none is available."""
         if self._register < 0:
             return None
         for number in range(_RANGES):
-            if number not in self._taken:
+            if number not in self._reserved:
                 with contextlib.suppress(OSError):
                     fcntl.lockf(self._register, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-                    self._taken.add(number)
+                    self._reserved.add(number)
                     return _FIRST + number * COUNT
         return None
 
@@ -183,7 +183,7 @@ class IdRanges:
         """Release a range. Call this when no process has an id in it."""
         if first is not None:
             number = (first - _FIRST) // COUNT
-            self._taken.discard(number)
+            self._reserved.discard(number)
             fcntl.lockf(self._register, fcntl.LOCK_UN, 1, number)
 
     async def can_move(self, directories: Sequence[str]) -> bool:
@@ -191,7 +191,7 @@ class IdRanges:
         if self._register < 0:
             return False
         devices = frozenset(os.stat(directory).st_dev for directory in directories)  # noqa: PTH116 - plain strings
-        if devices not in self._moves:
+        if devices not in self._can_shift:
 
             def job(report_fd: int) -> None:
                 try:
@@ -202,15 +202,15 @@ class IdRanges:
                 except OSError as error:
                     report_error(report_fd, "moving user ids", error)
 
-            self._moves[devices] = await run(job) is None
-        return self._moves[devices]
+            self._can_shift[devices] = await run(job) is None
+        return self._can_shift[devices]
 
 
 def _all_ids_exist() -> bool:
     """Whether all ids up to the end of the ranges exist here, as they do outside of any user namespace."""
     for name in ("uid_map", "gid_map"):
-        first = Path("/proc/self", name).read_text().split()
-        if (int(first[0]), int(first[1])) != (0, 0) or int(first[2]) < _FIRST + _RANGES * COUNT:
+        map_line = Path("/proc/self", name).read_text().split()
+        if (int(map_line[0]), int(map_line[1])) != (0, 0) or int(map_line[2]) < _FIRST + _RANGES * COUNT:
             return False
     return True
 
@@ -336,7 +336,7 @@ def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report
     """
     if command.first_id is not None:
         for descriptor in (command.stdin, command.stdout, command.stderr):
-            _own_stream(descriptor, command.first_id, command.first_id)
+            _give_stream(descriptor, command.first_id, command.first_id)
     linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nothing in the box may inspect this process until it runs the command
     linux.setns(pidfd, command.namespaces)
     os.close(pidfd)
@@ -347,7 +347,7 @@ def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report
     _start(command, joins, report_fd, status_fd)
 
 
-def _own_stream(descriptor: int, uid: int, gid: int) -> None:
+def _give_stream(descriptor: int, uid: int, gid: int) -> None:
     """Give a pipe to the command's user, who may then open /dev/stdout. Devices and sockets keep their owners."""
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.fchown(descriptor, uid, gid)
@@ -365,14 +365,14 @@ def _start(command: Command, joins: Sequence[int], report_fd: int, status_fd: in
             _watch(status_fd)
         else:
             os.close(status_fd)
-        for wanted, descriptor in enumerate((command.stdin, command.stdout, command.stderr)):
-            os.dup2(descriptor, wanted)
+        for number, descriptor in enumerate((command.stdin, command.stdout, command.stderr)):
+            os.dup2(descriptor, number)
         for descriptor in {command.stdin, command.stdout, command.stderr} - {0, 1, 2}:
             os.close(descriptor)
         account = find_account(command.user, command.max_uid)
         with contextlib.suppress(OSError):
             for descriptor in range(3):
-                _own_stream(descriptor, account.uid, account.gid)
+                _give_stream(descriptor, account.uid, account.gid)
         if command.first_id is None:
             limit_process()
         _become(account)
@@ -441,22 +441,22 @@ def find_account(user: str | None, max_uid: int) -> Account:
     Raises:
         UserError: there is no such user or group, or its id does not exist in the box.
     """
-    wanted, _, wanted_group = (user or "0").partition(":")
+    requested, _, requested_group = (user or "0").partition(":")
     entries = [line.rstrip("\n").split(":") for line in _lines("/etc/passwd")]
-    entry = next((e for e in entries if len(e) >= 7 and wanted in (e[0], e[2])), None)
+    entry = next((e for e in entries if len(e) >= 7 and requested in (e[0], e[2])), None)
     if entry is not None and entry[2].isdigit() and entry[3].isdigit():
         name, uid, gid, home = entry[0], int(entry[2]), int(entry[3]), entry[5] or "/"
-    elif wanted.isdigit():
-        name, uid, gid, home = wanted, int(wanted), int(wanted), "/root" if wanted == "0" else "/"
+    elif requested.isdigit():
+        name, uid, gid, home = requested, int(requested), int(requested), "/root" if requested == "0" else "/"
         name = "root" if uid == 0 else name
     else:
-        raise UserError(f"the box has no user '{wanted}' in /etc/passwd")
+        raise UserError(f"the box has no user '{requested}' in /etc/passwd")
     groups = [line.rstrip("\n").split(":") for line in _lines("/etc/group")]
-    if wanted_group:
-        found = next((g for g in groups if len(g) >= 3 and wanted_group in (g[0], g[2])), None)
-        if found is None and not wanted_group.isdigit():
-            raise UserError(f"the box has no group '{wanted_group}' in /etc/group")
-        gid = int(found[2]) if found is not None else int(wanted_group)
+    if requested_group:
+        group = next((g for g in groups if len(g) >= 3 and requested_group in (g[0], g[2])), None)
+        if group is None and not requested_group.isdigit():
+            raise UserError(f"the box has no group '{requested_group}' in /etc/group")
+        gid = int(group[2]) if group is not None else int(requested_group)
     if max(uid, gid) > max_uid:
         why = "an ordinary user's boxes have only user 0" if max_uid == 0 else f"ids end at {max_uid}"
         raise UserError(f"the box cannot run commands as '{user}' (uid {uid}, gid {gid}): {why}")

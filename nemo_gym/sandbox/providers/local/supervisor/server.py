@@ -69,7 +69,7 @@ class Supervisor:
         self._user_overlays = user_overlays
         self._xattrs = "user" if user_overlays else "trusted"
         self._linger_s = linger_s
-        self._make = build
+        self._builder = build
         self._moves_ids = moves_ids
         self._boxes: dict[str, Box] = {}
         self._creating: dict[str, asyncio.Task[Box]] = {}
@@ -94,11 +94,11 @@ class Supervisor:
         def on_message(message: Message, descriptors: list[int]) -> None:
             client.tasks.start(self._answer(client, message, descriptors))
 
-        client.connection = Connection(sock, on_message=on_message, on_close=lambda: self._left(client))
+        client.connection = Connection(sock, on_message=on_message, on_close=lambda: self._on_disconnect(client))
         self._clients.add(client)
         self.consider_leaving()
 
-    def _left(self, client: Client) -> None:
+    def _on_disconnect(self, client: Client) -> None:
         """Kill the commands of a client that disconnected: nobody can read their output or learn how they end."""
         self._clients.discard(client)
         for box_id, exec_id in client.commands:
@@ -244,7 +244,7 @@ class Supervisor:
                 stage=processes.stage_for(directory),
                 network_files=_network_files() if spec["open_network"] else {},
             )
-            built = await self._make(plan)
+            built = await self._builder(plan)
             box = Box(
                 box_id,
                 directory,
@@ -269,8 +269,8 @@ class Supervisor:
                 raise RequestError("create", str(error)) from error
             if isinstance(error, OSError):
                 where = f" ({error.filename})" if error.filename else ""
-                said = f"making the box failed: {error.strerror or error}{where}"
-                raise RequestError("create", said + self._hint(error.errno, store)) from error
+                error_text = f"making the box failed: {error.strerror or error}{where}"
+                raise RequestError("create", error_text + self._hint(error.errno, store)) from error
             raise
         self._boxes[box_id] = box
         box.renew(spec["ttl_s"], lambda expired: self._background.start(self._destroy(expired, "its lease ended")))
@@ -283,8 +283,8 @@ class Supervisor:
             problem = await files.write_files(box.init_fd, spec["files"], spec["workdir"])
             if problem is not None:
                 await self._destroy(box, "its files could not be written")
-                said = f"{problem['step']} failed: {problem['message']}"
-                raise RequestError("create", said + self._hint(problem["errno"], store))
+                error_text = f"{problem['step']} failed: {problem['message']}"
+                raise RequestError("create", error_text + self._hint(problem["errno"], store))
         if spec.get("entrypoint"):
             await self._start_entrypoint(box, spec["entrypoint"])
         return box
@@ -303,18 +303,18 @@ class Supervisor:
             for box in watched:
                 limit = box.watched_disk_bytes or 0
                 if sizes.get(str(box.upper), 0) > limit:
-                    said = f"it wrote more than the {limit / 1024**3:g} GiB that its limit disk_gib allows"
-                    self._background.start(self._destroy(box, said))
+                    reason = f"it wrote more than the {limit / 1024**3:g} GiB that its limit disk_gib allows"
+                    self._background.start(self._destroy(box, reason))
             await asyncio.sleep(max(_DISK_PAUSE_S, _DISK_IDLE_SHARE * (time.monotonic() - began)))
 
     async def _lowers(self, store: ImageStore, manifest: ImageManifest, part: str) -> list[str]:
         layers = reversed(manifest.layers)
-        found = [f"{layer}/{part}" for layer in layers if (store.layers / layer / part).is_dir()]
+        lowers = [f"{layer}/{part}" for layer in layers if (store.layers / layer / part).is_dir()]
         if manifest.base_dir is not None:
-            found.append(manifest.base_dir)
+            lowers.append(manifest.base_dir)
         if manifest.host_base:
-            found.append(str(await self._skeleton_path()) if part == "root" else f"/{part}")
-        return found
+            lowers.append(str(await self._skeleton_path()) if part == "root" else f"/{part}")
+        return lowers
 
     async def _skeleton_path(self) -> Path:
         """The lowest layer of the host image, built on first use."""
@@ -368,9 +368,9 @@ class Supervisor:
     async def _exec(self, client: Client, message: Message, descriptors: list[int], _s: list[int]) -> None:
         box = self._box(message)
         exec_id = str(message["exec"])
-        wanted = 2 if message["merge_stderr"] else 3
-        if len(descriptors) != wanted:
-            raise RequestError("sandbox", f"a command came with {len(descriptors)} descriptors instead of {wanted}")
+        expected = 2 if message["merge_stderr"] else 3
+        if len(descriptors) != expected:
+            raise RequestError("sandbox", f"a command came with {len(descriptors)} descriptors instead of {expected}")
         stdin, stdout, stderr = descriptors[0], descriptors[1], descriptors[-1]
 
         def on_end(end: dict[str, Any]) -> None:
@@ -467,8 +467,8 @@ class Supervisor:
             finally:
                 box.groups.freeze(False)
             if problem is not None:
-                said = f"{problem['step']} failed: {problem['message']}"
-                raise RequestError("sandbox", said + self._hint(problem["errno"], store))
+                error_text = f"{problem['step']} failed: {problem['message']}"
+                raise RequestError("sandbox", error_text + self._hint(problem["errno"], store))
             store.publish(message["image"], box.manifest, staged, message["labels"], self._xattrs)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
@@ -503,17 +503,17 @@ def _raise_for(problem: dict[str, Any] | None) -> None:
 
 def _network_files() -> dict[str, bytes]:
     """The host's files for name resolution, for boxes that share its network."""
-    found = {}
+    contents = {}
     for path in ("/etc/resolv.conf", "/etc/hosts"):
         with contextlib.suppress(OSError):
-            found[path] = Path(path).read_bytes()
-    return found
+            contents[path] = Path(path).read_bytes()
+    return contents
 
 
 def _highest_id() -> int:
     """The highest user and group id that boxes can have: the highest one that exists here, at most 65535."""
     highest = _MAX_IDS - 1
     for name in ("uid_map", "gid_map"):
-        first = Path("/proc/self", name).read_text().split()
-        highest = min(highest, int(first[2]) - 1 if int(first[0]) == 0 else 0)
+        map_line = Path("/proc/self", name).read_text().split()
+        highest = min(highest, int(map_line[2]) - 1 if int(map_line[0]) == 0 else 0)
     return highest

@@ -80,7 +80,7 @@ class Client:
 
     async def ready(self) -> None:
         """Ask until the broker says that it is ready."""
-        while (answer := await self.once("GET", "/readyz", {})) is None or answer.status != 200:
+        while (answer := await self.once("GET", "/readyz", {})) is None or answer.status != 200:  # noqa: ASYNC110 - a server
             await asyncio.sleep(0.05)
 
     async def once(

@@ -215,10 +215,10 @@ class JournalLog:
         fails, ``undo`` is called before any future fails. Records that fail together are undone from the latest to
         the earliest, before another record can be appended."""
         future: asyncio.Future[None] = self._loop.create_future()
-        if self._broken is not None:
-            future.set_exception(self._broken)
-        elif self._closed:
-            future.set_exception(JournalError("the journal is closed"))
+        if self._broken is not None or self._closed:
+            if undo is not None:
+                undo()
+            future.set_exception(self._broken or JournalError("the journal is closed"))
         else:
             data = framed((payload,) if isinstance(payload, bytes) else payload)
             size = size_of(data)

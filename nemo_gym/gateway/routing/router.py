@@ -621,7 +621,7 @@ class Router(Generic[E]):
             reservation = None if full else self.reserve(waiter.session_id, without=waiter.without)
             if reservation is None:
                 # If no engine has room for a call that may go anywhere, none has room for the other calls.
-                full = full or not waiter.without
+                full = full or not (waiter.without or waiter.session_id in self._pins)
                 self._waiters.append(waiter)
             else:
                 waiter.future.set_result(reservation)

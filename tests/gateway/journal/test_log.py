@@ -116,11 +116,15 @@ async def test_failed_write_ends_the_log_for_good(tmp_path: Path) -> None:
     unwritable = os.open("/dev/null", os.O_RDONLY)
     os.dup2(unwritable, log._file)
     os.close(unwritable)
-    for _ in range(3):
+    undone: list[int] = []
+    for number in range(3):
         with pytest.raises(JournalError, match="cannot be written"):
-            await log.append(b"lost")
+            await log.append(b"lost", undo=partial(undone.append, number))
     assert log.broken is not None
     await log.aclose()
+    with pytest.raises(JournalError, match="cannot be written"):
+        await log.append(b"later", undo=partial(undone.append, 3))
+    assert undone == [0, 1, 2, 3]
     assert await contents(tmp_path) == [b"kept"]
 
 

@@ -144,6 +144,26 @@ def test_pinned_session_waits_for_room_and_leaves_only_an_engine_that_is_gone() 
     assert router.home("mine") is None
 
 
+async def test_call_of_a_pinned_session_that_waits_holds_up_no_other_call() -> None:
+    router: Stubs = Router()
+    for name in ("a", "b"):
+        router.add(StubEngine(name), max_in_flight=1)
+    router.pin("mine", "b")
+    on_a, on_b = _reserved(router), _reserved(router, "mine")
+    assert (on_a.engine.name, on_b.engine.name) == ("a", "b")
+    pinned = asyncio.create_task(router.acquire("mine"))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(router.acquire())
+    await asyncio.sleep(0)
+    on_a.release(True)
+    async with asyncio.timeout(5):
+        with await other as reservation:
+            assert reservation.engine.name == "a"
+    on_b.release(True)
+    with await pinned as reservation:
+        assert reservation.engine.name == "b"
+
+
 def test_pin_to_an_engine_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no engine 'c'; there are: a, b"):
         router_of("a", "b").pin("mine", "c")

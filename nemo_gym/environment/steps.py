@@ -17,13 +17,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.contract.credentials import ROW_REF_HEADER
+from nemo_gym.contract.errors import VerifierError
 from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.environment.attempts import AttemptKey, RowStore
 from nemo_gym.http.requests import parse_json_object
 
 _STEPPED = ("/reset", "/step")
-MAX_STEP_BYTES = 16 << 20
-"""Bytes of a step's response beyond which no more of it is collected for its reward."""
+QUOTED_BYTES = 200
 
 
 @dataclass
@@ -37,6 +37,8 @@ class Episode:
     choose among starting states."""
     terminated: bool = False
     truncated: bool = False
+    unreadable: str = ""
+    """The first successful ``/step`` whose reward cannot be read, quoted; the episode then has no reward."""
 
     @property
     def has_ended(self) -> bool:
@@ -47,21 +49,28 @@ class Episode:
         self.resets += status == 200
 
     def add(self, status: int, body: bytes) -> None:
-        """Add a step's reward, unless the episode is over."""
+        """Add the reward of a successful step, unless the episode is over."""
+        if status != 200 or self.has_ended:
+            return
         try:
-            reply: Any = orjson.loads(body) if status == 200 else None
+            reply: Any = orjson.loads(body)
         except orjson.JSONDecodeError:
-            return
-        if not isinstance(reply, dict):
-            return
-        reward = reply.get("reward")
-        if self.has_ended or isinstance(reward, bool) or not isinstance(reward, int | float):
+            reply = None
+        reward = reply.get("reward") if isinstance(reply, dict) else None
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            self.unreadable = self.unreadable or body[:QUOTED_BYTES].decode(errors="replace")
             return
         self.reward += reward
         self.steps += 1
         self.terminated, self.truncated = bool(reply.get("terminated")), bool(reply.get("truncated"))
 
     def as_fields(self) -> dict[str, Any]:
+        """The fields of the attempt's verdict. Raises `VerifierError` if the reward of a step cannot be read."""
+        if self.unreadable:
+            raise VerifierError(
+                "no verdict: a successful /step of the environment has no number as its 'reward' (the plugin must"
+                f" return one): {self.unreadable}"
+            )
         return {"reward": self.reward, "terminated": self.terminated, "truncated": self.truncated, "steps": self.steps}
 
 
@@ -81,7 +90,7 @@ class StepRewards:
     def episode_of(self, rollout: RolloutIdentity) -> Episode | None:
         """The episode of an attempt; ``None`` if it has taken no step."""
         episode = self._episodes.get(AttemptKey.of(rollout))
-        return episode if episode is not None and episode.steps else None
+        return episode if episode is not None and (episode.steps or episode.unreadable) else None
 
     def forget(self, rollout: RolloutIdentity) -> None:
         self._episodes.pop(AttemptKey.of(rollout), None)
@@ -104,7 +113,7 @@ class StepRewards:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif message["type"] == "http.response.body" and len(response_body) <= MAX_STEP_BYTES:
+            elif message["type"] == "http.response.body":
                 response_body.extend(message.get("body", b""))
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 # Count before the agent gets the response, so that a verdict requested next includes this step.

@@ -279,7 +279,8 @@ class Countdown(SimpleResourcesServer):
     async def step(self, body: Anything) -> dict[str, Any]:
         self.left -= 1
         worth = (body.model_extra or {})["worth"]
-        return {"observation": None, "reward": worth, "terminated": self.left <= 0, "truncated": False}
+        observation = "x" * (body.model_extra or {}).get("observed_bytes", 0)
+        return {"observation": observation, "reward": worth, "terminated": self.left <= 0, "truncated": False}
 
     async def verify(self, body: Anything) -> None:
         raise NotImplementedError
@@ -307,6 +308,30 @@ async def test_an_attempt_is_worth_what_the_environments_own_steps_answered(stac
     await step("/step")
     status, verdict = await post(stack, "env", "/verdict", {"rollout": who})
     assert (status, verdict["reward"], verdict["terminated"], verdict["valid"]) == (200, 0.5, True, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "reward"),
+    [
+        ({"worth": 0.25, "observed_bytes": 20 << 20}, 200, 0.5),
+        ({"worth": "much"}, 502, None),
+        ({"worth": True}, 502, None),
+    ],
+)
+async def test_no_reward_of_a_step_is_lost_without_an_error(
+    stack: Stack, fields: dict[str, Any], status: int, reward: float | None
+) -> None:
+    stack.add("env", Countdown, Role.ENVIRONMENT)
+    row = {"responses_create_params": {"input": "go"}, "steps": 2, **fields}
+    who = rollout().model_dump()
+    _, stored = await post(stack, "env", "/rows", {"row": row, "rollout": who})
+    agent, of_attempt = stack.client(Role.AGENT, "agent"), {ROW_REF_HEADER: stored["row_ref"]}
+    for path in ("/reset", "/step", "/step"):
+        reply = await agent.post("env", path, json=stored["public_row"], headers=of_attempt)
+        assert (reply.status, bool(await reply.read())) == (200, True)
+    found, verdict = await post(stack, "env", "/verdict", {"rollout": who})
+    assert (found, verdict.get("reward")) == (status, reward)
+    assert status == 200 or "no number as its 'reward'" in verdict["detail"]
 
 
 async def test_a_step_that_pays_is_not_paid_again_after_another_reset(stack: Stack) -> None:

@@ -417,7 +417,7 @@ def model_call(call: Mapping[str, Any]) -> TrajectoryModelCall:
     """Convert a captured call to a model call of `nemo_gym.rollout_observability`."""
     usage = call.get("usage") or {}
     sent_ms = (call.get("milliseconds") or {}).get("sent")
-    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    prompt, completion = usage.get("input_tokens"), usage.get("output_tokens")
     return TrajectoryModelCall(
         model_call_id=call["call_id"],
         started_at=call["received_at"],

@@ -83,7 +83,7 @@ def test_calls_are_one_line_each_in_the_file_of_their_session(
 
 def test_captured_call_is_a_model_call_of_the_observations(start: Callable[..., FileCapture], tmp_path: Path) -> None:
     capture = start()
-    usage = {"prompt_tokens": 11, "completion_tokens": 3, "cached_tokens": 8}
+    usage = {"input_tokens": 11, "output_tokens": 3}  # as a call is recorded
     capture.record(record(request={"a": 1}, answer={"b": 2}, status=200, finish="stop", usage=usage))
     capture.close()
     (call,) = read_calls(tmp_path / "calls" / "s1.jsonl")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nemo_gym.contract.errors import ConfigError, SandboxError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import BoxLabel
-from nemo_gym.sandbox.providers.docker import DockerProvider, names, watchdog
-from nemo_gym.sandbox.providers.docker.engine import engine_url
+from nemo_gym.sandbox.providers.docker import DockerProvider, creation, names, watchdog
+from nemo_gym.sandbox.providers.docker.engine import engine_url, tls_certificates
 
 
 def test_docker_provider_names_the_nearest_key_when_an_option_is_unknown() -> None:
@@ -39,6 +41,28 @@ def test_docker_engine_url_prefers_configuration_then_environment(monkeypatch: p
     monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere:1")
     assert engine_url("unix:///x") == "unix:///x"
     assert engine_url(None) == "tcp://elsewhere:1"
+
+
+@pytest.mark.parametrize(
+    ("url", "verify", "secure"),
+    [
+        ("unix:///x", "1", False),
+        ("tcp://engine:2375", "", False),
+        ("tcp://engine:2376", "1", True),
+        ("https://engine", "", True),
+    ],
+)
+def test_docker_engine_is_reached_by_tls_with_the_same_certificates_by_all_its_callers(
+    url: str, verify: str, secure: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_TLS_VERIFY", verify)
+    monkeypatch.setenv("DOCKER_CERT_PATH", "/certificates")
+    monkeypatch.setattr(creation, "lock_path", lambda _: tmp_path / "engine.lock")
+    started: list[list[str]] = []
+    monkeypatch.setattr(creation.subprocess, "run", lambda argv, **_: started.append(argv))
+    creation.ensure_watchdog(url)
+    assert started[0][-1] == ("/certificates" if secure else url)
+    assert tls_certificates(url) == (Path("/certificates") if secure else None)
 
 
 @pytest.mark.parametrize("seconds", [1700000000.0, 1700000000.25])

@@ -84,6 +84,18 @@ async def test_docker_create_with_open_network_has_a_route(boxes: Boxes) -> None
     assert int(done.stdout or "0") > 1
 
 
+@pytest.mark.parametrize("network", [NetworkPolicy.NONE, NetworkPolicy.OPEN])
+async def test_docker_gives_every_box_the_configured_capabilities(docker_engine: str, network: NetworkPolicy) -> None:
+    provider = DockerProvider(base_url=docker_engine, capabilities=["SYS_PTRACE"])
+    handle = await provider.create(SandboxSpec(ttl_s=300, network=network))
+    try:
+        done = await provider.exec(handle, "grep CapBnd /proc/self/status")
+        assert int((done.stdout or "").split()[1], 16) & 1 << 19  # CAP_SYS_PTRACE
+    finally:
+        await provider.close(handle)
+        await provider.aclose()
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "said"),
     [

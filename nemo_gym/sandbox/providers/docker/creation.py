@@ -27,7 +27,14 @@ from nemo_gym.sandbox.linux import SOCKET_FAMILIES, elf_image
 from nemo_gym.sandbox.providers.docker import watchdog
 from nemo_gym.sandbox.providers.docker.archives import files_archive
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
-from nemo_gym.sandbox.providers.docker.engine import Engine, explain, sdk_errors, status_of, translate
+from nemo_gym.sandbox.providers.docker.engine import (
+    Engine,
+    explain,
+    sdk_errors,
+    status_of,
+    tls_certificates,
+    translate,
+)
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.docker.names import SPEC_KEY, container_labels, container_name, key_digest
 
@@ -158,8 +165,8 @@ def ensure_watchdog(engine_url: str) -> None:
             return
         os.close(lock)
         argv = [sys.executable, "-I", "-S", watchdog.__file__, str(path), engine_url]
-        if not engine_url.startswith("unix://") and os.environ.get("DOCKER_TLS_VERIFY"):
-            argv.append(os.environ.get("DOCKER_CERT_PATH") or str(Path("~/.docker").expanduser()))
+        if (certificates := tls_certificates(engine_url)) is not None:
+            argv.append(str(certificates))
         with path.with_suffix(".log").open("ab") as log:
             subprocess.run(
                 argv,
@@ -375,7 +382,7 @@ class Creation:
             init=program is None,
             network_mode="bridge" if builds else "none",
             cap_drop=["ALL"],
-            cap_add=list(config.build_capabilities if builds else config.capabilities) or None,
+            cap_add=[*{*config.capabilities, *(config.build_capabilities if builds else ())}] or None,
             security_opt=self._security_options(),
             pids_limit=limits.pids,
             ulimits=[{"Name": name, "Soft": limit, "Hard": limit} for name, limit in _ULIMITS.items()],

@@ -44,6 +44,14 @@ def engine_url(configured: str | None) -> str:
     return f"unix://{DEFAULT_SOCKET}"
 
 
+def tls_certificates(url: str) -> Path | None:
+    """Return the directory of the certificates for an engine that is reached by TLS (an ``https://`` URL, or ``tcp://``
+    with ``DOCKER_TLS_VERIFY`` set), or ``None``. It is ``DOCKER_CERT_PATH``, by default ``~/.docker``."""
+    if not (url.startswith("https://") or (url.startswith("tcp://") and os.environ.get("DOCKER_TLS_VERIFY"))):
+        return None
+    return Path(os.environ.get("DOCKER_CERT_PATH") or Path("~/.docker").expanduser())
+
+
 class Engine:
     """One engine. Blocking calls run on a small pool of threads through `call`, away from the event loop."""
 
@@ -70,8 +78,7 @@ class Engine:
                     "the docker sandbox needs the 'docker' package: pip install 'nemo-gym-suite[docker]'"
                 ) from error
             tls: TLSConfig | bool = False
-            if self.url.startswith(("tcp://", "https://")) and os.environ.get("DOCKER_TLS_VERIFY"):
-                certificates = Path(os.environ.get("DOCKER_CERT_PATH") or Path("~/.docker").expanduser())
+            if (certificates := tls_certificates(self.url)) is not None:
                 tls = TLSConfig(
                     client_cert=(str(certificates / "cert.pem"), str(certificates / "key.pem")),
                     ca_cert=str(certificates / "ca.pem"),
@@ -241,8 +248,7 @@ class Attachment:
         self._reader.feed_eof()
 
 
-def _tls_context() -> ssl.SSLContext:
-    certificates = Path(os.environ.get("DOCKER_CERT_PATH") or Path("~/.docker").expanduser())
+def _tls_context(certificates: Path) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
     context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
     return context
@@ -260,9 +266,12 @@ async def attach(engine_url: str, api_version: str, engine_exec_id: str) -> Atta
         reader, writer = await asyncio.open_unix_connection(path, limit=_READ_LIMIT)
     else:
         url = urlsplit(engine_url)
-        secure = url.scheme == "https" or bool(os.environ.get("DOCKER_TLS_VERIFY"))
+        certificates = tls_certificates(engine_url)
         reader, writer = await asyncio.open_connection(
-            url.hostname, url.port or 2375, ssl=_tls_context() if secure else None, limit=_READ_LIMIT
+            url.hostname,
+            url.port or (2376 if certificates else 2375),
+            ssl=_tls_context(certificates) if certificates else None,
+            limit=_READ_LIMIT,
         )
     body = json.dumps({"Detach": False, "Tty": False})
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal as signals
 import time
 import uuid
@@ -33,6 +34,8 @@ _OUTCOMES = {
     "out_of_memory": ExecOutcome.OUT_OF_MEMORY,
 }
 _SIGNAL_TIMEOUT_S = 30.0
+_OUT_OF_MEMORY = re.compile(r"\boom", re.IGNORECASE)
+"""In a status that says why the box is gone: Kubernetes' ``OOMKilled``, but not "no room left"."""
 
 
 class OpenSandboxExec:
@@ -167,7 +170,7 @@ class OpenSandboxExec:
         with contextlib.suppress(*sdk_errors(TimeoutError)):
             async with asyncio.timeout(10):
                 info = await self._connection.info(self._box.sandbox_id)
-            if info is not None and "oom" in f"{info.status.reason} {info.status.message}".lower():
+            if info is not None and _OUT_OF_MEMORY.search(f"{info.status.reason} {info.status.message}"):
                 return ExecEnd(ExecOutcome.OUT_OF_MEMORY, signal=int(signals.SIGKILL), duration_s=duration_s)
         return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
 

@@ -172,7 +172,7 @@ class Access:
     async def any_caller(self, request: Request) -> None:
         """Require a caller's credential or any valid lease. Raises `BrokerError` otherwise."""
         token = _bearer(request)
-        if token is not None and token.startswith(PREFIX):
+        if token is not None and token.startswith(f"{PREFIX}."):
             await self.box(request, self.signer.check(token).sandbox_id, LeaseScope.READ)
         else:
             self.caller(request)
@@ -188,7 +188,7 @@ class Access:
             FencedError: the lease was revoked.
         """
         token = _bearer(request)
-        if token is not None and token.startswith(PREFIX):
+        if token is not None and token.startswith(f"{PREFIX}."):
             return await self._by_lease(token, sandbox_id, wanted)
         caller = self._caller(request)
         if caller is None or not creator_may:

@@ -187,12 +187,14 @@ async def test_leases_hold_after_a_restart_and_fenced_ones_stay_fenced(start_bro
 
 
 async def test_configured_token_is_a_caller_that_sees_its_own_boxes(start_broker: StartBroker) -> None:
-    broker = start_broker(caller_tokens={"trainer": "s3cret-trainer", "other": "s3cret-other"})
+    broker = start_broker(caller_tokens={"trainer": "ngl1-s3cret-trainer", "other": "ngl1-s3cret-other"})
     async with calling(broker) as api:
         key = {"Idempotency-Key": uuid.uuid4().hex}
-        trainer, other = ({"Authorization": f"Bearer s3cret-{name}"} for name in ("trainer", "other"))
+        trainer, other = ({"Authorization": f"Bearer ngl1-s3cret-{name}"} for name in ("trainer", "other"))
         made = await api.ask("POST", "/v1/sandboxes", json={"spec": {}}, headers={**trainer, **key})
         assert made.status == 201
         assert len((await api.ask("GET", "/v1/sandboxes", headers=trainer)).json["sandboxes"]) == 1
         assert (await api.ask("GET", "/v1/sandboxes", headers=other)).json["sandboxes"] == []
+        view = f"/v1/sandboxes/{made.json['sandbox']['sandbox_id']}"
+        assert [(await api.ask("GET", view, headers=headers)).status for headers in (trainer, other)] == [200, 404]
         assert (await api.ask("GET", "/v1/sandboxes", headers={"Authorization": "Bearer no"})).status == 401

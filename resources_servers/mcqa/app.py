@@ -14,7 +14,7 @@ from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescript
 from nemo_gym.contract.verdict import FailureKind, Verdict
 from nemo_gym.environment.mcp.answers import answered_text
 from nemo_gym.environment.worker_pool import Ending, WorkerPool
-from resources_servers.mcqa.extraction import ANSWER_CHARS, Grading, choice, last_match, matched
+from resources_servers.mcqa.extraction import ANSWER_CHARS, Grading, choice, matched
 
 _ASKED = {
     Grading.STRICT_SINGLE_LETTER_BOXED: "Give the letter of the right option inside \\boxed{}.",
@@ -73,10 +73,13 @@ class McqaEnvironment(SimpleResourcesServer):
         return Verdict.of(float(chosen == expected), details={"chosen": chosen}, reward_reason=reason)
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        expected, pattern = _expected(row, _options(row)), _pattern(row)
+        options, pattern = _options(row), _pattern(row)
+        expected = _expected(row, options)
         text = f"\\boxed{{{expected}}}\nAnswer: {expected}"
         # A text that matches an arbitrary regular expression cannot be derived from that expression.
-        return {"text": text} if pattern is None or last_match(pattern, text) == expected else None
+        if pattern is not None and await self._choice_by_pattern(pattern, text, options) != expected:
+            return None
+        return {"text": text}
 
     async def shutdown(self) -> None:
         await super().shutdown()

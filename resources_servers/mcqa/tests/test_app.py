@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +140,14 @@ async def test_own_prompt_of_a_row_is_left_as_it_is(stack: Stack) -> None:
     own = {**ROWS[0], "responses_create_params": {"input": "Tell me."}}
     public = stack.servers[ENV].public_row(own)  # type: ignore[attr-defined]
     assert public["responses_create_params"]["input"] == "Tell me."
+
+
+async def test_gold_solution_is_not_sought_for_longer_than_a_verdict_would_be(stack: Stack) -> None:
+    environment: Any = stack.servers[ENV]
+    environment.config.regex_timeout_s = 0.5
+    row = {**ROWS[0], "template_metadata": {"output_regex": "(?:[^!]|[^!]|[^!]|[^!])*!!"}}
+    async with asyncio.timeout(20):
+        assert await environment.gold_solution(row) is None
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["task_id"])

@@ -128,7 +128,6 @@ def stdin_file(data: bytes | None) -> int:
 
 # -- Client --------------------------------------------------------------------------------------------------------
 
-_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 _PASSED_ON = ("LD_LIBRARY_PATH",)
 """Variables that a Python installation may need to start if it is not in the directory that it was built for."""
 _ERRORS: dict[str, type[NemoGymError]] = {
@@ -350,7 +349,7 @@ class SupervisorClient:
             "use_cgroups": self._options.use_cgroups,
             "builder": self._options.builder,
         }
-        environment = _ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        environment = BASE_ENV | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         environment[OPTIONS_VARIABLE] = json.dumps(options)
         interpreter = os.path.realpath(sys.executable)
         with (self.state_dir / "supervisor.log").open("ab") as log:

@@ -70,7 +70,6 @@ class LocalProvider(StreamingProvider):
         self.options: SupervisedOptions = self.options_class.from_mapping(options)
         self._images = ImageStore(self.options.image_dir)
         self._clients: dict[asyncio.AbstractEventLoop, SupervisorClient] = {}
-        self._doors: dict[str, _LocalBox] = {}
         self._capabilities: SandboxCapabilities | None = None
 
     @property

@@ -136,10 +136,11 @@ async def build(plan: BoxPlan) -> BuiltBox:
         mapped_write = -1
         await processes.readable(ready_read)
         if os.read(ready_read, 1) != linux.READY:
-            problem, error_read_done = await processes.read_all(error_read), True
-            stderr_text, stderr_done = await processes.read_all(stderr_read), True
-            error_read = -1 if error_read_done else error_read
-            stderr_read = -1 if stderr_done else stderr_read
+            # `read_all` closes its pipe, also if it is cancelled.
+            problem_read, error_read = error_read, -1
+            problem = await processes.read_all(problem_read)
+            text_read, stderr_read = stderr_read, -1
+            stderr_text = await processes.read_all(text_read)
             raise BuildError(explain(plan, json.loads(problem) if problem else None, stderr_text))
         init_pid = int(json.loads(os.read(info_read, 65536))["child-pid"])
         init_fd = os.pidfd_open(init_pid)

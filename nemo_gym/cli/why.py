@@ -37,11 +37,15 @@ def why(argv: Sequence[str]) -> int:
     from nemo_gym.cli.show import open_shown
 
     index = open_shown(arguments.output)
-    classes = [_explain_rollout(index, arguments.rollout)] if arguments.rollout else [*_explain_run(index)]
+    if arguments.rollout:
+        explained = _explain_rollout(index, arguments.rollout)
+        classes = [] if explained is None else [explained]
+    else:
+        classes = [*_explain_run(index)]
     if arguments.json:
         print(json.dumps({"output": str(index.files.output), "classes": classes}, indent=2))
     else:
-        _print(index, [each for each in classes if each is not None])
+        _print(index, classes)
     return command.EXIT_OK
 
 

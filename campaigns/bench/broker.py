@@ -160,7 +160,7 @@ async def throughput(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
             rates[side].append(received / (time.perf_counter() - start) / 1e6)
     for side, provider in here.sides(0):
         await provider.close(boxes[side])
-    rate, ratio = statistics.median(rates["broker"]), None
+    rate = statistics.median(rates["broker"])
     ratio = rate / statistics.median(rates["direct"])
     figures = {"stream_mb_per_s": {side: Samples(values).summary() for side, values in rates.items()}}
     bar = Bar(

@@ -28,6 +28,7 @@ import orjson
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
 
+from campaigns.bench.gateway_parts.conversations import text
 from campaigns.bench.report import Bar, argument_parser, print_report
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS
@@ -40,39 +41,10 @@ RATIO_AT_MOST = 1.5
 EARLY, MIDDLE = 10, 100
 AROUND = 2
 TOOLS = [{"type": "function", "function": {"name": "shell", "description": "runs", "parameters": {"type": "object"}}}]
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dog",
-    "runs",
-    "tests",
-    "again",
-    "error",
-    "file",
-    "line",
-    "import",
-    "class",
-    "return",
-    "value",
-    "none",
-]
 BEFORE = ("parse_body", "lower")
 """The parts that run before the token code; they are not counted."""
 PARTS = ("prepare", "prompt_json", "commit", "record")
 COLD = bytearray(64 << 20)
-
-
-def text(source: random.Random, size: int) -> str:
-    words: list[str] = []
-    while size > 0:
-        words.append(source.choice(WORDS))
-        size -= len(words[-1]) + 1
-    return " ".join(words)
 
 
 def turns_of(

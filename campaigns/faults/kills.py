@@ -77,13 +77,13 @@ def run_case(sandbox: str, victim: str, workspace: Path) -> dict[str, Any]:
             time.sleep(5)  # the supervisor restarts the server and the pipeline retries: that is part of the case
             collector.send_signal(signal.SIGINT)
         exit_code = collector.wait(timeout=120)
-        killed_at = time.monotonic()
+        ended_at = time.monotonic()
     finally:
         if collector.poll() is None:
             os.killpg(collector.pid, signal.SIGKILL)
             collector.wait()
     left: dict[str, list[str]] = {}
-    while time.monotonic() - killed_at < LEASE_S + GRACE_S:
+    while time.monotonic() - ended_at < LEASE_S + GRACE_S:
         left = leftovers(scope)
         if not left:
             break
@@ -93,7 +93,7 @@ def run_case(sandbox: str, victim: str, workspace: Path) -> dict[str, Any]:
         "victim": victim,
         "boxes_at_kill": boxes_at_kill,
         "exit_code": exit_code,
-        "clean_after_s": None if left else round(time.monotonic() - killed_at, 1),
+        "clean_after_s": None if left else round(time.monotonic() - ended_at, 1),
         "left": left,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -236,8 +237,6 @@ def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
 
 def encoded(body: Any) -> bytes:
     """Encode as JSON, including what strict JSON forbids: NaN, lone surrogates, numbers of any size."""
-    import json
-
     return json.dumps(body).encode()
 
 

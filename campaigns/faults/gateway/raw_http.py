@@ -59,6 +59,6 @@ def send(port: int, request: bytes) -> None:
         except TimeoutError:
             pass  # the server waits for the rest of the body, or for the next request
         except OSError:
-            return  # the server closed the connection, as this is not HTTP
+            pass  # the server closed the connection, as this is not HTTP
     if reply and int(reply.split(b" ", 2)[1]) >= 500:
         raise WrongAnswerError(f"{reply[:400]!r}")

@@ -270,5 +270,5 @@ def _object(content: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         answer = None
     if not isinstance(answer, dict):
-        raise ModelError(f"the policy endpoint's answer is no JSON object: {content[:200]!r}")
+        raise ModelError(f"the policy endpoint's response is not a JSON object: {content[:200]!r}")
     return answer

@@ -339,12 +339,12 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         row = await parse_json_object(request)
         environment = self._server_name("resources_server")
         if environment is None:
-            raise ConfigError(f"agent '{self.config.name}' names no 'resources_server'", key="resources_server")
+            raise ConfigError(f"agent '{self.config.name}' has no 'resources_server'; set one", key="resources_server")
         if not isinstance(row.get(PARAMS_KEY) or {}, dict):
-            raise InvalidBodyError(f"/run: '{PARAMS_KEY}' is a JSON object")
+            raise InvalidBodyError(f"/run: '{PARAMS_KEY}' must be a JSON object")
         session = row.pop(SESSION_KEY, None) or {}
         if not isinstance(session, dict):
-            raise InvalidBodyError(f"/run: '{SESSION_KEY}' is a JSON object")
+            raise InvalidBodyError(f"/run: '{SESSION_KEY}' must be a JSON object")
         rollout = (
             validated(RolloutIdentity, session["rollout"], "'rollout'") if "rollout" in session else _row_identity(row)
         )
@@ -467,7 +467,9 @@ def _row_identity(row: Mapping[str, Any]) -> RolloutIdentity:
     numbers = {key: row[key] for key in (ATTEMPT_INDEX_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY) if key in row}
     for key, number in numbers.items():
         if not isinstance(number, int) or not 0 <= number < 1 << 31:
-            raise InvalidBodyError(f"/run: '{key}' is a whole number from 0 on, not {number!r:.80}")
+            raise InvalidBodyError(
+                f"/run: '{key}' must be a whole number from 0 to {(1 << 31) - 1}, not {number!r:.80}"
+            )
     attempt = numbers.pop(ATTEMPT_INDEX_KEY, 0) + 1
     numbered = maybe_rollout_id_from_run_body(numbers)
     task = str(numbers.get(TASK_INDEX_KEY, numbered or "unnamed"))

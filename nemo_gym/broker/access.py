@@ -67,7 +67,7 @@ class TokenSigner:
             raise BrokerError("unauthenticated", "the lease token is not one of this broker's")
         parts = body.split(".")
         if len(parts) != 4 or parts[0] != PREFIX:
-            raise BrokerError("unauthenticated", "the bearer token is no lease token")
+            raise BrokerError("unauthenticated", "the bearer token is not a lease token")
         return LeaseClaim(parts[1], parts[2], LeaseScope(parts[3]))
 
     def _mac(self, body: str) -> str:
@@ -156,8 +156,8 @@ class Access:
         if self.is_outsider(caller):
             raise BrokerError(
                 "unauthenticated",
-                f"the broker's caller_tokens name a caller '{caller.name}', as a server of its stack is named; rename"
-                " that one",
+                f"the broker's caller_tokens contain '{caller.name}', which is also the name of a server of its stack;"
+                " rename it in caller_tokens",
             )
         return caller
 
@@ -216,9 +216,9 @@ class Access:
             lease = next((lease for lease in leases if lease.lease_id == claim.lease_id), None)
             epoch = record.epoch
         if lease is None:
-            raise BrokerError("unauthenticated", "the lease of this token is not known any more")
+            raise BrokerError("unauthenticated", "the lease of this token no longer exists")
         if lease.revoked or lease.epoch < epoch:
-            raise FencedError(f"this lease of box '{sandbox_id}' was taken back", sandbox_id=sandbox_id)
+            raise FencedError(f"this lease of box '{sandbox_id}' was revoked", sandbox_id=sandbox_id)
         # A box that is gone has only its record, whose times are on the wall clock.
         ended = lease.expires_at is not None and lease.expires_at <= time.time()
         if ended if box is None else box.lease_has_ended(lease):
@@ -299,8 +299,8 @@ class Permissions:
             if name not in allowed or allowed[name] != value:
                 raise _not_permitted(
                     f"spec.provider_options.{name[:80]}",
-                    f"'{caller.name}' ({caller.role}) may set no option of the backend to a value that this broker's"
-                    " agent_provider_options do not name",
+                    f"'{caller.name}' ({caller.role}) may set only the backend options and values that are"
+                    " in this broker's agent_provider_options",
                 )
         if body.labels.get(OWNER_LABEL, caller.name) != caller.name:
             raise _not_permitted(
@@ -322,13 +322,13 @@ class Permissions:
                 if route not in DOOR_ROUTES:
                     raise _not_permitted(
                         f"door '{door.name[:80]}': allow",
-                        f"'{route[:80]}' is no route of a model or an MCP server{nearest(route, DOOR_ROUTES)}; an"
+                        f"'{route[:80]}' is not a route of a model or an MCP server{nearest(route, DOOR_ROUTES)}; an"
                         f" agent's doors forward {', '.join(DOOR_ROUTES)}",
                     )
             if not any(_base(door.target).startswith(base) for base in self._targets):
                 raise _not_permitted(
                     f"door '{door.name[:80]}': target",
-                    f"'{door.target[:200]}' is below none of this broker's door_targets"
+                    f"'{door.target[:200]}' is not below any of this broker's door_targets"
                     " (by default the model servers and environments of its run)",
                 )
 
@@ -359,7 +359,7 @@ def _base(target: str) -> str:
             return f"{url.scheme}://{url.raw_host}:{url.port}{path.rstrip('/')}/"
     except ValueError:
         pass
-    raise _not_permitted("target", f"'{target[:200]}' is no plain http:// or https:// URL")
+    raise _not_permitted("target", f"'{target[:200]}' is not a plain http:// or https:// URL")
 
 
 def _not_permitted(field: str, why: str) -> BrokerError:

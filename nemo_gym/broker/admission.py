@@ -79,7 +79,7 @@ class Admission:
         except TimeoutError:
             if place.done() and not place.cancelled():
                 return
-            raise self._refused(owner, f"no box fell free within {self._timeout_s:g} s") from None
+            raise self._refused(owner, f"no box became free within {self._timeout_s:g} s") from None
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
                 self.leave(owner)

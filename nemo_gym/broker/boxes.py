@@ -54,7 +54,7 @@ class Sealer:
         try:
             return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], context.encode())
         except (InvalidTag, ValueError) as error:
-            raise SealError("what was stored of this box was sealed with another key") from error
+            raise SealError("the stored data of this box was sealed with another key, or changed") from error
 
 
 # -- Boxes ---------------------------------------------------------------------------------------------------------
@@ -310,7 +310,12 @@ def door_digest(door: DoorModel) -> bytes:
 
 
 def too_many_of_box(sandbox_id: str, limit: int, what: str) -> BrokerError:
-    return BrokerError("too_many_of_box", f"box '{sandbox_id}' has {limit} {what}", sandbox_id=sandbox_id, limit=limit)
+    return BrokerError(
+        "too_many_of_box",
+        f"box '{sandbox_id}' has reached its limit of {limit} {what}",
+        sandbox_id=sandbox_id,
+        limit=limit,
+    )
 
 
 def gone(sandbox_id: str, why: str) -> BrokerError:

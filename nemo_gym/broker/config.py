@@ -108,5 +108,5 @@ class BrokerConfig(BaseRunServerInstanceConfig):
     def _trusted_callers_have_tokens(self) -> Self:
         for name in self.trusted_callers:
             if name not in self.caller_tokens:
-                raise ValueError(f"trusted_callers: '{name}' is no name of caller_tokens; give it a token there")
+                raise ValueError(f"trusted_callers: '{name}' is not in caller_tokens; give it a token there")
         return self

@@ -233,12 +233,12 @@ class Creations:
         try:
             await asyncio.wait({pending.task}, timeout=None if is_first else IN_PROGRESS_WAIT_S)
             if not pending.task.done():
-                detail = f"the box of Idempotency-Key '{order.key[:64]}' is being made; ask again for it"
+                detail = f"the box of Idempotency-Key '{order.key[:64]}' is still being created; repeat the request"
                 raise BrokerError("create_in_progress", detail, retry_after_s=1)
             if pending.task.cancelled() and self._draining:
                 raise draining()
             if pending.task.cancelled():
-                raise BrokerError("create_in_progress", "the create was dropped; ask again", retry_after_s=1)
+                raise BrokerError("create_in_progress", "the create was dropped; repeat the request", retry_after_s=1)
             box, is_new = pending.task.result()
             return box, is_new and is_first
         finally:
@@ -300,7 +300,7 @@ class Creations:
         if record is not None and not (record.state is BoxState.GONE and record.reason == "create_failed"):
             box = boxes.get(record.sandbox_id)
             if box is None or box.state in (BoxState.CLOSING, BoxState.GONE):
-                raise gone(record.sandbox_id, f"{record.reason or 'closed'}; ask for another under another key")
+                raise gone(record.sandbox_id, f"{record.reason or 'closed'}; create another box with a new key")
             if box.state is BoxState.CREATING:
                 await boxes.bring_up(box, order.body, interrupted=True)
             return box, False
@@ -327,11 +327,11 @@ class Creations:
 
 
 def draining() -> BrokerError:
-    return BrokerError("draining", "the broker is stopping; ask again when it is back", retry_after_s=2)
+    return BrokerError("draining", "the broker is stopping; retry when it is back", retry_after_s=2)
 
 
 def _reused(key: str) -> BrokerError:
     return BrokerError(
         "idempotency_key_reused",
-        f"Idempotency-Key '{key[:64]}' was used with another body; one key means one request for good",
+        f"Idempotency-Key '{key[:64]}' was used with another body; a key is bound to one request permanently",
     )

@@ -66,7 +66,7 @@ class Execs:
                 await asyncio.shield(run.started)
             return run, False
         if sum(run.end is None for run in box.execs.values()) >= MAX_OPEN_EXECS:
-            raise too_many_of_box(box.sandbox_id, MAX_OPEN_EXECS, "commands that have not ended; end some first")
+            raise too_many_of_box(box.sandbox_id, MAX_OPEN_EXECS, "unfinished commands; end some first")
         run = self._new(box, exec_id, digest, submission)
         run.lease_id = lease_id
         try:
@@ -246,6 +246,7 @@ def _require_same(recorded: bytes, submitted: bytes, exec_id: str) -> None:
     if recorded != submitted:
         raise BrokerError(
             "exec_conflict",
-            f"exec id '{exec_id}' was used for another command of this box; an id means one command for good",
+            f"exec id '{exec_id}' was used for another command of this box; an exec id is bound to one"
+            " command permanently",
             exec_id=exec_id,
         )

@@ -150,7 +150,7 @@ def _sees_all(caller: Caller) -> bool:
 def _owned(caller: Caller, image: str) -> BrokerError:
     return BrokerError(
         "image_owned",
-        f"image '{image[:200]}' is not of '{caller.name}' ({caller.role}), which can neither replace nor delete it;"
+        f"'{caller.name}' ({caller.role}) cannot replace or delete image '{image[:200]}', which it does not own;"
         " choose another name",
         image=image[:200],
     )

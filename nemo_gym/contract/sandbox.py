@@ -56,8 +56,9 @@ class _Entry:
         host = host.removesuffix(".")
         if not _NAME.fullmatch(host) or _ENDS_IN_NUMBER.fullmatch(host):
             raise ConfigError(
-                f"egress.allow: '{text}' is no entry; write a name (pypi.org), *.name for all below it, or a network"
-                " (10.0.0.0/8), with :port where it is not 80 and 443; for everything there is egress.policy 'open'"
+                f"egress.allow: '{text}' is not a valid entry; use a name (pypi.org), *.name for all below it, or a"
+                " network (10.0.0.0/8), with :port for other ports than 80 and 443; to allow everything, set"
+                " egress.policy to 'open'"
             )
         return cls(host, None, ports)
 

@@ -137,7 +137,7 @@ class AttemptStore:
     def _unwritable(self, error: Exception) -> ServerError:
         where = self._path or "a temporary file"
         return ServerError(
-            f"cannot keep attempts and verdicts in {where}: {error}; make room or mend that, then ask again",
+            f"cannot keep attempts and verdicts in {where}: {error}; free disk space or fix the error, then retry",
             retryable=True,
         )
 

@@ -417,7 +417,7 @@ class EnvironmentRoutes:
         solution = await self._server.gold_solution(row)
         if solution is None:
             raise ConfigError(
-                f"environment '{self._server.config.name}' knows no gold solution of this task; validate it with"
+                f"environment '{self._server.config.name}' has no gold solution for this task; validate it with"
                 " oracle=nothing only, or implement gold_solution()",
                 key="oracle",
             )
@@ -437,7 +437,7 @@ class EnvironmentRoutes:
             raise InvalidBodyError("/verify needs 'response': the Responses object of this attempt")
         if caller is not None and (caller.role is Role.OPERATOR) is not envelope.reverify:
             raise RoleError(
-                f"'{SESSION_KEY}.reverify' is for operators, and an operator may verify with nothing else",
+                f"'{SESSION_KEY}.reverify' is reserved for operators, and an operator's request must set it",
                 route="/verify",
             )
         self._check_control(request, caller, rollout)

@@ -169,7 +169,7 @@ class RequestHeads:
         try:
             port, host = parts.port, (parts.hostname or "").encode("idna" if not base_url.isascii() else "ascii")
         except ValueError as error:
-            raise ConfigError(f"'{base_url[:200]}' is no URL of a server ({error})") from error
+            raise ConfigError(f"'{base_url[:200]}' is not a valid server URL ({error})") from error
         tls = parts.scheme == "https"
         self.origin = Origin(parts.hostname or "", port or (443 if tls else 80), tls)
         name = f"[{host.decode()}]" if b":" in host else host.decode()
@@ -182,9 +182,11 @@ class RequestHeads:
         by_name |= {name.lower(): (name, value) for name, value in headers.items()}
         for name, _ in by_name.values():
             if name.lower() in _FRAMING_HEADERS:
-                raise ConfigError(f"header {name!r} is the gateway's own; leave it out of the engine's 'headers'")
+                raise ConfigError(
+                    f"header {name!r} is set by the client itself; remove it from the engine's 'headers'"
+                )
             if not _NAME.fullmatch(name):
-                raise ConfigError(f"header {name[:40]!r} is no name of a header; give for example 'X-Tenant'")
+                raise ConfigError(f"header {name[:40]!r} is not a valid header name (a valid one: 'X-Tenant')")
         self._path = quote(parts.path, safe=_IN_PATHS)
         self._headers = _header_lines(dict(by_name.values())).encode()
 
@@ -264,7 +266,7 @@ async def read_whole(reply: Reply, max_bytes: int = MAX_REPLY_BYTES) -> bytes:
     if coding == "identity":
         return body
     if coding not in ("gzip", "deflate"):
-        raise NoHttpError(f"a body in the coding {coding[:40]!r}, which nobody asked for")
+        raise NoHttpError(f"the body has content-encoding {coding[:40]!r}, which was not requested")
     return await asyncio.to_thread(_inflate, body, max_bytes)
 
 
@@ -273,13 +275,13 @@ def _inflate(body: bytes, max_bytes: int) -> bytes:
     try:
         inflated = inflating.decompress(body, max_bytes + 1)
     except zlib.error as error:
-        raise NoHttpError(f"a compressed body that is none ({error})") from error
+        raise NoHttpError(f"the compressed body cannot be decompressed ({error})") from error
     if len(inflated) > max_bytes:
         raise TooLongError(f"a body of more than {max_bytes} bytes")
     if not inflating.eof:
-        raise NoHttpError("a compressed body without its end")
+        raise NoHttpError("the compressed body is truncated")
     if inflating.unused_data:
-        raise NoHttpError("a compressed body with more behind its end")
+        raise NoHttpError("there are extra bytes after the compressed body")
     return inflated
 
 

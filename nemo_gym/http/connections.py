@@ -128,12 +128,12 @@ class Reply:
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:
-            self._fail(NoHttpError("another protocol"))
+            self._fail(NoHttpError("the response switches to another protocol"))
         except HttpParserError as error:
             self._fail(NoHttpError(str(error)))
         self._fed_bytes += len(data)
         if not self.status and self._fed_bytes > _HEAD_BYTES:
-            self._fail(NoHttpError("a head without an end"))
+            self._fail(NoHttpError(f"the head of the response is larger than {_HEAD_BYTES} bytes"))
         if self._read_whole:
             self._check_size()
         if self._idle_s is not None:

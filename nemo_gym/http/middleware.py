@@ -79,14 +79,14 @@ class BodyLimits:
 
     def refuse_bytes(self) -> NemoGymError:
         return BodyTooLargeError(
-            f"the body is larger than {self.max_bytes} bytes; raise the server's '{self.bytes_key}' if it may be",
+            f"the body is larger than {self.max_bytes} bytes; raise the server's '{self.bytes_key}' to allow more",
             limit_bytes=self.max_bytes,
         )
 
     def refuse_values(self) -> NemoGymError:
         return TooManyValuesError(
-            f"the body holds more than {self.max_values} JSON values (a list or an object is worth {_OF_CONTAINERS});"
-            f" raise the server's '{self.values_key}' if it may",
+            f"the body holds more than {self.max_values} JSON values (a list or an object counts as {_OF_CONTAINERS});"
+            f" raise the server's '{self.values_key}' to allow more",
             limit=self.max_values,
         )
 

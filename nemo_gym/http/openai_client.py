@@ -46,7 +46,7 @@ class NeMoGymAsyncOpenAI(BaseModel):
             await response.read()
             if not await backoff.again(instead_s=retry_after_s(response.headers.get("Retry-After"))):
                 break
-            log.info("model call is tried again", status=response.status)
+            log.info("retrying the model call", status=response.status)
         await raise_for_status(response)
         return await get_response_json(response)
 

@@ -325,7 +325,7 @@ class SpanExporter:
                 EXPORTED.add(amount=len(batch))
                 if self._is_failing:
                     self._is_failing = False
-                    log.info("traces are taken again", endpoint=self._collector.url)
+                    log.info("the trace collector accepts spans again", endpoint=self._collector.url)
                 return
 
     def _drop(self, batch: Sequence[bytes], why: str, error: Exception) -> None:
@@ -333,7 +333,11 @@ class SpanExporter:
         if not self._is_failing:  # log once, not for every batch
             self._is_failing = True
             error_text = f"{type(error).__name__}: {error}"[:300]
-            log.warning("traces are not taken, and dropped", endpoint=self._collector.url, error=error_text)
+            log.warning(
+                "the trace collector does not accept spans; dropping them",
+                endpoint=self._collector.url,
+                error=error_text,
+            )
 
     def _remaining_s(self) -> float | None:
         return None if self._close_deadline is None else max(self._close_deadline - time.monotonic(), 0.1)

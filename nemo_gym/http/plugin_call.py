@@ -72,9 +72,7 @@ class PluginCall:
         try:
             return await self._call(arguments)
         except RequestValidationError as error:  # raised by a plugin that validates its body itself
-            raise InvalidBodyError(
-                f"{self._name}: the body is not as it must be", errors=_error_list(error.errors())
-            ) from None
+            raise InvalidBodyError(f"{self._name}: the body is invalid", errors=_error_list(error.errors())) from None
 
     async def _call(self, arguments: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._hook):

@@ -68,7 +68,7 @@ async def check_values(body: bytes, at_most: int) -> None:
     )
     if too_many:
         raise TooManyValuesError(
-            f"the body has more than {at_most} JSON values; raise the server's 'max_body_values' if it may have",
+            f"the body has more than {at_most} JSON values; raise the server's 'max_body_values' to allow more",
             limit=at_most,
         )
 
@@ -120,8 +120,8 @@ def check_messages(body: Mapping[str, Any], at_most: int) -> None:
         history = body.get(key)
         if isinstance(history, list) and len(history) > at_most:
             raise TooManyMessagesError(
-                f"'{key}' has {len(history)} elements, and may have {at_most}; raise the server's 'max_messages' if"
-                " it may have more",
+                f"'{key}' has {len(history)} elements, but the limit is {at_most}; raise the server's 'max_messages'"
+                " to allow more",
                 param=key,
                 limit=at_most,
             )

@@ -23,7 +23,8 @@ def sandbox_server_url(name: str, *, require_reachable: bool = False) -> str:
     url = get_server_url(name)
     if require_reachable and is_loopback(urlsplit(url).hostname or ""):
         raise ConfigError(
-            f"server '{name}' listens on {url}, which no box of another host can reach; give it a 'host' that can be",
+            f"server '{name}' listens on {url}, which boxes on other hosts cannot reach; set its 'host' to a reachable"
+            " address",
             key=f"{name}.host",
         )
     return url
@@ -33,11 +34,13 @@ def restricted_network_policy(provider: str, urls: Sequence[str]) -> dict[str, A
     """Return OpenSandbox's network policy that lets a box reach only the hosts of ``urls``. Raises ``ValueError`` for
     any other provider (use doors there, see `Door`) and for a host that a box on another machine cannot reach."""
     if provider != "opensandbox":
-        raise ValueError(f"a network policy by host is OpenSandbox's, not that of '{provider}'; give the spec doors")
+        raise ValueError(
+            f"provider '{provider}' has no network policy by host (only 'opensandbox' has); add doors to the spec"
+        )
     hosts = [urlsplit(url).hostname or "" for url in urls]
     for host in hosts:
         if not host or is_loopback(host) or host in ("0.0.0.0", "::"):
-            raise ValueError(f"'{host}' is no host that is reachable from a box; give its server a 'host' that is")
+            raise ValueError(f"a box cannot reach host '{host}'; set the server's 'host' to a reachable address")
     rules = [{"action": "allow", "target": host} for host in dict.fromkeys(hosts)]
     return {"defaultAction": "deny", "egress": rules}
 

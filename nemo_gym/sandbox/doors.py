@@ -163,7 +163,7 @@ class DoorServer:
         if self._target.scheme not in ("http", "https") or not self._target.host:
             raise ConfigError(f"door '{door.name}': target '{door.target}' is not an http:// or https:// URL")
         if door.max_answers is not None and (door.max_answers < 1 or not door.counted):
-            raise ConfigError(f"door '{door.name}': max_answers is 1 or more, and of the routes that are 'counted'")
+            raise ConfigError(f"door '{door.name}': max_answers must be at least 1 and needs 'counted' routes")
         self._base = self._target.raw_path.rstrip("/")
         self._dropped = _HOP_BY_HOP | _CREDENTIALS | {name.lower() for name in door.headers}
         self._runner: web.ServerRunner | None = None
@@ -243,7 +243,7 @@ class DoorServer:
         limit = self._limit if counts else None
         if limit is not None and not await limit.enter():
             self.statistics.over_limit += 1
-            detail = f"door '{self.door.name}' has forwarded all of the {self.door.max_answers} answers it may"
+            detail = f"door '{self.door.name}' has reached its limit of {self.door.max_answers} responses"
             return self._problem(403, "door_limit", detail, started="no")
         try:
             with self.statistics.exchange(counts=counts, tells=counts or not self.door.counted) as exchange:
@@ -304,7 +304,7 @@ class DoorServer:
                 exchange.saw(data)
                 await response.write(data)
         except (aiohttp.ClientError, TimeoutError) as error:
-            exchange.broke_off(self._failure_text("broke off in its answer", error))
+            exchange.broke_off(self._failure_text("broke off its response", error))
             # The target broke off. Abort, so that the box does not take the partial body for a complete one.
             if request.transport is not None:
                 request.transport.abort()

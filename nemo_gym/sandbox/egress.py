@@ -72,7 +72,7 @@ class _Request:
         line, *header_lines = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
         fields = line.decode("latin-1").split(" ")
         if len(fields) != 3 or not fields[0].isalpha() or fields[2] not in ("HTTP/1.1", "HTTP/1.0"):
-            raise _Refused(400, "bad_request", "this is no HTTP/1.1 request to a proxy")
+            raise _Refused(400, "bad_request", "this is not an HTTP/1.1 request to a proxy")
         method, target = fields[0].upper(), fields[1]
         url = f"//{target}" if method == "CONNECT" else target
         try:
@@ -85,7 +85,9 @@ class _Request:
                 raise _Refused(400, "bad_request", "CONNECT needs host:port")
             return cls(method, host, port)
         if parts.scheme.lower() != "http" or host is None or "@" in parts.netloc:
-            raise _Refused(400, "bad_request", "a proxy request names http://host/path; https goes through CONNECT")
+            raise _Refused(
+                400, "bad_request", "a request to a proxy needs the URL http://host/path, or CONNECT for https"
+            )
         headers, body_bytes = _headers(header_lines)
         path = f"{parts.path or '/'}" + (f"?{parts.query}" if parts.query else "")
         lines = [f"{method} {path} HTTP/1.1".encode("latin-1"), b"Host: " + parts.netloc.encode("latin-1"), *headers]
@@ -106,7 +108,7 @@ def _headers(lines: Sequence[bytes]) -> tuple[list[bytes], int]:
         raise _Refused(411, "length_required", "a body through this door needs a Content-Length")
     lengths = {line.partition(b":")[2].strip() for name, line in headers if name == b"content-length"}
     if len(lengths) > 1 or any(not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS for length in lengths):
-        raise _Refused(400, "bad_request", "Content-Length is no single number")
+        raise _Refused(400, "bad_request", "Content-Length is not a single number")
     dropped = _NOT_FORWARDED | {token.strip().lower() for token in values.get(b"connection", b"").split(b",")}
     return [line for name, line in headers if name not in dropped], int(next(iter(lengths), b"0"))
 
@@ -129,7 +131,7 @@ class EgressProxy:
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         if door.target or door.headers or door.counted or door.max_answers is not None:
-            raise ConfigError(f"door '{door.name}': one of kind 'proxy' has 'allow' and nothing else")
+            raise ConfigError(f"door '{door.name}': a door of kind 'proxy' accepts only 'allow'")
         self.door = door
         self.statistics = DoorStatistics()
         self._hosts = AllowedHosts(door.allow)
@@ -182,7 +184,9 @@ class EgressProxy:
                 async with asyncio.timeout(self._patience_s):
                     raw = await reader.readuntil(b"\r\n\r\n")
             except asyncio.LimitOverrunError:
-                raise _Refused(431, "head_too_large", f"a head has at most {MAX_HEAD_BYTES} bytes") from None
+                raise _Refused(
+                    431, "head_too_large", f"the head of the request is larger than {MAX_HEAD_BYTES} bytes"
+                ) from None
             request = _Request.parse(raw)
             if not self._hosts.names(request.host, request.port):
                 raise self._forbidden(request, "is not among them")
@@ -237,7 +241,7 @@ class EgressProxy:
         ]
         if not allowed:
             raise self._forbidden(
-                request, f"is at {', '.join(addresses)}, which is no public address and no network among them"
+                request, f"is at {', '.join(addresses)}, which is neither public nor in an allowed network"
             )
         return allowed
 

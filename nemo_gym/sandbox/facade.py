@@ -76,7 +76,9 @@ def get_provider_class(name: str) -> ProviderClass:
             f"sandbox provider '{name}' cannot be imported ({error}); {_how_to_install(entry_point)}"
         ) from error
     except AttributeError as error:
-        raise ConfigError(f"sandbox provider '{name}': its entry point '{entry_point.value}' names nothing") from error
+        raise ConfigError(
+            f"sandbox provider '{name}': its entry point '{entry_point.value}' does not exist in the module"
+        ) from error
 
 
 def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> SandboxProvider:

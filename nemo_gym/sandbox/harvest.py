@@ -380,7 +380,10 @@ class _Harvester:
         failure here is a `SandboxError` and not an error in the artifact."""
         result = await self._sh(_DESCRIBE, self._path, self._item.base_commit or "")
         if not result.ok or result.stdout_truncated:
-            reason = {97: "it has no git", 98: f"its {self._path} is no repository at {self._item.base_commit}"}
+            reason = {
+                97: "it has no git",
+                98: f"its {self._path} is not a git repository with {self._item.base_commit} in its history",
+            }
             why = reason.get(result.return_code or 0, f"git said {(result.stderr or '').strip()[-500:]!r}")
             raise SandboxError(f"the image cannot be harvested from: {why}", path=self._path)
         fields = result.stdout_bytes.split(b"\0")
@@ -442,7 +445,9 @@ class _Harvester:
         # The prefix keeps a name like ":(x)" from being read as pathspec magic.
         result = await self._sh(_CHECK_IGNORE, stdin=b"".join(b"./" + path + b"\0" for path in candidates))
         if result.return_code not in (0, 1) or result.stdout_truncated:
-            raise _BoxContentsError(f"the changed paths cannot be judged: {(result.stderr or '').strip()[-500:]}")
+            raise _BoxContentsError(
+                f"the ignore rules cannot be applied to the changed paths: {(result.stderr or '').strip()[-500:]}"
+            )
         return byproducts | {path.removeprefix(b"./") for path in result.stdout_bytes.split(b"\0") if path}
 
     async def _diff(self, changed: list[bytes], pristine: _Pristine, work: Tree, contents: _Contents) -> bytes:

@@ -145,7 +145,7 @@ def find_stack(run_dir: str | None = None, run_id: str | None = None) -> StackEn
         raise ConfigError("no stack runs: start one with ng_run, or give run_dir=", key="run_dir")
     if len(stacks) > 1:
         choices = ", ".join(f"run_id={stack.run_id}" for stack in stacks)
-        raise ConfigError(f"{len(stacks)} stacks run; say which: {choices}", key="run_id")
+        raise ConfigError(f"{len(stacks)} stacks are running; choose one: {choices}", key="run_id")
     return stacks[0]
 
 
@@ -194,7 +194,7 @@ async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
             return int(head.split(None, 2)[1]), body
     except ssl.SSLError as error:
-        return 0, json.dumps({"detail": f"no TLS with it: {error}"}).encode()
+        return 0, json.dumps({"detail": f"the TLS connection failed: {error}"}).encode()
     except (OSError, TimeoutError, ValueError, IndexError):
         return None
     finally:

@@ -101,7 +101,9 @@ def _bind(
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
-        raise ConfigError(f"{server.where}.host: '{host}' is no address of this machine: {error.strerror}") from error
+        raise ConfigError(
+            f"{server.where}.host: '{host}' is not an address of this machine: {error.strerror}"
+        ) from error
     # In random order, because commands that start at the same time would all try the lowest port first.
     ports = random.sample(free_ports, len(free_ports)) if free_ports and not port else [port]
     for port in ports:
@@ -136,8 +138,8 @@ def _not_bound(
         holder = f"server '{same}' of this run" if same else _holder(port)
         problem = f"port {port} on {host} is in use by {holder}"
     elif error.errno == errno.EADDRNOTAVAIL and in_hosts:
-        problem = f"{host} is no address of this machine"
-        fix = f"say with {HOST}= which of {HOSTS}.machines this one is, or correct that one's address"
+        problem = f"{host} is not an address of this machine"
+        fix = f"set {HOST}= to the entry of {HOSTS}.machines that is this machine, or correct that entry's address"
     elif error.errno == errno.EACCES:
         problem = f"port {port} needs more rights than this user has"
     else:
@@ -191,7 +193,8 @@ async def wait_for_others(hosts: Hosts, timeout_s: float, say: Callable[[str], N
     if unserved:
         raise ServerError(
             f"not ready after {timeout_s:g} s: {_describe_missing({name: missing[name] for name in unserved})};"
-            " start ng_run there with the same words and its host=, or wait longer with startup_timeout_s="
+            " start ng_run on those hosts with the same arguments and their own host=, or wait longer with"
+            " startup_timeout_s="
         )
     if unready := _describe_missing(missing):
         say(f"going on without {unready}")

@@ -177,5 +177,5 @@ def test_wrong_host_is_told_from_a_taken_port(composed: Any) -> None:
     composition = composed(BLOCK, "host=worlds-1")
     hosts = Hosts.of(composition)
     assert hosts is not None
-    with pytest.raises(ConfigError, match=r"10\.1\.0\.\d is no address of this machine; say with host="):
+    with pytest.raises(ConfigError, match=r"10\.1\.0\.\d is not an address of this machine; set host="):
         bind_listeners(composition.servers.values(), places=hosts.local)

@@ -60,7 +60,9 @@ def test_package_is_found_in_the_cache(cache: Path) -> None:
 def test_cache_that_cannot_be_written_is_refused_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cache / "file").touch()
     monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(cache / "file"))
-    with pytest.raises(ConfigError, match=r"the cache .*file cannot hold 'some-cli': Not a directory; NEMO_GYM_CACHE"):
+    with pytest.raises(
+        ConfigError, match=r"the cache .*file cannot hold 'some-cli': Not a directory; set NEMO_GYM_CACHE"
+    ):
         fetch(PACKAGE)
 
 
@@ -154,7 +156,7 @@ def test_fetched_package_runs_and_is_fetched_once(cache: Path, source: CliPackag
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"integrity": {"some-build": "sha512-other"}}, "and sha512-other is pinned; it is not used"),
+        ({"integrity": {"some-build": "sha512-other"}}, "but sha512-other is pinned; refused"),
         ({"integrity": {}}, "pins no checksum of 'some-build'"),
         ({"command": "node_modules/some-build/none"}, "has no 'node_modules/some-build/none'"),
         ({"npm": {"some-build": "npm:/no/such/directory"}}, "npm could not fetch '/no/such/directory'"),

@@ -127,7 +127,7 @@ async def test_harvest_raises_when_the_box_is_gone(bench: Bench) -> None:
 async def test_harvest_raises_when_the_image_is_not_at_the_base_commit(bench: Bench) -> None:
     box = await bench.provider.create(bench.spec)
     try:
-        with pytest.raises(SandboxError, match="no repository at"):
+        with pytest.raises(SandboxError, match="not a git repository with"):
             await bench.harvest(box, GitDiffHarvest(path="/testbed", base_commit="1" * 40))
     finally:
         await bench.provider.close(box)

@@ -173,7 +173,7 @@ def test_name_leads_to_public_addresses_and_listed_ones_alone(address: str, reac
     "entry", ["*", "", "https://pypi.org", "pypi.org/simple", "pypi.org:0", "pypi.org:https", "127.1", "a b", "x..y"]
 )
 def test_entry_that_cannot_be_read_is_refused_with_what_could(entry: str) -> None:
-    with pytest.raises(ConfigError, match=r"egress\.allow: '.*' (is no entry; write a name|has no port)"):
+    with pytest.raises(ConfigError, match=r"egress\.allow: '.*' (is not a valid entry; use a name|has no port)"):
         AllowedHosts([entry])
 
 
@@ -225,7 +225,10 @@ async def test_plain_request_is_forwarded_without_what_is_the_proxys(site: int) 
     [
         (["CONNECT other.example:{site} HTTP/1.1"], "403 Forbidden"),
         (["CONNECT files.example:1 HTTP/1.1"], "403 Forbidden"),
-        (["CONNECT inner.example:{site} HTTP/1.1"], "is at 127.0.0.3, which is no public address"),
+        (
+            ["CONNECT inner.example:{site} HTTP/1.1"],
+            "is at 127.0.0.3, which is neither public nor in an allowed network",
+        ),
         (["CONNECT 127.0.0.3:{site} HTTP/1.1"], "403 Forbidden"),
         (["CONNECT localhost:{site} HTTP/1.1"], "403 Forbidden"),
         (["CONNECT 127.0.0.1\0.files.example:{site} HTTP/1.1"], "403 Forbidden"),

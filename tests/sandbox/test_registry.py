@@ -89,7 +89,7 @@ def test_installed_provider_that_cannot_be_imported_names_what_to_install(tmp_pa
     assert "acme_sdk_that_is_not_here" in acme
     assert acme.endswith("pip install 'acme-boxes[acme]'")
     assert plain.endswith("pip install 'acme-boxes'")
-    assert "'acme_types:Nothing' names nothing" in typo
+    assert "'acme_types:Nothing' does not exist in the module" in typo
 
 
 CONFIG = {

@@ -175,7 +175,7 @@ async def test_attempts_are_kept_again_once_the_database_can_be_written(tmp_path
     await store.enter(rollout("r1"))
     store._db.execute("PRAGMA query_only=ON")
     verdict = StoredVerdict("d", True, {"reward": 1.0})
-    with pytest.raises(ServerError, match=r"a\.sqlite.*make room") as raised:
+    with pytest.raises(ServerError, match=r"a\.sqlite.*free disk space") as raised:
         await store.keep_verdict(rollout("r1"), verdict)
     assert raised.value.retryable
     store._db.execute("PRAGMA query_only=OFF")

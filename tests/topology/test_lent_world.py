@@ -162,6 +162,6 @@ async def test_attempt_whose_box_was_taken_back_ends_without_touching_it(
         await owner.fence(box)
         await world.exec("echo late > note")
 
-    with pytest.raises(Exception, match="taken back"):
+    with pytest.raises(Exception, match="revoked"):
         await act(await act_request(owner, box, model.url), agents, fenced)
     assert (await owner.exec(box, "cat note", timeout_s=60)).stdout == "here\n"

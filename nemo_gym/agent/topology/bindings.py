@@ -110,7 +110,7 @@ def world_doors(
             doors.append(_mcp_door(request.port, mcp[request.name]))
         else:
             raise ConfigError(
-                f"environment '{descriptor.environment}' asks for a door '{request.name}' with nothing behind it;"
+                f"environment '{descriptor.environment}' requests the door '{request.name}', which has no target;"
                 f" known: {', '.join([MODEL_DOOR, *mcp])}",
                 key="egress.doors",
             )
@@ -249,8 +249,8 @@ def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSp
     for key in unlimited:
         if resources[key] is not None:
             raise ConfigError(
-                f"of environment '{name}' and the agent one wants resources.{key}={resources[key]!r} of the outer box"
-                " and the other wants it unlimited; change one of them",
+                f"environment '{name}' and the agent disagree on resources.{key} of the outer box: one sets"
+                f" {resources[key]!r}, the other unlimited; change one of them",
                 key=f"resources.{key}",
             )
     for key in ("files", "provider_options"):
@@ -282,8 +282,8 @@ def _agreed(environment: Any, agent: Any, key: str, name: str) -> Any:
 
 _PROMPT_ROLES = ("user", "system", "developer")
 _NOT_TEXT = (
-    "this agent is given its task as text and begins the conversation itself: write the row so, or choose an agent"
-    " that is given whole conversations (simple_agent)"
+    "this agent is given its task as text and begins the conversation itself: write the row that way, or choose an"
+    " agent that is given whole conversations (simple_agent)"
 )
 
 

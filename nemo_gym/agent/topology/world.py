@@ -149,7 +149,7 @@ class OutputMeter:
     def add(self, count: int) -> None:
         self.used += count
         if self.limit is not None and self.used > self.limit:
-            raise OutputLimitError(f"stopped after {self.limit} bytes of output, all it had")
+            raise OutputLimitError(f"stopped: the output limit of {self.limit} bytes was exceeded")
 
 
 @dataclass
@@ -305,7 +305,10 @@ async def _run_in_bounds(
             await harness(world, run)
     except TimeoutError:
         if not deadline.expired():
-            run.outcome, run.detail = AgentOutcome.CRASHED, "the harness timed out within itself"
+            run.outcome, run.detail = (
+                AgentOutcome.CRASHED,
+                "the harness raised TimeoutError before the attempt's deadline",
+            )
         else:
             run.outcome, run.detail = AgentOutcome.TIMED_OUT, f"stopped after {wall_clock_s:g} s of wall-clock time"
     except OutputLimitError as error:

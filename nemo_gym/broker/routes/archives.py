@@ -42,7 +42,7 @@ async def held(grant: Grant, chunks: AsyncIterator[bytes]) -> AsyncIterator[byte
     """Yield the chunks. Raises `FencedError` as soon as the lease no longer holds."""
     async for chunk in chunks:
         if not grant.holds:
-            raise FencedError(f"the lease of box '{grant.sandbox_id}' was taken back while an archive came in")
+            raise FencedError(f"the lease of box '{grant.sandbox_id}' was revoked while an archive was being received")
         yield chunk
 
 
@@ -104,7 +104,7 @@ def archive_routes(broker: BrokerService) -> APIRouter:
         await broker.access.box(request, sandbox_id, LeaseScope.READ)
         problem = failures.get((sandbox_id, request_id))
         if problem is None:
-            raise BrokerError("route_not_found", f"nothing is known of a failure of request '{request_id}'")
+            raise BrokerError("route_not_found", f"no failure is recorded for request '{request_id}'")
         return reply(problem)
 
     async def relay(

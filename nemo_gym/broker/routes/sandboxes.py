@@ -80,7 +80,7 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         broker.permissions.check_create(caller, body, is_outsider=broker.access.is_outsider(caller))
         body_digest = digest(body)
         if "\0" in (body.spec.workdir or ""):
-            raise InvalidBodyError("spec.workdir: a path has no zero byte", started="no")
+            raise InvalidBodyError("spec.workdir: a path must not contain a zero byte", started="no")
         if body.spec.image is not None:
             if len(body.spec.image) > MAX_IMAGE_CHARS or "\0" in body.spec.image:
                 raise InvalidBodyError(
@@ -205,7 +205,7 @@ def _position(cursor: str) -> tuple[float, str]:
         created_at, _, sandbox_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
         return (float(created_at), sandbox_id)
     except (ValueError, binascii.Error):
-        raise InvalidBodyError("cursor: not one that this broker gave", started="no") from None
+        raise InvalidBodyError("cursor: this is not a cursor that the broker returned", started="no") from None
 
 
 # -- Leases --------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
             raise BrokerError("scope", f"a lease of scope '{body.scope}' is not narrower than '{grant.scope}'")
         box = live(grant)
         if sum(not lease.revoked and lease.epoch == box.epoch for lease in box.leases.values()) > MAX_LEASES:
-            raise too_many_of_box(sandbox_id, MAX_LEASES, "leases; take some back first")
+            raise too_many_of_box(sandbox_id, MAX_LEASES, "leases; revoke some first")
         expires_at = None if body.ttl_s is None else time.time() + body.ttl_s
         lease = LeaseRecord(f"le-{uuid.uuid4().hex}", sandbox_id, body.scope, box.epoch, expires_at)
         await broker.boxes.store.mint(lease)

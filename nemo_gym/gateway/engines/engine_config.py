@@ -56,7 +56,7 @@ class _EngineConfig(BaseModel):
         if "@" in parts.netloc:
             raise ValueError("a URL appears in logs and takes no password; use 'api_key' or 'headers'")
         if parts.scheme not in ("http", "https") or parts.query or parts.fragment or not _can_be_reached(parts):
-            raise ValueError(f"'{url[:200]}' is no URL of a server; give for example http://127.0.0.1:8000")
+            raise ValueError(f"'{url[:200]}' is not a valid server URL; give for example http://127.0.0.1:8000")
         return url.rstrip("/")
 
     @property

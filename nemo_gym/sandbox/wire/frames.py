@@ -73,7 +73,7 @@ class Frame:
         try:
             return ExecEndModel.model_validate_json(self.payload)
         except ValidationError as error:
-            raise FrameError(f"the end of an exec cannot be read: {error}") from error
+            raise FrameError(f"the exit frame of an exec is invalid: {error}") from error
 
 
 def encode(kind: FrameKind, payload: bytes = b"") -> bytes:
@@ -124,7 +124,7 @@ class FrameParser:
         position = 0
         while position < len(data):
             if self._ended:
-                raise FrameError("there is something after the end of an exec's output")
+                raise FrameError("unexpected data after the exit frame of an exec's output")
             if self._payload_left == 0:
                 missing = _HEADER.size - len(self._head)
                 self._head += data[position : position + missing]
@@ -149,7 +149,7 @@ class FrameParser:
 
     def _begin(self, kind: int, length: int) -> None:
         if kind > FrameKind.EXIT or length > MAX_PAYLOAD_BYTES or (kind == FrameKind.PING) != (length == 0):
-            raise FrameError(f"bytes that are no frame: kind {kind}, {length} bytes")
+            raise FrameError(f"invalid frame header: kind {kind}, length {length}")
         self._kind, self._payload_left = FrameKind(kind), length
 
 
@@ -176,5 +176,5 @@ class EventParser:
                 payload = data_field if kind is FrameKind.EXIT else base64.b64decode(data_field, validate=True)
                 offset = int(fields[b"id"])
             except (KeyError, ValueError, binascii.Error) as error:
-                raise FrameError(f"an event that is no frame: {block[:200]!r}") from error
+                raise FrameError(f"an event is not a valid frame: {block[:200]!r}") from error
             yield Frame(kind, payload), offset

@@ -159,7 +159,7 @@ def parse_problem(status: int, body: bytes) -> Problem:
         return Problem(
             title="Not a problem body",
             status=status,
-            detail=f"the broker answered {status} with something else than a problem: {text or 'nothing'}",
+            detail=f"the broker's response (status {status}) is not a problem body: {text or 'it is empty'}",
             code="not_a_problem",
             retryable=status in (429, 502, 503, 504),
             started="unknown",

@@ -70,7 +70,7 @@ async def test_wait_ends_at_its_deadline_and_a_full_queue_refuses_at_once() -> N
     await asyncio.sleep(0)
     with pytest.raises(BrokerError, match="the queue for a box is full"):
         await places.enter("c")
-    with pytest.raises(BrokerError, match="no box fell free within") as caught:
+    with pytest.raises(BrokerError, match="no box became free within") as caught:
         await waiting
     assert caught.value.code == "no_room"
     assert (places.total, places.waiting) == (1, 0)

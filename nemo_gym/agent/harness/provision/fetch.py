@@ -51,8 +51,8 @@ def fetch(package: CliPackage) -> Path:
         return _fetch_locked(package, fetched_directory(package))
     except OSError as error:
         raise ConfigError(
-            f"the cache {cache_root()} cannot hold '{package.name}': {error.strerror or error}; NEMO_GYM_CACHE_DIR"
-            " names another",
+            f"the cache {cache_root()} cannot hold '{package.name}': {error.strerror or error}; set"
+            " NEMO_GYM_CACHE_DIR to another directory",
             key="NEMO_GYM_CACHE_DIR",
         ) from error
 
@@ -101,7 +101,7 @@ def _make_of_npm(package: CliPackage, staging: Path, root: Path) -> None:
         archive = _pack(name, version, staging)
         if (found := _integrity(archive)) != pinned:
             raise ConfigError(
-                f"'{name}' {version} has the checksum {found} in the registry, and {pinned} is pinned; it is not used",
+                f"'{name}' {version} has checksum {found} in the registry, but {pinned} is pinned; refused",
                 key="integrity",
             )
         _unpack(archive, root / "node_modules" / name)

@@ -136,7 +136,9 @@ def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:
     listing = _run([options.program(), "sif", "list", source], source, options)
     squashfs = _SQUASHFS.search(listing)
     if squashfs is None:
-        raise SandboxCreateError(f"'{source}' is no SIF file with a squashfs system in it", provider=options.provider)
+        raise SandboxCreateError(
+            f"'{source}' is not a SIF file with a squashfs file system", provider=options.provider
+        )
     command = [unsquashfs, "-quiet", "-no-progress", "-offset", squashfs[1], "-dest", str(staged / "root"), source]
     # Exit code 2 means that owners or attributes were not set. Only root can set these, and an ordinary user's boxes
     # could not have them anyway.

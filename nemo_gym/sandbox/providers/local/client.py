@@ -296,9 +296,8 @@ class SupervisorClient:
                 if self.greeting.get("protocol") != PROTOCOL_VERSION:
                     await self.close()
                     raise SandboxError(
-                        f"the supervisor of {self.state_dir} (process {self.greeting.get('pid')}) speaks another "
-                        "release; "
-                        "let its boxes end, stop it, or set another state_dir"
+                        f"the supervisor of {self.state_dir} (process {self.greeting.get('pid')}) uses another "
+                        "protocol version; let its boxes end, stop it, or set another state_dir"
                     )
                 return connection
 

@@ -166,7 +166,7 @@ class LocalProvider(StreamingProvider):
 
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
         if ttl_s <= 0:
-            raise SandboxError(f"a lease of {ttl_s} s cannot be had; ttl_s must be positive")
+            raise SandboxError(f"ttl_s must be positive, not {ttl_s}")
         await self._client().request({"op": "renew", "box": handle.sandbox_id, "ttl_s": ttl_s})
 
     async def close(self, handle: SandboxHandle) -> None:

@@ -89,7 +89,9 @@ class Relay:
             error_type = PortTakenError if result.get("kind") == "port" else SandboxLostError
             raise error_type(f"opensandbox: port {self._port} of the box: {result.get('error')}")
         if frame.kind != STARTED:
-            raise SandboxLostError(f"opensandbox: what listens on port {self._port} of the box began with nonsense")
+            raise SandboxLostError(
+                f"opensandbox: the relay on port {self._port} of the box did not start with a valid frame"
+            )
         self._inbox = frame.data.decode("utf-8", "surrogateescape")
         self._sender = asyncio.create_task(self._send())
 
@@ -99,7 +101,7 @@ class Relay:
         while True:
             frame = await self._running.next()
             if frame.kind == END:
-                raise SandboxLostError(f"opensandbox: what listened on port {self._port} of the box has ended")
+                raise SandboxLostError(f"opensandbox: the relay on port {self._port} of the box has ended")
             if frame.kind == STDOUT and len(frame.data) >= _IN_FRAME.size:
                 kind, number = _IN_FRAME.unpack_from(frame.data)
                 return Message(kind, number, frame.data[_IN_FRAME.size :])

@@ -281,7 +281,9 @@ class OpenSandboxProvider(StreamingProvider):
     async def endpoint(self, handle: SandboxHandle, port: int) -> str:
         """Return the URL of a box's port. Raises `SandboxError` with ``use_server_proxy``; see `capabilities`."""
         if self.config.use_server_proxy:
-            raise SandboxError(f"opensandbox: no port is given out: {self.capabilities.reasons['endpoint']}")
+            raise SandboxError(
+                f"opensandbox: the URL of a box's port cannot be given out: {self.capabilities.reasons['endpoint']}"
+            )
         async with errors_translated(f"asking for port {port} of box {handle.sandbox_id}"):
             sdk = await sdk_of(self._connection, box_of(handle))
             address = await sdk.get_endpoint(port)

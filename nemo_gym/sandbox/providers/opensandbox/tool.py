@@ -47,7 +47,7 @@ class Frame:
         """Decode the content of an ``END`` frame. Raises `ValueError` if the content is invalid."""
         content = json.loads(self.data)
         if not isinstance(content, dict) or not isinstance(content.get("outcome"), str):
-            raise ValueError("an end without an outcome")  # noqa: TRY004  the text's fault, not its caller's
+            raise ValueError("it has no outcome")  # noqa: TRY004  the text's fault, not its caller's
         return content
 
 
@@ -113,7 +113,9 @@ async def _raise_lost(connection: Connection, box: OpenSandboxBox, error: BaseEx
     try:
         info = await connection.info(box.sandbox_id)
     except sdk_errors() as info_error:
-        raise SandboxLostError(f"opensandbox: nothing is known of box {box.sandbox_id}: {info_error}") from error
+        raise SandboxLostError(
+            f"opensandbox: the state of box {box.sandbox_id} cannot be determined: {info_error}"
+        ) from error
     if info is None or info.status.state.lower() not in _ALIVE:
         state = "gone" if info is None else f"{info.status.state} ({info.status.message or info.status.reason})"
         raise SandboxLostError(f"opensandbox: the box {box.sandbox_id} is {state}") from error
@@ -164,7 +166,9 @@ class ToolRun:
 
     def _lost_error(self) -> SandboxLostError:
         why = f": {self._failure}" if self._failure else ""
-        return SandboxLostError(f"opensandbox: what ran in box {self._box.sandbox_id} ended without its end{why}")
+        return SandboxLostError(
+            f"opensandbox: the helper in box {self._box.sandbox_id} ended without an end frame{why}"
+        )
 
     async def _check_silence(self, quiet_s: float) -> None:
         """Raise `SandboxLostError` after too long a silence, or if the box does not run. A paused box, or one whose
@@ -260,7 +264,7 @@ def ending(frame: Frame) -> dict[str, Any]:
     try:
         return frame.ending()
     except ValueError as error:
-        raise SandboxError(f"opensandbox: the helper in the box said nonsense: {error}") from error
+        raise SandboxError(f"opensandbox: the helper in the box sent an invalid end frame: {error}") from error
 
 
 async def request_argument(connection: Connection, box: OpenSandboxBox, request: Mapping[str, Any]) -> str:

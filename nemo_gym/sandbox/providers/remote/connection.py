@@ -261,7 +261,7 @@ def refusals() -> Any:
         yield
     except ValidationError as error:
         problems = validation_problems(error)
-        raise InvalidBodyError(f"this cannot be asked of a broker: {problems}", started="no") from error
+        raise InvalidBodyError(f"invalid request to the broker: {problems}", started="no") from error
 
 
 def _url(url: str, query: Mapping[str, Any] | list[tuple[str, str]] | None) -> URL:

@@ -168,11 +168,13 @@ class RemoteProcess:
                 elif (end := frame.end) is not None:
                     self._ended(end)
         if self._end is None:
-            raise FrameError("an exec's output ended without its end")
+            raise FrameError("the output stream of an exec ended without an exit frame")
 
     def _ended(self, end: ExecEndModel) -> None:
         if end.output_bytes != self._offset:
-            raise FrameError(f"an exec ended after {end.output_bytes} bytes of output, of which {self._offset} came")
+            raise FrameError(
+                f"an exec ended after {end.output_bytes} bytes of output, but {self._offset} were received"
+            )
         self.truncated = set(end.truncated)
         self._end = end.to_end()
 

@@ -119,7 +119,7 @@ class RemoteProvider(StreamingProvider):
         except (TimeoutError, BrokerUnreachableError) as error:
             self._take_back(broker, key, spec)
             raise SandboxCreateError(
-                str(error) or f"the broker did not give a box within {ready_s + _ADMISSION_S:g} s",
+                str(error) or f"the broker did not create the box within {ready_s + _ADMISSION_S:g} s",
                 retryable=True,
                 provider=self.name,
                 started=error.details.get("started") if isinstance(error, BrokerUnreachableError) else "unknown",
@@ -338,7 +338,9 @@ class RemoteProvider(StreamingProvider):
         brokers = self._find_brokers()
         url = ref.broker_url.rstrip("/") if brokers is None else brokers.url_of(ref.broker_url)
         if url is None:
-            raise SandboxError(f"the reference names the broker {ref.broker_url}, which is none of those configured")
+            raise SandboxError(
+                f"the reference names the broker {ref.broker_url}, which is not one of those configured"
+            )
         box = RemoteBox(url, ref.sandbox_id, ref.lease_token, ref.scope, ref.expires_at)
         try:
             view = await self._view(box)
@@ -398,7 +400,7 @@ def _box(url: str, lease: LeaseView) -> RemoteBox:
 
 def _token(lease: LeaseView) -> str:
     if lease.token is None:
-        raise SandboxError("the broker made a lease and did not tell its token", sandbox_id=lease.sandbox_id)
+        raise SandboxError("the broker's response contains a lease without its token", sandbox_id=lease.sandbox_id)
     return lease.token
 
 

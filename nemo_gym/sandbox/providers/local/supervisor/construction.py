@@ -334,7 +334,7 @@ def _protect_proc() -> list[str]:
 def explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
     """Build the error message: the cause of the failure, and a remedy."""
     if problem is None:
-        text = said.decode("utf-8", "replace").strip() or "it ended without a word"
+        text = said.decode("utf-8", "replace").strip() or "it ended without an error message"
         return f"{plan.program} could not make the box: {text}"
     step, number, message = str(problem["step"]), problem.get("errno"), problem.get("message")
     if number == errno.ENOSPC:

@@ -454,7 +454,7 @@ class Supervisor:
             with self._box(message).listen(port) as listener:
                 sent.append(os.dup(listener.fileno()))
         except OSError as error:
-            raise RequestError("sandbox", f"port {port} of the box cannot be listened on: {error.strerror}") from error
+            raise RequestError("sandbox", f"cannot listen on port {port} of the box: {error.strerror}") from error
 
     async def _commit(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
         box = self._box(message)

@@ -443,7 +443,7 @@ class RolloutSteps:
                 await self._post_environment(attempt, "/heartbeat", attempt.envelope())
             except PeerError as error:
                 # The agent notices by itself if the sandbox is gone, and a restarting environment may come back.
-                log.warning("heartbeat_not_taken", rollout_id=attempt.rollout["rollout_id"], error=str(error))
+                log.warning("heartbeat failed", rollout_id=attempt.rollout["rollout_id"], error=str(error))
 
 
 async def stop_heartbeat(attempt: Attempt) -> None:

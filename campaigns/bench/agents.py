@@ -146,7 +146,7 @@ async def memory(setting: Bench, count: int) -> dict[str, Any]:
     # Boxes of the harvest run only git; boxes of the CLI take most of the memory.
     agents = [peak for peak in box_memory.peaks.values() if peak.private > 64 * 1024]
     if failures or not agents:
-        raise RunFailedError(f"no memory was seen of {count} boxes: {failures}")
+        raise RunFailedError(f"no memory sample for {count} boxes: {failures}")
     return {
         "boxes_at_once": box_memory.most_boxes,
         "pss_mib_per_box": Samples([peak.pss / 1024 for peak in agents]).summary(1),

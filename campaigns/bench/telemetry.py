@@ -89,7 +89,7 @@ def write_halves(directory: Path, rollouts: int, run_id: str) -> dict[bool, Path
         half = halves[telemetry.attempt_context(rollout) is not None]
         half.append(orjson.dumps({**row, TASK_INDEX_KEY: index}, option=orjson.OPT_APPEND_NEWLINE))
     for is_on, half in halves.items():
-        assert len(half) >= rollouts, "a half is far from half"
+        assert len(half) >= rollouts, "fewer than `rollouts` rows fall into one half"
         files[is_on].write_bytes(b"".join(half[:rollouts]))
     return files
 

@@ -138,7 +138,7 @@ def cause_of(message: str, text: str) -> str:
 
 def last_words(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return lines[-1][:160] if lines else "it said nothing"
+    return lines[-1][:160] if lines else "no output"
 
 
 def group_causes(suites: Iterable[Suite]) -> list[dict[str, Any]]:

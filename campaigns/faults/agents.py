@@ -214,7 +214,7 @@ def judged(fault: Fault, answer: ActResponse, over_s: float) -> list[str]:
     if fault.works_first and f"+{KEPT}" not in patch:
         problems.append("the work before the fault is not in the patch")
     if patch and patch.count("diff --git") != 1:
-        problems.append("the patch holds more than the work")
+        problems.append("the patch changes more than one file")
     stderr = observations.get("stderr", {"bytes": 0, "text": ""})
     if stderr["bytes"] < fault.stderr_bytes or len(stderr["text"]) > 20_000:
         problems.append(f"{stderr['bytes']} bytes of stderr, {len(stderr['text'])} characters kept")

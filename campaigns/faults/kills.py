@@ -103,7 +103,7 @@ def _wait_for_boxes(scope: Scope, collector: subprocess.Popen[bytes], log: Path)
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         if collector.poll() is not None:
-            raise SystemExit(f"the run ended before it was hit:\n{log.read_text()}")
+            raise SystemExit(f"the run ended before the kill:\n{log.read_text()}")
         present = leftovers(scope)
         if any("sleep 3000" in process for process in present.get("processes", [])):
             return len({space for space in present.get("namespaces", []) if space.startswith("net:")})

@@ -111,7 +111,7 @@ def _local_copy(dataset: DataSet) -> Path | None:
             if path.is_dir():
                 if name == dataset.repo and dataset.revision != "main":
                     raise ConfigError(
-                        f"{path} does not say that it is revision {dataset.revision}; name the directory"
+                        f"the directory {path} is not marked as revision {dataset.revision}; name it"
                         f" {path.name}@{dataset.revision}, or ask for '{dataset.repo}'",
                         key="dataset",
                     )
@@ -238,7 +238,8 @@ def _check_same_rows(record: Path, data: Mapping[str, Any]) -> None:
     if data["commit"] and previous.get("commit") == data["commit"] and previous.get("sha256") != data["sha256"]:
         raise ConfigError(
             f"commit {data['commit']} of '{data['dataset']}' had rows of sha256 {previous['sha256']} and now has"
-            f" {data['sha256']}; where they come from ({data['source']}) is not what it says. {record} is the record",
+            f" {data['sha256']}; the source {data['source']} changed the rows of a commit. The first download is"
+            f" recorded in {record}",
             key="dataset",
         )
 

@@ -64,7 +64,7 @@ def _files(words: Sequence[str]) -> tuple[Path, Path]:
         raise ConfigError(f"{missing[0]}=: is missing; give {' '.join(f'{key}=FILE' for key in KEYS)}")
     source, target = (Path(given[key]) for key in KEYS)
     if not source.is_file():
-        raise ConfigError(f"input=: '{source}' is no file")
+        raise ConfigError(f"input=: '{source}' is not a file")
     if target.suffix not in FORMATS:
         raise ConfigError(f"output=: '{target.name}' must end in {' or '.join(FORMATS)}, which says the format")
     if not target.parent.is_dir():

@@ -132,7 +132,7 @@ NO_SERVE = "--no-serve"
 SEARCH_DIR = "--search-dir"
 _BY_NAME: Final = {name: flag for flag in FLAGS for name in flag.names}
 _UNSUPPORTED_FLAGS: Final = {
-    "--prompt-config": "word the rows first: ng dataset render --prompt-config FILE -i ROWS -o ROWS",
+    "--prompt-config": "write the prompts into the rows first: ng dataset render --prompt-config FILE -i ROWS -o ROWS",
 }
 
 
@@ -172,7 +172,7 @@ def _named(words: list[str]) -> tuple[str, list[str]]:
             return name, words[count:]
     group = [name for name in COMMANDS if name.split()[0] == words[0]]
     if group and (len(words) == 1 or words[1].startswith("-")):
-        raise ConfigError(f"which of them? {', '.join(group)}", key=words[0])
+        raise ConfigError(f"'{words[0]}' needs a subcommand: {', '.join(group)}", key=words[0])
     wrong = " ".join(words[:2])
     raise ConfigError(f"there is no command '{wrong}'{nearest(wrong, COMMANDS)}; see `{NAME} --help`", key=words[0])
 
@@ -189,7 +189,7 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
         if flag == NO_SERVE:
             runs = "collect_rollouts:collect_command"
         elif flag in _UNSUPPORTED_FLAGS:
-            raise ConfigError(f"{flag} means nothing here: {_UNSUPPORTED_FLAGS[flag]}", key=flag)
+            raise ConfigError(f"{flag} is not supported: {_UNSUPPORTED_FLAGS[flag]}", key=flag)
         elif flag == SEARCH_DIR or flag in _BY_NAME:
             definition = _BY_NAME.get(flag)
             if definition is not None and definition.value is not None:
@@ -265,4 +265,6 @@ def usage() -> str:
     lines.append(f"  {NO_SERVE:24} {'':20} run against servers that run already")
     lines.append(f"  {SEARCH_DIR + ' X':24} {'':20} look for plugins below X first")
     missing = ", ".join(name for name, entry in COMMANDS.items() if not entry.runs)
-    return "\n".join([*lines, "", f"Of NeMo Gym and not here (each says what to do instead): {missing}"])
+    return "\n".join(
+        [*lines, "", f"Commands of NeMo Gym that are not supported here (each says what to do instead): {missing}"]
+    )

@@ -50,7 +50,7 @@ def jobs_command(argv: Sequence[str]) -> int:
 
     name, *words = arguments.settings or [""]
     if name not in KEYS:
-        raise ConfigError(f"'{name}' is no command of {NAME}; there are: {', '.join(KEYS)}", key="command")
+        raise ConfigError(f"'{name}' is not a command of {NAME}; there are: {', '.join(KEYS)}", key="command")
     values = given_values(words)
     reject_unknown_keys(values, KEYS[name], where=f"{NAME} {name}")
 

@@ -37,8 +37,8 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
     keys = {word.lstrip("+~").partition("=")[0] for word in words}
     if "environment" not in keys or keys & {"agent", "oracle", "output"}:
         raise ConfigError(
-            "--oracle takes environment=…, what this needs (sandbox=…) and perhaps input=…; agent, oracle and output"
-            " are its own",
+            "--oracle needs environment=… (and sandbox=… if the environment does); input=… is optional; it sets agent,"
+            " oracle and output itself",
             key="environment",
         )
     composition = compose([*words, "agent=oracle", "oracle=gold"])
@@ -52,7 +52,7 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
             output = Path(directory, f"{mode}.jsonl")
             more = [f"oracle={mode}", "agent=oracle", f"++input={rows}", f"output={output}"]
             if subprocess.run([sys.executable, "-c", _RUN, *words, *more], check=False).returncode not in (0, 3):
-                raise ConfigError(f"the oracle's run with oracle={mode} did not come to its end; see above")
+                raise ConfigError(f"the oracle's run with oracle={mode} did not finish; see above")
             problems += _wrong_grades(output, mode)
     if not problems:
         _write(folder, rows, _providers(composition))
@@ -127,8 +127,7 @@ def _write(folder: Path, rows: Path, providers: list[str]) -> None:
     commit = _git(folder, "rev-parse", "--short=12", "HEAD") or _UNKNOWN
     if commit != _UNKNOWN and _changed(folder, "HEAD"):
         raise ConfigError(
-            f"every row is graded as it should be, but {folder} differs from its last commit, which the marker would"
-            " name; commit it first"
+            f"all grades are right, but {folder} has uncommitted changes and the marker names a commit; commit first"
         )
     marker: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -55,7 +55,7 @@ def _number(key: str, text: str) -> int:
 def _from_word(word: str) -> Node:
     name, colon, gpus = word.partition(":")
     if not name or (colon and not (gpus.isascii() and gpus.isdigit())):
-        raise ConfigError(f"'{word}' is no node; write NAME or NAME:GPUS, for example gpu-1:8", key="nodes")
+        raise ConfigError(f"'{word}' is not a node; write NAME or NAME:GPUS, for example gpu-1:8", key="nodes")
     return Node(name, int(gpus or 0))
 
 

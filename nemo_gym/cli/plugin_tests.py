@@ -23,7 +23,7 @@ def run_tests(argv: Sequence[str]) -> int:
     given = {key: value for key, equals, value in pairs if equals}
     name = arguments.name or (words[0] if words else None) or given.get("entrypoint")
     if not name:
-        raise ConfigError("say whose tests: ng env test mcqa, or a plugin's folder", key="entrypoint")
+        raise ConfigError("name a plugin or its folder, for example: ng env test mcqa", key="entrypoint")
     folder = plugin_folder(name)
     if next(folder.rglob("test_*.py"), None) is None:
         raise ConfigError(f"{folder} has no tests (test_*.py)", key="entrypoint")

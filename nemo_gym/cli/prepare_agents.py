@@ -73,7 +73,7 @@ def chosen(settings: Sequence[str], packages: Mapping[str, CliPackage]) -> list[
     for word in settings:
         key, sign, value = word.partition("=")
         if key != "agents" or not sign:
-            raise ConfigError(f"'{word}' is no setting of ng_prepare agents; it takes agents=NAME,NAME", key=key)
+            raise ConfigError(f"'{word}' is not a setting of ng_prepare agents; it takes agents=NAME,NAME", key=key)
         names = [name.strip().removesuffix("_agent") for name in value.split(",")]
     for name in names:
         if name not in packages:

@@ -69,7 +69,7 @@ def words_of(settings: Sequence[str]) -> dict[str, str]:
     """Return the command's settings. Raises `ConfigError` for an argument that is not a known setting."""
     for word in settings:
         if "=" not in word:
-            raise ConfigError(f"'{word}' is no setting; settings are key=value", key=word)
+            raise ConfigError(f"'{word}' is not a setting; settings are key=value", key=word)
     given = dict(word.partition("=")[::2] for word in settings)
     reject_unknown_keys(given, KEYS, where="the command line")
     return given

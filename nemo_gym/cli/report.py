@@ -58,7 +58,7 @@ def write_report(argv: Sequence[str]) -> int:
         print(_export(outputs, given, prices))
         return command.EXIT_OK
     if "to" in given:
-        raise ConfigError(f"to={given['to']} belongs to export=; a report goes to file=", key="to")
+        raise ConfigError(f"to={given['to']} works only with export=; for a report use file=", key="to")
     path = Path(given.get("file") or first.with_name(f"{first.stem}_report.{form}"))
     text = report([open_shown(each) for each in outputs], form, prices)
     try:
@@ -75,10 +75,12 @@ def _export(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | N
     from nemo_gym.view.export import EXPORTERS
 
     if unused := {"format", "file"} & set(given):
-        raise ConfigError(f"{unused.pop()}= is of a report; export= goes to to=", key="export")
+        raise ConfigError(
+            f"{unused.pop()}= applies to reports only; with export=, give the destination as to=", key="export"
+        )
     name = given["export"]
     if name not in EXPORTERS:
-        raise ConfigError(f"export={name}: is one of {', '.join(EXPORTERS)}", key="export")
+        raise ConfigError(f"export={name}: must be one of {', '.join(EXPORTERS)}", key="export")
     first = Path(outputs[0])
     ending = ".jsonl" if name == "otel" else ""
     target = given.get("to") or str(first.with_name(f"{first.stem}_{name}{ending}"))

@@ -106,8 +106,8 @@ def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict
         chosen = candidates[0] if candidates else composition.chosen.get("environment")
         if chosen is None:
             raise ConfigError(
-                f"which environment graded agent '{agent}'? The composition has neither that agent nor one"
-                " environment; choose environment=…",
+                f"which environment graded agent '{agent}'? The configuration defines neither this agent nor a"
+                " single environment; choose environment=…",
                 key="environment",
             )
         environments[agent] = chosen
@@ -139,8 +139,7 @@ def _require_secrets(composition: Composition) -> None:
             if isinstance(value, str) and REDACTED in value:
                 key = ".".join((where, *map(str, path)))
                 raise ConfigError(
-                    f"{key} is a secret, which no run writes down; name the composition (environment=…) as the run"
-                    " did",
+                    f"{key} is a secret, and runs do not store secrets; give environment=… as in the original run",
                     key=key,
                 )
 

@@ -75,7 +75,7 @@ def _key_of(word: str) -> str | None:
     if not is_setting or not key.isidentifier():
         return None
     if key not in KEYS:
-        raise ConfigError(f"'{key}' is no filter{nearest(key, KEYS)}; there are: {', '.join(KEYS)}")
+        raise ConfigError(f"'{key}' is not a filter{nearest(key, KEYS)}; there are: {', '.join(KEYS)}")
     return key
 
 

@@ -85,7 +85,7 @@ def _listen(host: str, port: int) -> socket.socket:
     from nemo_gym.http.webserver import bind
 
     if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port}: is no port", key="port")
+        raise ConfigError(f"--port {port}: not a valid port", key="port")
     return bind(BaseServerConfig(host=host, port=port), secured=True)
 
 

@@ -106,8 +106,8 @@ def _check_port_and_workers(server: ServerBlock, warnings: list[str]) -> None:
     workers = server.values.get("num_workers")
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         problem = ConfigError(
-            f"{server.where}.num_workers must be a whole number from 1: so many processes serve it, each with its own"
-            f" rollouts; got {workers!r}",
+            f"{server.where}.num_workers is the number of server processes; it must be a whole number ≥ 1, got"
+            f" {workers!r}",
             key=".".join((*server.path, "num_workers")),
         )
         refuse(problem, server.source, warnings)

@@ -97,7 +97,7 @@ def backend_of(
     broker = composition.servers.get(behind.name)
     if broker is None or broker.values.get("sandbox_provider") is None:
         raise ConfigError(
-            f"{where} leads to '{behind.name}', which is no broker of this composition"
+            f"{where} leads to '{behind.name}', which is not a broker of this composition"
             f"{nearest(behind.name, composition.servers)}; compose with sandbox=broker_local or sandbox=broker_docker",
             key="sandbox",
         )

@@ -50,7 +50,7 @@ class DataSet:
         match = _NAME.fullmatch(text)
         if match is None or ".." in text:
             raise ConfigError(
-                f"'{text}' is no name of a data set; write owner/name, owner/name@revision or owner/name:subset",
+                f"'{text}' is not a valid data set name; write owner/name, owner/name@revision or owner/name:subset",
                 key="dataset",
             )
         names = short_names(environment)
@@ -100,7 +100,7 @@ class DataSet:
             raise self.absent()
         if digest_of(rows) != record["sha256"]:
             raise ConfigError(
-                f"{rows} is not what was fetched as '{self.asked}' (its sha256 is another); fetch it again:"
+                f"{rows} was changed after '{self.asked}' was fetched (its sha256 differs); fetch it again:"
                 f" {self.command} refresh=true",
                 key="dataset",
             )

@@ -56,7 +56,9 @@ class _Resolver:
                     raise self._error(path, word, f"must be the dotted path of a block, got {source!r}")
                 fetched = self._fetch(source, path, word, move=word == INHERIT_FROM)
                 if not isinstance(fetched, dict):
-                    raise self._error(path, word, f"'{source}' is no block of keys that could be merged into")
+                    raise self._error(
+                        path, word, f"'{source}' is not a block of keys, so nothing can be merged into it"
+                    )
                 base = _merged_over(base, fetched)
         resolved = {
             key: self._resolve(item, (*path, str(key)))

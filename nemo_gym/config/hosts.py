@@ -100,7 +100,7 @@ class Hosts:
         _check_places(composition, replicas)
         if here is not None and here not in block.machines:
             raise ConfigError(
-                f"host={here} is none of {HOSTS}.machines{nearest(str(here), block.machines)}; there are:"
+                f"host={here} is not one of {HOSTS}.machines{nearest(str(here), block.machines)}; there are:"
                 f" {', '.join(block.machines)}",
                 key=HOST,
             )
@@ -135,14 +135,14 @@ def _checked(values: Any) -> _Block:
     if block.tls is None and not block.plain_http and not network.is_loopback:
         raise ConfigError(
             f"{HOSTS}.tls is missing: requests carry credentials, so off loopback servers speak HTTPS; give"
-            f" certificate_file and key_file, or say {HOSTS}.plain_http: true for a network in which nobody else"
+            f" certificate_file and key_file, or set {HOSTS}.plain_http: true for a network in which nobody else"
             " listens",
             key=f"{HOSTS}.tls",
         )
     if network.is_global and block.tls is None:
         raise ConfigError(
-            f"{HOSTS}.network {network} is no private network, and with {HOSTS}.plain_http credentials would be read"
-            " in it; use private addresses, those of a VPN between the hosts, or TLS",
+            f"{HOSTS}.network {network} is not a private network, and with {HOSTS}.plain_http anyone in it could read"
+            " credentials; use private addresses, those of a VPN between the hosts, or TLS",
             key=f"{HOSTS}.network",
         )
     taken: dict[tuple[str, int], str] = {}
@@ -168,19 +168,19 @@ def _check_places(composition: Composition, replicas: Mapping[str, list[Address]
     missing = [name for name, places in replicas.items() if not places]
     if missing:
         raise ConfigError(
-            f"{HOSTS}.machines: nobody runs {', '.join(missing)}; give a machine 'servers: {{{missing[0]}: <port>}}'",
+            f"{HOSTS}.machines: no machine runs {', '.join(missing)}; give one 'servers: {{{missing[0]}: <port>}}'",
             key=f"{HOSTS}.machines",
         )
     for server in composition.servers.values():
         if server.workers > 1:
             raise ConfigError(
-                f"{server.where}.num_workers: how many replicas a server has is said by {HOSTS}.machines; remove the"
-                " key, and name the server on several machines",
+                f"{server.where}.num_workers: {HOSTS}.machines sets the number of replicas; remove the key, and"
+                " name the server on several machines",
                 key=".".join((*server.path, "num_workers")),
             )
         for key in _PLACE_KEYS:
             if server.values.get(key):
                 raise ConfigError(
-                    f"{server.where}.{key}: where servers listen is said by {HOSTS}.machines; remove the key",
+                    f"{server.where}.{key}: {HOSTS}.machines sets where servers listen; remove the key",
                     key=".".join((*server.path, key)),
                 )

@@ -63,8 +63,8 @@ def take_environment_servers(merged: Merged) -> None:
         )
         if len(value) > 1 or len(blocks) != 1:
             raise ConfigError(
-                f"{merged.source_of((name,))}: {name}.{ENVIRONMENT_SERVERS} must hold one implementation, and nothing"
-                " else stands beside it",
+                f"{merged.source_of((name,))}: {name}.{ENVIRONMENT_SERVERS} must hold one implementation, and {name}"
+                " must hold nothing else",
                 key=name,
             )
         agent = blocks[0].get("agent_server")

@@ -87,7 +87,7 @@ def _escaped_key(key: str) -> str:
 def _parse(word: str) -> Override:
     name = word.lstrip("+~").split("=", 1)[0]
     if "=" not in word and not word.startswith("~"):
-        raise ConfigError(f"'{word}' is no setting; write key=value, or see --help", key=word)
+        raise ConfigError(f"'{word}' is not a setting; write key=value, or see --help", key=word)
     parsed = _hydra_override(word, name)
     if parsed.is_sweep_override():
         raise ConfigError(f"{name}: sweeps are not supported; give one value", key=name)
@@ -204,7 +204,7 @@ def _set(merged: Merged, override: Override) -> None:
 def _position(node: list[Any], part: str, override: Override) -> int:
     if not part.isdigit() or int(part) >= len(node):
         raise ConfigError(
-            f"{COMMAND_LINE}: '{override.key}': '{part}' is no position of a list of {len(node)}", key=override.key
+            f"{COMMAND_LINE}: '{override.key}': '{part}' is not an index of a list of {len(node)}", key=override.key
         )
     return int(part)
 

@@ -56,7 +56,7 @@ class RayConfig(BaseModel):
             return None
         if values.get(HOSTS) is not None or values.get(HOST) is not None:
             raise ConfigError(
-                f"with {DISPATCH}=ray the cluster says which hosts there are; leave out {HOSTS} and {HOST}=", key=HOSTS
+                f"with {DISPATCH}=ray the hosts come from the cluster; leave out {HOSTS} and {HOST}=", key=HOSTS
             )
         try:
             config = cls.model_validate(block or {})

@@ -52,8 +52,8 @@ class SamplingConfig(BaseModel):
     def _ahead_is_within_the_bound(self) -> Self:
         if None not in (self.batches_ahead, self.max_weights_lag) and self.ahead > (self.max_weights_lag or 0):
             raise ValueError(
-                f"batches_ahead={self.batches_ahead} prepares what max_weights_lag={self.max_weights_lag} then calls"
-                " too old; lower the one or raise the other"
+                f"batches_ahead={self.batches_ahead} prepares samples that max_weights_lag={self.max_weights_lag}"
+                " rejects as too old; lower the former or raise the latter"
             )
         return self
 

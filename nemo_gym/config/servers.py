@@ -113,7 +113,7 @@ def _block_problems(name: str, value: Mapping[str, Any]) -> Iterator[str]:
         hint = nearest(str(key), SERVER_TYPES)
         if hint and isinstance(inner, Mapping) and any(isinstance(item, Mapping) for item in inner.values()):
             misspelt = True
-            yield f"{name}.{key} is no server type{hint}"
+            yield f"{name}.{key} is not a server type{hint}"
     if misspelt:
         return
     shape = f"write {name}: {{<one of {', '.join(SERVER_TYPES)}>: {{<folder name>: {{…}}}}}}"

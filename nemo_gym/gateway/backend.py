@@ -70,12 +70,12 @@ class CallLimits:
         """Raise `SessionTooLargeError` for a session that keeps too much."""
         if kept.messages > self.max_session_messages:
             raise SessionTooLargeError(
-                f"the session has {kept.messages} messages, and may have {self.max_session_messages}; raise the"
+                f"the session has {kept.messages} messages; the limit is {self.max_session_messages}; raise the"
                 " gateway's 'max_session_messages' if that is what its harness needs"
             )
         if kept.bytes > self.max_session_bytes:
             raise SessionTooLargeError(
-                f"the session's turns have {kept.bytes} bytes, and may have {self.max_session_bytes}; raise the"
+                f"the session's turns have {kept.bytes} bytes; the limit is {self.max_session_bytes}; raise the"
                 " gateway's 'max_session_bytes' if that is what its harness needs"
             )
 
@@ -100,8 +100,8 @@ class SessionShare:
         """Claim ``size`` bytes of a body, from before it is read until its call is over. Raises `SessionBusyError`."""
         if self.in_flight_bytes and self.in_flight_bytes + size > at_most:
             raise SessionBusyError(
-                f"the session's calls in flight have {self.in_flight_bytes} bytes of bodies, and may have {at_most}"
-                " ('max_session_in_flight_bytes'); come back when some are answered",
+                f"the session's calls in flight have {self.in_flight_bytes} bytes of bodies; the limit is {at_most}"
+                " ('max_session_in_flight_bytes'); retry when some are answered",
                 retryable=True,
                 retry_after_s=_COME_BACK_S,
             )

@@ -219,7 +219,7 @@ class CaptureDirectory:
 
     def _path(self, name: str) -> Path:
         if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"{name[:80]!r} is no session id")
+            raise ValueError(f"{name[:80]!r} is not a session id")
         return self._config.directory / f"{name}.jsonl"
 
     def _file(self, name: str) -> int:

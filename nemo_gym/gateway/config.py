@@ -81,7 +81,7 @@ class PolicyConfig(BaseModel):
         context = self.max_context_tokens or self._context_of_directory()
         if context is None:
             raise ConfigError(
-                f"policy: '{self.path}' does not say how long the policy's context is; set max_context_tokens",
+                f"policy: '{self.path}' does not define the policy's context length; set max_context_tokens",
                 key="policy.max_context_tokens",
             )
         return TokenLimits(context, self.max_answer_tokens)

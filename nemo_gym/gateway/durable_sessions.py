@@ -160,7 +160,7 @@ class DurableSessions(Generic[C, D]):
         """Return the live session that a token opens; raises the same errors as `authorize`."""
         live = self._table.opened_by(inference_token)
         if live is None:
-            raise CredentialError("the inference token is unknown here: its session has ended, or never was")
+            raise CredentialError("unknown inference token: its session has ended or never existed")
         if live.state is SessionState.ABORTED and live.reason == DEADLINE_REASON:
             raise CredentialError("the inference token has expired: its session's deadline has passed")
         if live.state is not SessionState.OPEN:
@@ -383,7 +383,7 @@ def checked_depth(value: Any, name: str) -> None:
     try:
         orjson.dumps([[[[[[[[[[value]]]]]]]]]])
     except TypeError:
-        raise InvalidBodyError(f"'{name}' is nested too deeply: at most 240 levels are taken", param=name) from None
+        raise InvalidBodyError(f"'{name}' is nested too deeply: the limit is 240 levels", param=name) from None
 
 
 def _summary(live: LiveSession[Any]) -> dict[str, Any]:

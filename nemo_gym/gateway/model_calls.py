@@ -81,7 +81,7 @@ class CaptureStore:
 
     def _directory(self, rollout_id: str) -> Path:
         if not ROLLOUT_ID_PATTERN.match(rollout_id):
-            raise ValueError(f"{rollout_id[:80]!r} is no rollout's id")
+            raise ValueError(f"{rollout_id[:80]!r} is not a rollout id")
         return self.root / rollout_id
 
 

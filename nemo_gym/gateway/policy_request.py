@@ -262,7 +262,7 @@ def tokens_counted(reported: Any) -> int:
     if reported is None:
         return 0
     if isinstance(reported, bool) or not isinstance(reported, int | float) or not 0 <= reported < _COUNT_BELOW:
-        raise ValueError(f"a usage of {str(reported)[:40]!r} tokens")
+        raise ValueError(f"an invalid token count {str(reported)[:40]!r}")
     return int(reported)
 
 

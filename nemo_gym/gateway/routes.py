@@ -173,8 +173,8 @@ class OpenSession(BaseModel):
         checked_depth(parsed.sampling, "sampling")
         if (size := len(orjson.dumps(parsed.sampling))) > MAX_SAMPLING_BYTES:
             raise InvalidBodyError(
-                f"/sessions: sampling: {size} bytes of JSON, and {MAX_SAMPLING_BYTES} are taken; it holds sampling"
-                " parameters alone",
+                f"/sessions: sampling has {size} bytes of JSON; the limit is {MAX_SAMPLING_BYTES}; it may hold only"
+                " sampling parameters",
                 param="sampling",
             )
         pinned_sampling({}, parsed.sampling or {}, room_tokens=1)

@@ -267,7 +267,7 @@ class InMemoryGatewaySessions:
     def authorize(self, inference_token: str) -> GatewaySession:
         entry = self._table.opened_by(inference_token)
         if entry is None:
-            raise CredentialError("the inference token is unknown here: its session expired, or the server restarted")
+            raise CredentialError("unknown inference token: its session expired, or the server restarted")
         if entry.closed_at is not None:
             raise FencedError("the session of this inference token was closed, or replaced by a newer attempt")
         if entry.session.expires_at < time.time():

@@ -207,7 +207,7 @@ class TokenBackend:
         )
         if generation.finish_reason is FinishReason.ABORT:
             name = generation.engine
-            raise EngineFailedError(f"engine '{name}' gave the answer up before its end", retryable=True, engine=name)
+            raise EngineFailedError(f"engine '{name}' aborted the answer", retryable=True, engine=name)
         return TokenSample(prepared, generation, context, time.monotonic() - began, tail)
 
     def _refuse_overflow(self, request: PolicyRequest) -> None:
@@ -277,7 +277,7 @@ class TokenBackend:
         try:
             text = self._policy.decode(ids)
         except OverflowError as error:
-            raise ModelError(f"the engine returned token ids that cannot be any ({error})") from error
+            raise ModelError(f"the engine returned invalid token ids ({error})") from error
         stop = generation.stop_reason if isinstance(generation.stop_reason, str) else None
         if stop is not None and (at := text.rfind(stop)) >= 0:
             return text[:at], stop

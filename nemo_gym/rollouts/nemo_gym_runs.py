@@ -85,7 +85,7 @@ class NemoGymRun:
             if row is None or key is None:
                 problem = "a line of its rows cannot be read"
             elif key not in requested:
-                problem = f"task {key[0]}, rollout {key[1]} is no part of this run"
+                problem = f"task {key[0]}, rollout {key[1]} is not part of this run"
             elif not _same_row(requested[key], _key_and_digest(row)[1]):
                 problem = f"task {key[0]}, rollout {key[1]} has other fields or another agent"
             begun += 1

@@ -429,9 +429,9 @@ class FailureStreak:
         if self._count < self._limit:
             return None
         return SameFailureError(
-            f"stopped: {self._count} attempts in a row failed the same way ({failure.kind}: {failure.reason}). Mend"
-            " the cause and start the same command again with retry_failed=true; nothing finished is lost."
-            " stop_after_same_failure=0 goes on whatever fails"
+            f"stopped: {self._count} attempts in a row failed the same way ({failure.kind}: {failure.reason}). Fix"
+            " the cause and run the same command again with retry_failed=true; finished rollouts are kept. To continue"
+            " despite failures, set stop_after_same_failure=0"
         )
 
 

@@ -157,9 +157,9 @@ class RecordedRun:
         if not files.store.exists():
             if files.output.exists() and files.output.stat().st_size > 0:
                 raise ConfigError(
-                    f"output '{files.output}' has content, and no run database '{files.store.name}' stands beside it:"
-                    " restore the database to go on with that run, choose another 'output', or discard the file with"
-                    " overwrite=true",
+                    f"output '{files.output}' is not empty, but its run database '{files.store.name}' is"
+                    " missing: restore the database to continue that run, choose another 'output', or discard the file"
+                    " with overwrite=true",
                     key="output",
                 )
             return None
@@ -206,7 +206,7 @@ class OutputLock:
         """Raise the error that `acquire` would raise now, without leaving a file behind."""
         folder = existing_folder(self._path)
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            why = "cannot be written to" if folder.is_dir() else "is no directory"
+            why = "cannot be written to" if folder.is_dir() else "is not a directory"
             raise ConfigError(f"output '{self._output}' cannot be written: '{folder}' {why}", key="output")
         if self._path.exists():
             self.acquire()

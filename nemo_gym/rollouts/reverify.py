@@ -162,7 +162,7 @@ class Inputs:
                 key="output",
             ) from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is not what a run wrote: {error}", key="output") from error
+            raise ConfigError(f"{path} was not written by a run: {error}", key="output") from error
 
     def row(self, task_index: int, sample_index: int) -> dict[str, Any] | None:
         """Return the row of one rollout, or ``None`` if the run has no such row."""

@@ -83,7 +83,7 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
     own_run = bool(agent_facts.get("overrides_run"))
     if servers.environment is None and not own_run:
         raise ConfigError(
-            f"agent '{agent}' names no 'resources_server', so nothing could judge its work; name one", key=agent
+            f"agent '{agent}' has no 'resources_server', so its work cannot be graded; set one", key=agent
         )
     if config.validation is not None and servers.row_access != "validation":
         raise ConfigError(
@@ -116,10 +116,10 @@ def _check_limits(agent: str, agent_facts: Mapping[str, Any], config: PipelineCo
         enforced |= {"memory_mib", "cpu"}
     unmet = [name for name in config.limits.model_dump(exclude_none=True) if name not in enforced]
     if unmet:
-        able = f"it keeps {', '.join(sorted(enforced))}" if enforced else "it keeps none of a run's limits"
+        able = f"it enforces {', '.join(sorted(enforced))}" if enforced else "it enforces none of a run's limits"
         raise ConfigError(
-            f"{' and '.join(unmet)} cannot be kept with agent '{agent}': {able}. Leave the key out, or choose an agent"
-            " that works in a box",
+            f"agent '{agent}' cannot enforce {' and '.join(unmet)} ({able}). Leave the key out, or choose an"
+            " agent that works in a sandbox",
             key=unmet[0],
         )
 
@@ -138,14 +138,14 @@ async def _box_needs(peers: Peers, servers: Servers) -> Mapping[str, Any]:
         reply = await peers.get(servers.agent, "/box_needs")
     except PeerError as error:
         raise ConfigError(
-            f"'{error.server}' does not say how boxes are to be made: {error}", key=error.server
+            f"'{error.server}' did not report its sandbox needs (/box_needs): {error}", key=error.server
         ) from error
     try:
         needs = reply.json()
     except orjson.JSONDecodeError:
         needs = None
     if not isinstance(needs, dict):
-        raise ConfigError(f"agent '{servers.agent}' answers /box_needs with no JSON object", key=servers.agent)
+        raise ConfigError(f"agent '{servers.agent}' did not answer /box_needs with a JSON object", key=servers.agent)
     return needs
 
 
@@ -167,11 +167,9 @@ async def preflight(
             if check["warning"]:
                 say(f"{model}: {check['warning']}")
             if check["unreachable"] and reachable:
-                raise ConfigError(
-                    f"model server '{model}': {check['unreachable']}; mend that and try again", key=model
-                )
+                raise ConfigError(f"model server '{model}': {check['unreachable']}; fix that and try again", key=model)
             if check["unreachable"]:
-                say(f"{model}: {check['unreachable']}; the run starts all the same, and its calls are tried again")
+                say(f"{model}: {check['unreachable']}; the run starts anyway, and calls to it are retried")
             elif check["context_tokens"]:
                 say(f"{model}: engine '{check['engine']}' has a context of {check['context_tokens']} tokens")
 
@@ -193,7 +191,7 @@ async def unworded(peers: Peers, environment: str, rows: Mapping[int, Mapping[st
         without = dict(reply["without"])
     except (PeerError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"environment '{environment}' does not say which rows have a prompt: {error}", key=environment
+            f"environment '{environment}' did not report which rows have a prompt: {error}", key=environment
         ) from error
     numbers = list(rows)
     return {numbers[int(position)]: str(why) for position, why in without.items()}

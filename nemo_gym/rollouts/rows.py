@@ -300,7 +300,7 @@ def _combined_error(bad: list[RowError], path: Path) -> RowError:
     listed = "\n  ".join(error.message for error in bad[:MAX_LISTED])
     more = f"\n  … and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
     return RowError(
-        f"{len(bad)} row{'s' * (len(bad) > 1)} of '{path}' cannot be used; nothing was run. Mend them, or leave them"
+        f"{len(bad)} row{'s' * (len(bad) > 1)} of '{path}' cannot be used; nothing was run. Fix them, or leave them"
         f" out with skip_bad_rows=true:\n  {listed}{more}",
         path=str(path),
         line=bad[0].details.get("line"),

@@ -180,7 +180,7 @@ class RunStage(HttpStage):
             if error.status != 409:
                 raise
             agent = attempt.servers.agent
-            reason = f"agent '{agent}' answered without having asked '{environment}' for a verdict"
+            reason = f"agent '{agent}' responded without calling verify of '{environment}'"
             raise StageError(StageFailure(StageName.RUN, FailureKind.VERIFIER_FAILED, reason)) from error
         verdict: dict[str, Any] = reply.json()
         return verdict

@@ -51,7 +51,7 @@ def _of_row(line: bytes) -> list[Trajectory]:
     if entries is None:
         entries = []
     if not isinstance(entries, list):
-        raise RowError(f"'{TRAJECTORY_KEY}' is no list")
+        raise RowError(f"'{TRAJECTORY_KEY}' is not a list")
     reward, identity = _reward(row), _identity(row)
     trajectories = []
     for index, each in enumerate(entries):
@@ -72,7 +72,7 @@ def _reward(row: Mapping[str, Any]) -> float | None:
         return None
     reward = decide_validity(row).reward
     if reward is None or isinstance(row["reward"], bool):
-        raise RowError("'reward' is no finite number, though the verdict is valid")
+        raise RowError("'reward' is not a finite number, although the verdict is valid")
     return reward
 
 

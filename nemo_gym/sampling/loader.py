@@ -145,7 +145,7 @@ class LoaderCursor:
         for _ in range(count):
             if self.next_row() is None:
                 raise ConfigError(
-                    f"the data loader ends after {self.taken} rows, and this run has taken more from it before: hand"
-                    " over the loader that it began with",
+                    f"the data loader ended after {self.taken} rows, but this run has already taken more: use the"
+                    " loader that the run started with",
                     key="loader",
                 )

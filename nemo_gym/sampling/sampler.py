@@ -164,8 +164,8 @@ class RolloutSampler:
             raise ConfigError("load_state_dict comes before the first batch", key="state_dict")
         if state.get("version") != STATE_VERSION:
             raise ConfigError(
-                f"this is no sampler's state, or another release's: version {state.get('version')!r}, this release"
-                f" reads {STATE_VERSION}",
+                f"not a sampler state of this release: its version is {state.get('version')!r}, and this release reads"
+                f" {STATE_VERSION}",
                 key="state_dict",
             )
         self._checkpoint = state

@@ -66,7 +66,7 @@ class ServiceTokens:
             if hmac.compare_digest(valid_token.encode(), token.strip().encode())
         ]
         if not roles:
-            raise CredentialError("the bearer token is none of this service's")
+            raise CredentialError("the bearer token is not valid for this service")
         granted = max(roles, key=lambda each: each.rank)  # a token may be listed under several roles
         if not granted.covers(role):
             raise RoleError(f"{route} needs a token of role '{role}'; this one is of role '{granted}'", route=route)

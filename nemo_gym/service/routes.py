@@ -60,9 +60,7 @@ class CancelBody(_Body):
     def _selects(self) -> CancelBody:
         given = [name for name in ("job_id", "job_ids", "group", "run") if getattr(self, name) is not None]
         if bool(given) == self.everything:
-            raise ValueError(
-                "give one or more of job_id, job_ids, group and run; or everything=true, and none of them"
-            )
+            raise ValueError("give one or more of job_id, job_ids, group and run, or only everything=true")
         return self
 
 
@@ -249,7 +247,7 @@ def _selector(request: Request, *known: str) -> JobSelector:
         raise InvalidBodyError(f"unknown parameter '{unknown[0][:40]}'; there are: {', '.join(known)}")
     for name in ("group", "run"):
         if (value := query.get(name)) is not None and not IDENTIFIER.match(value):
-            raise InvalidBodyError(f"{name}: '{value[:40]}' is no name of a {name}")
+            raise InvalidBodyError(f"{name}: '{value[:40]}' is not a valid {name}")
     states = query.get("state")
     try:
         chosen = None if states is None else frozenset(JobState(state) for state in states.split(","))

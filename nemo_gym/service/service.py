@@ -139,7 +139,7 @@ class RolloutService:
     async def submit(self, bodies: list[Any]) -> list[dict[str, Any]]:
         """Submit jobs and return an outcome for each."""
         if (failure := self.dispatcher.failure) is not None:
-            raise StoppedError(f"the pipeline has stopped ({failure}); mend that and start the service again")
+            raise StoppedError(f"the pipeline has stopped ({failure}); fix that and start the service again")
         outcomes = await self.submissions.submit(bodies)
         if any(outcome.offer is not None for outcome in outcomes):
             self.dispatcher.notify()
@@ -316,7 +316,7 @@ class RolloutService:
         store_id, _, place = cursor.rpartition(":")
         if store_id != self.store_id or not place.isdecimal() or len(place) > 18:
             raise CursorError(
-                f"'{cursor[:80]}' is no cursor of this store ('{self.store_id}'): leave it out to begin at the start"
+                f"'{cursor[:80]}' is not a cursor of this store ('{self.store_id}'); leave it out to start from 0"
             )
         return int(place)
 

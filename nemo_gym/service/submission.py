@@ -61,7 +61,7 @@ class JobBody(BaseModel):
     @model_validator(mode="after")
     def _has_one_row(self) -> JobBody:
         if (self.row is None) == (self.dataset is None):
-            raise ValueError("a job brings its 'row' or names one with 'dataset', and not both")
+            raise ValueError("a job needs exactly one of 'row' and 'dataset'")
         return self
 
 
@@ -170,8 +170,8 @@ class Submissions:
                 await self._core.add_route(agent)
         except TimeoutError:
             raise ConfigError(
-                f"agent '{agent}': its servers did not say within {self._check_s:g} s (check_s) that they are ready;"
-                " see GET /v1/status, and submit the job again when they do",
+                f"agent '{agent}': its servers were not ready within {self._check_s:g} s (check_s); see GET"
+                " /v1/status, and submit the job again when they are",
                 key="agent",
             ) from None
 
@@ -188,9 +188,9 @@ class Submissions:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise RowError(f"dataset.row: line {dataset.row} of '{dataset.name}' is no JSON ({error})") from None
+            raise RowError(f"dataset.row: line {dataset.row} of '{dataset.name}' is not JSON ({error})") from None
         if not isinstance(row, dict):
-            raise RowError(f"dataset.row: line {dataset.row} of '{dataset.name}' is no object")
+            raise RowError(f"dataset.row: line {dataset.row} of '{dataset.name}' is not a JSON object")
         return row
 
     def _line(self, name: str, path: Path, number: int) -> bytes:
@@ -243,8 +243,8 @@ def _id_of(body: Any, number: int) -> str:
 
 def _conflict(offer: Offer) -> JobConflictError:
     return JobConflictError(
-        f"job '{offer.job_id}' is known with another body (known {offer.known_digest}, given {offer.digest}): a job id"
-        " names one body for good; submit the changed job under another id",
+        f"job '{offer.job_id}' exists with a different body (stored {offer.known_digest}, given {offer.digest}): a job"
+        " id is permanently bound to one body; submit the changed job under another id",
         job_id=offer.job_id,
         digest=offer.digest,
         known_digest=offer.known_digest,

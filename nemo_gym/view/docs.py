@@ -91,7 +91,7 @@ class Site:
                 (str(section["section"]), each) for section in navigation["navigation"] for each in section["contents"]
             ]
         except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-            raise ConfigError(f"'{path}' is no navigation of a site: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"'{path}' is not the navigation of a site: {type(error).__name__}: {error}") from error
         lines = path.read_text(encoding="utf-8").splitlines()
         for section, each in entries:
             file = self.source / str(each["path"])
@@ -308,7 +308,9 @@ class Site:
         if self.problems:
             return 0
         if site.exists() and not (site / "docs.css").exists():
-            raise ConfigError(f"'{site}' is there and is no site of this program; name another folder, or remove it")
+            raise ConfigError(
+                f"'{site}' exists and is not a site made by this program; name another folder, or remove it"
+            )
         shutil.rmtree(site, ignore_errors=True)
         for name, text in pages.items():
             path = site / name

@@ -284,7 +284,7 @@ def open_result(output: Path, listener: ReadingListener | None = None) -> Result
         odd = connection.execute("SELECT line, why FROM odd_lines ORDER BY line LIMIT 1").fetchone()
         index.close()
         why = f"line {odd['line']}: {odd['why']}" if odd else "it holds no whole line"
-        raise ConfigError(f"'{output}' is no result file: {why}")
+        raise ConfigError(f"'{output}' is not a result file: {why}")
     return index
 
 

@@ -61,12 +61,14 @@ class TableQuery:
         names = {field.name for field in fields(cls)}
         for name in words:
             if name not in names:
-                raise ConfigError(f"'{name}' is no filter{nearest(name, sorted(names))}; there are: {_listed(names)}")
+                raise ConfigError(
+                    f"'{name}' is not a filter{nearest(name, sorted(names))}; there are: {_listed(names)}"
+                )
         given: dict[str, Any] = dict(words)
         for name in ("offset", "limit"):
             if name in given:
                 if not str(given[name]).isdecimal():
-                    raise ConfigError(f"{name}={given[name]}: is no number")
+                    raise ConfigError(f"{name}={given[name]}: not a number")
                 given[name] = min(int(given[name]), 10**12)
         given["descending"] = str(given.get("descending", "")).lower() in ("1", "true", "yes")
         query = cls(**given)
@@ -253,8 +255,8 @@ def notes(index: ResultIndex) -> list[str]:
             "SELECT count(*) AS lines, min(line) AS line, why FROM odd_lines WHERE source = ?", (source,)
         ).fetchone()
         if odd["lines"]:
-            lines = f"{odd['lines']} lines of {path.name} are no result rows" if odd["lines"] > 1 else "one line"
-            lines = lines if odd["lines"] > 1 else f"a line of {path.name} is no result row"
+            lines = f"{odd['lines']} lines of {path.name} are not result rows" if odd["lines"] > 1 else "one line"
+            lines = lines if odd["lines"] > 1 else f"a line of {path.name} is not a result row"
             sentences.append(f"{lines} (line {odd['line']}: {odd['why']}); the others are shown.")
     (foreign,) = connection.execute("SELECT coalesce(sum(foreign_rows), 0) FROM files").fetchone()
     if foreign:

@@ -40,8 +40,9 @@ class WatchedService:
         """Raises `ConfigError` for a text that is no address, and for a token that cannot be read."""
         if not _URL.fullmatch(url):
             raise ConfigError(
-                f"'{_without_secrets(url)}' is no address of a rollout service, such as http://127.0.0.1:8210; its"
-                f" token stands in {TOKEN_VARIABLE} or in --token-file FILE, never in the address"
+                f"'{_without_secrets(url)}' is not the address of a rollout service, such as"
+                f" http://127.0.0.1:8210; its token belongs in {TOKEN_VARIABLE} or --token-file FILE, never in the"
+                " address"
             )
         self.url = url.rstrip("/")
         self._token_file = token_file
@@ -89,7 +90,7 @@ class WatchedService:
                 message = str(error) or f"the service at {self.url} does not answer within {FIRST_ANSWER_S:g} s"
                 return f"{message}; ng_serve_rollouts starts one"
             case _:
-                return f"{self.url} is no rollout service of this release (it answered {status} to /v1/runs)"
+                return f"{self.url} is not a rollout service of this release (it answered {status} to /v1/runs)"
 
     # What the viewer reads
 

@@ -69,7 +69,7 @@ class WeatherEnvironment(SimpleResourcesServer):
         """What a city's weather station measures now."""
         weather = self._weather[attempt_of(request)].get(body.city.strip().title())
         if weather is None:
-            raise HTTPException(404, f"no weather station in '{body.city}'; list_cities names those there are")
+            raise HTTPException(404, f"no weather station in '{body.city}'; call list_cities for the valid cities")
         return weather
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ class WeatherEnvironment(SimpleResourcesServer):
         answer = answered_text(response)
         is_right = requested["city"].lower() in answer.lower() and contains_number(answer, expected)
         details = {"tool_calls": [call.name for call in calls], "expected": expected}
-        reason = None if is_right else "wrong answer" if answer.strip() else "nothing was said"
+        reason = None if is_right else "wrong answer" if answer.strip() else "the response has no text"
         return Verdict.of(float(is_right), details=details, reward_reason=reason)
 
 

@@ -58,8 +58,8 @@ class MathEnvironment(SimpleResourcesServer):
         if expected not in self._checked:
             if not await self._accepts_itself(expected):
                 raise RowError(
-                    "field 'expected_answer' is no answer that math-verify can compare; write it as a number, an"
-                    " expression or LaTeX",
+                    "field 'expected_answer' cannot be compared by math-verify; write it as a number, an expression"
+                    " or LaTeX",
                     field="expected_answer",
                 )
             self._checked.add(expected)
@@ -113,7 +113,7 @@ def _reward_reason(comparison: Comparison, answer: str) -> str | None:
     if comparison.ending is not Ending.ANSWERED:
         return f"the comparison {comparison.ending.replace('_', ' ')}"
     if comparison.read is None:
-        return "no answer in what was said" if answer.strip() else "nothing was said"
+        return "no answer found in the response" if answer.strip() else "the response has no text"
     return "wrong answer"
 
 

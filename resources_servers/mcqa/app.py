@@ -67,9 +67,9 @@ class McqaEnvironment(SimpleResourcesServer):
             chosen = await self._choice_by_pattern(pattern, text[-ANSWER_CHARS:], options)
         else:
             chosen = choice(text, options, self._mode(row))
-        reason = None if chosen == expected else "wrong choice" if chosen else "no choice in what was said"
+        reason = None if chosen == expected else "wrong choice" if chosen else "no choice found in the response"
         if not text.strip():
-            reason = "nothing was said"
+            reason = "the response has no text"
         return Verdict.of(float(chosen == expected), details={"chosen": chosen}, reward_reason=reason)
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
@@ -152,7 +152,8 @@ def _pattern(row: Mapping[str, Any]) -> str | None:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise RowError(
-            f"field 'template_metadata.output_regex' is no regular expression: {error}", field="template_metadata"
+            f"field 'template_metadata.output_regex' is not a valid regular expression: {error}",
+            field="template_metadata",
         ) from None
     return str(pattern)
 

@@ -52,7 +52,7 @@ usage: ng_prepare swe_bench rows=ROWS.jsonl sandbox=PROVIDER [repos=DIR] [enviro
   controls      where the controls that confirm attempts are kept, for this user alone
                 (default: ~/.local/state/nemo-gym/swe-bench/controls); off makes none
   controls_budget_s
-                seconds after which no more controls of a row are sought (default 300); what is left out is told
+                time limit in seconds for making a row's controls (default 300); skipped controls are reported
   force         build again what is up to date
   sandbox.…     settings of the sandbox, as for ng_run (sandbox.docker.base_url=…); config_paths too
   --json        print a summary as one JSON object on standard output

@@ -356,7 +356,8 @@ def finding_where_weak(signs: Iterable[Sign]) -> list[Finding]:
     return [
         Finding(
             kind="looks_at_the_grader",
-            detail="the product looks at who runs it, on a task whose controls are weak or need a test runner",
+            detail="the patch inspects the test runner or the grader, on a task whose controls are weak or need a test"
+            " runner",
             evidence={"signs": as_details(costly)},
         )
     ]

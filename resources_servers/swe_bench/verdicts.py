@@ -114,7 +114,7 @@ async def judge(
     if run.refusal is not None:
         official = {"resolved": False, "patch_exists": True, "patch_successfully_applied": True}
         findings = [*await asyncio.to_thread(findings_in_patch, patch), run.refusal]
-        details = {"run": "the tests were not run: the patch does other than it says"}
+        details = {"run": "the tests were not run: the patch's changes contradict the paths that it names"}
         return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
     if run.outcome is not ExecOutcome.EXITED:
         log.warning("the tests were ended", instance_id=row.instance_id, outcome=str(run.outcome))
@@ -471,7 +471,7 @@ async def confirm_control(
 
 _VALUES_DIFFER = Finding(
     kind="values_not_confirmed",
-    detail="what the code answers is not what a solution answers, although the tests are reported as passed",
+    detail="the code returns other values than a correct solution, although the tests are reported as passed",
 )
 _WRONG_PASS = Finding(
     kind="passes_wrong_expectations",

@@ -69,7 +69,7 @@ class CompositeOptions(HarnessOptions):
                     raise ValueError(f"'${word}' in '{text}' is not known{hint}; '$$' is a dollar")
         for path in self.files:
             if not path.startswith(("/", "$home/", "${home}/")):
-                raise ValueError(f"files: '{path}' is no absolute path; begin it with / or $home/")
+                raise ValueError(f"files: '{path}' is not an absolute path; begin it with / or $home/")
         return self
 
 

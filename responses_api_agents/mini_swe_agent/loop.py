@@ -180,7 +180,7 @@ class PolicyModel:
             message = {key: value for key, value in choice["message"].items() if value is not None}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ModelError(
-                f"the policy endpoint's answer is no chat completion: {str(completion)[:200]!r}"
+                f"the policy endpoint's answer is not a chat completion: {str(completion)[:200]!r}"
             ) from error
         try:
             actions = parse_toolcall_actions(
@@ -255,7 +255,7 @@ def _shell(command: Any) -> tuple[list[str], bytes | None]:
     try:
         script = command.encode()
     except UnicodeEncodeError:
-        raise ValueError("the command holds a lone surrogate, which is no character") from None
+        raise ValueError("the command holds a lone surrogate, which is not a character") from None
     if b"\0" in script:
         raise ValueError("the command holds a NUL byte")
     if len(script) < MAX_ARGUMENT_BYTES:

@@ -79,7 +79,7 @@ async def converse(
         output_bytes += sum(len(output.encode("utf-8", "surrogatepass")) for output in outputs)
         if rules.max_output_bytes is not None and output_bytes > rules.max_output_bytes:
             return Ended(
-                AgentOutcome.MAX_OUTPUT, f"the tools answered more than {rules.max_output_bytes} bytes, all it had"
+                AgentOutcome.MAX_OUTPUT, f"the tool outputs exceed the limit of {rules.max_output_bytes} bytes"
             )
         history += [
             {"type": "function_call_output", "call_id": call["call_id"], "output": output}
@@ -88,9 +88,12 @@ async def converse(
         if rules.done_flag and any(map(_is_done_output, outputs)):
             return Ended(AgentOutcome.COMPLETED)
         if rules.max_tool_calls is not None and transcript.tool_calls >= rules.max_tool_calls:
-            return Ended(AgentOutcome.MAX_TURNS, f"the policy made {transcript.tool_calls} tool calls, all it had")
+            return Ended(
+                AgentOutcome.MAX_TURNS,
+                f"the policy made {transcript.tool_calls} tool calls; the limit is {rules.max_tool_calls}",
+            )
     return Ended(
-        AgentOutcome.MAX_TURNS, f"the policy still called tools in its answer {rules.max_turns}, the last it had"
+        AgentOutcome.MAX_TURNS, f"the policy still called tools in answer {rules.max_turns}, the last one allowed"
     )
 
 

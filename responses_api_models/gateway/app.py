@@ -258,7 +258,7 @@ class Gateway(SimpleResponsesAPIModel):
         self._inference.limits.check_body(body)
         count = await self._backend.count_tokens(ADAPTERS[Dialect.MESSAGES].lower({"max_tokens": 1, **body}))
         if count is None:
-            raise InvalidBodyError("count_tokens: nobody here knows the endpoint's tokenizer")
+            raise InvalidBodyError("count_tokens: the endpoint's tokenizer is unknown, so tokens cannot be counted")
         return JsonResponse({"input_tokens": count})
 
     def _session_of(self, request: Request) -> LiveSession[Any] | None:

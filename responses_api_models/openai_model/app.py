@@ -209,7 +209,9 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             if status == 429:
                 raise upstream_error(status, body.decode(errors="replace"), headers)
             if 300 <= status < 400:
-                raise ModelError(f"the model endpoint redirects ({status}); set 'openai_base_url' to where it is")
+                raise ModelError(
+                    f"the model endpoint redirects ({status}); set 'openai_base_url' to the redirect's target"
+                )
         return reply
 
     def _slot(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -235,7 +237,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                 answer = messages_chat.message_of_completion(answer, call.body)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ModelError(
-                f"the model endpoint's reply is not what {ROUTES[endpoint_dialect]} answers:"
+                f"the model endpoint's response is not a valid response of {ROUTES[endpoint_dialect]}:"
                 f" {body[:200].decode(errors='replace')}"
             ) from error
         call.usage = Usage.of(answer.get("usage"))
@@ -285,8 +287,8 @@ async def _pieces(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator
             if not silence.expired():
                 raise
             raise ModelTimeoutError(
-                f"the model endpoint began its answer and then said nothing for {idle_s:g} s (idle_timeout_s, or the"
-                " run's model_idle_timeout_s)"
+                f"the model endpoint started its response and then sent nothing for {idle_s:g} s"
+                " (idle_timeout_s, or the run's model_idle_timeout_s)"
             ) from error
         if not piece:
             return

@@ -76,7 +76,7 @@ class ScriptedModel(SimpleResponsesAPIModel):
             return script
         if self.config.tools is None:
             raise ConfigError(
-                f"script '{self.config.script}' says what is done, not how a harness spells it; set 'tools' to the"
+                f"script '{self.config.script}' names actions, but no tool calls of a harness; set 'tools' to the"
                 " agent's data/scripted_tools.yaml",
                 key="tools",
             )

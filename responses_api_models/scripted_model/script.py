@@ -37,7 +37,7 @@ def _compiled(value: Any) -> Any:
         try:
             return re.compile(value, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"'{value}' is no regular expression: {error}") from None
+            raise ValueError(f"'{value}' is not a valid regular expression: {error}") from None
     return value
 
 

@@ -57,12 +57,12 @@ class HarnessTools(BaseModel):
             return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
         except OSError as error:
             raise ConfigError(
-                f"the script says what is done, and '{path}', which would say how the agent's harness spells it,"
-                f" cannot be read: {error.strerror}; give another file with script_tools=",
+                f"the script names actions, and '{path}', which maps them to tool calls of the agent's harness, cannot"
+                f" be read: {error.strerror}; give another file with script_tools=",
                 key="tools",
             ) from error
         except yaml.YAMLError as error:
-            raise ConfigError(f"'{path}' is no YAML: {error}", key="tools") from error
+            raise ConfigError(f"'{path}' is not valid YAML: {error}", key="tools") from error
         except ValidationError as error:
             raise ConfigError(f"'{path}': {validation_problems(error, cls.model_fields)}", key="tools") from None
 

@@ -180,7 +180,7 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
         (["input=bad.jsonl", "output=o.jsonl"], "bad.jsonl:2:1: not a JSON value"),
         (["input=array.jsonl", "output=o.jsonl"], "is one JSON array; 'input' takes one object per line: jq -c"),
         (["input=nothing.jsonl", "output=o.jsonl"], "input 'nothing.jsonl' does not exist"),
-        (["input=rows.jsonl", "output=rows.jsonl/o.jsonl"], "'rows.jsonl' is no directory"),
+        (["input=rows.jsonl", "output=rows.jsonl/o.jsonl"], "'rows.jsonl' is not a directory"),
         (["input=rows.jsonl", "output=foreign.jsonl"], "discard the file with overwrite=true"),
         (["input=rows.jsonl", "output=held.jsonl"], "another collector (process"),
         (["input=blank.jsonl", "output=o.jsonl"], "blank.jsonl:3: the row has no prompt"),
@@ -405,7 +405,7 @@ def test_marker_keeps_the_providers_of_before_until_the_sources_change(root: Pat
     assert "- docker" in marker.read_text()
     (folder / "helper.py").write_text((folder / "helper.py").read_text() + "\n# changed\n")
     assert ", changed since" in command(root, "validate", *GROUPS).stdout
-    assert "commit it first" in command(root, "validate", *oracle).stderr
+    assert "the marker names a commit; commit first" in command(root, "validate", *oracle).stderr
     commit()
     assert command(root, "validate", *oracle).returncode == 0
     assert "providers: []" in marker.read_text()

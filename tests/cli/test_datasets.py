@@ -153,7 +153,7 @@ def test_damage_is_seen_on_the_way_and_on_the_disk(place: Path, hub: Mirror) -> 
     (rows,) = (place / "cache").glob("datasets/*/*/test.jsonl")
     rows.write_bytes(rows.read_bytes() + b"{}\n")
     done = command(place, "validate", *GROUPS, f"dataset={NAME}", "split=test")
-    assert "is not what was fetched" in done.stderr
+    assert "was changed after" in done.stderr
     assert "refresh=true" in done.stderr
 
 

@@ -94,9 +94,9 @@ def test_arrays_hold_no_reward_where_the_verdict_is_invalid(root: Path) -> None:
     [
         ("{", "line 2: not JSON"),
         ("[]", "line 2: not a JSON object"),
-        (row(1, reward=None), "line 2: 'reward' is no finite number"),
-        (row(1, reward=True), "line 2: 'reward' is no finite number"),
-        (row(1, ng_trajectory={}), "line 2: 'ng_trajectory' is no list"),
+        (row(1, reward=None), "line 2: 'reward' is not a finite number"),
+        (row(1, reward=True), "line 2: 'reward' is not a finite number"),
+        (row(1, ng_trajectory={}), "line 2: 'ng_trajectory' is not a list"),
         (row(1, ng_trajectory=[1]), "line 2: 'ng_trajectory[0]' is no JSON object"),
         (row(1, ng_trajectory=[{}]), "line 2: 'ng_trajectory[0]': trajectory: KeyError"),
         (
@@ -123,7 +123,7 @@ def test_row_that_is_none_is_named_and_nothing_is_written(root: Path, bad: Any, 
     [
         ([], "input=: is missing"),
         (["input=rows.jsonl"], "output=: is missing"),
-        (["input=nowhere.jsonl", "output=o.npz"], "'nowhere.jsonl' is no file"),
+        (["input=nowhere.jsonl", "output=o.npz"], "'nowhere.jsonl' is not a file"),
         (["input=rows.jsonl", "output=o.csv"], "must end in .jsonl or .npz"),
         (["input=rows.jsonl", "output=rows.jsonl"], "is the input itself"),
         (["input=rows.jsonl", "output=no/o.npz"], "there is no directory 'no'"),

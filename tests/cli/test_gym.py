@@ -59,11 +59,11 @@ def test_names_of_nemo_gyms_plugins_become_their_files(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("eval", "which of them? eval run, eval prepare"),
+        ("eval", "'eval' needs a subcommand: eval run, eval prepare"),
         ("eval runn", "did you mean 'eval run'"),
         ("eval run --limitt 3", "did you mean '--limit'"),
         ("eval run --limit", "--limit needs a value"),
-        ("eval run --prompt-config p.yaml", "means nothing here"),
+        ("eval run --prompt-config p.yaml", "--prompt-config is not supported: "),
         ("dataset upload", "does not exist here: `huggingface-cli upload`"),
     ],
 )

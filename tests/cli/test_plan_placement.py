@@ -53,7 +53,7 @@ def test_agent_servers_without_gpus_share_all_engines_evenly(with_gpus: tuple[in
         (["a:8"], "tp_size= is missing"),
         (["a:8", "tp_size=0"], "tp_size=0 must be at least 1"),
         (["a:8", "tp_size=two"], "tp_size=two must be a whole number"),
-        (["a:eight", "tp_size=2"], "'a:eight' is no node"),
+        (["a:eight", "tp_size=2"], "'a:eight' is not a node"),
         (["a:8", "tp=2"], "unknown key 'tp'"),
         (["nodes=none.yaml", "tp_size=2"], "nodes='none.yaml' cannot be read"),
     ],

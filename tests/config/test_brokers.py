@@ -38,7 +38,7 @@ def test_without_a_broker_a_sandbox_is_its_own_backend() -> None:
 @pytest.mark.parametrize("name", ["sandbox_brokr", "policy_model"])
 def test_sandbox_that_leads_to_no_broker_is_refused_with_a_way_out(name: str) -> None:
     composition = compose([*WORDS, "sandbox=broker_local", f"sandbox.remote.server.name={name}"])
-    with pytest.raises(ConfigError, match=f"'{name}', which is no broker.*broker_local"):
+    with pytest.raises(ConfigError, match=f"'{name}', which is not a broker.*broker_local"):
         backend_of(composition, "sandbox")
 
 

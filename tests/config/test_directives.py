@@ -72,7 +72,7 @@ def test_directive_on_the_command_line_works(root: Path) -> None:
         ),
         ("x: {_copy: x}\n", "break the circle"),
         ("a: {_copy: b}\nb: {_copy: a}\n", "break the circle"),
-        ("a: 5\nx: {_copy: a}\n", "is no block of keys"),
+        ("a: 5\nx: {_copy: a}\n", "is not a block of keys"),
         ("x: {_copy: [a]}\n", "must be the dotted path of a block"),
     ],
 )

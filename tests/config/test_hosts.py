@@ -87,8 +87,8 @@ def test_replicas_take_the_credentials_that_any_host_makes(composed: Any) -> Non
 @pytest.mark.parametrize(
     ("block", "words", "said"),
     [
-        (changed(network="8.0.0.0/8"), [], "network 8.0.0.0/8 is no private network"),
-        (changed(network="0.0.0.0/0"), [], "no private network"),
+        (changed(network="8.0.0.0/8"), [], "network 8.0.0.0/8 is not a private network"),
+        (changed(network="0.0.0.0/0"), [], "not a private network"),
         (changed(plain_http=False), [], "hosts.tls is missing"),
         (changed(tls={"certificate_file": "a"}), [], "tls.key_file"),
         (changed(network="10.1.0.5/16"), [], "network"),
@@ -99,10 +99,10 @@ def test_replicas_take_the_credentials_that_any_host_makes(composed: Any) -> Non
         (changed(machines__trainer__servers={"maths": 8100}), [], "did you mean 'math'"),
         (changed(machines__trainer__servers={"math": 0}), [], "servers.math"),
         (changed(machines__worlds_N_1__servers__math=8101), [], "10.1.0.2:8101 is worlds-1"),
-        (changed(machines__worlds_N_2__servers={"math": 8100}), [], "nobody runs simple_agent"),
+        (changed(machines__worlds_N_2__servers={"math": 8100}), [], "no machine runs simple_agent"),
         (changed(machines__trainer__adress="10.1.0.1"), [], "adress"),
-        (BLOCK, ["host=worlds"], "host=worlds is none.*did you mean 'worlds-"),
-        (BLOCK, ["math.resources_servers.math.port=9000"], "port: where servers listen is said by hosts.machines"),
+        (BLOCK, ["host=worlds"], "host=worlds is not one.*did you mean 'worlds-"),
+        (BLOCK, ["math.resources_servers.math.port=9000"], "port: hosts.machines sets where servers listen"),
     ],
 )
 def test_wrong_block_is_refused_by_key(block: dict[str, Any], words: list[str], said: str, composed: Any) -> None:

@@ -96,7 +96,7 @@ DEEP = ENVIRONMENT.replace("domain: other", "domain: other, more: {a: {type: res
     [
         (ENVIRONMENT + STRAY, "unknown block 'stray'"),
         (UNKNOWN, "unknown key 'max_steps'"),
-        (UNKNOWN.replace("max_steps: 4, ", ""), "num_workers must be"),
+        (UNKNOWN.replace("max_steps: 4, ", ""), "num_workers is the number of server processes; it must be"),
         (BOXED, "needs a sandbox"),
         (DEEP, "no server instance 'nobody'"),
     ],

@@ -82,7 +82,7 @@ def test_list_element_is_changed_by_position(root: Path) -> None:
     write(root / "main.yaml", "_x: [{a: 1}, {a: 2}]\n")
     composition = compose(["+config_paths=[main.yaml]", "_x.1.a=5"], roots=[root])
     assert composition.values["_x"] == [{"a": 1}, {"a": 5}]
-    with pytest.raises(ConfigError, match="'2' is no position of a list of 2"):
+    with pytest.raises(ConfigError, match="'2' is not an index of a list of 2"):
         compose(["+config_paths=[main.yaml]", "++_x.2.a=5"], roots=[root])
 
 

@@ -42,7 +42,7 @@ def block(root: Path, *words: str, nodes: list[RayNode] = NODES) -> tuple[Compos
         (["dispatch=ray", "++ray.nodes.mathy=0"], r"ray: nodes\.mathy"),
         (["dispatch=ray", "++ray.pipelines=2"], "use ng_serve_rollouts"),
         (["dispatch=ray", "++ray.pipelines=2", "+serve.port=0"], "keep their jobs in PostgreSQL"),
-        (["dispatch=ray", "host=a"], "the cluster says which hosts there are"),
+        (["dispatch=ray", "host=a"], "the hosts come from the cluster"),
     ],
 )
 def test_wrong_block_is_refused_with_the_fix(root: Path, words: list[str], message: str) -> None:

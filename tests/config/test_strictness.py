@@ -57,7 +57,10 @@ def test_service_is_told_that_its_jobs_come_over_http(root: Path, words: list[st
         ("policy_model.responses_api_models.echo.api_kye=1", r"did you mean 'api_key'\?"),
         ("mathy.resources_servers.mathy.port=ten", "port must be a whole number from 0"),
         ("mathy.resources_servers.mathy.port=70000", "port must be a whole number from 0"),
-        ("mathy.resources_servers.mathy.num_workers=0", "num_workers must be a whole number from 1"),
+        (
+            "mathy.resources_servers.mathy.num_workers=0",
+            "num_workers is the number of server processes; it must be a whole number ≥ 1",
+        ),
         ("mathy.resources_servers.mathy.entrypoint=nope.py", r"entrypoint 'nope\.py' does not exist"),
         ("max_restarts=many", "max_restarts must be a number"),
         ("input=rows.jsonl", r"add output="),
@@ -74,7 +77,7 @@ def test_wrong_setting_is_refused_with_the_fix(root: Path, word: str, message: s
     [
         (
             "x: {resource_servers: {mathy: {entrypoint: app.py}}}\n",
-            r"x\.resource_servers is no server type \(did you mean 'resources_servers'",
+            r"x\.resource_servers is not a server type \(did you mean 'resources_servers'",
         ),
         ("x: {resources_servers: {}}\n", r"x\.resources_servers must hold one implementation"),
         ("x: {resources_servers: {mathy: app.py}}\n", r"x\.resources_servers\.mathy must be a block of keys"),

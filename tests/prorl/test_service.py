@@ -212,7 +212,7 @@ def test_trainer_whose_rows_no_server_handles_is_told(tmp_path: Path) -> None:
         (["host=0.0.0.0"], "export PRORL_SERVER_TOKEN"),
         (["start=maybe"], "start=maybe must be true or false"),
         (["llm_server_addresses=nowhere"], "'nowhere' is no address of a server"),
-        (["word"], "'word' is no setting"),
+        (["word"], "'word' is not a setting"),
     ],
 )
 def test_command_names_what_is_wrong_with_it(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

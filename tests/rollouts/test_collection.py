@@ -263,7 +263,7 @@ async def test_limit_of_the_run_that_the_agent_cannot_keep_is_refused_before_any
 ) -> None:
     chain = make_chain(agent={"limits": ["wall_clock_s"]})
     chain.write_rows(1)
-    with pytest.raises(ConfigError, match="max_turns and cpu cannot be kept with agent 'trivial': it keeps wall_cl"):
+    with pytest.raises(ConfigError, match=r"agent 'trivial' cannot enforce max_turns and cpu \(it enforces wall_cl"):
         await run_collection(chain.client(), chain.run_keys(max_turns=3, cpu=1, wall_clock_s=60))
     assert chain.notes("seed") == []
     assert (await run_collection(chain.client(), chain.run_keys(wall_clock_s=60))).valid == 1
@@ -717,7 +717,7 @@ async def test_engines_are_asked_before_the_first_rollout(make_chain: MakeChain)
     model.restart(preflight=[check, {**check, "engine": "f", "unreachable": "engine 'f' cannot be reached"}])
     text = await shown_by(chain)
     assert "policy: engine 'e' has a context of 4096 tokens" in text
-    assert "engine 'f' cannot be reached; the run starts all the same" in text
+    assert "engine 'f' cannot be reached; the run starts anyway" in text
 
 
 async def test_run_warns_when_first_requests_do_not_fit_the_context(make_chain: MakeChain) -> None:

@@ -158,7 +158,7 @@ async def test_torn_last_line_of_a_killed_nemo_gym_is_run(make_chain: MakeChain)
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"num_repeats": 1}, "task 0, rollout 1 is no part of this run"),
+        ({"num_repeats": 1}, "task 0, rollout 1 is not part of this run"),
         ({"num_repeats": 3}, "it has 6 rollouts, this one 9"),
         ({"num_repeats": 2, "temperature": 0.5}, "task 0, rollout 0 has other fields or another agent"),
         ({"num_repeats": 2, "resume": False}, "leave resume=false out"),

@@ -76,7 +76,7 @@ def test_restored_loader_goes_on_with_the_next_row(rows: Path, kind: str, taken:
 
 
 def test_shorter_loader_than_before_is_named() -> None:
-    with pytest.raises(ConfigError, match="ends after 1 rows, and this run has taken more"):
+    with pytest.raises(ConfigError, match="ended after 1 rows, but this run has already taken more"):
         LoaderCursor(iter([{"id": 1}]), None).pass_over(3)
 
 

@@ -380,7 +380,7 @@ def test_group_whose_jobs_were_not_submitted_before_a_crash_is_sampled_after_it(
 def test_state_of_another_kind_is_refused() -> None:
     async def work(directory: Path) -> None:
         async with simulated_sampler(directory, [task("a")], SimulatedStages.of(4), samples_per_group=2) as sampler:
-            with pytest.raises(ConfigError, match="no sampler's state"):
+            with pytest.raises(ConfigError, match="not a sampler state of this release"):
                 sampler.load_state_dict({"epoch": 3})
             await sampler.next_batch(1)
             with pytest.raises(ConfigError, match="before the first batch"):
@@ -422,7 +422,7 @@ def test_weights_versions_only_grow_and_calls_do_not_overlap() -> None:
     [
         ({"max_weight_lag": 1}, "did you mean 'max_weights_lag'"),
         ({"samples_per_group": 1}, "samples_per_group"),
-        ({"batches_ahead": 2, "max_weights_lag": 1}, "batches_ahead=2 prepares what max_weights_lag=1"),
+        ({"batches_ahead": 2, "max_weights_lag": 1}, "batches_ahead=2 prepares samples that max_weights_lag=1"),
     ],
 )
 def test_sampling_keys_that_make_no_sense_are_named(given: dict[str, Any], said: str) -> None:

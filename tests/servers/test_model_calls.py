@@ -236,7 +236,7 @@ def test_a_chat_request_has_known_names_and_messages_may_have_thoughts() -> None
 
 
 def test_a_store_refuses_ids_that_are_paths(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no rollout's id"):
+    with pytest.raises(ValueError, match="is not a rollout id"):
         CaptureStore(tmp_path).record("../x", {})
 
 

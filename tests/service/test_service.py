@@ -78,7 +78,7 @@ async def test_bad_jobs_of_a_batch_are_named_and_the_rest_goes_on(make_chain: Ma
         assert "jobs[3]: priority" in said["job-3"]
         assert "jobs[4]: job_id: Field required" in said["jobs[4]"]
         assert "deadline_s" in said["job-4"]
-        assert "'row' or names one with 'dataset'" in said["job-5"]
+        assert "exactly one of 'row' and 'dataset'" in said["job-5"]
         assert "no data set 'row' (did you mean 'rows'?)" in said["job-6"]
         assert "10000 is asked for" in said["job-7"]
         assert "must be an object with 'input'" in said["job-8"]

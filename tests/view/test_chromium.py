@@ -166,7 +166,7 @@ def test_hostile_rows_are_text_and_no_request_leaves_the_page(browser: Browser, 
     page.on("dialog", lambda dialog: look.wrong.append(dialog.message))
     key = look.runs()["hostile"]
     look.go(f"#/run/{key}", "table.rows tbody tr")
-    assert "a line of hostile.jsonl is no result row (line 3" in page.locator(".note").first.inner_text()
+    assert "a line of hostile.jsonl is not a result row (line 3" in page.locator(".note").first.inner_text()
     assert page.locator("table.rows tbody tr").count() == 4
     assert "<script>fetch(" in page.locator(".reasons").inner_text()
     for rollout in ("run.0-0", "1-0", "run.2-0", "run.3-0"):

@@ -148,7 +148,7 @@ def test_pages_that_the_navigation_does_not_hold_and_pages_that_are_not_there_ar
         ("other.md", 1, "docs.yml does not list this page"),
     ]
     (source / "docs.yml").write_text("title: x\n")
-    with pytest.raises(ConfigError, match="is no navigation of a site"):
+    with pytest.raises(ConfigError, match="is not the navigation of a site"):
         Site(source)
 
 

@@ -53,9 +53,9 @@ def test_spans_of_a_run_go_to_an_endpoint(output: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["export=excel"], "export=excel: is one of mlflow, wandb, otel"),
-        (["export=otel", "format=html"], "format= is of a report"),
-        (["to=x"], "to=x belongs to export="),
+        (["export=excel"], "export=excel: must be one of mlflow, wandb, otel"),
+        (["export=otel", "format=html"], "format= applies to reports only"),
+        (["to=x"], "to=x works only with export="),
         (["export=otel", "to=/no/such/place"], "cannot write"),
         (["export=otel", "to=http://127.0.0.1:9"], "does not take the spans"),
     ],

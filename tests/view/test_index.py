@@ -69,10 +69,10 @@ def test_filters(output: Path, words: dict[str, str], found: int) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({"agnet": "x"}, r"'agnet' is no filter \(did you mean 'agent'\?\)"),
+        ({"agnet": "x"}, r"'agnet' is not a filter \(did you mean 'agent'\?\)"),
         ({"sort": "rewrd"}, r"sort=rewrd \(did you mean 'reward'\?\)"),
         ({"reward": "2"}, "reward=2: is one of"),
-        ({"limit": "-1"}, "limit=-1: is no number"),
+        ({"limit": "-1"}, "limit=-1: not a number"),
     ],
 )
 def test_unknown_filters_are_named(words: dict[str, str], says: str) -> None:
@@ -141,7 +141,7 @@ def test_lines_that_are_no_rows_are_told_in_a_sentence_and_the_rest_is_shown(tmp
     index = open_result(write(tmp_path / "out.jsonl", row(0), *HOSTILE, *ODD_ROWS, row(1)))
     assert summary(index)["rollouts"] == 2 + len(ODD_ROWS)
     (odd, foreign) = notes(index)
-    assert odd.startswith(f"{len(HOSTILE)} lines of out.jsonl are no result rows (line 2: it is not JSON")
+    assert odd.startswith(f"{len(HOSTILE)} lines of out.jsonl are not result rows (line 2: it is not JSON")
     assert foreign.startswith("2 rows lack 'valid' or '_ng_rollout_id'")
     for each in table(index, TableQuery())["rows"]:
         found = find_row(index, each["rollout_id"])
@@ -151,7 +151,7 @@ def test_lines_that_are_no_rows_are_told_in_a_sentence_and_the_rest_is_shown(tmp
 
 
 def test_file_that_is_no_result_file_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'.*a\.jsonl' is no result file: line 1: it has no '_ng_task_index'"):
+    with pytest.raises(ConfigError, match=r"'.*a\.jsonl' is not a result file: line 1: it has no '_ng_task_index'"):
         open_result(write(tmp_path / "a.jsonl", {"question": "?"}))
     with pytest.raises(ConfigError, match="there is no result file"):
         open_result(tmp_path / "none.jsonl")

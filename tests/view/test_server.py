@@ -107,7 +107,7 @@ def test_a_run_answers_with_figures_reasons_and_rows(client: TestClient) -> None
 @pytest.mark.parametrize(
     ("path", "params", "status", "says"),
     [
-        ("/table", {"colour": "red"}, 400, "'colour' is no filter"),
+        ("/table", {"colour": "red"}, 400, "'colour' is not a filter"),
         ("/rollout", {}, 400, "id=: is missing"),
         ("/rollout", {"id": "none"}, 404, "there is no rollout 'none'"),
         ("/chain", {"id": "run.1-0", "number": "x"}, 404, "the row has no chain"),

@@ -149,7 +149,7 @@ def test_services_own_file_opens_it_and_its_logs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://x/", "http://me:secret@host/", "http://host/?token=secret", "http://"])
 def test_what_is_no_address_is_said_without_its_secrets(url: str) -> None:
-    with pytest.raises(ConfigError, match="is no address of a rollout service") as refused:
+    with pytest.raises(ConfigError, match="is not the address of a rollout service") as refused:
         WatchedService(url)
     assert "secret" not in str(refused.value)
 

@@ -149,7 +149,7 @@ class OnHost:
         seconds = time.perf_counter() - started
         _result_of(output, errors, turns)
         if (expected := task.expected_in_patch(turns)) and expected[1:] not in (workdir / "greeting.txt").read_text():
-            raise RunFailedError("on the host: the greeting is as it was")
+            raise RunFailedError("on the host: greeting.txt was not changed")
         await asyncio.to_thread(shutil.rmtree, place)
         return seconds, None
 

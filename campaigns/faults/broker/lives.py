@@ -153,7 +153,7 @@ class Life:
             if error.code == "sandbox_gone":
                 return
             raise
-        self.ledger.doubled.append(f"{self.key} was taken back, and made")
+        self.ledger.doubled.append(f"{self.key} was created although it had been cancelled by key")
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

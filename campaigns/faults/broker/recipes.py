@@ -180,7 +180,7 @@ async def reap(scene: Scene) -> tuple[Call, Check]:
 async def renew(scene: Scene) -> tuple[Call, Check]:
     async def check(answers: Sequence[Answer]) -> str | None:
         return await only(200)(answers) or (
-            None if all(1600 < answer.json["ttl_s"] <= 1700 for answer in answers) else "another length"
+            None if all(1600 < answer.json["ttl_s"] <= 1700 for answer in answers) else "the lease has the wrong ttl_s"
         )
 
     return scene.on_box("PUT", "/lease", {"ttl_s": 1700}), check
@@ -204,7 +204,7 @@ async def _fencing(scene: Scene, below: Callable[[str], str]) -> tuple[Call, Che
     async def check(answers: Sequence[Answer]) -> str | None:
         response = await scene.direct.once("GET", scene.box, {"Authorization": f"Bearer {lease['token']}"})
         fenced = response is not None and response.status == 409
-        return await only(204)(answers) or (None if fenced else "the borrower is still let in")
+        return await only(204)(answers) or (None if fenced else "the broker still accepts the revoked lease")
 
     return scene.on_box("DELETE", below(lease["lease_id"])), check
 
@@ -238,7 +238,11 @@ async def feed(scene: Scene) -> tuple[Call, Check]:
     async def check(answers: Sequence[Answer]) -> str | None:
         wrong = await only(200)(answers)
         out = await scene.said(mark)
-        return wrong or (None if out.stdout == data else "other input") or await scene.ran_once(mark)
+        return (
+            wrong
+            or (None if out.stdout == data else "the command did not receive the input that was sent")
+            or await scene.ran_once(mark)
+        )
 
     return scene.on_box("PUT", f"/execs/{mark}/stdin", data, **{"Content-Type": "application/octet-stream"}), check
 
@@ -249,7 +253,11 @@ async def look(scene: Scene) -> tuple[Call, Check]:
 
     async def check(answers: Sequence[Answer]) -> str | None:
         ended = all(answer.json["end"]["return_code"] == 4 for answer in answers if answer.status == 200)
-        return await only(200)(answers) or (None if ended else "no end") or await scene.ran_once(mark)
+        return (
+            await only(200)(answers)
+            or (None if ended else "the response does not contain the exec's end")
+            or await scene.ran_once(mark)
+        )
 
     return scene.on_box("GET", f"/execs/{mark}?wait_s=30"), check
 
@@ -261,7 +269,11 @@ async def output(scene: Scene) -> tuple[Call, Check]:
     async def check(answers: Sequence[Answer]) -> str | None:
         # A truncated body does not count: the client repeated the request until a body arrived whole.
         whole = all(answer.body.count(b"event: exit") == 1 for answer in answers)
-        return await only(200)(answers) or (None if whole else "no end") or await scene.ran_once(mark)
+        return (
+            await only(200)(answers)
+            or (None if whole else "the response does not contain the exec's end")
+            or await scene.ran_once(mark)
+        )
 
     return scene.on_box("GET", f"/execs/{mark}/output"), check
 
@@ -301,7 +313,7 @@ async def get(scene: Scene) -> tuple[Call, Check]:
 
     async def check(answers: Sequence[Answer]) -> str | None:
         return await only(200)(answers) or (
-            None if all(len(answer.body) > 50_000 for answer in answers) else "a short archive was taken for a whole"
+            None if all(len(answer.body) > 50_000 for answer in answers) else "the client accepted a truncated archive"
         )
 
     return scene.on_box("GET", "/archive?path=/srv/out"), check

@@ -58,7 +58,7 @@ def sanitize_streaming_responses_body(body: Mapping[str, Any]) -> tuple[dict[str
             continue
         for inner in tool.get("tools") or ():
             if inner["name"] in namespaces:
-                raise ValueError(f"tools: {inner['name']!r} stands in two namespaces; give them different names")
+                raise ValueError(f"tools: {inner['name']!r} is in two namespaces; give them different names")
             namespaces[inner["name"]] = tool["name"]
             tools.append(inner)
     return ({**cleaned, "tools": tools} if tools else cleaned), namespaces

@@ -379,7 +379,7 @@ def _canonical(value: Any) -> bytes:
         # With ten levels around it, because what is accepted here is also written inside records and replies.
         return orjson.dumps([[[[[[[[[[value]]]]]]]]]], option=_CANONICAL)
     except TypeError:  # only for depth: orjson reads 1,024 levels and writes 254
-        raise InvalidBodyError("the body is nested too deeply: at most 240 levels are taken") from None
+        raise InvalidBodyError("the body is nested too deeply: the limit is 240 levels") from None
 
 
 def _digest(data: bytes) -> bytes:

@@ -242,7 +242,7 @@ def answer_text(value: Any, where: str) -> str | None:
     for at, part in objects_in(value, where):
         converted = openai_part(part, at)
         if converted is None or converted["type"] != "text":
-            refuse(at, "is no text: the assistant's own messages hold text only")
+            refuse(at, "is not text: assistant messages hold text only")
         texts.append(converted["text"])
     return "".join(texts)
 

@@ -296,14 +296,16 @@ class HttpEngine:
 
     def malformed(self, what: str) -> EngineAnswerError:
         return EngineAnswerError(
-            f"engine '{self.name}' answered something else than its protocol: {what}", retryable=True, engine=self.name
+            f"engine '{self.name}' sent a response that violates its protocol: {what}",
+            retryable=True,
+            engine=self.name,
         )
 
     def check_tokens(self, sampled: int, max_tokens: int) -> None:
         """Raise `EngineAnswerTooLargeError` if the engine sampled more tokens than requested."""
         if sampled > max_tokens:
             raise EngineAnswerTooLargeError(
-                f"engine '{self.name}' sampled {sampled} tokens or more where it was asked for {max_tokens} at most",
+                f"engine '{self.name}' sampled {sampled} tokens or more; the request allowed {max_tokens}",
                 engine=self.name,
             )
 
@@ -316,8 +318,8 @@ class HttpEngine:
 
     def _too_large(self, what: str) -> EngineAnswerTooLargeError:
         return EngineAnswerTooLargeError(
-            f"engine '{self.name}' answered with {what}, which is more than the tokens that were asked for can take"
-            f" ({BYTES_PER_TOKEN} bytes each), or than its 'max_answer_bytes' ({self.endpoint.max_answer_bytes})",
+            f"engine '{self.name}' sent {what}, which is above the limit: {BYTES_PER_TOKEN} bytes per requested"
+            f" token, or 'max_answer_bytes' ({self.endpoint.max_answer_bytes})",
             engine=self.name,
         )
 
@@ -374,7 +376,7 @@ class HttpEngine:
     def _check_encoding(self, reply: Reply) -> None:
         encoding = reply.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
-            raise self.malformed(f"a body in the encoding '{encoding}', which it was not asked for")
+            raise self.malformed(f"an unrequested content encoding '{encoding}'")
 
     def _broken(self, error: Exception) -> EngineError:
         """Return the `EngineError` for one of the exceptions in `BROKEN`."""

@@ -392,7 +392,7 @@ class VllmEngine(HttpEngine):
         echoed = choice.get("prompt_token_ids")
         if echoed is not None and echoed != list(request.prompt_ids):
             raise self.malformed(
-                f"it read {len(echoed)} prompt tokens that are not the {len(request.prompt_ids)} it was sent"
+                f"it returned {len(echoed)} prompt tokens that differ from the {len(request.prompt_ids)} sent"
             )
 
 

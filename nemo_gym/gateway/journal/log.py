@@ -369,8 +369,8 @@ class JournalLog:
             else:
                 self._failed_epoch = group[-1].epoch
                 return JournalFullError(
-                    f"the disk of the journal {self._directory} is full; free some of it, and the gateway goes on by"
-                    " itself",
+                    f"the disk of the journal {self._directory} is full; free some space; the gateway then"
+                    " continues by itself",
                     retryable=True,
                     retry_after_s=_COME_BACK_S,
                 )

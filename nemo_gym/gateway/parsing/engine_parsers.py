@@ -342,7 +342,7 @@ def made_by(field: str, path: str, policy: PolicyTokenizer) -> object:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{field}: cannot import '{path}' ({error})") from error
     if not callable(factory):
-        raise ConfigError(f"{field}: '{path}' is no factory; it is called with the policy's tokenizer")
+        raise ConfigError(f"{field}: '{path}' is not callable; a factory is called with the policy's tokenizer")
     parser: object = factory(policy)
     return parser
 

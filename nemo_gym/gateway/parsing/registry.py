@@ -146,7 +146,7 @@ def _calls(policy: PolicyTokenizer, name: str) -> tuple[CallFormat | None, str] 
         found = detected_calls(policy)
         if found is None:
             _log.warning(
-                "tool_parser: the policy's chat template writes tool calls in none of the known formats; answers stay"
+                "tool_parser: the policy's chat template does not write tool calls in any known format; answers stay"
                 " text (set tool_parser to one of %s, or to %s)",
                 ", ".join(_TOOL_PARSERS[1:]),
                 _ELSEWHERE,
@@ -173,7 +173,7 @@ def _calls(policy: PolicyTokenizer, name: str) -> tuple[CallFormat | None, str] 
         return guarded_split(name, parser), name
     if callable(parse := getattr(parser, "parse", None)):
         return guarded_parse(name, parse)
-    raise ConfigError(f"tool_parser: what '{name}' makes has neither a method 'split' nor 'parse'")
+    raise ConfigError(f"tool_parser: the object from factory '{name}' has neither 'split' nor 'parse'")
 
 
 def _reasoning(policy: PolicyTokenizer, name: str) -> tuple[ReasoningFormat, str]:
@@ -190,7 +190,7 @@ def _reasoning(policy: PolicyTokenizer, name: str) -> tuple[ReasoningFormat, str
         return sglang_reasoning(parser_name, policy), name
     parser = made_by("reasoning_parser", name, policy)
     if not callable(split := getattr(parser, "split", None)):
-        raise ConfigError(f"reasoning_parser: what '{name}' makes has no method 'split'")
+        raise ConfigError(f"reasoning_parser: the object from factory '{name}' has no method 'split'")
     return GuardedReasoning(name, split), name
 
 

@@ -86,7 +86,7 @@ class Prober(Generic[E]):
             if error.fatal or not replica.heard_from:  # else calls were answered meanwhile, which proves more
                 self._router.probe_failed(replica, error)
         except Exception as error:
-            log.exception("a probe failed by a defect", engine=replica.name)
+            log.exception("unexpected error in an engine probe", engine=replica.name)
             failure = EngineFailedError(f"probing engine '{replica.name}' failed: {type(error).__name__}")
             self._router.probe_failed(replica, failure)
         else:
@@ -362,7 +362,7 @@ async def _checked(engine: HttpEngine, probe: TokenizerProbe | None) -> EngineCh
     if engine_ids is None or engine_ids == probe.token_ids:
         return check
     problem = (
-        f"engine '{engine.name}' at {engine.endpoint.base_url} reads a text as other token ids than the policy's"
+        f"engine '{engine.name}' at {engine.endpoint.base_url} tokenizes a probe text differently from the policy's"
         f" tokenizer ({len(engine_ids)} and {len(probe.token_ids)} of them): it serves another model; set policy_path"
         " (the gateway's 'policy.path') to the directory of the model that it serves"
     )
@@ -392,7 +392,7 @@ def _refuse_duplicates(configs: Sequence[EngineConfig]) -> None:
     twice = [name for name, count in Counter(config.engine_name for config in configs).items() if count > 1]
     if twice:
         raise ConfigError(
-            f"engines: '{twice[0]}' is the name of {Counter(c.engine_name for c in configs)[twice[0]]} engines; give"
-            " each its own 'name' (the default is host and port)",
+            f"engines: {Counter(c.engine_name for c in configs)[twice[0]]} engines have the name '{twice[0]}';"
+            " give each its own 'name' (the default is host and port)",
             key="engines",
         )

@@ -254,7 +254,7 @@ class IncrementalEncoder:
             if not before.startswith(self._render(self._history(continued, depth), (), continued, now, ask=False)):
                 return Unproven("the chat template renders earlier messages anew when more follow")
             if first is not None and behind != first:
-                return Unproven("the chat template renders new messages by what came long before them")
+                return Unproven("the chat template renders new messages differently depending on earlier ones")
             if encode(before + behind) != encode(before) + encode(behind):
                 return Unproven("the tokenizer joins text across the token that ends a turn")
             first = behind
@@ -515,13 +515,13 @@ class TokenForest:
             ids: array[int] = packed("i", sampled.ids)
             logprobs: array[float] | None = packed("f", sampled.logprobs) if sampled.logprobs is not None else None
         except (TypeError, OverflowError) as error:
-            raise ModelError(f"the engine returned token ids or logprobs that are no numbers ({error})") from error
+            raise ModelError(f"the engine returned token ids or logprobs that are not numbers ({error})") from error
         if ids and not _within(ids, size):
             raise ModelError(f"the engine returned token ids outside the policy's vocabulary of {size}")
         if logprobs is not None and len(logprobs) != len(ids):
             raise ModelError(f"the engine returned {len(ids)} token ids and {len(logprobs)} logprobs")
         if logprobs is not None and not _finite(logprobs):
-            raise ModelError("the engine returned a logprob that is no finite number")
+            raise ModelError("the engine returned a logprob that is not finite")
         return ids, logprobs
 
 

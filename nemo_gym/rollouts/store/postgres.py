@@ -77,7 +77,7 @@ def _store_error(error: Exception, pipeline: str | None) -> StoreError:
         )
     detail = str(error).strip().splitlines()[:1] if type(error).__name__ == "OperationalError" else []
     return StoreError(
-        f"the store's database cannot be used ({': '.join([type(error).__name__, *detail])}); mend that and start the"
+        f"the store's database cannot be used ({': '.join([type(error).__name__, *detail])}); fix that and start the"
         " same command again: nothing recorded is lost",
         retryable=True,
     )

@@ -128,8 +128,8 @@ class SqlJobStore:
                     fresh[spec.job_id] = (spec, digest)
                 elif (recorded[1], *recorded[2][:3]) != (digest, *spec.identity[:3]):
                     raise ContractError(
-                        f"job '{spec.job_id}' is already known with another content; a job id names one row, agent and"
-                        " sample for good: submit the changed job under another id",
+                        f"job '{spec.job_id}' already exists with different content; a job id is permanently bound to"
+                        " one row, agent and sample: submit the changed job under another id",
                         job_id=spec.job_id,
                     )
             self._insert(connection, fresh)
@@ -615,7 +615,7 @@ def store_error(path: Path, error: Exception) -> StoreError:
     if isinstance(error, sqlite3.DatabaseError) and "not a database" in text:
         return StoreError(f"'{path}' is not a run database: move it away or choose another 'output'", path=str(path))
     return StoreError(
-        f"cannot write '{path}': {text}; mend that and start the same command again (the store needs a local, writable"
+        f"cannot write '{path}': {text}; fix that and start the same command again (the store needs a local, writable"
         " file system)",
         path=str(path),
     )

@@ -79,7 +79,7 @@ async def test_ending_is_what_status_and_events_say_unless_the_door_knows_better
         ({"program": "no/such/place"}, "harness.program: there is no directory .*no/such/place"),
         ({"command": []}, "command: .*at least 1"),
         ({"command": ["x", "$modle_url"]}, r"'\$modle_url' in '\$modle_url' is not known .did you mean 'model_url'"),
-        ({"files": {"ask.py": ""}}, "files: 'ask.py' is no absolute path"),
+        ({"files": {"ask.py": ""}}, "files: 'ask.py' is not an absolute path"),
         ({"outcomes": {1: "model_unreachable"}}, "exit status 1 cannot mean 'model_unreachable'"),
         (
             {"comand": ["x"]},

@@ -149,7 +149,7 @@ async def test_attempt_ends_when_its_tools_said_all_they_may(attempt: Attempt) -
     answer = await attempt.act("never stop", descriptor)
     assert (answer.outcome, answer.outcome_detail) == (
         "max_output",
-        "the tools answered more than 100 bytes, all it had",
+        "the tool outputs exceed the limit of 100 bytes",
     )
     assert 1 <= len(outputs(answer)) < 40
 

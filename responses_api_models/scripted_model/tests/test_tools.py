@@ -98,7 +98,7 @@ def model(directory: Path, **block: Any) -> ScriptedModel:
 def test_model_does_not_start_when_nobody_says_how_the_harness_spells_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set 'tools' to the agent's data/scripted_tools\.yaml"):
         _ = model(tmp_path, script=str(tmp_path / "script.json")).script
-    with pytest.raises(ConfigError, match=r"nobody\.yaml', which would say .* cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"nobody\.yaml', which maps them .* cannot be read: No such file"):
         _ = model(tmp_path, script=str(tmp_path / "script.json"), tools=str(tmp_path / "nobody.yaml")).script
 
 

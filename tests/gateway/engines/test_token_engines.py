@@ -197,7 +197,7 @@ async def test_vllm_answer_is_refused_when_it_read_another_prompt(
                 return answer
 
             fake.answer = with_another  # type: ignore[method-assign]
-            with pytest.raises(EngineAnswerError, match=f"{len(echoed)} prompt tokens that are not the 4"):
+            with pytest.raises(EngineAnswerError, match=f"{len(echoed)} prompt tokens that differ from the 4 sent"):
                 await engine.generate(replace(request(), prompt_json=prompt_json))
 
 

@@ -70,7 +70,7 @@ async def test_pool_can_begin_empty(kind: EngineKind) -> None:
 
 async def test_name_given_twice_is_an_error_that_says_it() -> None:
     async with FakeVllmEngine() as fake:
-        with pytest.raises(ConfigError, match="'a' is the name of 2 engines"):
+        with pytest.raises(ConfigError, match="2 engines have the name 'a'"):
             EnginePool([config(fake, "a"), config(fake, "a")])
         async with EnginePool([config(fake, "a")]) as pool:
             with pytest.raises(ConfigError, match="'a' already"):

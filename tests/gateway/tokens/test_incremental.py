@@ -78,7 +78,7 @@ def test_dropped_reasoning_is_found_by_role(family: str, dropping: set[str]) -> 
     ("family", "tools", "says"),
     [
         ("moving_tools", True, "moves the tools"),
-        ("numbered", False, "by what came long before"),
+        ("numbered", False, "differently depending on earlier ones"),
         ("plain_text", False, "without a token that ends a turn"),
     ],
 )

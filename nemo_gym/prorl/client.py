@@ -48,7 +48,7 @@ def server_urls(urls: str | Iterable[str] | None = None) -> list[str]:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"{URLS_ENV}: '{url}' is no URL of a server; give for example http://node-1:8006", key=URLS_ENV
+                f"{URLS_ENV}: '{url}' is not a valid server URL; give for example http://node-1:8006", key=URLS_ENV
             )
     return list(dict.fromkeys(found))
 

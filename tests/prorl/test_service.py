@@ -227,7 +227,7 @@ def test_urls_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("PRORL_SERVER_URLS")
     with pytest.raises(ConfigError, match="set PRORL_SERVER_URLS="):
         server_urls()
-    with pytest.raises(ConfigError, match="'node-1' is no URL of a server"):
+    with pytest.raises(ConfigError, match="'node-1' is not a valid server URL"):
         server_urls("node-1")
     assert addresses("http://a:1/v1*2,http://b:1") == [("http://a:1/v1", 2.0), ("http://b:1", 1.0)]
 

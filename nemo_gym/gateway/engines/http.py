@@ -117,7 +117,7 @@ class EngineEndpoint:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"engine '{self.name}': '{self.base_url}' is no URL; give for example http://127.0.0.1:8000"
+                f"engine '{self.name}': '{self.base_url}' is not a URL; give for example http://127.0.0.1:8000"
             )
         object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
 

@@ -167,7 +167,7 @@ async def test_probe_samples_nothing_and_fails_when_the_engine_is_not_well(http:
 
 
 def test_base_url_must_be_a_url() -> None:
-    with pytest.raises(ConfigError, match="is no URL"):
+    with pytest.raises(ConfigError, match="is not a URL"):
         EngineEndpoint("e0", "127.0.0.1:8000")
 
 

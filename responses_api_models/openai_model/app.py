@@ -74,7 +74,9 @@ class SimpleModelServerConfig(BaseResponsesAPIModelConfig):
     @classmethod
     def _is_http(cls, url: str) -> str:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"'{url}' is not a URL; give the endpoint's base URL, for example http://127.0.0.1:8000/v1")
+            raise ValueError(
+                f"'{url}' is not a URL; give the endpoint's base URL, for example http://127.0.0.1:8000/v1"
+            )
         return url.rstrip("/")
 
 

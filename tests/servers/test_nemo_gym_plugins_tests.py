@@ -54,7 +54,7 @@ def test_policy_of_a_box_names_hosts_and_refuses_what_it_cannot_hold() -> None:
         "defaultAction": "deny",
         "egress": [{"action": "allow", "target": "a.example"}],
     }
-    with pytest.raises(ValueError, match="OpenSandbox"):
+    with pytest.raises(ValueError, match="only 'opensandbox' has"):
         restricted_network_policy("docker", ["http://a.example"])
     for url in ("http://[::]:80", "nothing"):
         with pytest.raises(ValueError, match="reachable"):

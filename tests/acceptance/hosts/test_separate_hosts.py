@@ -15,14 +15,16 @@ import pytest
 from nemo_gym._util.files import cache_root
 from nemo_gym.sandbox.providers.local.images import ImageStore
 from nemo_gym.sandbox.providers.local.options import default_image_dir
+from resources_servers.swe_bench.confirm.controls import default_controls_dir
 from tests.acceptance.hosts.network import OWN, ROOT, Host, switched_hosts
 from tests.acceptance.hosts.stack import RUN_DIR, RUN_WITHIN_S, Stack, until
 from tests.acceptance.matrix.cells import rows_of
 from tests.acceptance.matrix.run import prepare_agent
 
 PIPELINES = ("pipeline-1", "pipeline-2")
+ENVIRONMENTS = ("world-1", "world-2")
 BROKERS = ("broker-1", "broker-2")
-NAMES = (*PIPELINES, "agent-1", "agent-2", "world-1", "world-2", *BROKERS, "model-1", "model-2")
+NAMES = (*PIPELINES, "agent-1", "agent-2", *ENVIRONMENTS, *BROKERS, "model-1", "model-2")
 
 _WITH_OVERLAY = ("--xattrs", "--xattrs-include=*", "--numeric-owner", "-p", "-f", "-")
 """What a layer of an image consists of, beside files: notes of overlayfs."""
@@ -56,12 +58,18 @@ def hosts() -> Iterator[dict[str, Host]]:
         yield made
 
 
-def take_images_to(hosts: dict[str, Host]) -> None:
-    """The example tasks' images, on each host that makes boxes."""
+def take_examples_to(hosts: dict[str, Host]) -> None:
+    """Copy the example tasks' images to each host that makes boxes, and their controls to each that grades."""
     archive, path = example_images(), str(default_image_dir())
     for name in BROKERS:
         hosts[name].run(["mkdir", "-p", path])
         hosts[name].run(["tar", *_WITH_OVERLAY, "-x", "-C", path], stdin=archive, timeout_s=300)
+    command = ["tar", "-c", "-f", "-", "-C", str(default_controls_dir()), "."]
+    controls = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=True).stdout
+    for name in ENVIRONMENTS:
+        path = str(Path.home() / ".local" / "state" / "nemo-gym" / "swe-bench" / "controls")
+        hosts[name].run(["mkdir", "-p", path])
+        hosts[name].run(["tar", "-x", "-p", "-f", "-", "-C", path], stdin=controls)
 
 
 def example_images() -> bytes:
@@ -133,7 +141,7 @@ def test_examples_pass_when_every_role_has_two_hosts(
     purpose."""
     prepare_agent(agent)
     if owner == "environment":
-        take_images_to(hosts)
+        take_examples_to(hosts)
     data = rows_of(environment)
     chosen = [f"agent={agent}", f"environment={environment}", "sandbox=broker_local", f"topology={topology}"]
     stack = Stack(hosts, chosen, tmp_path, tls=tls)
@@ -168,7 +176,7 @@ def test_no_row_is_lost_when_a_host_dies(victim: str, tmp_path: Path) -> None:
     prepare_agent("claude_code")
     data = rows_of("swe_bench")
     with switched_hosts(NAMES) as hosts:
-        take_images_to(hosts)
+        take_examples_to(hosts)
         chosen = ["agent=claude_code", "environment=swe_bench", "sandbox=broker_local"]
         lease = "swe_bench.resources_servers.swe_bench.work_lease_s=30"
         stack = Stack(hosts, [*chosen, lease, "sandbox.remote.patience_s=10"], tmp_path)

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from nemo_gym._util.files import cache_root
-from tests.acceptance.matrix.cells import Cell
+from tests.acceptance.matrix.cells import ROOT, Cell
 from tests.docker_engine import start_engine
 from tests.sandbox.opensandbox.double import API_KEY
 from tests.sandbox.opensandbox.server import opensandbox_server
@@ -32,8 +32,8 @@ def servers_for(cells: Iterable[Cell]) -> Iterator[None]:
 @contextlib.contextmanager
 def opensandbox_here() -> Iterator[None]:
     engine = start_engine()
-    # Where agents' CLIs lie, which boxes mount.
-    mounts = [cache_root() / name for name in ("agents", "clis")]
+    # Boxes mount the agents' CLIs, and the composite agent's example.
+    mounts = [*(cache_root() / name for name in ("agents", "clis")), ROOT / "responses_api_agents"]
     with (
         TemporaryDirectory(prefix="opensandbox-") as directory,
         opensandbox_server(Path(directory), engine, mounts=mounts) as server,

@@ -177,7 +177,7 @@ async def test_answer_is_given_up_that_is_longer_than_the_tokens_that_were_asked
         writer.write(WHOLE.replace(b"7", b"%d" % size) + b" " * (size - 7) + b'{"a":1}')
 
     async with serving(long) as server:
-        with pytest.raises(EngineAnswerTooLargeError, match="4096 bytes each"):
+        with pytest.raises(EngineAnswerTooLargeError, match="4096 bytes per requested token"):
             await server.engine(http).post_json("/", {}, max_tokens=1000)
         assert await server.engine(http).post_json("/", {}, max_tokens=10_000) == {"a": 1}
         assert await server.engine(http).post_json("/", {}) == {"a": 1}

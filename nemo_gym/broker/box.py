@@ -248,8 +248,6 @@ class Box:
     doors_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease_deadlines: dict[str, float] = field(default_factory=dict)
     """Lease id → when the lease ends, on the monotonic clock; only leases that have their own ``expires_at``."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables for each exec of the box, because a warm box is created before its purpose is known."""
 
     @classmethod
     def of(cls, record: BoxRecord, leases: list[LeaseRecord]) -> Box:

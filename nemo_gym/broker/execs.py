@@ -129,7 +129,7 @@ class Execs:
     async def _start(self, box: Box, handle: SandboxHandle, run: ExecRun, stdin: bytes | None) -> None:
         assert run.submission is not None
         request = run.submission.to_request(stdin)
-        env: Mapping[str, str] = {**box.env, **request.env, EXEC_VARIABLE: run.exec_id}
+        env: Mapping[str, str] = {**request.env, EXEC_VARIABLE: run.exec_id}
         limit = min(request.max_output_bytes, self._max_output_bytes)
         try:
             process = await self.backend.provider.start_exec(

@@ -29,6 +29,8 @@ _FETCHED_PATTERNS: Final = [*_PATTERNS, *(f"{name}.*" for name in _PATTERNS), "R
 _TIMEOUT_S = 30.0
 _NEMO_GYM_SETTINGS = {"repo_id": "dataset", "output_fpath": "output", "dataset_name": "dataset"}
 """NeMo Gym's setting → this command's setting."""
+_FETCHED_BY = ("split", "refresh", "sha256")
+"""Settings of `fetch_words`."""
 
 
 def download(argv: Sequence[str]) -> int:
@@ -53,13 +55,12 @@ def download(argv: Sequence[str]) -> int:
         name = f"{name.partition('@')[0]}@{revision}"
     folder = _environment(given.pop("environment", None))
     output = given.pop("output", None)
-    rows = fetch_words(name, given, folder)
-    if given:
-        wrong = next(iter(given))
+    if wrong := next((key for key in given if key not in _FETCHED_BY), None):
         raise ConfigError(
-            f"'ng dataset download' knows no key '{wrong}'{nearest(wrong, ('split', 'output', 'refresh', 'sha256'))}",
+            f"'ng dataset download' knows no key '{wrong}'{nearest(wrong, ('output', *_FETCHED_BY))}",
             key=wrong,
         )
+    rows = fetch_words(name, given, folder)
     if output is not None:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         Path(output).write_bytes(rows.read_bytes())

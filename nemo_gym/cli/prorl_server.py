@@ -51,10 +51,10 @@ def serve(argv: Sequence[str]) -> int:
         timeout_s=_seconds("timeout_s", given.get("timeout_s", str(TIMEOUT_S))),
     )
     token = os.environ.get(TOKEN_ENV) or None
-    secured = token is not None or _flag("insecure", given.get("insecure", "false"))
+    insecure = _flag("insecure", given.get("insecure", "false"))
     port = _number("port", given.get("port", str(DEFAULT_PORT)))
     starts = _flag("start", given.get("start", "false"))
-    listening = service.Listening.on(given.get("host", "127.0.0.1"), port, secured=secured)
+    listening = service.Listening.on(given.get("host", "127.0.0.1"), port, secured=token is not None or insecure)
     configure_plain_logging()
     if starts:
         server.start()

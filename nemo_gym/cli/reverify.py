@@ -93,9 +93,9 @@ def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict
     """Return the part of a composition that grades, and the environment of each agent."""
     from nemo_gym.config.check import check_everything
     from nemo_gym.config.compose import compose
+    from nemo_gym.config.keys import ENVIRONMENT_TYPE
     from nemo_gym.config.servers import references
     from nemo_gym.config.visibility import call_targets
-    from nemo_gym.rollouts.routing import ENVIRONMENT_TYPE
 
     composition = compose(words)
     environments: dict[str, str] = {}

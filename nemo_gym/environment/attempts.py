@@ -383,9 +383,6 @@ def _load_verdict(db: sqlite3.Connection, key: tuple[str, str], attempt: int) ->
     return StoredVerdict(row[0], bool(row[1]), orjson.loads(row[2])) if row is not None else None
 
 
-_OF_ROLLOUT = "run_id = ? AND rollout_id = ?"
-
-
 # Rows stored for agents, which may see only a part of them
 
 
@@ -413,7 +410,7 @@ class RowStore:
         ref = f"ngr_{secrets.token_urlsafe(32)}"
 
         def operation(db: sqlite3.Connection) -> str:
-            known = db.execute(f"SELECT attempt, digest, ref FROM given WHERE {_OF_ROLLOUT}", key).fetchone()
+            known = db.execute(f"SELECT attempt, digest, ref FROM given WHERE {_ROLLOUT}", key).fetchone()
             if known is not None and known[0] > rollout.attempt:
                 raise FencedError(f"attempt {rollout.attempt} of '{rollout.rollout_id}' was replaced by {known[0]}")
             if known is not None and known[:2] == (rollout.attempt, digest):

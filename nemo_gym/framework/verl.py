@@ -20,7 +20,7 @@ import structlog
 
 from nemo_gym.contract.errors import ConfigError, VerifierError
 from nemo_gym.framework.archive import TrajectoryArchive
-from nemo_gym.framework.batch import PromptSample
+from nemo_gym.framework.batch import CARRIED, PromptSample
 from nemo_gym.framework.config import framework_block, plain
 from nemo_gym.framework.engine_bridge import EngineBridge
 from nemo_gym.framework.framework import AgentFramework, AllSessionsFailedError, OpenAICompatibleAgentFramework
@@ -33,7 +33,7 @@ from nemo_gym.gateway.tokens.trajectories import Trajectory
 from nemo_gym.stack.endpoints import StackEntry
 from nemo_gym.stack.stack import pipeline_client
 
-_SCORER_COLUMNS = ("raw_prompt", "data_source", "reward_model", "extra_info", "tools_kwargs", "agent_name")
+_SCORER_COLUMNS = tuple(name for name in CARRIED if name != "uid")
 log = structlog.get_logger(__name__)
 
 

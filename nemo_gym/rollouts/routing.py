@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
@@ -21,11 +22,6 @@ from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines
 
 PROMPT_BATCH_BYTES = 1 << 20
 """The size of the rows in one request to an environment, at which a batch is sent."""
-
-
-AGENT_TYPE = "responses_api_agents"
-ENVIRONMENT_TYPE = "resources_servers"
-MODEL_TYPE = "responses_api_models"
 
 
 def agent_instances(config: Mapping[str, Any]) -> list[str]:

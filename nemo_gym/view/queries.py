@@ -255,8 +255,9 @@ def notes(index: ResultIndex) -> list[str]:
             "SELECT count(*) AS lines, min(line) AS line, why FROM odd_lines WHERE source = ?", (source,)
         ).fetchone()
         if odd["lines"]:
-            lines = f"{odd['lines']} lines of {path.name} are not result rows" if odd["lines"] > 1 else "one line"
-            lines = lines if odd["lines"] > 1 else f"a line of {path.name} is not a result row"
+            lines = f"{odd['lines']} lines of {path.name} are not result rows"
+            if odd["lines"] == 1:
+                lines = f"a line of {path.name} is not a result row"
             sentences.append(f"{lines} (line {odd['line']}: {odd['why']}); the others are shown.")
     (foreign,) = connection.execute("SELECT coalesce(sum(foreign_rows), 0) FROM files").fetchone()
     if foreign:

@@ -26,7 +26,6 @@ from resources_servers.swe_bench.test_ids import TestId
 
 _RECORDER = Path(__file__).with_name("recorder.py")
 _HELPER = re.compile(r"_ng_\w+")
-_FIXTURE_HOOKS = frozenset(["setup_method", "teardown_method", "setup_class", "teardown_class", "setup", "teardown"])
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,6 @@ _GRAMMARS = {
 }
 _SUITES = frozenset({"describe", "context", "suite", "fdescribe"})
 _TESTS = frozenset({"it", "test", "specify", "fit"})
-_MODIFIERS = frozenset(
-    {"test", "it", "only", "each", "concurrent", "skip", "serial", "failing", "todo", "cb", "sequential"}
-)
 _TEST_PACKAGES = frozenset({"tape", "ava", "tap", "uvu", "node:test", "test"})
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "\n": ""}
 FUNCTIONS = frozenset({"arrow_function", "function_expression", "generator_function", "function"})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_gym.cli.why import why
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.view.text import one_line, shown
 from nemo_gym.view.why import CAUSES, cause_of, explain
-from tests.view.results import failed, row
+from tests.view.results import failed, row, write
 
 SAID: list[tuple[str, str, str, str]] = [
     ("wrong_key", "model_refused", "engine 'x' refused its API key (401); set the engine's 'api_key'", "run"),
@@ -105,3 +108,11 @@ def test_text_in_a_terminal_moves_nothing() -> None:
     assert shown("a\x1b[31mb\u202ec\x00\td\ne") == "a^[[31mb<U+202E>c^@\td\ne"
     assert one_line("a\n  b\r\n\x07c") == "a b^M ^Gc"
     assert one_line("x" * 10, 5) == "xxxx…"
+
+
+def test_command_prints_no_class_for_a_rollout_that_did_not_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = write(tmp_path / "out.jsonl", row(1))
+    assert why([str(output), "task-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["classes"] == []

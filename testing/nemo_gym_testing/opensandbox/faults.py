@@ -21,6 +21,8 @@ class Faults:
     lose_creates: int = 0
     """This many creates succeed, but their clients get no response."""
     create_takes_s: float = 0.0
+    status_reason: str = "CONTAINER"
+    """The reason that every box's status gives."""
     open_sidecars: bool = False
     """Egress sidecars report that they allow everything, whatever policy was requested."""
     dns_sidecars: bool = False

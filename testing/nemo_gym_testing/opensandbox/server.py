@@ -41,11 +41,11 @@ class _Box:
     policy: dict[str, Any] | None
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def view(self) -> dict[str, Any]:
+    def view(self, reason: str) -> dict[str, Any]:
         paused = not self.resumed.is_set()
         view: dict[str, Any] = {
             "id": self.handle.sandbox_id,
-            "status": {"state": "Paused" if paused else "Running", "reason": "CONTAINER", "message": "of the double"},
+            "status": {"state": "Paused" if paused else "Running", "reason": reason, "message": "of the double"},
             "metadata": self.metadata,
             "entrypoint": self.entrypoint,
             "image": {"uri": self.image},
@@ -165,7 +165,7 @@ class FakeOpenSandbox:
         )
         box.resumed.set()
         self._boxes[handle.sandbox_id] = box
-        return web.json_response(box.view(), status=202)
+        return web.json_response(box.view(self.faults.status_reason), status=202)
 
     async def _box(self, request: web.Request) -> _Box:
         await self._forget_ended()
@@ -186,7 +186,7 @@ class FakeOpenSandbox:
         pages = -(-len(boxes) // size)
         return web.json_response(
             {
-                "items": [box.view() for box in boxes[(page - 1) * size : page * size]],
+                "items": [box.view(self.faults.status_reason) for box in boxes[(page - 1) * size : page * size]],
                 "pagination": {
                     "page": page,
                     "pageSize": size,
@@ -198,7 +198,7 @@ class FakeOpenSandbox:
         )
 
     async def _get(self, request: web.Request) -> web.Response:
-        return web.json_response((await self._box(request)).view())
+        return web.json_response((await self._box(request)).view(self.faults.status_reason))
 
     async def _delete(self, request: web.Request) -> web.Response:
         box = await self._box(request)

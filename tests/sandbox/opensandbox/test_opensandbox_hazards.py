@@ -16,7 +16,6 @@ from nemo_gym.sandbox.base import BoxLabel, ExecEnd, ExecOutcome, ExecRequest, S
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection
 from nemo_gym_testing.opensandbox import FakeOpenSandbox, serving
 from nemo_gym_testing.opensandbox.faults import CommandFault
 from tests.sandbox.opensandbox.double import API_KEY as KEY
@@ -190,20 +189,9 @@ async def test_box_whose_helper_was_removed_loses_commands(provider: OpenSandbox
     ("reason", "outcome"), [("OOMKilled", ExecOutcome.OUT_OF_MEMORY), ("no room left", ExecOutcome.LOST)]
 )
 async def test_lost_command_is_out_of_memory_only_if_the_server_says_so(
-    provider: OpenSandboxProvider,
-    box: SandboxHandle,
-    reason: str,
-    outcome: ExecOutcome,
-    monkeypatch: pytest.MonkeyPatch,
+    provider: OpenSandboxProvider, box: SandboxHandle, fake: FakeOpenSandbox, reason: str, outcome: ExecOutcome
 ) -> None:
-    asked = Connection.info
-
-    async def with_reason(self: Connection, sandbox_id: str) -> Any:
-        info = await asked(self, sandbox_id)
-        assert info is not None
-        return info.model_copy(update={"status": info.status.model_copy(update={"reason": reason})})
-
-    monkeypatch.setattr(Connection, "info", with_reason)
+    fake.faults.status_reason = reason
     assert (await provider.exec(box, f"rm -f {box.raw.tool}")).ok
     assert (await provider.exec(box, "true")).outcome is outcome
 

@@ -53,15 +53,12 @@ def test_docker_engine_url_prefers_configuration_then_environment(monkeypatch: p
     ],
 )
 def test_docker_engine_is_reached_by_tls_with_the_same_certificates_by_all_its_callers(
-    url: str, verify: str, secure: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    url: str, verify: str, secure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_TLS_VERIFY", verify)
     monkeypatch.setenv("DOCKER_CERT_PATH", "/certificates")
-    monkeypatch.setattr(creation, "lock_path", lambda _: tmp_path / "engine.lock")
-    started: list[list[str]] = []
-    monkeypatch.setattr(creation.subprocess, "run", lambda argv, **_: started.append(argv))
-    creation.ensure_watchdog(url)
-    assert started[0][-1] == ("/certificates" if secure else url)
+    command = creation.watchdog_command(Path("engine.lock"), url)
+    assert command[-2:] == ([url, "/certificates"] if secure else ["engine.lock", url])
     assert tls_certificates(url) == (Path("/certificates") if secure else None)
 
 

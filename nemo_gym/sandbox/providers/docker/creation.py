@@ -151,6 +151,13 @@ def lock_path(engine_url: str) -> Path:
     return cache / "nemo-gym" / "watchdogs" / f"docker-{digest.hexdigest()[:16]}.lock"
 
 
+def watchdog_command(lock: Path, engine_url: str) -> list[str]:
+    """The command that starts an engine's watchdog, which finds its certificates only by their directory."""
+    certificates = tls_certificates(engine_url)
+    arguments = [lock, engine_url, *([] if certificates is None else [certificates])]
+    return [sys.executable, "-I", "-S", watchdog.__file__, *map(str, arguments)]
+
+
 def ensure_watchdog(engine_url: str) -> None:
     """Start the watchdog of an engine unless it runs; that check is cheap.
 
@@ -164,12 +171,9 @@ def ensure_watchdog(engine_url: str) -> None:
         if lock is None:
             return
         os.close(lock)
-        argv = [sys.executable, "-I", "-S", watchdog.__file__, str(path), engine_url]
-        if (certificates := tls_certificates(engine_url)) is not None:
-            argv.append(str(certificates))
         with path.with_suffix(".log").open("ab") as log:
             subprocess.run(
-                argv,
+                watchdog_command(path, engine_url),
                 check=True,
                 timeout=60,
                 cwd="/",
@@ -382,7 +386,7 @@ class Creation:
             init=program is None,
             network_mode="bridge" if builds else "none",
             cap_drop=["ALL"],
-            cap_add=[*{*config.capabilities, *(config.build_capabilities if builds else ())}] or None,
+            cap_add=[*dict.fromkeys((*config.capabilities, *(config.build_capabilities if builds else ())))] or None,
             security_opt=self._security_options(),
             pids_limit=limits.pids,
             ulimits=[{"Name": name, "Soft": limit, "Hard": limit} for name, limit in _ULIMITS.items()],

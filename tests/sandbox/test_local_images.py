@@ -13,6 +13,7 @@ import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
 from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
+from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, copy_layer, remove_directory
 from tests.sandbox.local_boxes import LocalPlace, leftovers, local_place
@@ -58,6 +59,26 @@ async def test_removed_image_stays_usable_for_its_boxes_and_is_deleted_after_the
     await place.provider.close(user)
     await place.provider.remove_image("image")
     assert list(layers.iterdir()) == []
+
+
+async def test_boxes_work_while_a_commit_waits_for_another_process_to_release_the_images(place: LocalPlace) -> None:
+    made, other = await place.create(), await place.create()
+    await place.run(made, "echo kept > /opt/f")
+    store = ImageStore(place.base / "images")
+
+    async def is_staged() -> bool:
+        return any((store.root / "staging").iterdir())
+
+    with store.locked(exclusive=True):
+        committing = asyncio.create_task(place.provider.commit(made, "image", {}))
+        await eventually(is_staged, "the commit has begun")
+        async with asyncio.timeout(30):
+            for _ in range(20):
+                assert await place.run(other, "echo works") == "works\n"
+        assert not committing.done()
+    await committing
+    assert await place.run(await place.create(image="image"), "cat /opt/f") == "kept\n"
+    assert [*(store.root / "staging").iterdir()] == []
 
 
 async def test_missing_image_names_those_there_are_and_how_to_prepare_one(place: LocalPlace) -> None:

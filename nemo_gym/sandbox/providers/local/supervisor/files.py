@@ -22,7 +22,13 @@ from typing import Any
 
 from nemo_gym._util.files import write_all
 from nemo_gym.sandbox import archive, linux
-from nemo_gym.sandbox.providers.local.images import copy_layer, remove_directory
+from nemo_gym.sandbox.providers.local.images import (
+    ImageError,
+    ImageManifest,
+    ImageStore,
+    copy_layer,
+    remove_directory,
+)
 from nemo_gym.sandbox.providers.local.supervisor import processes
 
 _ENTER = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
@@ -92,6 +98,22 @@ async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged:
             os.sync()
 
     return await processes.run(job, keep=[monitor_fd])
+
+
+async def publish(
+    store: ImageStore, name: str, parent: ImageManifest, staged: Path, labels: Mapping[str, str], xattrs: str
+) -> dict[str, Any] | None:
+    """`ImageStore.publish`, which may wait for another process and delete large layers; return the problem, or
+    ``None``."""
+
+    def job(report_fd: int) -> None:
+        with _reporting(report_fd, f"storing the image '{name}'"):
+            try:
+                store.publish(name, parent, staged, labels, xattrs)
+            except ImageError as error:
+                raise OSError(str(error)) from error
+
+    return await processes.run(job)
 
 
 def _enter(init_fd: int) -> None:

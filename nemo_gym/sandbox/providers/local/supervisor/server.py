@@ -466,12 +466,14 @@ class Supervisor:
                 problem = await files.copy_upper(box.monitor_fd, box.upper, box.parts, staged)
             finally:
                 box.groups.freeze(False)
+            if problem is None:
+                arguments = (message["image"], box.manifest, staged, message["labels"], self._xattrs)
+                problem = await files.publish(store, *arguments)
             if problem is not None:
                 error_text = f"{problem['step']} failed: {problem['message']}"
                 raise RequestError("sandbox", error_text + self._hint(problem["errno"], store))
-            store.publish(message["image"], box.manifest, staged, message["labels"], self._xattrs)
         finally:
-            shutil.rmtree(staged, ignore_errors=True)
+            await finish(remove_files(staged))
 
     def _hint(self, number: int | None, store: ImageStore) -> str:
         """Advice on a system error, to append to its message; empty if there is none."""

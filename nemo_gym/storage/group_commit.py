@@ -75,6 +75,7 @@ class GroupCommitThread(ABC, Generic[W]):
         while (batch := self._next()) is not None:
             self._settle(batch)
             self._loop.call_soon_threadsafe(self._settled, batch)
+            del batch  # otherwise its requests stay in memory until the next one arrives
         self._disconnect()
 
     def _settled(self, batch: list[W]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections.abc import AsyncIterator
@@ -180,10 +181,10 @@ async def test_port_that_a_process_of_the_box_has_is_told(
 ) -> None:
     listen = "import socket, time; s = socket.create_server(('127.0.0.1', 8100)); print('up', flush=True)"
     process = await provider.start_exec(box, ExecRequest(["python3", "-c", f"{listen}; time.sleep(60)"]))
-    events = process.events()  # held: a command that nobody listens to is killed
-    assert isinstance(await anext(events), ExecOutput)
-    with pytest.raises(SandboxError, match=r"port 8100 of the box: .*in use"):
-        await provider.open_door(box, door(target, "late", 8100))
+    async with contextlib.aclosing(process.events()) as events:  # a command that nobody listens to is killed
+        assert isinstance(await anext(events), ExecOutput)
+        with pytest.raises(SandboxError, match=r"port 8100 of the box: .*in use"):
+            await provider.open_door(box, door(target, "late", 8100))
     assert set(provider.door_statistics(box)) == {"model"}
 
 

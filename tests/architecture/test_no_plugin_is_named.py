@@ -46,7 +46,7 @@ def test_no_code_compares_anything_with_the_name_of_an_agent_or_an_environment()
     found = []
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if "tests" not in path.relative_to(ROOT).parts:
-                tree = ast.parse(path.read_bytes())
-                found += [f"{path.relative_to(ROOT)}:{n} {v!r}" for n, v in compared(tree) if v in known]
+            code = path.read_text()
+            if "tests" not in path.relative_to(ROOT).parts and any(name in code for name in known):
+                found += [f"{path.relative_to(ROOT)}:{n} {v!r}" for n, v in compared(ast.parse(code)) if v in known]
     assert found == []

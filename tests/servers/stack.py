@@ -95,6 +95,8 @@ class Stack:
         self.served.pop(name).stop()
 
     def close(self) -> None:
+        for served in self.served.values():  # all at once: each needs 0.2 s
+            served.server.should_exit = True
         for name in [*self.served]:
             self.stop(name)
 

@@ -3,6 +3,7 @@ commit and its delivery."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,14 +28,14 @@ def missed(bars: list[Bar]) -> list[Bar]:
 @pytest.mark.parametrize("durability", ["process", "power_loss"])
 async def test_killed_gateway_loses_and_doubles_no_token(tmp_path: Path, durability: str) -> None:
     figures, bars = await kills(tmp_path, seed=11, sessions=12, turns=5, wanted=5, durability=durability)
-    assert missed(bars) == [], figures
+    assert missed(bars) == [], json.dumps(figures, indent=1)
     assert figures["kills"] >= 3 and figures["answers_received"] == 60
     assert figures["requests_hit"] > 0 and figures["torn_tails"] > 0
 
 
 async def test_full_disk_is_said_and_costs_no_committed_turn(tmp_path: Path) -> None:
     figures, bars = await full_disk(tmp_path, seed=11, sessions=6, turns=60)
-    assert missed(bars) == [], figures
+    assert missed(bars) == [], json.dumps(figures, indent=1)
     assert figures["answers_received"] == 360
 
 

@@ -231,6 +231,13 @@ async def test_answer_that_nobody_took_is_excused_by_name_only(run: Run) -> None
     assert len(run.check(without, excused=names[1:])) == 1
 
 
+async def test_excused_answer_may_be_equal_to_the_one_that_was_kept(run: Run) -> None:
+    lost = replace(run.calls[0], key="lost", request_id="lost")
+    run.calls.insert(0, lost)
+    assert run.check(run.trajectories, excused=["lost"]) == []
+    assert len(run.check(run.trajectories)) == 1
+
+
 @pytest.fixture(params=["vllm", "sglang"])
 async def pair(
     request: pytest.FixtureRequest, http: EngineConnections

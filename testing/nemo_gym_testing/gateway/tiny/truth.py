@@ -73,7 +73,9 @@ def check_truth(
     """
     found = _trajectories(trajectories)
     calls = _calls(log)
-    covering = Covering(calls)
+    # An excused answer may equal the one that was sampled after it. Excused calls come last, so that they take no
+    # tokens from a call that must be found.
+    covering = Covering(sorted(calls, key=lambda call: call.request_id in excused))
     model = TinyModel.load(policy_dir)
     report = TruthReport(len(found), len(calls), sum(call.answered for call in calls))
     for number, trajectory in enumerate(found):

@@ -70,7 +70,9 @@ class SweBenchRow:
                 **where,
             )
         if row["eval_type"] not in ("pass_and_fail", "fail_only"):
-            raise RowError(f"SWE-bench row {name}: eval_type is {row['eval_type']!r}, not pass_and_fail or fail_only")
+            raise RowError(
+                f"SWE-bench row {name}: eval_type is {row['eval_type']!r}, not pass_and_fail or fail_only", **where
+            )
         return cls(
             instance_id=_text(row, "instance_id", where),
             repo=_text(row, "repo", where),
@@ -114,7 +116,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _text(row: Mapping[str, Any], field: str, where: Mapping[str, Any]) -> str:
     value = row[field]
     if not isinstance(value, str):
-        raise RowError(f"SWE-bench row {row.get('instance_id')}: {field} must be text, not {type(value).__name__}")
+        raise RowError(
+            f"SWE-bench row {row.get('instance_id')}: {field} must be text, not {type(value).__name__}", **where
+        )
     return value
 
 

@@ -205,6 +205,15 @@ def test_row_is_refused_with_the_fields_named_when_it_is_a_classic_row() -> None
         SweBenchRow.from_mapping(classic)
 
 
+@pytest.mark.parametrize(
+    ("field", "wrong"), [("eval_type", "some"), ("repo", 7), ("FAIL_TO_PASS", "no list"), ("instance_id", None)]
+)
+def test_wrong_field_of_a_row_is_told_with_its_file_and_line(field: str, wrong: object) -> None:
+    with pytest.raises(RowError) as refused:
+        SweBenchRow.from_mapping({**RAW_ROW, field: wrong}, path="rows.jsonl", line=3)
+    assert refused.value.details == {"path": "rows.jsonl", "line": 3}
+
+
 def test_regrade_prints_one_object_per_log_and_then_the_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, Literal
@@ -73,11 +73,9 @@ class DurableSessions(Generic[C, D]):
 
     # -- the process ---------------------------------------------------------------------------------------------
 
-    async def open_journal(
-        self, directory: Path, durability: Durability = "process", *, clock: Callable[[], float] = time.time
-    ) -> None:
+    async def open_journal(self, directory: Path, durability: Durability = "process") -> None:
         """Open the journal and restore every session in it. Raises `JournalBusyError`, `JournalDamagedError`."""
-        self.journal, replayed = SessionJournal.open(directory, durability=durability, clock=clock)
+        self.journal, replayed = SessionJournal.open(directory, durability=durability)
         for session in replayed:
             self._table.add(self._restored(session))
         if replayed:

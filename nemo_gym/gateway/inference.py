@@ -40,7 +40,7 @@ from nemo_gym.gateway.backend import (
 )
 from nemo_gym.gateway.capture import CallCapture, CallRecord
 from nemo_gym.gateway.dialects import PATHS, Dialect
-from nemo_gym.gateway.dialects.adapters import ADAPTERS, DialectAdapter
+from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM, DialectAdapter
 from nemo_gym.gateway.dialects.chat import request_fingerprint
 from nemo_gym.gateway.dialects.errors import (
     ContextOverflowError,
@@ -313,7 +313,6 @@ def _event_end(text: bytes) -> int:
 
 # Replies that report when they were handed over, so that a retry can be told from a new sample.
 
-EVENT_STREAM = "text/event-stream"
 _PIECE_BYTES = 64 * 1024
 
 

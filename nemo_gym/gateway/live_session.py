@@ -264,7 +264,7 @@ class Committed:
     """The turn's place in the journal; also 0 for a call without a session."""
 
 
-LARGE_BYTES = 64 << 10
+_LARGE_TEXT_BYTES = 64 << 10
 """The least size of a text that memory drops: reading a smaller one back costs more than keeping it."""
 _USAGE = tuple(one.name for one in fields(AnswerUsage))
 
@@ -309,7 +309,7 @@ class LargeText:
 
 def large_in(turn: Mapping[str, Any]) -> list[JsonText]:
     """Return the large texts among those that a turn relays."""
-    return [text for text in (turn.get("relayed") or {}).values() if len(text.data) >= LARGE_BYTES]
+    return [text for text in (turn.get("relayed") or {}).values() if len(text.data) >= _LARGE_TEXT_BYTES]
 
 
 def large_texts(turn: Mapping[str, Any], pieces: Sequence[Buffer]) -> list[LargeText]:

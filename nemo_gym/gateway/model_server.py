@@ -29,6 +29,7 @@ from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelErr
 from nemo_gym.contract.session import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling, messages, responses
 from nemo_gym.gateway.dialects.adapters import (
+    EVENT_STREAM,
     models_reply,
     sanitize_streaming_responses_body,
     stream_of,
@@ -94,7 +95,6 @@ __all__ = [
 _CaptureMiddleware = CallWriter
 """NeMo Gym's name, which the test suites of its model servers import."""
 
-EVENT_STREAM = "text/event-stream"
 INFERENCE_PATHS = frozenset({*PATHS, "/v1/models"})
 log = structlog.get_logger(__name__)
 

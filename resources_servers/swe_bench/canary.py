@@ -22,14 +22,13 @@ from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.tar_stream import single_file
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
-    TESTBED,
     EvalSite,
     archive_of,
     evaluation_box,
     exec_in,
     split_script,
 )
-from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.row import TESTBED, SweBenchRow
 from resources_servers.swe_bench.signs import paths_of
 from resources_servers.swe_bench.test_ids import TestId
 
@@ -384,13 +383,12 @@ async def _steps(site: EvalSite, handle: SandboxHandle, script: str) -> None:
     await exec_in(site, handle, ["/bin/bash", "-s"], timeout_s=APPLY_TIMEOUT_S, stdin=stdin)
 
 
-async def _checked(site: EvalSite, handle: SandboxHandle, command: list[str], *, stdin: bytes | None = None) -> str:
+async def _checked(site: EvalSite, handle: SandboxHandle, command: list[str]) -> str:
     result = await exec_in(
         site,
         handle,
         command,
         timeout_s=APPLY_TIMEOUT_S,
-        stdin=stdin,
         max_output_bytes=_MAX_DIFF_BYTES,
     )
     text = result.stdout_bytes.decode("utf-8", "surrogateescape")

@@ -25,9 +25,9 @@ from nemo_gym.sandbox.archive import END_OF_ARCHIVE, pack_bytes
 from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
 from resources_servers.swe_bench import grading
+from resources_servers.swe_bench.row import TESTBED
 from resources_servers.swe_bench.signs import finding_in_tree
 
-TESTBED = "/testbed"
 INPUTS = "/var/tmp/ng-eval"
 APPLY_COMMANDS = (
     ("git", "apply", "--verbose"),

@@ -27,11 +27,11 @@ from nemo_gym.contract.session import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
-from nemo_gym.gateway.dialects.adapters import stream_of
+from nemo_gym.gateway.dialects.adapters import EVENT_STREAM, stream_of
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.model_server import EVENT_STREAM, upstream_error
+from nemo_gym.gateway.model_server import upstream_error
 from nemo_gym.gateway.policy_request import ModelTimeoutError, Usage, chosen_limits, took_too_long
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.requests import JsonResponse

@@ -25,8 +25,7 @@ from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
-from nemo_gym.gateway.dialects.adapters import ADAPTERS, stream_of
-from nemo_gym.gateway.model_server import EVENT_STREAM
+from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM, stream_of
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.requests import JsonResponse
 from nemo_gym.prompt import resolve_path

@@ -13,6 +13,7 @@ from nemo_gym.gateway.dialects.responses import ResponsesAdapter
 from nemo_gym.gateway.dialects.responses_reply import responses_events
 from nemo_gym.gateway.policy_request import Answer, PolicyRequest
 
+EVENT_STREAM = "text/event-stream"
 _LONG_AGO = "1970-01-01T00:00:00Z"
 
 

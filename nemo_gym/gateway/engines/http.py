@@ -260,11 +260,11 @@ class HttpEngine:
             raise self._broken(error) from error
 
     async def post_events(
-        self, route: str, body: Mapping[str, Any], *, echo: bytes | None = None
+        self, route: str, body: Mapping[str, Any], *, echoed_prompt: bytes | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the JSON of each server-sent event, up to the end marker. Raises if the stream ends without it, or if
-        an event is an error. ``echo``: the prompt as JSON, removed from events that repeat it; see `without_echo`.
-        The caller enforces the token limit."""
+        an event is an error. ``echoed_prompt``: the prompt as JSON, removed from events that repeat it; see
+        `without_echo`. The caller enforces the token limit."""
         reader = EventReader()
         at_most = self.endpoint.max_answer_bytes
         async with contextlib.aclosing(self.post_stream(route, body)) as chunks:
@@ -273,7 +273,7 @@ class HttpEngine:
                     if data == DONE:
                         await _read_out(chunks)
                         return
-                    event = self.parsed(without_echo(data, echo))
+                    event = self.parsed(without_echo(data, echoed_prompt))
                     if "error" in event:
                         raise self._event_error(event["error"])
                     yield event

@@ -296,7 +296,7 @@ class VllmEngine(HttpEngine):
         stop_reason: str | int | None = None
         cached: int | None = None
         events = self.post_events(
-            "/v1/completions", self._completions_body(request, stream=True), echo=request.prompt_json
+            "/v1/completions", self._completions_body(request, stream=True), echoed_prompt=request.prompt_json
         )
         try:
             async with contextlib.aclosing(events):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -158,8 +157,7 @@ class SessionJournal:
     """Sessions and their committed turns. Each method takes effect at once for later calls, and returns when its
     change is durable. Turns themselves are not kept in memory: only `open`, after a restart, returns them."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
         self._forgetting: dict[str, _Session] = {}
         self._log: JournalLog
@@ -172,11 +170,10 @@ class SessionJournal:
         *,
         durability: Durability = "power_loss",
         segment_bytes: int = SEGMENT_BYTES,
-        clock: Callable[[], float] = time.time,
     ) -> tuple[SessionJournal, list[ReplayedSession]]:
         """Open the journal in ``directory``. Also returns every session in it that was not forgotten, in order of
         opening. Raises `JournalBusyError`, `JournalDamagedError`."""
-        self = cls(clock)
+        self = cls()
         replayed: dict[str, ReplayedSession] = {}
         segments: dict[str, set[int]] = {}
         incomplete: set[str] = set()
@@ -282,17 +279,6 @@ class SessionJournal:
     async def abort(self, session_id: str, reason: str) -> None:
         """End a session without a result. A repeated call changes nothing."""
         await self._step(session_id, SessionState.ABORTED, b"", reason)
-
-    async def abort_overdue(self) -> list[str]:
-        """Abort the unfinished sessions whose deadline has passed, and return their ids."""
-        now = self._clock()
-        overdue = [
-            session_id
-            for session_id, session in self._sessions.items()
-            if session.state in (SessionState.OPEN, SessionState.COMPLETE) and session.record.deadline_at <= now
-        ]
-        await asyncio.gather(*(self.abort(session_id, DEADLINE_REASON) for session_id in overdue))
-        return overdue
 
     async def forget(self, session_id: str) -> None:
         """Free the space of a session whose result has been taken. Forgetting twice is no error."""

@@ -363,9 +363,8 @@ def guarded_split(name: str, calls: CallFormat) -> CallFormat:
 
 class _GuardedSplit:
     def __init__(self, name: str, calls: CallFormat) -> None:
-        self._name = name
         self._calls = calls
-        self._warned = False
+        self._warned = _WarnOnce(name)
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         try:
@@ -373,8 +372,6 @@ class _GuardedSplit:
             if not all(isinstance(segment, str | ParsedCall) for segment in segments):
                 raise TypeError("it gave something that is neither text nor a ParsedCall")
         except Exception as error:  # noqa: BLE001 - foreign code; an answer that it cannot parse stays text
-            if not self._warned:
-                self._warned = True
-                _log.warning("parser '%s' failed on an answer, which stays text (%s)", self._name, error)
+            self._warned.warn(error)
             return [text]
         return segments

@@ -26,7 +26,6 @@ from resources_servers.swe_bench.confirm.values import Check, Record, is_value
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     INPUTS,
-    TESTBED,
     EvalSite,
     apply_patch,
     archive_of,
@@ -34,7 +33,7 @@ from resources_servers.swe_bench.eval_box import (
     exec_in,
     split_script,
 )
-from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.row import TESTBED, SweBenchRow
 
 _FIRST_HANDLE = 20
 """The shell's file descriptor of the first rendering's archive; the next numbers belong to the others."""

@@ -140,14 +140,11 @@ class _Cleaner(ast.NodeTransformer):
     def visit_With(self, node: ast.With) -> ast.stmt | None:
         self.generic_visit(node)
         if not node.body:
-            if all(item.optional_vars is None or self.gone_or_local(item.optional_vars) for item in node.items):
+            if all(item.optional_vars is None or isinstance(item.optional_vars, ast.Name) for item in node.items):
                 self._remove(*(item.context_expr for item in node.items))
                 return None
             node.body = [ast.Pass()]
         return node
-
-    def gone_or_local(self, target: ast.expr) -> bool:
-        return isinstance(target, ast.Name)
 
     def visit_If(self, node: ast.If) -> ast.stmt | None:
         self.generic_visit(node)

@@ -21,7 +21,6 @@ from nemo_gym.gateway.journal import (
     SessionRecord,
     SessionState,
 )
-from tests.gateway.stubs import Clock
 
 
 def record(session_id: str, deadline_at: float = 5000.0) -> SessionRecord:
@@ -32,10 +31,10 @@ def record(session_id: str, deadline_at: float = 5000.0) -> SessionRecord:
 
 @asynccontextmanager
 async def life(
-    directory: Path, clock: Clock | None = None, segment_bytes: int = 2**20
+    directory: Path, segment_bytes: int = 2**20
 ) -> AsyncIterator[tuple[SessionJournal, dict[str, ReplayedSession]]]:
     """The journal from a start to a clean end; what a kill leaves is tested with real processes."""
-    journal, replayed = SessionJournal.open(directory, clock=clock or Clock(), segment_bytes=segment_bytes)
+    journal, replayed = SessionJournal.open(directory, segment_bytes=segment_bytes)
     try:
         yield journal, {session.record.session_id: session for session in replayed}
     finally:
@@ -149,23 +148,6 @@ async def test_completed_session_keeps_its_reward_info_for_its_owner(tmp_path: P
         await journal.complete("a", b'{"reward": 0.5}')
     async with life(tmp_path) as (_, sessions):
         assert (sessions["a"].state, sessions["a"].result) == (SessionState.COMPLETE, b'{"reward": 0.5}')
-
-
-async def test_overdue_sessions_are_aborted_and_ended_ones_left_alone(tmp_path: Path) -> None:
-    clock = Clock()
-    async with life(tmp_path, clock) as (journal, _):
-        for name, deadline in (("early", 1010.0), ("late", 2000.0), ("done", 1010.0), ("complete", 1010.0)):
-            await journal.opened(record(name, deadline))
-        await journal.finalize("done", b"{}")
-        await journal.complete("complete")
-        assert await journal.abort_overdue() == []
-    clock.now = 1500.0
-    async with life(tmp_path, clock) as (journal, _):
-        assert await journal.abort_overdue() == ["early", "complete"]
-        assert await journal.abort_overdue() == []
-    async with life(tmp_path, clock) as (_, sessions):
-        assert (sessions["early"].state, sessions["early"].reason) == (SessionState.ABORTED, "deadline")
-        assert sessions["done"].state is SessionState.FINALIZED and sessions["late"].state is SessionState.OPEN
 
 
 async def test_turn_stays_committed_when_its_caller_stops_waiting(tmp_path: Path) -> None:

@@ -377,7 +377,7 @@ def _with_recorder(code: Code, text: str, order: Order) -> tuple[str, dict[str, 
     setup = f"const {{ {names} }} = _ng_make(_ng_fs, {_quoted(order.records_path)});"
     suffix = PurePosixPath(code.path).suffix
     unchecked = "// @ts-nocheck\n" if suffix in (".ts", ".tsx", ".mts", ".cts") else ""
-    head, rest = _prologue(code, text)
+    head, rest = _prologue(text)
     if code.is_module:
         name = random_name(order.rng) if order.mode == "blind" else "discovery"
         module = f"{unchecked}import * as _ng_fs from 'fs';\n{script}\nexport {setup}\n{driver}\n"
@@ -394,7 +394,7 @@ def _renamed(text: str, module: str, order: Order) -> tuple[str, str]:
     return _HELPER.sub(lambda match: names[match[0]], text), _HELPER.sub(lambda match: names[match[0]], module)
 
 
-def _prologue(code: Code, text: str) -> tuple[str, str]:
+def _prologue(text: str) -> tuple[str, str]:
     """Split the text after the lines that must stay first: the shebang, comments such as pragmas, ``"use strict"``."""
     match = re.match(r"""(?:\s|#![^\n]*\n|//[^\n]*\n|/\*.*?\*/|(['"])use strict\1;?)*""", text, re.DOTALL)
     end = match.end() if match else 0

@@ -106,6 +106,8 @@ class StagePool:
         self._blocked: dict[int, asyncio.Future[None]] = {}
         """Attempts that wait for a place in the queue."""
         self._queue_of_blocked: deque[int] = deque()
+        self._pauses: dict[int, asyncio.TimerHandle] = {}
+        """Attempts that are to be queued later."""
         self._active: dict[int, tuple[asyncio.Task[None], float]] = {}
         self._workers: list[asyncio.Task[None]] = []
         self._ending = BackgroundTasks()
@@ -121,6 +123,8 @@ class StagePool:
     async def stop(self) -> None:
         """Cancel all workers. The dispatcher releases their attempts."""
         self._stopping = True
+        for pause in self._pauses.values():
+            pause.cancel()
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
@@ -143,7 +147,7 @@ class StagePool:
     def status(self) -> StageStatus:
         now = time.monotonic()
         oldest_s = max((now - since for _, since in self._active.values()), default=0.0)
-        queued = len(self._waiting) + len(self._blocked)
+        queued = len(self._waiting) + len(self._blocked) + len(self._pauses)
         return StageStatus(self._stage.name, queued, len(self._active), self._stage.workers, oldest_s)
 
     def place_of(self, attempt: JobAttempt) -> StagePlace | None:
@@ -151,7 +155,8 @@ class StagePool:
         key = id(attempt)
         if (active := self._active.get(key)) is not None:
             return StagePlace(self._stage.name, active[1])
-        return StagePlace(self._stage.name, None) if key in self._waiting or key in self._blocked else None
+        is_queued = key in self._waiting or key in self._blocked or key in self._pauses
+        return StagePlace(self._stage.name, None) if is_queued else None
 
     async def put(self, attempt: JobAttempt) -> bool:
         """Queue an attempt, waiting for a free place. Return ``False`` if it was stopped before it got one."""
@@ -179,13 +184,24 @@ class StagePool:
         self._waiting[id(attempt)] = attempt
         self._filled.release()
 
+    def put_later(self, attempt: JobAttempt, delay_s: float) -> None:
+        """Queue an attempt as `put_now` does, after a pause. No worker waits meanwhile."""
+        self._pauses[id(attempt)] = asyncio.get_running_loop().call_later(delay_s, self._end_pause, attempt)
+
+    def _end_pause(self, attempt: JobAttempt) -> None:
+        del self._pauses[id(attempt)]
+        self.put_now(attempt)
+
     def interrupt(self, attempt: JobAttempt) -> None:
-        """Stop the attempt if it is in this stage, active or waiting."""
+        """Stop the attempt if it is in this stage: active, waiting, or in a pause before its next try."""
         key = id(attempt)
         if (active := self._active.get(key)) is not None:
             active[0].cancel()
         elif (place := self._blocked.get(key)) is not None and not place.done():
             place.set_result(None)
+        elif (pause := self._pauses.pop(key, None)) is not None:
+            pause.cancel()
+            self._ending.start(self._end_stopped(attempt), name=f"end {attempt.job.job_id}")
         elif self._waiting.pop(key, None) is not None:
             self._offer_place()
             self._ending.start(self._end_stopped(attempt), name=f"end {attempt.job.job_id}")
@@ -719,8 +735,7 @@ class AsyncDispatcher:
             job.failures = (*job.failures, failure)
             job.eval_tries += 1
             log.warning("verification failed, trying again", rollout_id=job.job_id, reason=failure.reason)
-            await asyncio.sleep(delay_s)
-            self._eval.put_now(attempt)
+            self._eval.put_later(attempt, delay_s)
             return
         final = not again and failure.kind is not FailureKind.CANCELLED
         salvaged = await attempt.salvage() if final and attempt.salvage is not None else {}

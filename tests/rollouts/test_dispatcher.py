@@ -148,6 +148,20 @@ async def test_cancel_reaches_attempts_that_wait_behind_workers_that_hang(make_c
         assert (await running.store.counts())[JobState.CLAIMED] == 1
 
 
+async def test_verification_that_is_to_be_tried_again_occupies_no_worker_and_can_be_cancelled(
+    make_chain: MakeChain,
+) -> None:
+    chain = make_chain(environment={"verify_failures": 1})
+    async with Running(chain, 3, concurrency=3, eval_workers=1, retry_delay_s=60) as running:
+        await running.wait(lambda: len(chain.notes("verify")) == 3, "each to fail once, though one worker serves all")
+        await running.wait(lambda: running.dispatcher.stages[-1].queued == 3, "all to wait for their next try")
+        report = await running.dispatcher.cancel(JobSelector(), "not needed")
+        assert (report.queued, report.active) == (0, 3)
+        assert report.seconds < 10
+        assert (await running.store.counts())[JobState.CANCELLED] == 3
+    assert sorted(chain.notes("seed")) == sorted(chain.notes("close"))
+
+
 async def test_deadline_ends_a_job_wherever_it_is(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"hang": ["t0", "t1"]})
     async with Running(chain, 1, concurrency=1, init_workers=1, ready_buffer=1, sweeps=True) as running:

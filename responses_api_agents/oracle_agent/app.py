@@ -80,6 +80,11 @@ class OracleAgent(SimpleResponsesAPIAgent):
             self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
         return self._owner
 
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        if self._owner is not None:
+            await self._owner.aclose()
+
 
 async def _apply(world: World, path: str, patch: str) -> None:
     """Apply a git patch in the box, from a file outside the repository."""

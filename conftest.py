@@ -43,13 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if lanes.is_full(item):
             item.add_marker("full")
-        marks = sorted(lanes.lanes_of(item))
-        for lane in marks:
+        for lane in sorted(lanes.lanes_of(item)):
             item.add_marker(lane)
-        if marks:
-            # List the warning at the end of the run and fail no test: the garbage collector reports the remains of a
-            # killed process in whichever test runs at that moment.
-            item.add_marker(pytest.mark.filterwarnings("default::ResourceWarning"))
     items.sort(key=lanes.order_of)
 
 

@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,10 @@ class Target:
             self._connection = None
             raise WrongAnswerError(f"{path}: no answer: {type(error).__name__}: {error}") from error
         return reply.status, {name.lower(): value for name, value in reply.getheaders()}, body
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
     def session(self) -> dict[str, Any]:
         if not self._session:
@@ -272,7 +276,8 @@ def fuzzed(folder: Path, backend: str = "token") -> Iterator[Target]:
             gateway = GatewayProcess(folder, [url], None, wire="openai", max_body_bytes=1 << 20)
             try:
                 gateway.start()
-                yield Target(gateway)
+                with closing(Target(gateway)) as target:
+                    yield target
             finally:
                 gateway.close()
         return
@@ -282,7 +287,8 @@ def fuzzed(folder: Path, backend: str = "token") -> Iterator[Target]:
     gateway = GatewayProcess(folder, [engine.url], policy, wire="sglang", path_tokens=True, max_body_bytes=1 << 20)
     try:
         gateway.start()
-        yield Target(gateway)
+        with closing(Target(gateway)) as target:
+            yield target
     finally:
         gateway.close()
         engine.stop()

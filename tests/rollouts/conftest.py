@@ -46,6 +46,7 @@ class Chain:
         }
         for server in self.servers.values():
             server.wait_ready()
+        self._collectors: list[subprocess.Popen[bytes]] = []
 
     @property
     def stack(self) -> dict[str, Any]:
@@ -92,7 +93,8 @@ class Chain:
         """Start a collector in a process of its own."""
         given = json.dumps({"stack": self.stack, "run": self.run_keys(**keys)})
         command = [sys.executable, str(HERE / "collect.py"), given]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self._collectors.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        return self._collectors[-1]
 
     def results(self, name: str = "out.jsonl") -> list[dict[str, Any]]:
         path = self.directory / name
@@ -104,6 +106,9 @@ class Chain:
         return [(rollout_id, int(attempt)) for kind, rollout_id, attempt in split if kind == what]
 
     def stop(self) -> None:
+        for collector in self._collectors:
+            with collector:
+                collector.kill()
         for server in self.servers.values():
             server.stop()
 

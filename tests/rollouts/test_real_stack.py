@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -116,10 +115,9 @@ def test_run_of_an_agents_own_is_sampled_as_the_run_says_and_gives_its_tokens(tm
 def test_each_result_stands_once_when_ng_run_was_killed_and_resumed(tmp_path: Path) -> None:
     write_rows(tmp_path, 400)
     words = ("agent=one_shot", "environment=choice_questions", "concurrency=4")
-    process = ng_run(tmp_path, *words)
-    wait_until(lambda: len(results_so_far(tmp_path)) >= 20, "results", DEADLINE_S)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with ng_run(tmp_path, *words) as process:
+        wait_until(lambda: len(results_so_far(tmp_path)) >= 20, "results", DEADLINE_S)
+        process.kill()
     before = results_so_far(tmp_path)
     assert len(before) < 400
     finish(ng_run(tmp_path, *words))

@@ -90,6 +90,7 @@ async def test_docker_exec_timeout_kills_the_tree_with_daemons_that_hide(boxes: 
     assert (done.outcome, done.error_type, done.return_code) == (ExecOutcome.TIMED_OUT, "timeout", None)
     assert commands(box) == ["sleep 4001"]
     await keeper.kill()
+    assert [type(event) async for event in keeper.events()] == [ExecEnd]
 
 
 async def test_docker_exec_timeout_kills_a_daemon_without_any_trace_when_it_ran_alone(
@@ -189,6 +190,8 @@ async def test_docker_signal_reaches_the_whole_tree(boxes: Boxes, box: SandboxHa
     await until(lambda: len(commands(box)) == 3)
     await process.signal(signal.SIGTERM)
     await until(lambda: commands(box) == [])
+    (end,) = [event async for event in process.events()]
+    assert isinstance(end, ExecEnd) and (end.outcome, end.signal) == (ExecOutcome.SIGNALED, signal.SIGTERM)
 
 
 async def test_docker_execs_run_side_by_side_beyond_the_thread_pool(boxes: Boxes, box: SandboxHandle) -> None:

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import uuid
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -217,7 +218,7 @@ async def test_client_that_stops_reading_neither_blocks_the_command_nor_fills_me
             ended = (await box.ask("GET", f"/execs/{exec_id}?wait_s=60")).json
             assert ended["end"]["output_bytes"] == 150_000_000
             assert broker.process is not None
-            status = open(f"/proc/{broker.process.pid}/status").read()  # noqa: ASYNC230, PTH123, SIM115
+            status = Path(f"/proc/{broker.process.pid}/status").read_text()
             resident_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
             assert resident_kib < 300 * 1024
 

@@ -69,6 +69,12 @@ class Owner:
         self.http = httpx.Client(base_url=broker.url, timeout=60)
         self.caller = broker.caller(name, role)
 
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.http.close()
+
     def ask(self, method: str, path: str, headers: Headers, **options: Any) -> Any:
         answer = self.http.request(method, path, headers=headers, **options)
         assert answer.status_code < 300, answer.text
@@ -106,9 +112,8 @@ def operations(broker: BrokerProcess) -> Mapping[str, Any]:
 
 @pytest.fixture(scope="module")
 def owner(broker: BrokerProcess) -> Iterator[Owner]:
-    made = Owner(broker)
-    yield made
-    made.http.close()
+    with Owner(broker) as made:
+        yield made
 
 
 def taken(operation: Any) -> str | None:
@@ -227,8 +232,8 @@ def test_no_token_opens_what_it_is_not_for_on_any_route(
     broker: BrokerProcess, owner: Owner, operations: Mapping[str, Any]
 ) -> None:
     box, other = owner.box(), owner.box()
-    another_rollout = Owner(broker, "another", Role.ENVIRONMENT)
-    foreign = another_rollout.box()
+    with Owner(broker, "another", Role.ENVIRONMENT) as another_rollout:
+        foreign = another_rollout.box()
     ended = owner.mint(box.sandbox_id, box.tokens["owner"], "operate", ttl_s=0.2)["token"]
     revoked = owner.mint(box.sandbox_id, box.tokens["owner"], "operate")
     owner.ask("DELETE", f"{box.path}/leases/{revoked['lease_id']}", bearer(box.tokens["owner"]))

@@ -38,6 +38,7 @@ class Setting:
         self.gateway = gateway
         self._http = http
         self._opened: dict[str, Any] = {}
+        self._calls: list[Call] = []
 
     async def request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         async with self._http.request(
@@ -54,7 +55,12 @@ class Setting:
         body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": stream}
         headers = {"Authorization": f"Bearer {self._opened['inference_token']}"}
         path = f"/sessions/{self._opened['session_id']}/v1/chat/completions"
-        return await Call.send(self.gateway.port, path, body, headers, buffer_bytes=buffer_bytes)
+        self._calls.append(await Call.send(self.gateway.port, path, body, headers, buffer_bytes=buffer_bytes))
+        return self._calls[-1]
+
+    def hang_up(self) -> None:
+        for call in self._calls:
+            call.leave(Leave.CLOSE)
 
     async def restart(self) -> None:
         await asyncio.to_thread(self.gateway.kill)
@@ -68,8 +74,11 @@ async def setting(folder: Path) -> AsyncIterator[Setting]:
         try:
             await asyncio.to_thread(gateway.start)
             there = Setting(engine, gateway, http)
-            await there.open()
-            yield there
+            try:
+                await there.open()
+                yield there
+            finally:
+                there.hang_up()
         finally:
             await asyncio.to_thread(gateway.close)
 
@@ -86,7 +95,6 @@ async def test_answer_that_the_kernel_has_not_taken_is_given_again_after_a_kill(
         slow.leave(Leave.CLOSE)
         again = await there.ask(stream=False)
         status, body = await again.whole()
-        again.leave(Leave.CLOSE)
         assert status == 200 and body.count(b"b" * 100) == LONG // 100
         assert len(there.engine.calls) == 1, "sampled once"
 

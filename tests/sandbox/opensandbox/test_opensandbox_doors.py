@@ -227,7 +227,8 @@ async def test_box_that_grants_more_than_the_window_is_sent_no_more_at_once(tmp_
 
     async def large(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(bytes(3 * WINDOW_BYTES))
-        writer.write_eof()
+        await writer.drain()
+        writer.close()
 
     async def reached(count: int) -> bool:
         return sent.bytes >= count

@@ -161,7 +161,7 @@ class StagePool:
     async def put(self, attempt: JobAttempt) -> bool:
         """Queue an attempt, waiting for a free place. Return ``False`` if it was stopped before it got one."""
         key = id(attempt)
-        while len(self._waiting) >= self._buffer:
+        while self._is_full():
             place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._blocked[key] = place
             self._queue_of_blocked.append(key)
@@ -178,6 +178,12 @@ class StagePool:
                 return False
         self.put_now(attempt)
         return True
+
+    def _is_full(self) -> bool:
+        """Whether the queue is, or the stage holds as many attempts as its queue and its workers would without pauses:
+        each has a session open, and perhaps a box, so a verifier that fails for all must hold up the stage before."""
+        held = len(self._waiting) + len(self._active) + len(self._pauses)
+        return len(self._waiting) >= self._buffer or held >= self._buffer + self._stage.workers
 
     def put_now(self, attempt: JobAttempt) -> None:
         """Queue an attempt even if the queue is full: for the feeder, and for attempts that resume at EVAL."""
@@ -201,6 +207,7 @@ class StagePool:
             place.set_result(None)
         elif (pause := self._pauses.pop(key, None)) is not None:
             pause.cancel()
+            self._offer_place()
             self._ending.start(self._end_stopped(attempt), name=f"end {attempt.job.job_id}")
         elif self._waiting.pop(key, None) is not None:
             self._offer_place()
@@ -260,6 +267,8 @@ class StagePool:
                 failure = self._stage.classify(error)
             finally:
                 self._active.pop(id(attempt), None)
+                if self._pauses:
+                    self._offer_place()
             if failure is not None:
                 await self._on_failure(attempt, failure)
             elif result is not None:

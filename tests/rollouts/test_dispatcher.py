@@ -148,18 +148,28 @@ async def test_cancel_reaches_attempts_that_wait_behind_workers_that_hang(make_c
         assert (await running.store.counts())[JobState.CLAIMED] == 1
 
 
-async def test_verification_that_is_to_be_tried_again_occupies_no_worker_and_can_be_cancelled(
-    make_chain: MakeChain,
-) -> None:
+async def test_verifications_that_pause_occupy_no_worker_and_are_bounded_and_can_end(make_chain: MakeChain) -> None:
     chain = make_chain(environment={"verify_failures": 1})
-    async with Running(chain, 3, concurrency=3, eval_workers=1, retry_delay_s=60) as running:
-        await running.wait(lambda: len(chain.notes("verify")) == 3, "each to fail once, though one worker serves all")
-        await running.wait(lambda: running.dispatcher.stages[-1].queued == 3, "all to wait for their next try")
+    async with Running(chain, 6, concurrency=2, eval_workers=1, init_workers=2, retry_delay_s=60) as running:
+        await running.wait(lambda: len(chain.notes("verify")) == 2, "each to fail once, though one worker serves both")
+        await running.wait(lambda: len(chain.notes("act")) == 4, "the agents' workers to hold one each")
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            # As many pause as the worker and the queue's one place would hold.
+            assert (len(chain.notes("verify")), len(chain.notes("act"))) == (2, 4)
         report = await running.dispatcher.cancel(JobSelector(), "not needed")
-        assert (report.queued, report.active) == (0, 3)
+        assert report.queued + report.active == 6
         assert report.seconds < 10
-        assert (await running.store.counts())[JobState.CANCELLED] == 3
+        assert (await running.store.counts())[JobState.CANCELLED] == 6
     assert sorted(chain.notes("seed")) == sorted(chain.notes("close"))
+
+
+async def test_every_verification_that_paused_is_tried_again(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"verify_failures": 1})
+    async with Running(chain, 12, concurrency=2, eval_workers=1, init_workers=2, retry_delay_s=0.2) as running:
+        await running.dispatcher.drain()
+        assert (await running.store.counts())[JobState.DONE] == 12
+    assert len(chain.notes("verify")) == 24
 
 
 async def test_deadline_ends_a_job_wherever_it_is(make_chain: MakeChain) -> None:

@@ -47,12 +47,10 @@ test: test-system engine clis lint ## lint, types and the test suite, with real 
 	-@scripts/install-apptainer
 	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) $(ARGS)
 
-test-full: test-system engine clis trainers lint ## also real engines and trainers, the slow tests, the fault campaigns and the benches
+test-full: test-system engine clis trainers lint ## also real engines and trainers, the slow tests, campaigns, benches; continues where it stopped (ARGS=tests|faults|benches AGAIN=1)
 	-@scripts/install-apptainer
 	@scripts/install-engines
-	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) --hypothesis-profile=search $(ARGS)
-	@scripts/with-engine $(PY) -m pytest -q -m full --hypothesis-profile=search $(ARGS)
-	@scripts/with-engine scripts/campaigns
+	@scripts/with-engine scripts/test-full $(ARGS)
 
 docs: setup      ## the documentation as static pages, in fern/site; broken links, components and code blocks fail
 	@$(PY) -m nemo_gym.view.docs

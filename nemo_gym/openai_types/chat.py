@@ -31,6 +31,7 @@ from openai.types.chat.chat_completion_message_custom_tool_call import ChatCompl
 from openai.types.chat.chat_completion_message_custom_tool_call_param import (
     ChatCompletionMessageCustomToolCallParam,
 )
+from openai.types.chat.chat_completion_message_function_tool_call_param import Function
 from openai.types.chat.completion_create_params import ResponseFormat, WebSearchOptions
 from openai.types.shared_params import FunctionDefinition, Metadata, ReasoningEffort
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
@@ -78,37 +79,18 @@ class NeMoGymChatCompletion(ChatCompletion):
     choices: list[NeMoGymChoice]  # type: ignore[assignment]
 
 
-class NeMoGymFunctionDefinition(FunctionDefinition):
-    pass
-
-
-class NeMoGymChatCompletionToolParam(ChatCompletionToolParam):
-    function: Required[NeMoGymFunctionDefinition]
-
-
-class NeMoGymChatCompletionCustomToolParam(ChatCompletionCustomToolParam):
-    pass
-
-
+NeMoGymFunctionDefinition: TypeAlias = FunctionDefinition
+NeMoGymChatCompletionToolParam: TypeAlias = ChatCompletionToolParam
+NeMoGymChatCompletionCustomToolParam: TypeAlias = ChatCompletionCustomToolParam
 NeMoGymChatCompletionToolUnionParam: TypeAlias = Annotated[
     NeMoGymChatCompletionToolParam | NeMoGymChatCompletionCustomToolParam, Field(discriminator="type")
 ]
 
 
-class NeMoGymChatCompletionContentPartTextParam(ChatCompletionContentPartTextParam):
-    pass
-
-
-class NeMoGymChatCompletionContentPartImageParam(ChatCompletionContentPartImageParam):
-    pass
-
-
-class NeMoGymChatCompletionContentPartInputAudioParam(ChatCompletionContentPartInputAudioParam):
-    pass
-
-
-class NeMoGymChatCompletionContentPartFileParam(File):
-    pass
+NeMoGymChatCompletionContentPartTextParam: TypeAlias = ChatCompletionContentPartTextParam
+NeMoGymChatCompletionContentPartImageParam: TypeAlias = ChatCompletionContentPartImageParam
+NeMoGymChatCompletionContentPartInputAudioParam: TypeAlias = ChatCompletionContentPartInputAudioParam
+NeMoGymChatCompletionContentPartFileParam: TypeAlias = File
 
 
 class NeMoGymChatCompletionContentPartVideoUrlParam(TypedDict, total=False):
@@ -139,19 +121,9 @@ class NeMoGymChatCompletionDeveloperMessageParam(ChatCompletionDeveloperMessageP
     content: Required[str | _TextParts]  # type: ignore[misc]
 
 
-class NeMoGymChatCompletionMessageToolCallFunctionParam(TypedDict, total=False):
-    arguments: Required[str]
-    name: Required[str]
-
-
-class NeMoGymChatCompletionMessageToolCallParam(ChatCompletionMessageFunctionToolCallParam):
-    function: NeMoGymChatCompletionMessageToolCallFunctionParam
-
-
-class NeMoGymChatCompletionMessageCustomToolCallParam(ChatCompletionMessageCustomToolCallParam):
-    pass
-
-
+NeMoGymChatCompletionMessageToolCallFunctionParam: TypeAlias = Function
+NeMoGymChatCompletionMessageToolCallParam: TypeAlias = ChatCompletionMessageFunctionToolCallParam
+NeMoGymChatCompletionMessageCustomToolCallParam: TypeAlias = ChatCompletionMessageCustomToolCallParam
 NeMoGymChatCompletionMessageToolCallUnionParam: TypeAlias = Annotated[
     NeMoGymChatCompletionMessageToolCallParam | NeMoGymChatCompletionMessageCustomToolCallParam,
     Field(discriminator="type"),

@@ -107,8 +107,7 @@ NeMoGymResponseInputContentPart: TypeAlias = Annotated[
 NeMoGymResponseInputContentList: TypeAlias = list[NeMoGymResponseInputContentPart]
 
 
-class NeMoGymResponseInputText(ResponseInputTextParam):
-    pass
+NeMoGymResponseInputText: TypeAlias = ResponseInputTextParam
 
 
 class NeMoGymEasyInputMessage(BaseModel):

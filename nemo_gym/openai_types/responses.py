@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from openai.types.responses import (
     FunctionToolParam,
@@ -20,9 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.openai_types.items import NeMoGymResponseInput, NeMoGymResponseOutputItem
 
-
-class NeMoGymFunctionToolParam(FunctionToolParam):
-    pass
+NeMoGymFunctionToolParam: TypeAlias = FunctionToolParam
 
 
 class NeMoGymResponseCreateParamsNonStreaming(BaseModel):

@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import orjson
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.parsing.formats import CallFormat, ParsedAnswer, ParsedCall, Segment, Tool, is_object
+from nemo_gym.gateway.parsing.formats import ParsedAnswer, ParsedCall, Segment, Tool, is_object
 
 if TYPE_CHECKING:
     from nemo_gym.gateway.tokens.policy import PolicyTokenizer
@@ -41,9 +40,11 @@ def imported(field: str, parser: str, *modules: str) -> Any:
     ) from problem
 
 
-def unknown_parser(field: str, name: str, known: Iterable[str]) -> ConfigError:
-    listed = sorted(known)
-    return ConfigError(f"{field}: unknown parser '{name}'{nearest(name, listed)}; known are {', '.join(listed)}")
+def unknown_parser(field: str, name: str, known: Iterable[str], elsewhere: str = "") -> ConfigError:
+    listed = [*known]
+    return ConfigError(
+        f"{field}: unknown parser '{name}'{nearest(name, listed)}; known are {', '.join(listed)}{elsewhere}"
+    )
 
 
 def transformers_tokenizer(field: str, parser: str, policy: PolicyTokenizer) -> Any:
@@ -56,101 +57,79 @@ def transformers_tokenizer(field: str, parser: str, policy: PolicyTokenizer) -> 
 
 _log = logging.getLogger(__name__)
 
-ExtractCalls = Callable[[str, Sequence[Tool] | None], tuple[str | None, Iterable[tuple[object, object]]]]
-"""``(text, tools)`` → the text without its calls, and the calls' names and arguments."""
-ExtractReasoning = Callable[[str, str], tuple[str | None, str | None]]
-"""``(text, prompt_tail)`` → reasoning and content."""
-ExtractAnswer = Callable[[str, str, Sequence[Tool] | None], ParsedAnswer]
-"""``(text, prompt_tail, tools)`` → the whole answer."""
 
+class _Guarded:
+    """A parser of another package, and a context that suppresses its failures, so that the answer stays text. Only the
+    first failure is logged: a parser that fails on one answer fails on many."""
 
-@dataclass(slots=True)
-class _WarnOnce:
-    """Logs a parser's failure only once: a parser that fails on one answer fails on many."""
+    def __init__(self, name: str, foreign: Callable[..., Any]) -> None:
+        self.name = name
+        self._foreign = foreign
+        self._failed = False
 
-    name: str
-    done: bool = False
+    def __enter__(self) -> None:
+        pass
 
-    def warn(self, error: Exception) -> None:
-        if not self.done:
-            self.done = True
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception) and not self._failed:
+            self._failed = True
             _log.warning(
                 "parser '%s' failed on an answer, which stays text (%s: %s)", self.name, type(error).__name__, error
             )
+        return isinstance(error, Exception)
 
 
-@dataclass(slots=True)
-class GuardedCalls:
-    """Calls found by another package's parser. It does not return their places, so the text comes before the calls."""
-
-    name: str
-    extract: ExtractCalls
-    _warned: _WarnOnce = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._warned = _WarnOnce(self.name)
+class GuardedCalls(_Guarded):
+    """A format of calls: ``(text, tools)`` → text and calls, in order."""
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
-        try:
-            content, raw_calls = self.extract(text, tools)
-            calls = [_checked(*call) for call in raw_calls]
-        except Exception as error:  # noqa: BLE001 - foreign code; an answer that it cannot parse stays text
-            self._warned.warn(error)
-            return [text]
-        return [content or "", *calls] if calls else [text]
+        with self:
+            segments = list(self._foreign(text, tools))
+            if not all(isinstance(segment, str | ParsedCall) for segment in segments):
+                raise TypeError("it gave something that is neither text nor a ParsedCall")
+            return segments
+        return [text]
 
 
-@dataclass(slots=True)
-class GuardedReasoning:
-    """Reasoning found by another package's parser."""
-
-    name: str
-    extract: ExtractReasoning
-    _warned: _WarnOnce = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._warned = _WarnOnce(self.name)
+class GuardedReasoning(_Guarded):
+    """A format of reasoning: ``(text, prompt_tail)`` → reasoning and content."""
 
     def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
-        try:
-            reasoning, content = self.extract(text, prompt_tail)
-        except Exception as error:  # noqa: BLE001 - foreign code; see above
-            self._warned.warn(error)
-            return None, text
-        thought = (reasoning or "").strip() or None
-        if thought is None and (content or "").strip() == text.strip():
-            return None, text
-        return thought, (content or "").lstrip() or None
+        with self:
+            reasoning, content = self._foreign(text, prompt_tail)
+            thought = (reasoning or "").strip() or None
+            if thought is None and (content or "").strip() == text.strip():
+                return None, text
+            return thought, (content or "").lstrip() or None
+        return None, text
 
 
-@dataclass(slots=True)
-class GuardedAnswers:
-    """Whole answers parsed by another package."""
-
-    name: str
-    extract: ExtractAnswer
-    _warned: _WarnOnce = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._warned = _WarnOnce(self.name)
+class GuardedAnswers(_Guarded):
+    """A parser of whole answers: ``(text, prompt_tail=…, tools=…)`` → the answer."""
 
     def parse(
         self, text: str, *, prompt_tail: str, tools: Sequence[Tool] | None, parse_calls: bool = True
     ) -> ParsedAnswer:
-        try:
-            answer = self.extract(text, prompt_tail, tools)
+        with self:
+            answer: ParsedAnswer = self._foreign(text, prompt_tail=prompt_tail, tools=tools)
             for call in answer.calls:
                 _checked(call.name, call.arguments)
-        except Exception as error:  # noqa: BLE001 - foreign code; see above
-            self._warned.warn(error)
-            return ParsedAnswer(text)
-        return answer if parse_calls or not answer.calls else ParsedAnswer(text)
+            if parse_calls or not answer.calls:
+                return answer
+        return ParsedAnswer(text)
 
 
 def _checked(name: object, arguments: object) -> ParsedCall:
     if not isinstance(name, str) or not name or not isinstance(arguments, str) or not is_object(arguments):
         raise ValueError(f"it gave a call '{name}' whose arguments are no JSON object")
     return ParsedCall(name, arguments)
+
+
+def _text_and_calls(text: str, content: str | None, calls: Iterable[tuple[object, object]]) -> list[Segment]:
+    """Return the segments of ``text`` from engines' parsers, which do not return the places of calls: the text comes
+    before them."""
+    checked = [_checked(*call) for call in calls]
+    return [content or "", *checked] if checked else [text]
 
 
 # transformers' parser of whole answers, controlled by a ``response_template`` in model repositories.
@@ -168,7 +147,7 @@ def transformers_answers(path: str) -> GuardedAnswers:
     template = _template(Path(path))
     parse = imported("tool_parser", full, "transformers.utils.chat_parsing").parse_response
 
-    def extract(text: str, prompt_tail: str, tools: Sequence[Tool] | None) -> ParsedAnswer:
+    def answer(text: str, prompt_tail: str, tools: Sequence[Tool] | None) -> ParsedAnswer:
         offered = [dict(tool) for tool in tools] if tools else None
         return _answer(parse(text, template, prefix=prompt_tail, tools=offered))
 
@@ -177,7 +156,7 @@ def transformers_answers(path: str) -> GuardedAnswers:
     except (ValueError, KeyError, TypeError) as error:
         if "missing from parsed output" not in str(error):  # an empty answer may lack required fields
             raise ConfigError(f"tool_parser: '{path}' holds no response_template ({error})") from error
-    return GuardedAnswers(full, extract)
+    return GuardedAnswers(full, answer)
 
 
 def _template(path: Path) -> dict[str, Any]:
@@ -215,39 +194,34 @@ def vllm_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
     """Return vLLM's parser of calls. Raises `ConfigError` if vLLM is not installed, or has no such parser."""
     full = f"vllm:{name}"
     manager = imported("tool_parser", full, *_TOOL_PARSERS).ToolParserManager
-    try:
-        kind = manager.get_tool_parser(name)
-    except KeyError as error:
-        raise unknown_parser("tool_parser", full, _registered(manager)) from error
+    kind = _registered("tool_parser", full, manager, manager.get_tool_parser)
     tokenizer = transformers_tokenizer("tool_parser", full, policy)
     takes_tools = "tools" in inspect.signature(kind).parameters
     request_type = _request_type("tool_parser", full)
 
-    def extract(text: str, tools: Sequence[Tool] | None) -> tuple[str | None, Iterable[tuple[object, object]]]:
+    def split(text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         request = _request(request_type, tools)
         parser = kind(tokenizer, request.tools) if takes_tools else kind(tokenizer)  # it keeps state per answer
         parsed = parser.extract_tool_calls(text, request)
-        return parsed.content, [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
+        calls = ((call.function.name, call.function.arguments) for call in parsed.tool_calls)
+        return _text_and_calls(text, parsed.content, calls)
 
     with _checked_at_start("tool_parser", full):
-        extract("", None)
-    return GuardedCalls(full, extract)
+        split("", None)
+    return GuardedCalls(full, split)
 
 
 def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
     """Return vLLM's parser of reasoning. Raises `ConfigError` if vLLM is not installed, or has no such parser."""
     full = f"vllm:{name}"
     manager = imported("reasoning_parser", full, "vllm.reasoning").ReasoningParserManager
-    try:
-        kind = manager.get_reasoning_parser(name)
-    except KeyError as error:
-        raise unknown_parser("reasoning_parser", full, _registered(manager)) from error
+    kind = _registered("reasoning_parser", full, manager, manager.get_reasoning_parser)
     tokenizer = transformers_tokenizer("reasoning_parser", full, policy)
     request_type = _request_type("reasoning_parser", full)
     with _checked_at_start("reasoning_parser", full):
         kind(tokenizer)
 
-    def extract(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+    def split(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
         parser = kind(tokenizer)
         if hasattr(parser, "set_prompt_token_ids"):
             parser.set_prompt_token_ids(policy.encode(prompt_tail))
@@ -255,7 +229,7 @@ def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
         reasoning, content = method(text, _request(request_type, None))
         return reasoning, content
 
-    return GuardedReasoning(full, extract)
+    return GuardedReasoning(full, split)
 
 
 @contextmanager
@@ -267,9 +241,11 @@ def _checked_at_start(field: str, full: str) -> Iterator[None]:
         raise ConfigError(f"{field}: '{full}' cannot be used with this policy: {error}") from error
 
 
-def _registered(manager: Any) -> Sequence[str]:
-    names: Sequence[str] = manager.list_registered()
-    return names
+def _registered(field: str, full: str, manager: Any, find: Callable[[str], Any]) -> Any:
+    try:
+        return find(full.removeprefix("vllm:"))
+    except KeyError as error:
+        raise unknown_parser(field, full, sorted(manager.list_registered())) from error
 
 
 def _request_type(field: str, full: str) -> Any:
@@ -293,17 +269,17 @@ def sglang_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
     full = f"sglang:{name}"
     kind = imported("tool_parser", full, "sglang.srt.function_call.function_call_parser").FunctionCallParser
     if name not in kind.ToolCallParserEnum:
-        raise unknown_parser("tool_parser", full, kind.ToolCallParserEnum)
+        raise unknown_parser("tool_parser", full, sorted(kind.ToolCallParserEnum))
     protocol = imported("tool_parser", full, "sglang.srt.entrypoints.openai.protocol")
     options = _tokenizer_option(kind, "tool_parser", full, policy)
 
-    def extract(text: str, tools: Sequence[Tool] | None) -> tuple[str | None, Iterable[tuple[object, object]]]:
+    def split(text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         offered = [protocol.Tool.model_validate(dict(tool)) for tool in tools or ()]
         parser = kind(offered, name, **options)  # it keeps state per answer
         content, raw_calls = parser.parse_non_stream(text)
-        return content, [(call.name, call.parameters) for call in raw_calls]
+        return _text_and_calls(text, content, ((call.name, call.parameters) for call in raw_calls))
 
-    return GuardedCalls(full, extract)
+    return GuardedCalls(full, split)
 
 
 def sglang_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
@@ -311,10 +287,10 @@ def sglang_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
     full = f"sglang:{name}"
     kind = imported("reasoning_parser", full, "sglang.srt.parser.reasoning_parser").ReasoningParser
     if name not in kind.DetectorMap:
-        raise unknown_parser("reasoning_parser", full, kind.DetectorMap)
+        raise unknown_parser("reasoning_parser", full, sorted(kind.DetectorMap))
     options = _tokenizer_option(kind, "reasoning_parser", full, policy)
 
-    def extract(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+    def split(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
         parser = kind(name, stream_reasoning=False, **options)
         opening = getattr(parser.detector, "think_start_token", None)
         if opening and prompt_tail.rstrip().endswith(opening):
@@ -322,7 +298,7 @@ def sglang_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
         reasoning, content = parser.parse_non_stream(text)
         return reasoning, content
 
-    return GuardedReasoning(full, extract)
+    return GuardedReasoning(full, split)
 
 
 def _tokenizer_option(kind: Any, field: str, full: str, policy: PolicyTokenizer) -> dict[str, Any]:
@@ -345,33 +321,3 @@ def made_by(field: str, path: str, policy: PolicyTokenizer) -> object:
         raise ConfigError(f"{field}: '{path}' is not callable; a factory is called with the policy's tokenizer")
     parser: object = factory(policy)
     return parser
-
-
-def guarded_parse(name: str, parse: Callable[..., ParsedAnswer]) -> GuardedAnswers:
-    """Guard a third party's parser of whole answers."""
-
-    def extract(text: str, prompt_tail: str, tools: Sequence[Tool] | None) -> ParsedAnswer:
-        return parse(text, prompt_tail=prompt_tail, tools=tools)
-
-    return GuardedAnswers(name, extract)
-
-
-def guarded_split(name: str, calls: CallFormat) -> CallFormat:
-    """Guard a third party's format of calls, which keeps the order of text and calls."""
-    return _GuardedSplit(name, calls)
-
-
-class _GuardedSplit:
-    def __init__(self, name: str, calls: CallFormat) -> None:
-        self._calls = calls
-        self._warned = _WarnOnce(name)
-
-    def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
-        try:
-            segments = list(self._calls.split(text, tools))
-            if not all(isinstance(segment, str | ParsedCall) for segment in segments):
-                raise TypeError("it gave something that is neither text nor a ParsedCall")
-        except Exception as error:  # noqa: BLE001 - foreign code; an answer that it cannot parse stays text
-            self._warned.warn(error)
-            return [text]
-        return segments

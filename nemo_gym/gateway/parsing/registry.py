@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.parsing.engine_parsers import (
+    GuardedAnswers,
+    GuardedCalls,
     GuardedReasoning,
-    guarded_parse,
-    guarded_split,
     made_by,
     sglang_calls,
     sglang_reasoning,
     transformers_answers,
+    unknown_parser,
     vllm_calls,
     vllm_reasoning,
 )
@@ -130,71 +130,69 @@ def answer_parser(
 
     Raises `ConfigError` for unknown names (with a list of the known ones) and for missing packages.
     """
-    calls = _calls(policy, tool_parser)
-    if not isinstance(calls, tuple):
+    calls_name = _detected_or_none(policy) if tool_parser == "auto" else tool_parser
+    calls = _calls(policy, calls_name)
+    if calls is not None and not isinstance(calls, CallFormat):
         if reasoning_parser not in ("auto", "none"):
             raise ConfigError(
                 f"reasoning_parser: tool_parser '{tool_parser}' parses whole answers, reasoning included; leave it out"
             )
         return calls
-    reasoning, reasoning_name = _reasoning(policy, reasoning_parser)
-    return ComposedParser(f"{calls[1]}+{reasoning_name}", reasoning, calls[0])
+    reasoning_name = detected_reasoning(policy) if reasoning_parser == "auto" else reasoning_parser
+    name = f"{'text' if calls is None else calls_name}+{reasoning_name}"
+    return ComposedParser(name, _reasoning(policy, reasoning_name), calls)
 
 
-def _calls(policy: PolicyTokenizer, name: str) -> tuple[CallFormat | None, str] | AnswerParser:
-    if name == "auto":
-        found = detected_calls(policy)
-        if found is None:
-            _log.warning(
-                "tool_parser: the policy's chat template does not write tool calls in any known format; answers stay"
-                " text (set tool_parser to one of %s, or to %s)",
-                ", ".join(_TOOL_PARSERS[1:]),
-                _ELSEWHERE,
-            )
-            return None, "text"
-        name = found
+def _detected_or_none(policy: PolicyTokenizer) -> str:
+    found = detected_calls(policy)
+    if found is None:
+        _log.warning(
+            "tool_parser: the policy's chat template does not write tool calls in any known format; answers stay"
+            " text (set tool_parser to one of %s, or to %s)",
+            ", ".join(_TOOL_PARSERS[1:]),
+            _ELSEWHERE,
+        )
+    return found or "none"
+
+
+def _calls(policy: PolicyTokenizer, name: str) -> CallFormat | AnswerParser | None:
     if name == "none":
-        return None, "text"
+        return None
     if name == "harmony":
         return Harmony()
     if name in CALL_FORMATS:
-        return CALL_FORMATS[name], name
-    package, colon, parser_name = name.partition(":")
-    if not colon:
-        raise _unknown("tool_parser", name, _TOOL_PARSERS)
+        return CALL_FORMATS[name]
+    package, parser_name = _elsewhere("tool_parser", name, _TOOL_PARSERS)
     if package == "vllm":
-        return vllm_calls(parser_name, policy), name
+        return vllm_calls(parser_name, policy)
     if package == "sglang":
-        return sglang_calls(parser_name, policy), name
+        return sglang_calls(parser_name, policy)
     if package == "transformers":
         return transformers_answers(parser_name)
     parser = made_by("tool_parser", name, policy)
     if isinstance(parser, CallFormat):
-        return guarded_split(name, parser), name
+        return GuardedCalls(name, parser.split)
     if callable(parse := getattr(parser, "parse", None)):
-        return guarded_parse(name, parse)
+        return GuardedAnswers(name, parse)
     raise ConfigError(f"tool_parser: the object from factory '{name}' has neither 'split' nor 'parse'")
 
 
-def _reasoning(policy: PolicyTokenizer, name: str) -> tuple[ReasoningFormat, str]:
-    if name == "auto":
-        name = detected_reasoning(policy)
+def _reasoning(policy: PolicyTokenizer, name: str) -> ReasoningFormat:
     if name in REASONING_FORMATS:
-        return REASONING_FORMATS[name], name
-    package, colon, parser_name = name.partition(":")
-    if not colon:
-        raise _unknown("reasoning_parser", name, _REASONING_PARSERS)
+        return REASONING_FORMATS[name]
+    package, parser_name = _elsewhere("reasoning_parser", name, _REASONING_PARSERS)
     if package == "vllm":
-        return vllm_reasoning(parser_name, policy), name
+        return vllm_reasoning(parser_name, policy)
     if package == "sglang":
-        return sglang_reasoning(parser_name, policy), name
+        return sglang_reasoning(parser_name, policy)
     parser = made_by("reasoning_parser", name, policy)
     if not callable(split := getattr(parser, "split", None)):
         raise ConfigError(f"reasoning_parser: the object from factory '{name}' has no method 'split'")
-    return GuardedReasoning(name, split), name
+    return GuardedReasoning(name, split)
 
 
-def _unknown(field: str, name: str, known: Collection[str]) -> ConfigError:
-    return ConfigError(
-        f"{field}: unknown parser '{name}'{nearest(name, known)}; known are {', '.join(known)}, and {_ELSEWHERE}"
-    )
+def _elsewhere(field: str, name: str, known: Sequence[str]) -> tuple[str, str]:
+    package, colon, parser_name = name.partition(":")
+    if not colon:
+        raise unknown_parser(field, name, known, f", and {_ELSEWHERE}")
+    return package, parser_name

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -143,27 +144,25 @@ class ParameterSchemas:
 
     def __init__(self, tools: Sequence[Tool] | None) -> None:
         self._tools = tools or ()
-        self._roots: dict[str, Mapping[str, Any]] | None = None
         self._resolved: dict[str, dict[str, Mapping[str, Any]]] = {}
 
     def of(self, name: str) -> Mapping[str, Mapping[str, Any]]:
         """Return parameter → schema with references resolved, for the tool ``name``; empty for an unknown tool."""
-        schemas = self._resolved.get(name)
-        if schemas is None:
-            if self._roots is None:
-                self._roots = dict(reversed([*self._with_properties()]))  # if a name is repeated, the first tool wins
+        if name not in self._resolved:
             root = self._roots.get(name, {})
             properties = root.get("properties", {})
-            schemas = {str(key): _resolved(schema, root) for key, schema in properties.items()}
-            self._resolved[name] = schemas
-        return schemas
+            self._resolved[name] = {str(key): _resolved(schema, root) for key, schema in properties.items()}
+        return self._resolved[name]
 
-    def _with_properties(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for tool in self._tools:
+    @cached_property
+    def _roots(self) -> dict[str, Mapping[str, Any]]:
+        roots: dict[str, Mapping[str, Any]] = {}
+        for tool in reversed(self._tools):  # if a name is repeated, the first tool wins
             function = tool.get("function", tool)
             root = function.get("parameters") if isinstance(function, Mapping) else None
             if isinstance(root, Mapping) and isinstance(root.get("properties"), Mapping):
-                yield str(function.get("name")), root
+                roots[str(function.get("name"))] = root
+        return roots
 
 
 def typed_json(text: str, schema: Mapping[str, Any] | None) -> str:
@@ -335,10 +334,9 @@ class NoReasoning:
         return None, text
 
 
-THINK = TaggedReasoning("<think>", "</think>")
 REASONING_FORMATS: dict[str, TaggedReasoning | NoReasoning] = {
     "none": NoReasoning(),
-    "think": THINK,
+    "think": TaggedReasoning("<think>", "</think>"),
     "bracket_think": TaggedReasoning("[THINK]", "[/THINK]"),
     "seed_think": TaggedReasoning("<seed:think>", "</seed:think>"),
 }
@@ -501,7 +499,7 @@ class TaggedCalls:
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         tags = [self._tag(match) for match in self._tags.finditer(text)]
-        follows = [_only_space(text, before.end, after.start) for before, after in pairwise(tags)]
+        follows = [not text[before.end : after.start].strip() for before, after in pairwise(tags)]
         follows.append(False)
         ends = _value_ends(tags, follows)
         schemas = ParameterSchemas(tools)
@@ -513,21 +511,26 @@ class TaggedCalls:
             if tag.kind != "opening" or not follows[at]:
                 at += 1
                 continue
-            values: list[tuple[str, str]] = []
+            values: dict[str, str] = {}
             visited: list[int] = []
             cursor = at + 1
             while tags[cursor].kind == "parameter" and cursor not in dead and (end := ends[cursor]) is not None:
                 visited.append(cursor)
-                values.append((tags[cursor].label, self._value(text[tags[cursor].end : tags[end].start])))
+                value = text[tags[cursor].end : tags[end].start]
+                values[tags[cursor].label] = (
+                    value.removeprefix("\n").removesuffix("\n") if self._value_newlines else value
+                )
                 cursor = end + 1
             if tags[cursor].kind != "closing":
                 dead.update(visited)
                 at += 1
                 continue
-            segments += [
-                text[consumed : tag.start],
-                ParsedCall(tag.label, _typed_arguments(values, schemas.of(tag.label))),
-            ]
+            schema = schemas.of(tag.label)
+            members = (
+                f"{json.dumps(name, ensure_ascii=False)}: {typed_json(value, schema.get(name))}"
+                for name, value in values.items()
+            )
+            segments += [text[consumed : tag.start], ParsedCall(tag.label, "{" + ", ".join(members) + "}")]
             consumed, at = tags[cursor].end, cursor + 1
         return [*segments, text[consumed:]]
 
@@ -536,9 +539,6 @@ class TaggedCalls:
         kind = str(match.lastgroup)
         label = match[(match.lastindex or 0) + 1] if kind in ("opening", "parameter") else ""
         return _Tag(kind, match.start(), match.end(), label.strip())
-
-    def _value(self, text: str) -> str:
-        return text.removeprefix("\n").removesuffix("\n") if self._value_newlines else text
 
 
 def _value_ends(tags: Sequence[_Tag], follows: Sequence[bool]) -> list[int | None]:
@@ -550,15 +550,6 @@ def _value_ends(tags: Sequence[_Tag], follows: Sequence[bool]) -> list[int | Non
         if tags[index].kind == "end" and follows[index] and tags[index + 1].kind in ("parameter", "closing"):
             nearest = index
     return ends
-
-
-def _only_space(text: str, start: int, end: int) -> bool:
-    return start == end or text[start:end].isspace()
-
-
-def _typed_arguments(texts: Sequence[tuple[str, str]], schemas: Mapping[str, Mapping[str, object]]) -> str:
-    values = {name: typed_json(value, schemas.get(name)) for name, value in texts}
-    return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in values.items()) + "}"
 
 
 # Harmony, the format of gpt-oss: every part of an answer is a message on a channel, calls have a recipient.

@@ -82,7 +82,7 @@ def turns_of(
         marks.append(time.thread_time_ns())
         prepared = forest.prepare(sent, request["tools"])
         marks.append(time.thread_time_ns())
-        prompt = prepared.prompt_json()
+        prompt = prepared.prompt.json()
         marks.append(time.thread_time_ns())
         committed = forest.commit(prepared, sampled, answer)
         marks.append(time.thread_time_ns())

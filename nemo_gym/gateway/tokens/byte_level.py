@@ -335,22 +335,8 @@ def _probes(added: Iterable[str]) -> Iterable[str]:
     """Yield texts with random sequences of words, numbers, blanks, signs, control characters and added tokens."""
     source = random.Random(7)
     tokens = [token for token in added if token.isascii()][:64]
-    words = [
-        "the",
-        "It's",
-        "WE'LL",
-        "don't",
-        "I'D",
-        "camelCase",
-        "ALLCaps",
-        "x",
-        "Zz",
-        "self",
-        "1",
-        "23",
-        "456",
-        "7890",
-    ]
+    words = ["the", "It's", "WE'LL", "don't", "I'D", "camelCase", "ALLCaps", "x", "Zz", "self"]
+    words += ["1", "23", "456", "7890"]
     signs = [*"()[]{}<>.,:;!?'\"`~@#$%^&*-_=+/\\|", "->", "==", "://", '":', "/*", "...", "'s"]
     blanks = [" ", " ", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\n    ", "\v", "\f"]
     kinds = [words, words, signs, blanks, blanks, _ASCII, tokens or signs]

@@ -200,9 +200,10 @@ class IncrementalEncoder:
         policy = self._policy
         # Shaped separately, because no messages may be joined across the end of the answer.
         shaped = shape(history, policy.traits, leading=True) + shape(new_messages, policy.traits, leading=False)
+        marked, _ = policy.marked(shaped)
         # The tools are this class's own and contain no special token.
         tools = self._tools if continued.tools else None
-        return policy.template.render(policy.marked(shaped), tools=tools, add_generation_prompt=ask, now=now)
+        return policy.template.render(marked, tools=tools, add_generation_prompt=ask, now=now)
 
     def _history(self, continued: _Shape, depth: int) -> list[Message]:
         start: list[Message] = [{"role": "system", "content": self._system}] if continued.system else []
@@ -329,10 +330,6 @@ class Prepared:
         shown = (*(item for turn in earlier for item in turn.media), *self.media())
         return tuple(str(item["source"]) for item in shown if item["kind"] == "image")
 
-    def prompt_json(self) -> bytes:
-        """Return the whole prompt as a JSON array for an engine's request."""
-        return self.prompt.json()
-
 
 class TokenForest:
     """All turns of one session."""
@@ -409,18 +406,10 @@ class TokenForest:
         entries = [entry.digest for entry in new if entry.digest is not None]
         if new and new[-1].role == "assistant":
             entries.pop()  # the answer continues it, and its digest covers both
-        placed = extended(parent, prepared.context, ids, sampled.ids_json, prepared.prompt.new)
         media = prepared.media()
         turn = Turn(
             turn_id=len(self._turns),
-            parent=parent,
-            tokens=placed.tokens,
-            start=placed.start,
-            context_end=placed.context_end,
-            end=placed.end,
-            text=placed.text,
-            text_context_end=placed.text_context_end,
-            text_end=placed.text_end,
+            **extended(parent, prepared.context, ids, sampled.ids_json, prepared.prompt.new),
             logprobs=logprobs,
             finish_reason=sampled.finish_reason,
             weights_version=sampled.weights_version,
@@ -507,7 +496,7 @@ class TokenForest:
         leaves = [turn for turn in reversed(self._turns) if not turn.children][:_COMPARED]
         earlier = [(leaf.tools, [digest for turn in leaf.path() for digest in turn.entries]) for leaf in leaves]
         asked_before = any(turn.request_key == reading.key and turn.tools == reading.tools for turn in self._turns)
-        return start_reason(reading, earlier, asked_before, other_tools=False)
+        return start_reason(reading, earlier, asked_before)
 
     def _checked(self, sampled: Sampled) -> tuple[array[int], array[float] | None]:
         size = self._policy.vocabulary_size

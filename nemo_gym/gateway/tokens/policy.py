@@ -32,7 +32,7 @@ import orjson
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.tokens.byte_level import ascii_encoder, token_bytes
-from nemo_gym.gateway.tokens.history import Message
+from nemo_gym.gateway.tokens.history import Message, shared_length
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError, TemplateTraits, probe, shape, too_deep
 
 if TYPE_CHECKING:
@@ -269,29 +269,18 @@ class PolicyTokenizer:
     ) -> str:
         """Shape a whole conversation for the template and render it to text for `encode`. Raises
         `TemplateRefusedError`."""
-        shaped = shape(messages, self.traits, leading=True)
-        return self.render_shaped(shaped, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
-
-    def render_shaped(
-        self,
-        shaped: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        now: datetime | None,
-    ) -> str:
-        """Render messages, already shaped for the template, to text for `encode`; marks special tokens in them."""
-        if self._specials is not None:
-            try:
-                shaped, tools = self._specials.marked(shaped), self._specials.marked_tools(tools)
-            except RecursionError:
-                raise too_deep() from None
+        shaped, tools = self.marked(shape(messages, self.traits, leading=True), tools)
         return self.template.render(shaped, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
 
-    def marked(self, shaped: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Return messages, already shaped for the template, with marks in the special tokens that they spell."""
+    def marked(
+        self, shaped: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
+        """Return messages, already shaped for the template, and tools, with marks in the special tokens that they
+        spell."""
+        if self._specials is None:
+            return shaped, tools
         try:
-            return shaped if self._specials is None else self._specials.marked(shaped)
+            return self._specials.marked(shaped), self._specials.marked_tools(tools)
         except RecursionError:
             raise too_deep() from None
 
@@ -327,7 +316,7 @@ class PolicyTokenizer:
         prompt = self.render([_user("q")])
         opened = self.render([_user("q")], add_generation_prompt=False)
         whole = self.render([_user("q"), answer], add_generation_prompt=False)
-        within = whole[_common(prompt, whole) :]
+        within = whole[shared_length(prompt, whole) :]
         exchange = self.render(
             [{"role": "system", "content": "s"}, _user("q"), answer, *follows],
             tools=[_TOOL],
@@ -353,11 +342,6 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 def _calling_message() -> Message:
     function = {"name": "f", "arguments": {"a": "b"}}
     return {**_ANSWER, "tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]}
-
-
-def _common(first: str, second: str) -> int:
-    differing = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differing, min(len(first), len(second)))
 
 
 def _user(text: str) -> Message:

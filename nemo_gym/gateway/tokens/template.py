@@ -77,33 +77,20 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError
 
-        moment = now or datetime.now().astimezone()
-        try:
-            return self._template.render(
-                self.variables(messages, tools=tools, add_generation_prompt=add_generation_prompt, now=moment)
-            )
-        except RecursionError:
-            raise too_deep() from None
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise TemplateRefusedError(f"the policy's chat template refuses this conversation: {error}") from error
-
-    def variables(
-        self,
-        messages: Iterable[Message],
-        *,
-        tools: Iterable[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        now: datetime,
-    ) -> dict[str, Any]:
-        """Return the template's variables."""
-        return {
+        variables = {
             **self._variables,
             "messages": list(messages),
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            "strftime_now": now.strftime,
+            "strftime_now": (now or datetime.now().astimezone()).strftime,
         }
+        try:
+            return self._template.render(variables)
+        except RecursionError:
+            raise too_deep() from None
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise TemplateRefusedError(f"the policy's chat template refuses this conversation: {error}") from error
 
 
 def jinja_environment() -> ImmutableSandboxedEnvironment:

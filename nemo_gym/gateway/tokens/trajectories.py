@@ -6,7 +6,7 @@ import os
 from array import array
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from uuid import uuid4
@@ -137,18 +137,10 @@ def restore(forest: TokenForest, records: Iterable[Mapping[str, Any]]) -> None:
         if number != len(forest.turns) or (parent_id is not None and parent_id >= number):
             raise RowError(f"turn {number}: recorded out of order; {len(forest.turns)} turns precede it")
         parent = forest.turns[parent_id] if parent_id is not None else None
-        placed = extended(parent, _array("i", record["context_ids"]), _array("i", record["sampled_ids"]))
         logprobs = record["logprobs"]
         turn = Turn(
             **{name: record[name] for name in _COPIED},
-            parent=parent,
-            tokens=placed.tokens,
-            start=placed.start,
-            context_end=placed.context_end,
-            end=placed.end,
-            text=placed.text,
-            text_context_end=placed.text_context_end,
-            text_end=placed.text_end,
+            **extended(parent, _array("i", record["context_ids"]), _array("i", record["sampled_ids"])),
             logprobs=_array("f", logprobs) if logprobs is not None else None,
             details=record["details"],
             key=bytes.fromhex(record["key"]),
@@ -194,6 +186,7 @@ def _array(typecode: str, text: str) -> array[Any]:
 # ``multimodal`` is one of the remaining fields: ``{kind, source, message}`` of each image, in the order of the
 # placeholders among the token ids; ``source`` is the URL or data URL that was sent.
 
+_PLAIN = ("session_id", "index", "split_detail", "message_count", "reward")
 _ARRAYS = ("prompt_ids", "response_ids", "response_mask", "logprobs")
 
 
@@ -310,26 +303,12 @@ def read_npz(path: str | Path) -> list[Trajectory]:
 
 
 def _metadata(trajectory: Trajectory) -> dict[str, Any]:
-    turns = [
-        {
-            "start": turn.start,
-            "end": turn.end,
-            "finish_reason": turn.finish_reason,
-            "weights_version": turn.weights_version,
-            "details": dict(turn.details),
-        }
-        for turn in trajectory.turns
-    ]
     return {
-        "session_id": trajectory.session_id,
-        "index": trajectory.index,
-        "turns": turns,
+        **{name: getattr(trajectory, name) for name in _PLAIN},
+        "turns": [asdict(turn) for turn in trajectory.turns],
         "finish_reason": trajectory.finish_reason,
         "weights_versions": list(trajectory.weights_versions),
         "split_reason": str(trajectory.split_reason),
-        "split_detail": trajectory.split_detail,
-        "message_count": trajectory.message_count,
-        "reward": trajectory.reward,
         "reward_info": dict(trajectory.reward_info),
         "identity": dict(trajectory.identity),
         "multimodal": [dict(item) for item in trajectory.multimodal],
@@ -348,18 +327,12 @@ def _assembled(
     if len(lengths) > 1:
         raise RowError("trajectory: response_ids, response_mask and logprobs differ in length")
     return Trajectory(
-        session_id=row["session_id"],
-        index=row["index"],
+        **{name: row[name] for name in (*_PLAIN, "split_reason", "reward_info")},
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         response_mask=response_mask,
         logprobs=logprobs,
         turns=tuple(TrajectoryTurn(**turn) for turn in row["turns"]),
-        split_reason=row["split_reason"],
-        split_detail=row["split_detail"],
-        message_count=row["message_count"],
-        reward=row["reward"],
-        reward_info=row["reward_info"],
         identity=row.get("identity") or {},
         multimodal=tuple(row["multimodal"]),
     )

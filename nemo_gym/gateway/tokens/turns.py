@@ -12,7 +12,7 @@ from typing import Any, overload
 import orjson
 
 from nemo_gym.gateway.policy_request import LARGE
-from nemo_gym.gateway.tokens.history import Message, Reading
+from nemo_gym.gateway.tokens.history import Message, Reading, shared_length
 
 
 class SplitReason(StrEnum):
@@ -52,39 +52,31 @@ def continuation_reason(reading: Reading, shared: int, siblings: Set[bytes]) -> 
 
 
 def start_reason(
-    reading: Reading, earlier: Sequence[tuple[bytes, Sequence[bytes]]], asked_before: bool, other_tools: bool
+    reading: Reading, earlier: Sequence[tuple[bytes, Sequence[bytes]]], asked_before: bool
 ) -> SplitReason:
     """Return why a conversation starts that continues no other.
 
     ``earlier``: tools and entry digests of the session's conversations so far. ``asked_before``: the same request was
-    answered before. ``other_tools``: a turn with this history exists, with other tools.
+    answered before.
     """
     if not earlier:
         return SplitReason.INITIAL
     if asked_before:
         return SplitReason.RESAMPLE
-    if other_tools:
-        return SplitReason.TOOLS_CHANGED
     digests = [entry.digest for entry in reading.entries if entry.digest is not None]
     fresh = not any(entry.role == "assistant" for entry in reading.entries)
-    alike = [(tools, path) for tools, path in earlier if _common(digests, path)]
+    alike = [(tools, path) for tools, path in earlier if shared_length(digests, path)]
     if alike:
         if fresh and reading.tools not in {tools for tools, _ in alike}:
             return SplitReason.SUB_AGENT  # a sub-agent that starts with the main agent's instructions
         longer = any(len(path) > len(digests) for _, path in alike)
         return SplitReason.COMPACTION if longer else SplitReason.EDITED_HISTORY
-    if not fresh and any(_common(digests[1:], path[1:]) > 1 for _, path in earlier):
+    if not fresh and any(shared_length(digests[1:], path[1:]) > 1 for _, path in earlier):
         return SplitReason.EDITED_HISTORY  # the same conversation under other instructions
     starts_with_system = bool(reading.entries) and reading.entries[0].role == "system"
     if starts_with_system or reading.tools not in {tools for tools, _ in earlier}:
         return SplitReason.SUB_AGENT
     return SplitReason.COMPACTION if any(len(path) > len(digests) for _, path in earlier) else SplitReason.SUB_AGENT
-
-
-def _common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    return next(
-        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
 
 
 # One sampled answer with the tokens before it: the node of a session's forest.
@@ -181,28 +173,15 @@ class Turn:
             turn = turn.parent
 
 
-@dataclass(frozen=True, slots=True)
-class Extended:
-    """The token fields of a `Turn`."""
-
-    tokens: array[int]
-    start: int
-    context_end: int
-    end: int
-    text: bytearray
-    text_context_end: int
-    text_end: int
-
-
 def extended(
     parent: Turn | None,
     context: Sequence[int],
     sampled: Sequence[int],
     sampled_json: bytes | None = None,
     context_numbers: bytes | None = None,
-) -> Extended:
-    """Return the tokens of a turn after ``parent``. ``sampled_json`` (see `Sampled.ids_json`) and ``context_numbers``
-    (``numbers(context)``) save time if they are available.
+) -> dict[str, Any]:
+    """Return the fields of a `Turn` after ``parent`` that depend on its tokens. ``sampled_json`` (`Sampled.ids_json`)
+    and ``context_numbers`` (``numbers(context)``) save time if they are available.
 
     The first turn to continue another appends to its tokens in place, so a conversation's tokens exist only once.
     """
@@ -222,7 +201,16 @@ def extended(
         text += added
         tokens.extend(new)
         ends.append(len(text))
-    return Extended(tokens, start, start + len(context), len(tokens), text, *ends)
+    return {
+        "parent": parent,
+        "tokens": tokens,
+        "start": start,
+        "context_end": start + len(context),
+        "end": len(tokens),
+        "text": text,
+        "text_context_end": ends[0],
+        "text_end": ends[1],
+    }
 
 
 def numbers(ids: Sequence[int]) -> bytes:
@@ -297,11 +285,4 @@ class Prompt(Sequence[int]):
     @overload
     def __getitem__(self, at: slice) -> array[int]: ...
     def __getitem__(self, at: int | slice) -> int | array[int]:
-        if isinstance(at, slice):
-            return self.ids()[at]
-        place = at + len(self) if at < 0 else at
-        if not 0 <= place < len(self):
-            raise IndexError(f"token {at} of {len(self)}")
-        if self._parent is not None and place < self._parent_end:
-            return self._parent.tokens[place]
-        return self._context[place - self._parent_end]
+        return self.ids()[at]

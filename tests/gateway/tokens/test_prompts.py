@@ -18,8 +18,8 @@ def test_prompt_without_copies_equals_its_array_in_every_form() -> None:
         prepared = session.forest.prepare(messages)
         ids = prepared.prompt_ids.tolist()
         prompt = prepared.prompt
-        assert orjson.loads(prepared.prompt_json()) == list(prompt) == [prompt[at] for at in range(len(prompt))] == ids
-        assert b" " not in prepared.prompt_json()
+        assert orjson.loads(prepared.prompt.json()) == list(prompt) == [prompt[at] for at in range(len(prompt))] == ids
+        assert b" " not in prepared.prompt.json()
         assert [prompt.tail(count).tolist() for count in (1, 5, 10_000)] == [ids[-1:], ids[-5:], ids]
         assert prompt[2:-1].tolist() == ids[2:-1]
         sampled = session.policy.encode(text)
@@ -33,12 +33,12 @@ def test_prompt_stays_as_it_is_when_other_turns_are_committed() -> None:
     session = Session()
     first = session.ask([user("a")], said("b"))
     branches = [session.forest.prepare([user("a"), said("b"), user(text)]) for text in ("c", "longer than that")]
-    before = [prepared.prompt_json() for prepared in branches]
+    before = [prepared.prompt.json() for prepared in branches]
     for prepared in branches:
         turn = session.forest.commit(prepared, Sampled([7], [-1.0]), said("x"))
         assert turn.text[: turn.text_end].decode() == ",".join(map(str, turn.tokens[: turn.end]))
         assert turn.sampled_json() == b"[7]" and orjson.loads(turn.prompt_json()) == [*turn.tokens[: turn.end - 1]]
-    assert [prepared.prompt_json() for prepared in branches] == before
+    assert [prepared.prompt.json() for prepared in branches] == before
     assert Prompt(first, branches[0].context).ids() == branches[0].prompt_ids
 
 

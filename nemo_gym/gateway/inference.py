@@ -40,13 +40,12 @@ from nemo_gym.gateway.backend import (
 )
 from nemo_gym.gateway.capture import CallCapture, CallRecord
 from nemo_gym.gateway.dialects import PATHS, Dialect
-from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM, DialectAdapter
-from nemo_gym.gateway.dialects.chat import request_fingerprint
+from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM
+from nemo_gym.gateway.dialects.chat import DialectAdapter, request_fingerprint
 from nemo_gym.gateway.dialects.errors import (
     ContextOverflowError,
-    anthropic_error,
+    error_body,
     openai_code,
-    openai_error,
     status_of,
 )
 from nemo_gym.gateway.durable_sessions import DurableSessions
@@ -91,9 +90,9 @@ def failure_event(
     """Return the last event of a stream that fails; no end marker may follow it. ``response`` and ``number`` are for
     Responses: the response object as the stream began it, and the event's sequence number."""
     if dialect is Dialect.CHAT:
-        return _event(None, openai_error(error)[1])
+        return _event(None, error_body(dialect, error)[1])
     if dialect is Dialect.MESSAGES:
-        return _event("error", anthropic_error(error)[1])
+        return _event("error", error_body(dialect, error)[1])
     has_own_code = error.status == 429 or isinstance(error, ContextOverflowError)
     code = openai_code(error) if has_own_code else "server_error"
     if response is None:
@@ -619,7 +618,7 @@ class Inference(Generic[C, D]):
             raise
         if done:
             task.result()
-            events = call.adapter.events(self._reply_body(call), call.lowered)
+            events = call.adapter.events(self._reply_body(call), usage=call.lowered.stream_usage)
             return DeliveredEvents(b"".join(events), call.sent)
         return self._streamed_reply(call, task)
 
@@ -634,12 +633,12 @@ class Inference(Generic[C, D]):
                 task.cancel()
             # With the id under which a ping may have opened the stream, even if the answer repeats an earlier one.
             reply = self._reply_body(call, answer_id=call.call_id, created_at=opened_at)
-            for piece in pieces(call.adapter.events(reply, call.lowered)):
+            for piece in pieces(call.adapter.events(reply, usage=call.lowered.stream_usage)):
                 yield piece
             call.all_yielded = True
 
         opened_at = time.time()
-        opening = call.adapter.opening(call.call_id, opened_at, self._model, call.lowered, call.body)
+        opening = call.adapter.opening(call.call_id, opened_at, self._model, call.body)
         stream = KeepAlive(
             call.dialect, source(), opening=opening, interval_s=self._timing.ping_interval_s, grace_s=0.0
         )

@@ -29,10 +29,10 @@ from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelErr
 from nemo_gym.contract.session import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling, messages, responses
 from nemo_gym.gateway.dialects.adapters import (
+    ADAPTERS,
     EVENT_STREAM,
     models_reply,
     sanitize_streaming_responses_body,
-    stream_of,
     with_namespaces,
 )
 from nemo_gym.gateway.dialects.errors import dialect_error, inference_refusal
@@ -169,7 +169,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         call.usage = Usage.of(reply.get("usage"))
         if not call.stream:
             return JsonResponse(reply)
-        return Response(b"".join(stream_of(call.dialect, reply)), media_type=EVENT_STREAM)
+        return Response(b"".join(ADAPTERS[call.dialect].events(reply)), media_type=EVENT_STREAM)
 
     async def _message(self, call: InferenceCall, body: dict[str, Any]) -> dict[str, Any]:
         """Answer in Messages with whichever hook of NeMo Gym this server implements."""
@@ -210,7 +210,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     async def _stream_responses(self, request: Request, params: Any, namespaces: Mapping[str, str]) -> Response:
         reply = with_namespaces(plain(await self._invoke_responses(request, params)), namespaces)
-        return Response(b"".join(stream_of(Dialect.RESPONSES, reply)), media_type=EVENT_STREAM)
+        return Response(b"".join(ADAPTERS[Dialect.RESPONSES].events(reply)), media_type=EVENT_STREAM)
 
     @classmethod
     def overrides(cls, hook: str) -> bool:

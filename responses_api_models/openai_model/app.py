@@ -27,7 +27,7 @@ from nemo_gym.contract.session import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
-from nemo_gym.gateway.dialects.adapters import EVENT_STREAM, stream_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
@@ -245,7 +245,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
         call.usage = Usage.of(answer.get("usage"))
         if not call.stream:
             return JsonResponse(answer)
-        return Response(b"".join(stream_of(call.dialect, answer)), media_type=EVENT_STREAM)
+        return Response(b"".join(ADAPTERS[call.dialect].events(answer)), media_type=EVENT_STREAM)
 
     async def preflight(self) -> list[EngineCheck]:
         config = self.config

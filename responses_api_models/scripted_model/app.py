@@ -25,7 +25,7 @@ from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
-from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM, stream_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.requests import JsonResponse
 from nemo_gym.prompt import resolve_path
@@ -156,7 +156,7 @@ def _reply(call: InferenceCall, completion: dict[str, Any]) -> Response:
     elif call.dialect is Dialect.MESSAGES:
         reply = messages_chat.message_of_completion(completion, call.body)
     if call.stream:
-        return Response(b"".join(stream_of(call.dialect, reply)), media_type=EVENT_STREAM)
+        return Response(b"".join(ADAPTERS[call.dialect].events(reply)), media_type=EVENT_STREAM)
     return JsonResponse(reply)
 
 

@@ -29,7 +29,7 @@ from nemo_gym.base_responses_api_model import (
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.episode_types import EpisodeId, TaskId
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import stream_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.errors import status_of
 from nemo_gym.gateway.model_calls import reply_of_events
 from nemo_gym.openai_utils import (
@@ -182,7 +182,7 @@ def test_a_stream_is_put_together_again(dialect: Dialect) -> None:
         Dialect.RESPONSES: REPLY,
     }
     reply = replies[dialect]
-    stream = b"".join(stream_of(dialect, reply))
+    stream = b"".join(ADAPTERS[dialect].events(reply))
     whole = reply_of_events(dialect, stream)
     assert whole is not None
     assert {key: whole.get(key) for key in reply} == reply

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,9 +45,10 @@ from typing import Any, TypeVar
 
 import orjson
 
-from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
+from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.content import (
+    AnswerCall,
     Body,
     ToolTable,
     answer_text,
@@ -69,14 +71,11 @@ from nemo_gym.gateway.dialects.content import (
     reasoning_of,
     refuse,
     refuse_set,
-    rest_of,
     sampling_at,
-    stop_at,
     system_text,
     text_at,
     text_in,
 )
-from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, PolicyRequest
 from nemo_gym.gateway.tokens.history import Prefix
 
@@ -353,6 +352,46 @@ class ConversationCache:
         return last
 
 
+class DialectAdapter(ABC):
+    """One dialect. Stateless: generated ids are derived from the answer, so raising it again gives an equal body."""
+
+    dialect: Dialect
+    not_parameters: frozenset[str]
+    """The history, and fields that do not change how the rest of the request is lowered."""
+
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> PolicyRequest:
+        """Return the lowered request of a body (JSON data). ``cache``: the session's, if there is one. Raises
+        `InvalidBodyError`, whose ``param`` names the field, for anything that cannot be served, and no other error."""
+        if cache is None:
+            tools, request = self._parameters(body, None)
+        else:
+            given = {key: value for key, value in body.items() if key not in self.not_parameters}
+            tools, request = cache.parameters("lowered", self.dialect, given, lambda: self._parameters(body, cache))
+        return request.asking(self._messages(body, tools, cache))
+
+    @abstractmethod
+    def _parameters(self, body: Body, cache: ConversationCache | None) -> tuple[Any, PolicyRequest]:
+        """Return the tools, and the lowered request without its messages."""
+
+    @abstractmethod
+    def _messages(self, body: Body, tools: Any, cache: ConversationCache | None) -> Lowered:
+        """Return the messages of a request."""
+
+    @abstractmethod
+    def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
+        """Return the reply to ``body``, whose lowered form is ``request``."""
+
+    @abstractmethod
+    def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
+        """Yield a reply, the gateway's or an endpoint's, as whole server-sent events. ``usage``: whether the stream
+        reports usage, for Chat Completions; the other dialects always do."""
+
+    def opening(self, answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any] | None:
+        """Return the object with which a stream can begin before the answer is known: the response object of
+        Responses, for `Pings`; ``None`` in the other dialects."""
+        return None
+
+
 def lowered_history(
     cache: ConversationCache | None, context: Any, raw: Sequence[Any], lower_from: LowerFrom
 ) -> Lowered:
@@ -360,6 +399,19 @@ def lowered_history(
     if cache is not None:
         return cache.lowered(context, raw, lower_from)
     return [message for _, group in lower_from(0) for message in group]
+
+
+def messages_lowered(body: Body, cache: ConversationCache | None, lower: Callable[[Body, str], Lowered]) -> Lowered:
+    """Return ``messages`` of a request; ``lower`` lowers one, given the message and the path of its field."""
+    value = body.get("messages")
+    if not isinstance(value, list | tuple) or not value:
+        refuse("messages", "must be a list of at least one message")
+
+    def lower_from(start: int) -> Iterator[tuple[int, Lowered]]:
+        for end, (where, message) in enumerate(objects_in(value, "messages", start), start + 1):
+            yield end, lower(message, where)
+
+    return lowered_history(cache, body.get("tools"), value, lower_from)
 
 
 def request_fingerprint(route: str, body: Mapping[str, Any], cache: ConversationCache | None = None) -> str:
@@ -502,41 +554,12 @@ TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_prob
 LOGPROBS_PER_CHUNK = 64
 
 
-def completion_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
-    """Return the answer as a ``chat.completion``."""
-    message: dict[str, Any] = {"role": "assistant", "content": text_in(answer) or None, "refusal": None}
-    if reasoning := reasoning_in(answer):
-        message["reasoning_content"] = reasoning
-    if calls := calls_in(answer):
-        message["tool_calls"] = [
-            _reply_call(call.call_id, call.name, call.arguments, call.data, request) for call in calls
-        ]
-    elif message["content"] is None:
-        message["content"] = ""
-    if request.token_ids and answer.tokens is not None:
-        message |= token_fields(answer.tokens)
-    logprobs: dict[str, Any] | None = None
-    if request.logprobs and (tokens := answer.tokens) is not None:
-        if tokens.entries_json is not None:
-            logprobs = {"content": tokens.entries_json, "refusal": None}
-        elif tokens.logprobs is not None:
-            logprobs = {"content": logprobs_content(tokens), "refusal": None}
-    return {
-        "id": f"chatcmpl-{answer.answer_id}",
-        "object": "chat.completion",
-        "created": int(answer.created_at),
-        "model": answer.model,
-        "choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.end.value}],
-        "usage": _usage(answer.usage),
-    }
-
-
-def _reply_call(call_id: str, name: str, arguments: str, parsed: Any, request: PolicyRequest) -> dict[str, Any]:
-    call_name = request.names.get(name)
+def _reply_call(call: AnswerCall, request: PolicyRequest) -> dict[str, Any]:
+    call_name = request.names.get(call.name)
     if call_name is not None and call_name.custom:
-        call_id, text = custom_input(call_id, arguments, parsed)
+        call_id, text = custom_input(call)
         return {"id": call_id, "type": "custom", "custom": {"name": call_name.name, "input": text}}
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return called(call.name, call.call_id, call.arguments)
 
 
 def _usage(usage: AnswerUsage) -> dict[str, Any]:
@@ -570,18 +593,6 @@ def logprobs_content(tokens: AnswerTokens) -> list[dict[str, Any]]:
         {"token": text, "logprob": logprob, "bytes": data[text], "top_logprobs": []}
         for text, logprob in zip(texts, tokens.logprobs or (), strict=False)
     ]
-
-
-def chat_events(completion: Mapping[str, Any], *, usage: bool) -> Iterator[bytes]:
-    """Yield the chunks of a completion, the gateway's or an endpoint's. ``usage``: whether the last one reports it."""
-    head = {key: completion.get(key) for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    if usage:
-        head["usage"] = None
-    for choice in completion.get("choices") or ():
-        yield from _choice(head, choice)
-    if usage and completion.get("usage"):
-        yield data({**head, "choices": [], "usage": completion["usage"]})
-    yield b"data: [DONE]\n\n"
 
 
 def _choice(head: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[bytes]:
@@ -657,62 +668,70 @@ _USED = frozenset(
 )
 
 
-class ChatAdapter:
+class ChatAdapter(DialectAdapter):
     """Chat Completions."""
 
-    def lower(self, body: Body, cache: ConversationCache | None = None) -> PolicyRequest:
-        if cache is None:
-            table, request = _parameters(body, _tools(body))
-        else:
-            parameters = {key: value for key, value in body.items() if key != "messages"}
-            table, request = cache.parameters(
-                "lowered",
-                Dialect.CHAT,
-                parameters,
-                lambda: _parameters(body, cache.tools(body.get("tools"), lambda: _tools(body))),
-            )
-        return request.asking(_messages(body, table, cache))
+    dialect = Dialect.CHAT
+    not_parameters = frozenset({"messages"})
+
+    def _parameters(self, body: Body, cache: ConversationCache | None) -> tuple[ToolTable, PolicyRequest]:
+        table = _tools(body) if cache is None else cache.tools(body.get("tools"), lambda: _tools(body))
+        one_answer(body)
+        refuse_set(body, _REFUSED)
+        if body.get("modalities") not in (None, [], ["text"]):
+            refuse("modalities", "asks for more than text; this model writes text only")
+        budget = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        return table, PolicyRequest(
+            messages=(),
+            tools=table.tools or None,
+            names=table.names,
+            asked=sampling_at(body, SAMPLING, budget=budget),
+            stream=flag_at(body, "stream"),
+            stream_usage=flag_at(object_at(body, "stream_options", ""), "include_usage"),
+            tool_choice=chosen(body.get("tool_choice"), table),
+            response_format=object_at(body, "response_format", "") or None,
+            logprobs=flag_at(body, "logprobs"),
+            token_ids=wants_token_ids(body),
+            extra={key: value for key, value in body.items() if value is not None and key not in _USED},
+        )
+
+    def _messages(self, body: Body, tools: ToolTable, cache: ConversationCache | None) -> Lowered:
+        return lead_system(messages_lowered(body, cache, lambda message, at: [_message(message, at, tools)]))
 
     def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
-        return completion_of(answer, request)
+        message: dict[str, Any] = {"role": "assistant", "content": text_in(answer) or None, "refusal": None}
+        if reasoning := reasoning_in(answer):
+            message["reasoning_content"] = reasoning
+        if calls := calls_in(answer):
+            message["tool_calls"] = [_reply_call(call, request) for call in calls]
+        elif message["content"] is None:
+            message["content"] = ""
+        if request.token_ids and answer.tokens is not None:
+            message |= token_fields(answer.tokens)
+        logprobs: dict[str, Any] | None = None
+        if request.logprobs and (tokens := answer.tokens) is not None:
+            if tokens.entries_json is not None:
+                logprobs = {"content": tokens.entries_json, "refusal": None}
+            elif tokens.logprobs is not None:
+                logprobs = {"content": logprobs_content(tokens), "refusal": None}
+        return {
+            "id": f"chatcmpl-{answer.answer_id}",
+            "object": "chat.completion",
+            "created": int(answer.created_at),
+            "model": answer.model,
+            "choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.end.value}],
+            "usage": _usage(answer.usage),
+        }
 
-    def events(self, reply: Mapping[str, Any], request: PolicyRequest) -> Iterator[bytes]:
-        return chat_events(reply, usage=request.stream_usage)
-
-    def opening(
-        self, answer_id: str, created_at: float, model: str, request: PolicyRequest, body: Body
-    ) -> dict[str, Any] | None:
-        return None
-
-    def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
-        return openai_error(error)
-
-
-def _parameters(body: Body, table: ToolTable) -> tuple[ToolTable, PolicyRequest]:
-    """Return the tools, and the lowered request without its messages."""
-    one_answer(body)
-    refuse_set(body, _REFUSED)
-    if body.get("modalities") not in (None, [], ["text"]):
-        refuse("modalities", "asks for more than text; this model writes text only")
-    sampling = sampling_at(body, *SAMPLING)
-    budget = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    if (limit := number_at(body, budget, low=1, whole=True)) is not None:
-        sampling["max_tokens"] = limit
-    if stop := stop_at(body, "stop"):
-        sampling["stop"] = stop
-    return table, PolicyRequest(
-        messages=(),
-        tools=table.tools or None,
-        names=table.names,
-        asked=sampling,
-        stream=flag_at(body, "stream"),
-        stream_usage=flag_at(object_at(body, "stream_options", ""), "include_usage"),
-        tool_choice=chosen(body.get("tool_choice"), table),
-        response_format=object_at(body, "response_format", "") or None,
-        logprobs=flag_at(body, "logprobs"),
-        token_ids=wants_token_ids(body),
-        extra=rest_of(body, _USED),
-    )
+    def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
+        head = {key: reply.get(key) for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        if usage:
+            head["usage"] = None
+        for choice in reply.get("choices") or ():
+            yield from _choice(head, choice)
+        if usage and reply.get("usage"):
+            yield data({**head, "choices": [], "usage": reply["usage"]})
+        yield b"data: [DONE]\n\n"
 
 
 def one_answer(body: Body) -> None:
@@ -724,18 +743,6 @@ def one_answer(body: Body) -> None:
 
 def wants_token_ids(body: Body) -> bool:
     return flag_at(body, "return_token_ids") or flag_at(body, "return_token_id_information")
-
-
-def _messages(body: Body, table: ToolTable, cache: ConversationCache | None) -> list[dict[str, Any]]:
-    value = body.get("messages")
-    if not isinstance(value, list | tuple) or not value:
-        refuse("messages", "must be a list of at least one message")
-
-    def lower_from(start: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        for end, (where, message) in enumerate(objects_in(value, "messages", start), start + 1):
-            yield end, [_message(message, where, table)]
-
-    return lead_system(lowered_history(cache, body.get("tools"), value, lower_from))
 
 
 def _message(message: Body, where: str, table: ToolTable) -> dict[str, Any]:

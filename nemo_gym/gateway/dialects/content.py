@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -91,20 +91,17 @@ def flag_at(body: Body, key: str) -> bool:
     return bool(value)
 
 
-def stop_at(body: Body, key: str) -> list[str] | None:
-    """Return the stop strings of a string, a list or null."""
-    value = body.get(key)
-    if value is None:
-        return None
-    pieces = [value] if isinstance(value, str) else value
+def sampling_at(body: Body, names: Iterable[str], *, budget: str = "max_tokens", stop: str = "stop") -> dict[str, Any]:
+    """Return the sampling parameters that are set: ``names``, ``max_tokens`` from the field ``budget``, and ``stop``,
+    a list of stop strings, from the field ``stop``."""
+    found: dict[str, Any] = {name: number_at(body, name, whole=name in ("seed", "top_k")) for name in names}
+    found["max_tokens"] = number_at(body, budget, low=1, whole=True)
+    pieces = [body[stop]] if isinstance(body.get(stop), str) else body.get(stop)
+    if pieces is None:
+        pieces = ()
     if not isinstance(pieces, list | tuple) or not all(isinstance(piece, str) and piece for piece in pieces):
-        refuse(key, "must be a string that is not empty, or a list of such strings")
-    return list(pieces) or None
-
-
-def sampling_at(body: Body, *names: str) -> dict[str, Any]:
-    """Return the sampling parameters among ``names`` that are set."""
-    found = {name: number_at(body, name, whole=name in ("seed", "top_k")) for name in names}
+        refuse(stop, "must be a string that is not empty, or a list of such strings")
+    found["stop"] = [*pieces] or None
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -128,11 +125,6 @@ def refuse_set(body: Body, reasons: Mapping[str, str]) -> None:
     for key, reason in reasons.items():
         if body.get(key):
             refuse(key, reason)
-
-
-def rest_of(body: Body, known: Sequence[str] | frozenset[str]) -> dict[str, Any]:
-    """Return the fields that are set and not ``known``."""
-    return {key: value for key, value in body.items() if value is not None and key not in known}
 
 
 def join(where: str, key: str) -> str:
@@ -185,7 +177,7 @@ def image_part(url: str, where: str, detail: Any = None) -> Part:
     return {"type": "image_url", "image_url": image}
 
 
-def openai_part(part: Body, where: str) -> Part | None:
+def openai_part(part: Body, where: str) -> Part:
     """Convert a content part of Chat Completions or Responses."""
     kind = part.get("type")
     if kind in ("text", "input_text", "output_text", "summary_text", "reasoning_text"):
@@ -230,8 +222,7 @@ def openai_content(value: Any, where: str) -> str | list[Part] | None:
     """Return the content of a message or of a tool's output: text, parts or ``None``."""
     if value is None or isinstance(value, str):
         return value
-    parts = (openai_part(part, at) for at, part in objects_in(value, where))
-    return joined([part for part in parts if part is not None])
+    return joined([openai_part(part, at) for at, part in objects_in(value, where)])
 
 
 def answer_text(value: Any, where: str) -> str | None:
@@ -241,7 +232,7 @@ def answer_text(value: Any, where: str) -> str | None:
     texts = []
     for at, part in objects_in(value, where):
         converted = openai_part(part, at)
-        if converted is None or converted["type"] != "text":
+        if converted["type"] != "text":
             refuse(at, "is not text: assistant messages hold text only")
         texts.append(converted["text"])
     return "".join(texts)
@@ -254,14 +245,8 @@ def lead_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         end += 1
     if end < 2:
         return messages
-    texts = [text for message in messages[:end] if (text := plain_text(message["content"]))]
+    texts = (message["content"] for message in messages[:end] if message["content"])
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages[end:]]
-
-
-def plain_text(content: str | list[Part] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return BETWEEN_PARTS.join(part["text"] for part in content if part["type"] == "text")
 
 
 def system_text(value: Any, where: str) -> str:
@@ -388,15 +373,9 @@ def custom_arguments(text: str, call_id: str, where: str) -> str:
     return text if call_id.endswith(RAW_CALL) else json_at({CUSTOM_INPUT: text}, where)
 
 
-def custom_input(call_id: str, arguments: str, data: Any) -> tuple[str, str]:
-    """Return ``(id, text)`` of a call to a free-text tool, for a reply; ``data``: the parsed arguments."""
-    if isinstance(data, Mapping) and [*data] == [CUSTOM_INPUT] and isinstance(data[CUSTOM_INPUT], str):
-        return call_id, data[CUSTOM_INPUT]
-    return call_id + RAW_CALL, arguments
-
-
-def chosen(choice: Any, table: ToolTable, where: str = "tool_choice") -> str | dict[str, Any]:
+def chosen(choice: Any, table: ToolTable) -> str | dict[str, Any]:
     """Convert ``tool_choice`` of an OpenAI dialect to ``auto``, ``none``, ``required`` or ``{"name": flat name}``."""
+    where = "tool_choice"
     if choice is None:
         return "auto"
     if isinstance(choice, str):
@@ -483,6 +462,14 @@ class AnswerCall:
     arguments: str
     data: Any
     """The parsed arguments; ``None`` if they are not JSON."""
+
+
+def custom_input(call: AnswerCall) -> tuple[str, str]:
+    """Return ``(id, text)`` of a call to a free-text tool, for a reply."""
+    data = call.data
+    if isinstance(data, Mapping) and [*data] == [CUSTOM_INPUT] and isinstance(data[CUSTOM_INPUT], str):
+        return call.call_id, data[CUSTOM_INPUT]
+    return call.call_id + RAW_CALL, call.arguments
 
 
 def text_in(answer: Answer) -> str:

@@ -47,26 +47,21 @@ def answer_of_completion(
     """Return the answer in an endpoint's chat completion; ``model`` overrides the name in it. Raises `KeyError`,
     `IndexError`, `TypeError` or `ValueError` for anything that is no chat completion."""
     try:
-        return _answer(completion, answer_id, created_at, model)
+        choice = completion["choices"][0]
+        message = message_of(choice["message"], answer_id)
+        stop = choice.get("stop_reason")
+        return Answer(
+            answer_id=answer_id,
+            created_at=created_at,
+            model=str(model or completion.get("model") or "policy"),
+            message=message,
+            end=end_of(choice.get("finish_reason"), message),
+            usage=usage_of(completion.get("usage")),
+            stop=stop if isinstance(stop, str) else None,
+            tokens=_tokens(choice),
+        )
     except AttributeError as error:  # another type in place of an object
         raise TypeError(str(error)) from error
-
-
-def _answer(completion: Mapping[str, Any], answer_id: str, created_at: float, model: str | None) -> Answer:
-    choice = completion["choices"][0]
-    raw_message = choice["message"]
-    message = message_of(raw_message, answer_id)
-    stop = choice.get("stop_reason")
-    return Answer(
-        answer_id=answer_id,
-        created_at=created_at,
-        model=str(model or completion.get("model") or "policy"),
-        message=message,
-        end=end_of(choice.get("finish_reason"), message),
-        usage=usage_of(completion.get("usage")),
-        stop=stop if isinstance(stop, str) else None,
-        tokens=_tokens(choice, raw_message),
-    )
 
 
 def message_of(said: Mapping[str, Any], answer_id: str) -> dict[str, Any]:
@@ -117,17 +112,14 @@ def usage_of(reported: Any) -> AnswerUsage:
     )
 
 
-def _tokens(choice: Mapping[str, Any], message: Mapping[str, Any]) -> AnswerTokens | None:
+def _tokens(choice: Mapping[str, Any]) -> AnswerTokens | None:
     """Return the tokens in the endpoint's reply: ids as from NeMo Gym's model servers, or texts and logprobs."""
+    message = choice["message"]
     entries = (choice.get("logprobs") or {}).get("content") or None
     texts = [str(entry["token"]) for entry in entries] if entries else None
     logprobs = [float(entry["logprob"]) for entry in entries] if entries else None
-    if (ids := message.get("generation_token_ids")) is not None:
-        message_logprobs = message.get("generation_log_probs")
-        return AnswerTokens(
-            message.get("prompt_token_ids") or [],
-            ids,
-            logprobs if message_logprobs is None else message_logprobs,
-            texts,
-        )
-    return None if texts is None else AnswerTokens([], [], logprobs, texts)
+    if (ids := message.get("generation_token_ids")) is None:
+        return None if texts is None else AnswerTokens([], [], logprobs, texts)
+    if (message_logprobs := message.get("generation_log_probs")) is not None:
+        logprobs = message_logprobs
+    return AnswerTokens(message.get("prompt_token_ids") or [], ids, logprobs, texts)

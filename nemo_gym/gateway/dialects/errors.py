@@ -70,41 +70,26 @@ def status_of(error: NemoGymError) -> int:
     return 400 if isinstance(error, InvalidBodyError) and not error.details.get("errors") else error.status
 
 
-def openai_type(error: NemoGymError) -> str:
-    status = status_of(error)
-    return _OPENAI.get(status, "server_error" if status >= 500 else "invalid_request_error")
-
-
 def openai_code(error: NemoGymError) -> str:
     return _OPENAI_CODES.get(error.status, error.code)
 
 
-def openai_error(error: NemoGymError) -> tuple[int, dict[str, Any]]:
-    """Return status and body for Chat Completions and Responses."""
-    error_body = {
+def error_body(dialect: Dialect, error: NemoGymError) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error."""
+    status = status_of(error)
+    if dialect is Dialect.MESSAGES:
+        message = error.message
+        if isinstance(error, ContextOverflowError):
+            message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
+        kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return status, {"type": "error", "error": {"type": kind, "message": message}}
+    fields = {
         "message": error.message,
-        "type": openai_type(error),
+        "type": _OPENAI.get(status, "server_error" if status >= 500 else "invalid_request_error"),
         "param": error.details.get("param"),
         "code": openai_code(error),
     }
-    return status_of(error), {"error": error_body}
-
-
-def anthropic_type(error: NemoGymError) -> str:
-    status = status_of(error)
-    return _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
-
-
-def anthropic_message(error: NemoGymError) -> str:
-    if isinstance(error, ContextOverflowError):
-        return f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
-    return error.message
-
-
-def anthropic_error(error: NemoGymError) -> tuple[int, dict[str, Any]]:
-    """Return status and body for Messages."""
-    error_body = {"type": anthropic_type(error), "message": anthropic_message(error)}
-    return status_of(error), {"type": "error", "error": error_body}
+    return status, {"error": fields}
 
 
 # Error responses on inference routes: every error in the caller's dialect, whatever part of a server raised it.
@@ -120,7 +105,7 @@ _DIALECT_BY_ROUTE = {**PATHS, "/v1/messages/count_tokens": Dialect.MESSAGES}
 def dialect_error(dialect: Dialect, error: NemoGymError) -> Response:
     """Return the response to a request of ``dialect`` that ended with ``error``. It has ``Retry-After`` if the error
     has a time, and with every 429."""
-    status, body = (anthropic_error if dialect is Dialect.MESSAGES else openai_error)(error)
+    status, body = error_body(dialect, error)
     headers = {}
     retry_after_s = error.details.get("retry_after_s")
     if retry_after_s is not None or status == _RATE_LIMITED:

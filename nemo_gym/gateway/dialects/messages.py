@@ -4,7 +4,7 @@ lowered request.
 | field | what becomes of it |
 |---|---|
 | ``system`` | a system message; the billing header block that Claude Code leads it with is left out |
-| ``messages`` | lowered (`lower_messages`); ``role: system`` among them stays in its place |
+| ``messages`` | lowered; ``role: system`` among them stays in its place |
 | ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``stop_sequences`` | sampling; ``max_tokens`` may be absent |
 | ``tools`` with a schema (``custom``) | shown to the policy; those with ``defer_loading`` where the harness searched for them |
 | ``tools`` that Anthropic runs (``web_search_…``, ``code_execution_…``, ``tool_search_tool_…``) | not shown |
@@ -29,11 +29,11 @@ from uuid import uuid4
 
 import orjson
 
-from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import (
     ConversationCache,
-    lowered_history,
+    DialectAdapter,
+    messages_lowered,
     one_answer,
     token_fields,
     wants_token_ids,
@@ -54,7 +54,6 @@ from nemo_gym.gateway.dialects.content import (
     kind_of,
     lead_system,
     made_up,
-    number_at,
     object_at,
     objects_in,
     optional_text,
@@ -64,92 +63,23 @@ from nemo_gym.gateway.dialects.content import (
     refuse_part,
     refuse_set,
     sampling_at,
-    stop_at,
     text_at,
     text_in,
     text_part,
 )
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
-from nemo_gym.gateway.dialects.errors import anthropic_error
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, PolicyRequest
 
 # An answer as a message of Messages, whole and streamed.
 
 
-def message_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
-    """Return the answer as a ``message``."""
-    content: list[dict[str, Any]] = []
-    if (thought := reasoning_in(answer)) and request.reasoning:
-        content.append({"type": "thinking", "thinking": thought, "signature": made_up(answer, "signature")})
-    calls = calls_in(answer)
-    if text := text_in(answer):
-        content.append({"type": "text", "text": text})
-    for call in calls:
-        data = call.data if call.arguments.strip() else {}
-        if not isinstance(data, dict):
-            data = {WRAPPED: call.arguments}
-        content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": data})
-    if not content:
-        # Claude Code treats a message without any content as a broken stream, and sends the request again.
-        content.append({"type": "text", "text": ""})
-    usage = answer.usage
-    message: dict[str, Any] = {
-        "id": f"msg_{answer.answer_id}",
-        "type": "message",
-        "role": "assistant",
-        "model": answer.model,
-        "content": content,
-        "stop_reason": _stop_reason(answer, called=bool(calls)),
-        "stop_sequence": answer.stop if _stopped_by_text(answer, called=bool(calls)) else None,
-        "usage": {
-            # In this dialect, ``input_tokens`` does not include cached tokens.
-            "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached_tokens,
-            "output_tokens": usage.completion_tokens,
-        },
-    }
-    if request.token_ids and answer.tokens is not None:
-        message |= token_fields(answer.tokens)
-    return message
-
-
-def _stopped_by_text(answer: Answer, *, called: bool) -> bool:
-    return answer.end is AnswerEnd.STOP and answer.stop is not None and not called
-
-
-def _stop_reason(answer: Answer, *, called: bool) -> str:
-    if answer.end is AnswerEnd.LENGTH:
-        return "max_tokens"
-    if answer.end is AnswerEnd.CONTENT_FILTER:
-        return "refusal"
-    if called:
-        return "tool_use"
-    return "stop_sequence" if _stopped_by_text(answer, called=called) else "end_turn"
-
-
-def messages_events(message: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the events of a message, the gateway's or an endpoint's."""
-    usage = message.get("usage") or {}
-    started = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
-    yield event({"type": "message_start", "message": {**started, "usage": {**usage, "output_tokens": 0}}})
-    for index, block in enumerate(message.get("content") or ()):
-        yield event({"type": "content_block_start", "index": index, "content_block": _empty(block)})
-        for delta in _deltas(block):
-            yield event({"type": "content_block_delta", "index": index, "delta": delta})
-        yield event({"type": "content_block_stop", "index": index})
-    stop = {key: message.get(key) for key in ("stop_reason", "stop_sequence")}
-    yield event({"type": "message_delta", "delta": stop, "usage": {"output_tokens": 0, **usage}})
-    yield event({"type": "message_stop"})
-
-
-def _empty(block: Mapping[str, Any]) -> dict[str, Any]:
-    empty_fields: dict[str, dict[str, Any]] = {
-        "text": {"text": ""},
-        "thinking": {"thinking": "", "signature": ""},
-        "tool_use": {"input": {}},
-    }
-    return {**block, **empty_fields.get(block["type"], {})}
+_STOP_REASONS = {AnswerEnd.LENGTH: "max_tokens", AnswerEnd.CONTENT_FILTER: "refusal"}
+_EMPTY: Mapping[str, dict[str, Any]] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {"input": {}},
+}
+"""The fields of a block at its start in a stream."""
 
 
 def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -172,21 +102,6 @@ _BILLING = "x-anthropic-billing-header:"
 WRAPPED = "arguments"
 """The only key in the input of a call whose sampled arguments are no JSON object: Messages allows only objects."""
 Tools = Mapping[str, Mapping[str, Any]]
-
-
-def lower_messages(body: Body, tools: Tools, cache: ConversationCache | None = None) -> list[dict[str, Any]]:
-    """Return the system prompt and the messages of a request. ``tools``: by name, for references to them."""
-    value = body.get("messages")
-    if not isinstance(value, list | tuple) or not value:
-        refuse("messages", "must be a list of at least one message")
-
-    def lower_from(start: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        for end, (where, message) in enumerate(objects_in(value, "messages", start), start + 1):
-            yield end, _message(message, where, tools)
-
-    text = _system(body.get("system"), "system")
-    before = [{"role": "system", "content": text}] if text else []
-    return lead_system([*before, *lowered_history(cache, body.get("tools"), value, lower_from)])
 
 
 def _message(message: Body, where: str, tools: Tools) -> list[dict[str, Any]]:
@@ -303,65 +218,100 @@ _REFUSED = {
     "container": "refers to a container of the API; there is none here",
 }
 
-_NO_PARAMETERS = frozenset({"messages", "system", "metadata"})
 
+class MessagesAdapter(DialectAdapter):
+    """Messages. Its tools, for references to them, are by name."""
 
-class MessagesAdapter:
-    """Messages."""
+    dialect = Dialect.MESSAGES
+    not_parameters = frozenset({"messages", "system", "metadata"})
 
-    def lower(self, body: Body, cache: ConversationCache | None = None) -> PolicyRequest:
-        if cache is None:
-            tools, request = _parameters(body)
-        else:
-            parameters = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
-            tools, request = cache.parameters("lowered", Dialect.MESSAGES, parameters, lambda: _parameters(body))
-        return request.asking(lower_messages(body, tools, cache))
+    def _parameters(self, body: Body, cache: ConversationCache | None) -> tuple[Tools, PolicyRequest]:
+        one_answer(body)
+        refuse_set(body, _REFUSED)
+        tools, deferred = _tools(body)
+        sampling = sampling_at(body, ("temperature", "top_p", "top_k"), stop="stop_sequences")
+        choice = object_at(body, "tool_choice", "")
+        output = object_at(body, "output_config", "")
+        form = object_at(output, "format", "output_config") or object_at(body, "output_format", "")
+        extra: dict[str, Any] = {}
+        if choice.get("disable_parallel_tool_use") and tools:
+            extra["parallel_tool_calls"] = False
+        if output.get("effort") in _EFFORTS:
+            extra["reasoning_effort"] = output["effort"]
+        return {**deferred, **{_name(tool): tool for tool in tools}}, PolicyRequest(
+            messages=(),
+            tools=tools or None,
+            deferred=[*deferred.values()],
+            asked=sampling,
+            stream=flag_at(body, "stream"),
+            tool_choice=_choice(choice),
+            response_format=_format(form),
+            token_ids=wants_token_ids(body),
+            reasoning=object_at(body, "thinking", "").get("type") in ("enabled", "adaptive"),
+            extra=extra,
+        )
+
+    def _messages(self, body: Body, tools: Tools, cache: ConversationCache | None) -> list[dict[str, Any]]:
+        text = _system(body.get("system"), "system")
+        before = [{"role": "system", "content": text}] if text else []
+        return lead_system([*before, *messages_lowered(body, cache, lambda message, at: _message(message, at, tools))])
 
     def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
-        return message_of(answer, request)
+        content: list[dict[str, Any]] = []
+        if (thought := reasoning_in(answer)) and request.reasoning:
+            content.append({"type": "thinking", "thinking": thought, "signature": made_up(answer, "signature")})
+        calls = calls_in(answer)
+        if text := text_in(answer):
+            content.append({"type": "text", "text": text})
+        for call in calls:
+            data = call.data if call.arguments.strip() else {}
+            if not isinstance(data, dict):
+                data = {WRAPPED: call.arguments}
+            content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": data})
+        if not content:
+            # Claude Code treats a message without any content as a broken stream, and sends the request again.
+            content.append({"type": "text", "text": ""})
+        stopped_by_text = answer.end is AnswerEnd.STOP and answer.stop is not None and not calls
+        ended = "tool_use" if calls else "stop_sequence" if stopped_by_text else "end_turn"
+        usage = answer.usage
+        message: dict[str, Any] = {
+            "id": f"msg_{answer.answer_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model,
+            "content": content,
+            "stop_reason": _STOP_REASONS.get(answer.end) or ended,
+            "stop_sequence": answer.stop if stopped_by_text else None,
+            "usage": {
+                # In this dialect, ``input_tokens`` does not include cached tokens.
+                "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": usage.cached_tokens,
+                "output_tokens": usage.completion_tokens,
+            },
+        }
+        if request.token_ids and answer.tokens is not None:
+            message |= token_fields(answer.tokens)
+        return message
 
-    def events(self, reply: Mapping[str, Any], request: PolicyRequest) -> Iterator[bytes]:
-        return messages_events(reply)
-
-    def opening(
-        self, answer_id: str, created_at: float, model: str, request: PolicyRequest, body: Body
-    ) -> dict[str, Any] | None:
-        return None
-
-    def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
-        return anthropic_error(error)
-
-
-def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], PolicyRequest]:
-    """Return all tools by name, and the lowered request without its messages."""
-    one_answer(body)
-    refuse_set(body, _REFUSED)
-    tools, deferred = _tools(body)
-    sampling = sampling_at(body, "temperature", "top_p", "top_k")
-    if (limit := number_at(body, "max_tokens", low=1, whole=True)) is not None:
-        sampling["max_tokens"] = limit
-    if stop := stop_at(body, "stop_sequences"):
-        sampling["stop"] = stop
-    choice = object_at(body, "tool_choice", "")
-    output = object_at(body, "output_config", "")
-    form = object_at(output, "format", "output_config") or object_at(body, "output_format", "")
-    extra: dict[str, Any] = {}
-    if choice.get("disable_parallel_tool_use") and tools:
-        extra["parallel_tool_calls"] = False
-    if output.get("effort") in _EFFORTS:
-        extra["reasoning_effort"] = output["effort"]
-    return {**deferred, **{_name(tool): tool for tool in tools}}, PolicyRequest(
-        messages=(),
-        tools=tools or None,
-        deferred=[*deferred.values()],
-        asked=sampling,
-        stream=flag_at(body, "stream"),
-        tool_choice=_choice(choice),
-        response_format=_format(form),
-        token_ids=wants_token_ids(body),
-        reasoning=object_at(body, "thinking", "").get("type") in ("enabled", "adaptive"),
-        extra=extra,
-    )
+    def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
+        counted = reply.get("usage") or {}
+        started = {**reply, "content": [], "stop_reason": None, "stop_sequence": None}
+        yield event({"type": "message_start", "message": {**started, "usage": {**counted, "output_tokens": 0}}})
+        for index, block in enumerate(reply.get("content") or ()):
+            yield event(
+                {
+                    "type": "content_block_start",
+                    "index": index,
+                    "content_block": {**block, **_EMPTY.get(block["type"], {})},
+                }
+            )
+            for delta in _deltas(block):
+                yield event({"type": "content_block_delta", "index": index, "delta": delta})
+            yield event({"type": "content_block_stop", "index": index})
+        stop = {key: reply.get(key) for key in ("stop_reason", "stop_sequence")}
+        yield event({"type": "message_delta", "delta": stop, "usage": {"output_tokens": 0, **counted}})
+        yield event({"type": "message_stop"})
 
 
 def _tools(body: Body) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 | field | what becomes of it |
 |---|---|
-| ``input``, ``instructions`` | lowered (`lower_input`); leading system and developer messages are one |
+| ``input``, ``instructions`` | lowered; leading system and developer messages are one |
 | ``tools``: ``function``, ``custom``, ``namespace`` of these, ``local_shell`` | functions with flat names (`ToolTable`) |
 | ``tools``: ``web_search…``, ``image_generation``, ``tool_search`` | not shown: the endpoint would run them, and a harness does without |
 | ``tools`` of any other type | refused: without them the task is another one |
@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import (
     NOT_STORED,
@@ -35,6 +34,7 @@ from nemo_gym.gateway.dialects.chat import (
     TOKEN_FIELDS,
     ChatAdapter,
     ConversationCache,
+    DialectAdapter,
     arguments_at,
     lowered_history,
     one_answer,
@@ -61,12 +61,10 @@ from nemo_gym.gateway.dialects.content import (
     repeatable,
     sampling_at,
     shell_arguments,
-    stop_at,
     system_text,
     text_at,
 )
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
-from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.dialects.responses_reply import (
     REPEATED,
     begun,
@@ -84,19 +82,6 @@ from nemo_gym.gateway.tokens.history import text_of
 # The text of a reasoning item is its ``content``, else its ``summary``; ``encrypted_content`` is ignored.
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-
-
-def lower_input(body: Body, table: ToolTable, cache: ConversationCache | None = None) -> list[dict[str, Any]]:
-    """Return the instructions and the input of a request as messages."""
-    value = body.get("input")
-    instructions = body.get("instructions")
-    start = [{"role": "system", "content": system_text(instructions, "instructions")}] if instructions else []
-    if isinstance(value, str):
-        return [*start, {"role": "user", "content": value}]
-    if not isinstance(value, list | tuple) or not value:
-        refuse("input", "must be a string, or a list of at least one item")
-    items = lowered_history(cache, body.get("tools"), value, lambda at: _groups(value, at, table))
-    return lead_system([*start, *items])
 
 
 def _groups(items: Sequence[Any], start: int, table: ToolTable) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -189,66 +174,60 @@ _REFUSED = {
 _PASSED_ON = ("user", "metadata", "store", "service_tier")
 _NOT_SHOWN = ("web_search", "image_generation", "tool_search")
 LOGPROBS = "message.output_text.logprobs"
-_NO_PARAMETERS = frozenset({"input", "instructions"})
 
 
-class ResponsesAdapter:
+class ResponsesAdapter(DialectAdapter):
     """Responses."""
 
-    def lower(self, body: Body, cache: ConversationCache | None = None) -> PolicyRequest:
-        if cache is None:
-            table, request = _parameters(body)
-        else:
-            parameters = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
-            table, request = cache.parameters("lowered", Dialect.RESPONSES, parameters, lambda: _parameters(body))
-        return request.asking(lower_input(body, table, cache))
+    dialect = Dialect.RESPONSES
+    not_parameters = frozenset({"input", "instructions"})
+
+    def _parameters(self, body: Body, cache: ConversationCache | None) -> tuple[ToolTable, PolicyRequest]:
+        one_answer(body)
+        refuse_set(body, _REFUSED)
+        repeatable(body, *REPEATED)
+        table = tool_table(body)
+        sampling = sampling_at(body, SAMPLING, budget="max_output_tokens")
+        extra = {key: body[key] for key in _PASSED_ON if body.get(key) is not None}
+        if table.tools and body.get("parallel_tool_calls") is not None:
+            extra["parallel_tool_calls"] = flag_at(body, "parallel_tool_calls")
+        if effort := optional_text(object_at(body, "reasoning", ""), "effort", "reasoning"):
+            extra["reasoning_effort"] = effort
+        top = number_at(body, "top_logprobs", low=0, whole=True)
+        if top:
+            extra["top_logprobs"] = top
+        return table, PolicyRequest(
+            messages=(),
+            tools=table.tools or None,
+            names=table.names,
+            asked=sampling,
+            stream=flag_at(body, "stream"),
+            tool_choice=chosen(body.get("tool_choice"), table),
+            response_format=_format(object_at(object_at(body, "text", ""), "format", "text")),
+            logprobs=bool(top) or LOGPROBS in included(body),
+            token_ids=wants_token_ids(body),
+            extra=extra,
+        )
+
+    def _messages(self, body: Body, tools: ToolTable, cache: ConversationCache | None) -> list[dict[str, Any]]:
+        value = body.get("input")
+        instructions = body.get("instructions")
+        start = [{"role": "system", "content": system_text(instructions, "instructions")}] if instructions else []
+        if isinstance(value, str):
+            return [*start, {"role": "user", "content": value}]
+        if not isinstance(value, list | tuple) or not value:
+            refuse("input", "must be a string, or a list of at least one item")
+        items = lowered_history(cache, body.get("tools"), value, lambda at: _groups(value, at, tools))
+        return lead_system([*start, *items])
 
     def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
         return response_of(answer, request, body)
 
-    def events(self, reply: Mapping[str, Any], request: PolicyRequest) -> Iterator[bytes]:
+    def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
         return responses_events(reply)
 
-    def opening(
-        self, answer_id: str, created_at: float, model: str, request: PolicyRequest, body: Body
-    ) -> dict[str, Any] | None:
+    def opening(self, answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any] | None:
         return begun(response_object(answer_id, created_at, model, body))
-
-    def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
-        return openai_error(error)
-
-
-def _parameters(body: Body) -> tuple[ToolTable, PolicyRequest]:
-    """Return the tools, and the lowered request without its messages."""
-    one_answer(body)
-    refuse_set(body, _REFUSED)
-    repeatable(body, *REPEATED)
-    table = tool_table(body)
-    sampling = sampling_at(body, *SAMPLING)
-    if (limit := number_at(body, "max_output_tokens", low=1, whole=True)) is not None:
-        sampling["max_tokens"] = limit
-    if stop := stop_at(body, "stop"):
-        sampling["stop"] = stop
-    extra = {key: body[key] for key in _PASSED_ON if body.get(key) is not None}
-    if table.tools and body.get("parallel_tool_calls") is not None:
-        extra["parallel_tool_calls"] = flag_at(body, "parallel_tool_calls")
-    if effort := optional_text(object_at(body, "reasoning", ""), "effort", "reasoning"):
-        extra["reasoning_effort"] = effort
-    top = number_at(body, "top_logprobs", low=0, whole=True)
-    if top:
-        extra["top_logprobs"] = top
-    return table, PolicyRequest(
-        messages=(),
-        tools=table.tools or None,
-        names=table.names,
-        asked=sampling,
-        stream=flag_at(body, "stream"),
-        tool_choice=chosen(body.get("tool_choice"), table),
-        response_format=_format(object_at(object_at(body, "text", ""), "format", "text")),
-        logprobs=bool(top) or LOGPROBS in included(body),
-        token_ids=wants_token_ids(body),
-        extra=extra,
-    )
 
 
 def tool_table(body: Body) -> ToolTable:
@@ -324,7 +303,8 @@ def chat_request(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def chat_messages(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
     """Convert input items of Responses to chat messages."""
-    return lower_input({"input": items, "instructions": instructions}, ToolTable())
+    request = _ADAPTER.lower({"input": items, "instructions": instructions})
+    return [dict(message) for message in request.messages]
 
 
 def response_of_completion(completion: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:

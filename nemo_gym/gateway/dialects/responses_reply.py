@@ -85,7 +85,7 @@ def _call(answer: Answer, number: int, call: AnswerCall, request: PolicyRequest)
             "status": "completed",
         }
     if call_name.custom:
-        call_id, text = custom_input(call.call_id, call.arguments, call.data)
+        call_id, text = custom_input(call)
         item = {"id": f"ctc_{own_id}", "type": "custom_tool_call", "call_id": call_id, "input": text}
     else:
         item = {

@@ -12,6 +12,7 @@ from aiohttp import web
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS, models_reply
+from nemo_gym.gateway.dialects.errors import error_body
 from nemo_gym.gateway.policy_request import Answer, PolicyRequest
 from tests.gateway.dialects.bodies import answer
 
@@ -27,7 +28,8 @@ class Served:
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
-        adapter = ADAPTERS[PATHS.get(request.path, Dialect.MESSAGES)]
+        dialect = PATHS.get(request.path, Dialect.MESSAGES)
+        adapter = ADAPTERS[dialect]
         body = await request.json()
         self.bodies.append(body)
         try:
@@ -35,7 +37,7 @@ class Served:
             if self.fail is not None:
                 raise self.fail
         except NemoGymError as error:
-            status, said = adapter.error(error)
+            status, said = error_body(dialect, error)
             return web.json_response(said, status=status, headers={"x-should-retry": "false"})
         self.seen.append(lowered)
         if request.path.endswith("count_tokens"):
@@ -45,7 +47,7 @@ class Served:
             return web.json_response(reply)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        for event in adapter.events(reply, lowered):
+        for event in adapter.events(reply, usage=lowered.stream_usage):
             await stream.write(event)
         await stream.write_eof()
         return stream

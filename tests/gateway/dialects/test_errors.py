@@ -20,7 +20,7 @@ from nemo_gym.contract.errors import (
 )
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS
-from nemo_gym.gateway.dialects.errors import ContextOverflowError, overflow_of, relayed_error
+from nemo_gym.gateway.dialects.errors import ContextOverflowError, error_body, overflow_of, relayed_error
 from nemo_gym.gateway.engines.types import EngineRateLimitedError, EngineRefusedError, EngineTimeoutError
 from nemo_gym.gateway.inference import failure_event
 from tests.gateway.dialects.conftest import Served
@@ -78,17 +78,17 @@ async def test_sdks_raise_their_own_exception(
 def test_refused_field_is_the_param() -> None:
     with pytest.raises(InvalidBodyError) as caught:
         ADAPTERS[Dialect.CHAT].lower({"messages": USER, "n": 2})
-    status, body = ADAPTERS[Dialect.CHAT].error(caught.value)
+    status, body = error_body(Dialect.CHAT, caught.value)
     assert status == 400 and body["error"]["param"] == "n"
 
 
 def test_overflow_is_worded_as_harnesses_recognise_it() -> None:
     error = ContextOverflowError(prompt_tokens=9000, limit=8192)
     for dialect in (Dialect.CHAT, Dialect.RESPONSES):
-        status, body = ADAPTERS[dialect].error(error)
+        status, body = error_body(dialect, error)
         assert status == 400 and body["error"]["code"] == "context_length_exceeded"
         assert "maximum context length is 8192 tokens" in body["error"]["message"]
-    status, body = ADAPTERS[Dialect.MESSAGES].error(error)
+    status, body = error_body(Dialect.MESSAGES, error)
     assert (status, body["error"]) == (
         400,
         {"type": "invalid_request_error", "message": "prompt is too long: 9000 tokens > 8192 maximum"},
@@ -138,4 +138,4 @@ def test_overflow_inside_a_stream_is_recognised_as_well() -> None:
 def test_details_stay_inside() -> None:
     error = ModelError("broken", secret_path="/private")
     for dialect in Dialect:
-        assert "/private" not in str(ADAPTERS[dialect].error(error))
+        assert "/private" not in str(error_body(dialect, error))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS
+from nemo_gym.gateway.dialects.errors import error_body
 from nemo_gym.gateway.engines.types import pinned_sampling
 from nemo_gym.gateway.policy_request import PolicyRequest
 from nemo_gym.gateway.tokens.history import entries_of, tools_digest
@@ -86,15 +87,15 @@ def check(dialect: Dialect, body: dict[str, Any]) -> None:
         assert isinstance(request, PolicyRequest)
         pinned_sampling(request.asked, {}, room_tokens=100)
     except InvalidBodyError as error:
-        status, said = adapter.error(error)
+        status, said = error_body(dialect, error)
         assert status == 400 and said["error"]["message"]
         return
     assert request.messages
     entries_of(request.messages)
     tools_digest(request.tools)
     given = answer("a", call(1, "apply_patch", "[1]"), call(2, "bash", "{}"), call(3, "local_shell", '{"command":[]}'))
-    assert b"".join(adapter.events(adapter.reply(given, request, body), request))
-    adapter.opening("0" * 32, 1.0, "m", request, body)
+    assert b"".join(adapter.events(adapter.reply(given, request, body), usage=request.stream_usage))
+    adapter.opening("0" * 32, 1.0, "m", body)
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from nemo_gym.contract.errors import ModelError, NemoGymError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import stream_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.engines import EngineRateLimitedError
 from nemo_gym.gateway.engines.http import EventReader
 from nemo_gym.gateway.inference import KeepAlive, failure_event
@@ -121,7 +121,7 @@ def is_ping(data: bytes) -> bool:
 @pytest.mark.parametrize("dialect", [Dialect.CHAT, Dialect.MESSAGES])
 @pytest.mark.parametrize("seed", range(5))
 async def test_stream_without_its_pings_is_the_stream(dialect: Dialect, seed: int) -> None:
-    raw = b"".join(stream_of(dialect, REPLIES[dialect]))
+    raw = b"".join(ADAPTERS[dialect].events(REPLIES[dialect]))
     source = Source(cut(raw, seed), pings_before=lambda number: 1 if number % 3 == 0 else 0)
     got = await sent(dialect, source)
     assert source.keepalive is not None and source.keepalive.pings >= 3
@@ -132,7 +132,7 @@ async def test_stream_without_its_pings_is_the_stream(dialect: Dialect, seed: in
 @pytest.mark.parametrize("opening", [OPENING, None])
 @pytest.mark.parametrize("seed", range(5))
 async def test_responses_are_numbered_without_gaps_and_begin_once(seed: int, opening: dict[str, Any] | None) -> None:
-    raw = b"".join(stream_of(Dialect.RESPONSES, RESPONSE))
+    raw = b"".join(ADAPTERS[Dialect.RESPONSES].events(RESPONSE))
     source = Source(cut(raw, seed), pings_before=lambda number: 2 if number % 4 == 0 else 0)
     events = [
         orjson.loads(data) for data in events_of(b"".join(await sent(Dialect.RESPONSES, source, opening=opening)))
@@ -149,7 +149,7 @@ async def test_responses_are_numbered_without_gaps_and_begin_once(seed: int, ope
 
 @pytest.mark.parametrize("dialect", list(Dialect))
 async def test_stream_passes_byte_for_byte_when_no_ping_is_needed(dialect: Dialect) -> None:
-    raw = b"".join(stream_of(dialect, REPLIES[dialect]))
+    raw = b"".join(ADAPTERS[dialect].events(REPLIES[dialect]))
     got = await sent(dialect, Source(cut(raw, 1), pings_before=lambda _: 0), interval_s=60.0)
     assert b"".join(got) == raw
 
@@ -169,7 +169,7 @@ async def test_failure_within_the_grace_is_raised_so_that_it_can_be_a_status() -
 
 @pytest.mark.parametrize("dialect", list(Dialect))
 async def test_failure_after_the_headers_is_the_last_event(dialect: Dialect) -> None:
-    first = next(iter(stream_of(dialect, REPLIES[dialect])))
+    first = next(iter(ADAPTERS[dialect].events(REPLIES[dialect])))
     source = Source([first], pings_before=lambda _: 0, error=ModelError("the engine is gone"))
     *_, last = events_of(b"".join(await sent(dialect, source, interval_s=60.0)))
     event = orjson.loads(last)
@@ -231,7 +231,7 @@ async def served(dialect: Dialect, source: Source, **options: Any) -> AsyncItera
 
 
 async def test_openai_client_reads_a_chat_stream_through_pings() -> None:
-    chunks = [*stream_of(Dialect.CHAT, CHAT)]
+    chunks = [*ADAPTERS[Dialect.CHAT].events(CHAT)]
     async with served(Dialect.CHAT, Source(chunks, pings_before=lambda _: 1)) as client:
         stream = await client.chat.completions.create(model="m", messages=[], stream=True)
         text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
@@ -240,7 +240,7 @@ async def test_openai_client_reads_a_chat_stream_through_pings() -> None:
 
 @pytest.mark.parametrize("opening", [OPENING, None])
 async def test_openai_client_accumulates_a_response_through_pings(opening: dict[str, Any] | None) -> None:
-    source = Source([*stream_of(Dialect.RESPONSES, RESPONSE)], pings_before=lambda _: 1)
+    source = Source([*ADAPTERS[Dialect.RESPONSES].events(RESPONSE)], pings_before=lambda _: 1)
     async with served(Dialect.RESPONSES, source, opening=opening) as client:
         async with client.responses.stream(model="m", input="hi") as stream:
             final = await stream.get_final_response()
@@ -249,7 +249,7 @@ async def test_openai_client_accumulates_a_response_through_pings(opening: dict[
 
 
 async def test_openai_client_raises_when_a_stream_fails_after_the_headers() -> None:
-    source = Source([*stream_of(Dialect.CHAT, CHAT)][:1], pings_before=lambda _: 1, error=ModelError("gone"))
+    source = Source([*ADAPTERS[Dialect.CHAT].events(CHAT)][:1], pings_before=lambda _: 1, error=ModelError("gone"))
     async with served(Dialect.CHAT, source) as client:
         stream = await client.chat.completions.create(model="m", messages=[], stream=True)
         with pytest.raises(openai.APIError, match="gone"):

@@ -61,11 +61,8 @@ _MAX_PROOFS = 1024
 """Shapes are few in practice; a client that invents new ones must not fill the memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unproven:
-    """A continuation that is not proven; ``detail`` is what the template does instead of appending."""
-
-    detail: str
+class UnprovenError(Exception):
+    """A continuation that is not proven; the message is what the template does instead of appending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,8 @@ class IncrementalEncoder:
 
     def __init__(self, policy: PolicyTokenizer) -> None:
         self._policy = policy
-        self._proofs: dict[_Shape, Unproven | None] = {}
+        self._proofs: dict[_Shape, str | None] = {}
+        """Shape → why it is not proven; ``None`` for a proven one."""
         # Words that cannot be in any conversation, so that each shows where its part of the conversation is rendered.
         word = secrets.token_hex(8)
         names = (f"{part}{word}" for part in ("sys", "usr", "tol", "ans", "end"))
@@ -111,30 +109,37 @@ class IncrementalEncoder:
         tools: bool,
         last_id: int | None,
         now: datetime | None = None,
-    ) -> list[int] | Unproven:
+    ) -> list[int]:
         """Return the token ids to append to the sampled tokens of ``last`` so that the policy answers ``new``.
 
         ``system``/``tools``: whether the conversation starts with a system message, and has tools. ``last_id``: the
         last sampled token; if it ends a turn, that token is not repeated. ``now`` must be the conversation's own time.
-        Raises `TemplateRefusedError` if the template does not accept the new messages.
+        Raises `UnprovenError`, and `TemplateRefusedError` if the template does not accept the new messages.
         """
         roles = tuple((role_of(message), min(len(calls_of(message)), 2)) for message in new)
         prefill = bool(new) and continues_answer(new)
         media = any(True for message in new for _ in media_parts(message.get("content")))
         continued = _Shape(system, tools, min(len(calls_of(last)), 2), roles, prefill, media)
         try:
-            refuted = self._proofs[continued]
+            why = self._proofs[continued]
         except KeyError:
-            refuted = self._prove(last, new, continued, now)
+            try:
+                self._prove(last, new, continued, now)
+                why = None
+            except UnprovenError as error:
+                why = str(error)
             if len(self._proofs) >= _MAX_PROOFS:
                 self._proofs.clear()
-            self._proofs[continued] = refuted
-        if refuted is not None:
-            return refuted
-        text = self._text(last, new, continued, 0, now)
-        return (
-            text if isinstance(text, Unproven) else self._without_repeated_stop(last_id, self._policy.encode(text[1]))
-        )
+            self._proofs[continued] = why
+        if why is not None:
+            raise UnprovenError(why)
+        _, behind = self._text(last, new, continued, 0, now)
+        ids = self._policy.encode(behind)
+        if last_id not in self._policy.stop_ids or not ids:
+            return ids
+        # The policy ended its turn itself. If the template closes answers with a token, the sampled stop token takes
+        # its place, even if it differs; if the next header's first token ends an answer, only that same token does.
+        return ids[1:] if self._policy.turn_end is not None or ids[0] == last_id else ids
 
     @cached_property
     def drops_reasoning(self) -> frozenset[str]:
@@ -158,14 +163,6 @@ class IncrementalEncoder:
             if self._user not in shown and (role == "user" or self._answer in shown):
                 dropped.add(role)
         return frozenset(dropped)
-
-    def _without_repeated_stop(self, last_id: int | None, ids: list[int]) -> list[int]:
-        policy = self._policy
-        if last_id not in policy.stop_ids or not ids:
-            return ids
-        # The policy ended its turn itself. If the template closes answers with a token, the sampled stop token takes
-        # its place, even if it differs; if the next header's first token ends an answer, only that same token does.
-        return ids[1:] if policy.turn_end is not None or ids[0] == last_id else ids
 
     def _open(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with a marker word after the last one's text, where the policy continues."""
@@ -221,7 +218,7 @@ class IncrementalEncoder:
 
     def _text(
         self, last: Message, new: Sequence[Message], continued: _Shape, depth: int, now: datetime | None
-    ) -> tuple[str, str] | Unproven:
+    ) -> tuple[str, str]:
         """Return the rendering up to the end of the answer, and the rendering after it."""
         history = [*self._history(continued, depth), self._stand_in(last)]
         text = self._render(
@@ -230,56 +227,43 @@ class IncrementalEncoder:
         if continued.prefill:
             text = text[: self._open_end(text)]
         if (answer := text.rfind(self._answer)) < 0:
-            return Unproven("the chat template does not show the last answer")
+            raise UnprovenError("the chat template does not show the last answer")
         if (cut := self._policy.find_stop(text, answer + len(self._answer))) is None:
-            return Unproven("the chat template ends answers without a token that ends a turn")
+            raise UnprovenError("the chat template ends answers without a token that ends a turn")
         for word, part_name in (
             (self._system, "the system message"),
             (self._tool, "the tools"),
             (self._user, "a user text"),
         ):
             if text.find(word, cut) >= 0:
-                return Unproven(f"the chat template moves {part_name} behind the last answer")
+                raise UnprovenError(f"the chat template moves {part_name} behind the last answer")
         return text[:cut], text[cut:]
 
-    def _prove(
-        self, last: Message, new: Sequence[Message], continued: _Shape, now: datetime | None
-    ) -> Unproven | None:
+    def _prove(self, last: Message, new: Sequence[Message], continued: _Shape, now: datetime | None) -> None:
         encode = self._policy.encode
         first: str | None = None
         for depth in _DEPTHS:
-            parts = self._text(last, new, continued, depth, now)
-            if isinstance(parts, Unproven):
-                return parts
-            before, behind = parts
+            before, behind = self._text(last, new, continued, depth, now)
             if not before.startswith(self._render(self._history(continued, depth), (), continued, now, ask=False)):
-                return Unproven("the chat template renders earlier messages anew when more follow")
+                raise UnprovenError("the chat template renders earlier messages anew when more follow")
             if first is not None and behind != first:
-                return Unproven("the chat template renders new messages differently depending on earlier ones")
+                raise UnprovenError("the chat template renders new messages differently depending on earlier ones")
             if encode(before + behind) != encode(before) + encode(behind):
-                return Unproven("the tokenizer joins text across the token that ends a turn")
+                raise UnprovenError("the tokenizer joins text across the token that ends a turn")
             first = behind
-        return self._misplaced(last, new, continued, now)
-
-    def _misplaced(
-        self, last: Message, new: Sequence[Message], continued: _Shape, now: datetime | None
-    ) -> Unproven | None:
-        """Return `Unproven` if a new message's text is rendered anywhere but after the answer."""
+        # Each new message's text must be rendered after the answer, and nowhere else.
         marks = {
             index: f"new{index}{self._answer[::-1]}" for index, message in enumerate(new) if message.get("content")
         }
         marked = [
             {**message, "content": marks.get(index, message.get("content"))} for index, message in enumerate(new)
         ]
-        parts = self._text(last, marked, continued, 0, now)
-        if isinstance(parts, Unproven):
-            return parts
-        before, behind = parts
+        before, behind = self._text(last, marked, continued, 0, now)
         for index, mark in marks.items():
-            shown = mark in behind or (role_of(new[index]) == "assistant" and bool(calls_of(new[index])))
+            role = role_of(new[index])
+            shown = mark in behind or (role == "assistant" and calls_of(new[index]))
             if mark in before or not shown:
-                return Unproven(f"the chat template puts a new message ({role_of(new[index])}) elsewhere or nowhere")
-        return None
+                raise UnprovenError(f"the chat template puts a new message ({role}) elsewhere or nowhere")
 
 
 _COMPARED = 16
@@ -484,8 +468,8 @@ class TokenForest:
             )
         except TemplateRefusedError as error:
             return SplitReason.TEMPLATE, error.message
-        if isinstance(ids, Unproven):
-            return SplitReason.TEMPLATE, ids.detail
+        except UnprovenError as error:
+            return SplitReason.TEMPLATE, str(error)
         return Prepared(parent, array("i", ids), reading, shared, None, None)
 
     def _reason(self, prepared: Prepared) -> SplitReason | None:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from nemo_gym.gateway.tokens import IncrementalEncoder, PolicyTokenizer, Sampled, TemplateRefusedError
-from nemo_gym.gateway.tokens.forest import Unproven
+from nemo_gym.gateway.tokens.forest import UnprovenError
 from nemo_gym.gateway.tokens.template import ChatTemplate
 from nemo_gym.gateway.tokens.trajectories import read_npz, record_of, restore, write_npz
 from tests.gateway.tokens.conversations import TOOLS, call, result, said, user
@@ -116,8 +116,8 @@ def test_continuation_is_unproven_when_the_template_counts_images() -> None:
     assert "user" in counting.traits.images
     encoder = IncrementalEncoder(counting)
     given: dict[str, Any] = {"system": False, "tools": False, "last_id": None, "now": NOW}
-    refuted = encoder.continuation(said("b"), [{"role": "user", "content": shows("look", "AA")}], **given)
-    assert isinstance(refuted, Unproven)
+    with pytest.raises(UnprovenError):
+        encoder.continuation(said("b"), [{"role": "user", "content": shows("look", "AA")}], **given)
     assert isinstance(encoder.continuation(said("b"), [user("look")], **given), list)
 
 

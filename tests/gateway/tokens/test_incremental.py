@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.tokens.forest import IncrementalEncoder, Unproven
+from nemo_gym.gateway.tokens.forest import IncrementalEncoder, UnprovenError
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 from tests.gateway.tokens.conversations import TOOLS, call, exchanges, result, said, sampled_ids, user
@@ -83,9 +83,8 @@ def test_dropped_reasoning_is_found_by_role(family: str, dropping: set[str]) -> 
     ],
 )
 def test_continuation_is_unproven_when_the_template_does_not_append(family: str, tools: bool, says: str) -> None:
-    refuted = continuation(family, said("yes"), [user("next")], tools=tools)
-    assert isinstance(refuted, Unproven)
-    assert says in refuted.detail
+    with pytest.raises(UnprovenError, match=says):
+        continuation(family, said("yes"), [user("next")], tools=tools)
 
 
 CHATML = (
@@ -114,11 +113,9 @@ def test_continuation_is_unproven_when_it_would_differ_from_the_whole(
     calls = [call(1, "{}"), call(2, "{}")] if new == 2 else []
     follows = [result(1, "one"), result(2, "two")] if new == 2 else [user("next")]
     used.traits = dataclasses.replace(used.traits, tool_use=True)
-    refuted = IncrementalEncoder(used).continuation(
-        said("yes", *calls), follows, system=False, tools=False, last_id=None, now=NOW
-    )
-    assert isinstance(refuted, Unproven)
-    assert says in refuted.detail
+    encoder = IncrementalEncoder(used)
+    with pytest.raises(UnprovenError, match=says):
+        encoder.continuation(said("yes", *calls), follows, system=False, tools=False, last_id=None, now=NOW)
 
 
 def test_template_that_appends_without_tools_is_proven_when_there_are_none() -> None:

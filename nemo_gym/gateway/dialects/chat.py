@@ -233,7 +233,7 @@ class ConversationCache:
             return {**body.before, body.key: view.elements[:], **body.after}
         value = orjson.loads(raw)
         if (located := _located_body(raw, value)) is not None:
-            self._add_view(value[located.key], located)
+            self._view_of(value[located.key], located)
         return value
 
     def _nearest_view(self, raw: bytes) -> tuple[_View | None, int]:
@@ -252,39 +252,32 @@ class ConversationCache:
 
     # -- views ---------------------------------------------------------------------------------------------------
 
-    def _view_of(self, history: Sequence[Any]) -> _View:
-        """Return the view of this history (mostly the one that `parse` added); adds one if there is none."""
-        for view in self._views:
-            if len(view.elements) == len(history) == view.shared(history):
-                return view
-        return self._add_view(history, None)
-
-    def _add_view(self, history: Sequence[Any], body: _Body | None) -> _View:
+    def _view_of(self, history: Sequence[Any], body: _Body | None = None) -> _View:
+        """Return the view of this history, mostly the one that `parse` added. Adds one if there is none, and for a
+        ``body``, which is a new one."""
         nearest, most = _View(), 0
-        for candidate in self._views:
-            shared = candidate.shared(history)
+        for view in self._views:
+            shared = view.shared(history)
+            if body is None and shared == len(history) == len(view.elements):
+                return view
             if shared > most:
-                nearest, most = candidate, shared
-        view = nearest.followed_by(Prefix(history), most, body)
+                nearest, most = view, shared
         extended = most >= len(nearest.elements) - _REWRITTEN and nearest.body is None
+        view = nearest.followed_by(Prefix(history), most, body)
         self._remember(view, instead_of=nearest if extended else None)
         return view
 
     def _remember(self, view: _View, instead_of: _View | None) -> None:
+        """Keep the latest views; of their bodies, the latest, and earlier ones as far as they fit."""
         self._views = [view, *(other for other in self._views if other is not instead_of)][:_VIEWS]
-        self._limit_bodies()
-
-    def _limit_bodies(self) -> None:
-        """Keep the latest body, and earlier ones as far as they fit."""
-        latest = self._views[0].body
-        room = max(_BODY_BYTES, 0 if latest is None else len(latest.raw))
-        for view in self._views:
-            if view.body is None:
+        room = max(_BODY_BYTES, 0 if view.body is None else len(view.body.raw))
+        for kept in self._views:
+            if kept.body is None:
                 continue
-            if len(view.body.raw) > room:
-                view.body = None
+            if len(kept.body.raw) > room:
+                kept.body = None
             else:
-                room -= len(view.body.raw)
+                room -= len(kept.body.raw)
 
     # -- lowering ------------------------------------------------------------------------------------------------
 
@@ -312,33 +305,19 @@ class ConversationCache:
     def lowered(self, context: Any, raw: Sequence[Any], lower_from: LowerFrom) -> Lowered:
         """Return ``raw`` as messages. ``context`` is the other data of the request that the messages depend on."""
         view = self._view_of(raw)
-        earlier, groups = self._nearest_lowered(view, context, raw)
-        ends = earlier.ends[:groups] if earlier is not None else []
-        counts = earlier.counts[:groups] if earlier is not None else []
-        messages = earlier.messages[: counts[-1]] if earlier is not None and counts else []
+        earlier = view.lowered
+        if earlier is None or earlier.context != context:
+            earlier = _Messages(context, [], [], [], 0)
+        # The element after a group must be shared as well, since it may decide where the group ends.
+        groups = bisect_left(earlier.ends, earlier.elements)
+        ends, counts = earlier.ends[:groups], earlier.counts[:groups]
+        messages = earlier.messages[: counts[-1]] if counts else []
         for end, group in lower_from(ends[-1] if ends else 0):
             messages += group
             ends.append(end)
             counts.append(len(messages))
         view.lowered = _Messages(context, ends, counts, messages, len(raw))
         return [*messages]
-
-    def _nearest_lowered(self, view: _View, context: Any, raw: Sequence[Any]) -> tuple[_Messages | None, int]:
-        """Return the earlier messages of the same context that share most groups with ``raw``, and that number."""
-        nearest: _Messages | None = None
-        most = 0
-        for other in (view, *self._views):
-            lowered = other.lowered
-            if lowered is None or lowered.context != context:
-                continue
-            shared = lowered.elements if other is view else min(lowered.elements, other.shared(raw))
-            # The element after a group must be shared as well, since it may decide where the group ends.
-            groups = bisect_left(lowered.ends, shared)
-            if groups > most:
-                nearest, most = lowered, groups
-            if other is view and groups:
-                break
-        return nearest, most
 
     # -- fingerprints --------------------------------------------------------------------------------------------
 

@@ -29,13 +29,11 @@ def models_reply(headers: Mapping[str, str], names: Sequence[str]) -> dict[str, 
 
 # A Responses request for a NeMo Gym model server, which always answers with a whole reply.
 
-_OF_STREAMS = ("stream", "stream_options")
-
 
 def sanitize_streaming_responses_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return ``body`` as a request for a whole reply, with the tools of namespaces among the others, and a mapping of
     these tools' names to their namespaces. Raises ``ValueError`` if two namespaces have a tool of the same name."""
-    cleaned = {key: value for key, value in body.items() if key not in _OF_STREAMS}
+    cleaned = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
     namespaces: dict[str, str] = {}
     tools: list[Any] = []
     for tool in body.get("tools") or ():

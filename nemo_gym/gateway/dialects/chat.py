@@ -76,7 +76,7 @@ from nemo_gym.gateway.dialects.content import (
     text_at,
     text_in,
 )
-from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, PolicyRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, PolicyRequest
 from nemo_gym.gateway.tokens.history import Prefix
 
 T = TypeVar("T")
@@ -541,16 +541,6 @@ def _reply_call(call: AnswerCall, request: PolicyRequest) -> dict[str, Any]:
     return called(call.name, call.call_id, call.arguments)
 
 
-def _usage(usage: AnswerUsage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
-
-
 def token_fields(tokens: AnswerTokens) -> dict[str, Any]:
     """Return the token fields of a message or item; empty if the endpoint returned no ids."""
     ids = tokens.ids_json if tokens.ids_json is not None else tokens.ids
@@ -693,13 +683,20 @@ class ChatAdapter(DialectAdapter):
                 logprobs = {"content": tokens.entries_json, "refusal": None}
             elif tokens.logprobs is not None:
                 logprobs = {"content": logprobs_content(tokens), "refusal": None}
+        counted = answer.usage
         return {
             "id": f"chatcmpl-{answer.answer_id}",
             "object": "chat.completion",
             "created": int(answer.created_at),
             "model": answer.model,
             "choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.end.value}],
-            "usage": _usage(answer.usage),
+            "usage": {
+                "prompt_tokens": counted.prompt_tokens,
+                "completion_tokens": counted.completion_tokens,
+                "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": counted.cached_tokens},
+                "completion_tokens_details": {"reasoning_tokens": counted.reasoning_tokens},
+            },
         }
 
     def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
@@ -775,15 +772,11 @@ def arguments_at(function: Body, where: str) -> str:
 def _tools(body: Body) -> ToolTable:
     table = ToolTable()
     for where, tool in objects_in(body.get("tools"), "tools"):
-        _add_tool(table, tool, where)
+        kind = tool.get("type") or "function"
+        if kind == "function":
+            table.add(object_at(tool, "function", where), f"{where}.function")
+        elif kind == "custom":
+            table.add_custom(object_at(tool, "custom", where), f"{where}.custom")
+        elif not isinstance(kind, str):
+            refuse(f"{where}.type", f"must be a string, not {kind_of(kind)}")
     return table
-
-
-def _add_tool(table: ToolTable, tool: Body, where: str) -> None:
-    kind = tool.get("type") or "function"
-    if kind == "function":
-        table.add(object_at(tool, "function", where), f"{where}.function")
-    elif kind == "custom":
-        table.add_custom(object_at(tool, "custom", where), f"{where}.custom")
-    elif not isinstance(kind, str):
-        refuse(f"{where}.type", f"must be a string, not {kind_of(kind)}")

@@ -36,44 +36,47 @@ from nemo_gym.gateway.dialects.chat import (
     ConversationCache,
     DialectAdapter,
     arguments_at,
+    logprobs_content,
     lowered_history,
     one_answer,
+    token_fields,
     wants_token_ids,
 )
 from nemo_gym.gateway.dialects.content import (
     LOCAL_SHELL,
+    AnswerCall,
     Body,
     ToolTable,
     answer_text,
     called,
+    calls_in,
     chosen,
     custom_arguments,
+    custom_input,
+    event,
     flag_at,
     kind_of,
     lead_system,
+    made_up,
     number_at,
     object_at,
     objects_in,
     openai_content,
     optional_text,
+    pieces,
+    reasoning_in,
     refuse,
     refuse_set,
     repeatable,
     sampling_at,
+    shell_action,
     shell_arguments,
     system_text,
     text_at,
+    text_in,
 )
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
-from nemo_gym.gateway.dialects.responses_reply import (
-    REPEATED,
-    begun,
-    included,
-    response_object,
-    response_of,
-    responses_events,
-)
-from nemo_gym.gateway.policy_request import Answer, PolicyRequest, Usage
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, CallName, PolicyRequest, Usage
 from nemo_gym.gateway.tokens.history import text_of
 
 # The input of a Responses request as chat messages.
@@ -117,11 +120,9 @@ def _separate_message(kind: Any, item: Body, where: str) -> dict[str, Any] | Non
         call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
         content = openai_content(item.get("output"), f"{where}.output") or ""
         return {"role": "tool", "tool_call_id": call_id, "content": content}
-    return _message(item, where) if kind == "message" and item.get("role") != "assistant" else None
-
-
-def _message(item: Body, where: str) -> dict[str, Any]:
     role, at = item.get("role"), f"{where}.content"
+    if kind != "message" or role == "assistant":
+        return None
     if role in ("system", "developer"):
         return {"role": "system", "content": system_text(item.get("content"), at)}
     if role != "user":
@@ -134,7 +135,10 @@ def extend_turn(turn: dict[str, Any], kind: Any, item: Body, where: str, table: 
     if kind == "message":
         turn["content"] = (turn["content"] or "") + (answer_text(item.get("content"), f"{where}.content") or "")
     elif kind == "reasoning":
-        if text := _reasoning(item, where):
+        text = answer_text(item.get("content"), f"{where}.content") or "".join(
+            text_at(part, "text", at) for at, part in objects_in(item.get("summary"), f"{where}.summary")
+        )
+        if text:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
     elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
         turn.setdefault("tool_calls", []).append(_call(kind, item, where, table))
@@ -156,10 +160,181 @@ def _call(kind: str, item: Body, where: str, table: ToolTable) -> dict[str, Any]
     return called(flat, call_id, arguments_at(item, where))
 
 
-def _reasoning(item: Body, where: str) -> str:
-    return answer_text(item.get("content"), f"{where}.content") or "".join(
-        text_at(part, "text", at) for at, part in objects_in(item.get("summary"), f"{where}.summary")
-    )
+# An answer as a response, and as the events of its stream.
+
+ENCRYPTED = "reasoning.encrypted_content"
+_INCOMPLETE = {AnswerEnd.LENGTH: "max_output_tokens", AnswerEnd.CONTENT_FILTER: "content_filter"}
+_ECHOED_TOOLS = ("function", "custom", "local_shell")
+
+
+def included(body: Body) -> list[Any]:
+    """Return the values of a request's ``include``."""
+    value = body.get("include")
+    return [*value] if isinstance(value, list | tuple) else []
+
+
+def _message(answer: Answer, text: str, request: PolicyRequest) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+    if request.logprobs and answer.tokens is not None and answer.tokens.logprobs is not None:
+        part["logprobs"] = logprobs_content(answer.tokens)
+    return {
+        "id": f"msg_{answer.answer_id}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+
+
+def _reply_call(answer: Answer, number: int, call: AnswerCall, request: PolicyRequest) -> dict[str, Any]:
+    call_name = request.names.get(call.name) or CallName(call.name)
+    own_id = f"{answer.answer_id}_{number}"
+    if call_name.local_shell and (action := shell_action(call.data)) is not None:
+        return {
+            "id": f"lsh_{own_id}",
+            "type": "local_shell_call",
+            "call_id": call.call_id,
+            "action": action,
+            "status": "completed",
+        }
+    if call_name.custom:
+        call_id, text = custom_input(call)
+        item = {"id": f"ctc_{own_id}", "type": "custom_tool_call", "call_id": call_id, "input": text}
+    else:
+        item = {
+            "id": f"fc_{own_id}",
+            "type": "function_call",
+            "call_id": call.call_id,
+            "arguments": call.arguments,
+        }
+    item |= {"name": call_name.name, "status": "completed"}
+    return item if call_name.namespace is None else {**item, "namespace": call_name.namespace}
+
+
+REPEATED = ("instructions", "metadata", "parallel_tool_calls", "reasoning", "text", "tool_choice", "tools")
+"""Parameters of any depth that the response repeats from the request."""
+
+
+def response_object(answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any]:
+    """Return a response without output, with the request's parameters that the dialect repeats."""
+    return {
+        "id": f"resp_{answer_id}",
+        "object": "response",
+        "created_at": created_at,
+        "model": model,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata"),
+        "output": [],
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": None,
+        "reasoning": body.get("reasoning"),
+        "store": False,
+        "temperature": body.get("temperature"),
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [_tool_in_reply(tool) for tool in body.get("tools") or () if tool.get("type") in _ECHOED_TOOLS],
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _tool_in_reply(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that validating clients require."""
+    required = {"strict": False, "parameters": None} if tool.get("type") == "function" else {}
+    return {**required, **tool}
+
+
+# A response of Responses as its events. Every event has a sequence number; deltas add up to the items.
+
+_EMPTY: dict[str, dict[str, Any]] = {
+    "message": {"content": [], "status": "in_progress"},
+    "function_call": {"arguments": "", "status": "in_progress"},
+    "custom_tool_call": {"input": "", "status": "in_progress"},
+    "local_shell_call": {"status": "in_progress"},
+    "reasoning": {"summary": []},
+}
+_TEXT_EVENTS = {"output_text": ("response.output_text", "text"), "refusal": ("response.refusal", "refusal")}
+_CALL_EVENTS = {
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
+}
+_ONLY_WHEN_DONE = frozenset({"encrypted_content", *TOKEN_FIELDS})
+Event = dict[str, Any]
+
+
+def begun(response: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the response object that opens a stream. Only the last event has the tools: the harness knows them, and
+    some forty kilobytes of them would come back with every ping."""
+    empty: dict[str, Any] = {
+        "status": "in_progress",
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+        "tools": [],
+    }
+    return {**response, **empty}
+
+
+def _events(response: Mapping[str, Any]) -> Iterator[Event]:
+    opening = begun(response)
+    yield {"type": "response.created", "response": opening}
+    yield {"type": "response.in_progress", "response": opening}
+    for index, item in enumerate(response.get("output") or ()):
+        kind = str(item.get("type"))
+        at = {"item_id": item.get("id"), "output_index": index}
+        added = {key: value for key, value in item.items() if key not in _ONLY_WHEN_DONE}
+        yield {"type": "response.output_item.added", "output_index": index, "item": {**added, **_EMPTY.get(kind, {})}}
+        if kind == "message":
+            yield from _message_events(item, at)
+        elif kind == "reasoning":
+            yield from _reasoning_events(item, at)
+        elif kind in _CALL_EVENTS:
+            name, key = _CALL_EVENTS[kind]
+            text = item.get(key) or ""
+            for piece in pieces(text):
+                yield {"type": f"{name}.delta", **at, "delta": piece}
+            yield {"type": f"{name}.done", **at, key: text, "name": item.get("name")}
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    ended = "incomplete" if response.get("status") == "incomplete" else "completed"
+    yield {"type": f"response.{ended}", "response": response}
+
+
+def _message_events(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterator[Event]:
+    for number, part in enumerate(item.get("content") or ()):
+        where = {**at, "content_index": number}
+        name, key = _TEXT_EVENTS.get(str(part.get("type")), _TEXT_EVENTS["output_text"])
+        text, entries = part.get(key) or "", part.get("logprobs") or []
+        has_logprobs = key == "text"
+        begin = {**part, key: ""} | ({"logprobs": []} if has_logprobs and "logprobs" in part else {})
+        yield {"type": "response.content_part.added", **where, "part": begin}
+        cut = [*pieces(text)]
+        share = -(-len(entries) // max(1, len(cut)))
+        for place, piece in enumerate(cut):
+            piece_logprobs = {"logprobs": entries[place * share : (place + 1) * share]} if has_logprobs else {}
+            yield {"type": f"{name}.delta", **where, "delta": piece, **piece_logprobs}
+        yield {"type": f"{name}.done", **where, key: text, **({"logprobs": entries} if has_logprobs else {})}
+        yield {"type": "response.content_part.done", **where, "part": part}
+
+
+def _reasoning_events(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterator[Event]:
+    for number, part in enumerate(item.get("summary") or ()):
+        where = {**at, "summary_index": number}
+        yield {"type": "response.reasoning_summary_part.added", **where, "part": {**part, "text": ""}}
+        for piece in pieces(part["text"]):
+            yield {"type": "response.reasoning_summary_text.delta", **where, "delta": piece}
+        yield {"type": "response.reasoning_summary_text.done", **where, "text": part["text"]}
+        yield {"type": "response.reasoning_summary_part.done", **where, "part": part}
+    for number, part in enumerate(item.get("content") or ()):
+        where = {**at, "content_index": number}
+        for piece in pieces(part["text"]):
+            yield {"type": "response.reasoning_text.delta", **where, "delta": piece}
+        yield {"type": "response.reasoning_text.done", **where, "text": part["text"]}
 
 
 # A Responses request as a lowered request.
@@ -221,10 +396,43 @@ class ResponsesAdapter(DialectAdapter):
         return lead_system([*start, *items])
 
     def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
-        return response_of(answer, request, body)
+        """The last item has the token fields."""
+        output: list[dict[str, Any]] = []
+        if reasoning := reasoning_in(answer):
+            item: dict[str, Any] = {"id": f"rs_{answer.answer_id}", "type": "reasoning"}
+            item["summary"] = [{"type": "summary_text", "text": reasoning}]
+            if ENCRYPTED in included(body):
+                item["encrypted_content"] = made_up(answer, "reasoning")
+            output.append(item)
+        calls = calls_in(answer)
+        text = text_in(answer)
+        if text or not calls:
+            output.append(_message(answer, text, request))
+        output += [_reply_call(answer, number, call, request) for number, call in enumerate(calls)]
+        reason = _INCOMPLETE.get(answer.end)
+        if reason and "status" in output[-1]:
+            output[-1]["status"] = "incomplete"
+        if request.token_ids and answer.tokens is not None:
+            output[-1] |= token_fields(answer.tokens)
+        counted = answer.usage
+        response = response_object(answer.answer_id, answer.created_at, answer.model, body)
+        return {
+            **response,
+            "status": "incomplete" if reason else "completed",
+            "incomplete_details": {"reason": reason} if reason else None,
+            "output": output,
+            "usage": {
+                "input_tokens": counted.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": counted.cached_tokens},
+                "output_tokens": counted.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": counted.reasoning_tokens},
+                "total_tokens": counted.prompt_tokens + counted.completion_tokens,
+            },
+        }
 
     def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
-        return responses_events(reply)
+        for number, value in enumerate(_events(reply)):
+            yield event({"type": value.pop("type"), "sequence_number": number, **value})
 
     def opening(self, answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any] | None:
         return begun(response_object(answer_id, created_at, model, body))
@@ -318,7 +526,7 @@ def response_of_completion(completion: Mapping[str, Any], params: Mapping[str, A
         model=str(completion.get("model") or params.get("model") or "policy"),
     )
     request = PolicyRequest(messages=(), names=tool_table(params).names, logprobs=bool(params.get("top_logprobs")))
-    response = response_of(answer, request, params)
+    response = _ADAPTER.reply(answer, request, params)
     response["output"][-1] |= {key: message[key] for key in TOKEN_FIELDS if message.get(key) is not None}
     return response if completion.get("usage") else {**response, "usage": None}
 
@@ -352,16 +560,10 @@ def _items(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         elif role == "assistant":
             if content:
                 items.append({"type": "message", "role": "assistant", "content": text_of(content)})
-            for call in message.get("tool_calls") or ():
-                function = call["function"]
-                items.append(
-                    {
-                        "type": "function_call",
-                        "call_id": call["id"],
-                        "name": function["name"],
-                        "arguments": function["arguments"],
-                    }
-                )
+            items += [
+                {"type": "function_call", "call_id": call["id"], **call["function"]}
+                for call in message.get("tool_calls") or ()
+            ]
         else:
             items.append({"type": "message", "role": role, "content": _input_content(content)})
     return items

@@ -327,15 +327,7 @@ class TaggedReasoning:
         return prompt_tail.rstrip().endswith(self.opening) or text.lstrip().startswith(self.opening)
 
 
-class NoReasoning:
-    """All text is content."""
-
-    def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
-        return None, text
-
-
-REASONING_FORMATS: dict[str, TaggedReasoning | NoReasoning] = {
-    "none": NoReasoning(),
+REASONING_FORMATS = {
     "think": TaggedReasoning("<think>", "</think>"),
     "bracket_think": TaggedReasoning("[THINK]", "[/THINK]"),
     "seed_think": TaggedReasoning("<seed:think>", "</seed:think>"),
@@ -350,19 +342,20 @@ class ComposedParser:
     """Removes the reasoning first: a call within the reasoning is not a call."""
 
     name: str
-    reasoning: ReasoningFormat
+    reasoning: ReasoningFormat | None
+    """``None`` for policies that write none: all text is content."""
     calls: CallFormat | None
     """``None`` for policies that call no tools."""
 
     def parse(
         self, text: str, *, prompt_tail: str, tools: Sequence[Tool] | None, parse_calls: bool = True
     ) -> ParsedAnswer:
-        reasoning, rest = self.reasoning.split(text, prompt_tail)
+        tags = self.reasoning
+        reasoning, rest = (None, text) if tags is None else tags.split(text, prompt_tail)
         if rest is None:
             return ParsedAnswer(None, reasoning)
         if self.calls is None or not parse_calls:
             return _answer(rest, reasoning)
-        tags = self.reasoning
         if reasoning is not None and isinstance(tags, TaggedReasoning) and not tags.is_open(text, prompt_tail):
             segments = self.calls.split(text, tools)
             if not any(isinstance(segment, str) and tags.closing in segment for segment in segments):

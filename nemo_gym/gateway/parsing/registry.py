@@ -31,11 +31,14 @@ from nemo_gym.gateway.parsing.formats import (
     ParsedCall,
     ReasoningFormat,
     Segment,
-    TaggedReasoning,
 )
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 
+_log = logging.getLogger(__name__)
+_TOOL_PARSERS = ("auto", "none", *CALL_FORMATS, "harmony")
+_REASONING_PARSERS = ("auto", "none", *REASONING_FORMATS)
+_ELSEWHERE = "'vllm:name', 'sglang:name' or 'package.module:factory'"
 _NAME, _ARGUMENTS = "record_probe", {"first": "some words", "second": "more\nwords"}
 _THOUGHT = "thoughtprobe"
 _TOOL: Mapping[str, Any] = {
@@ -54,8 +57,9 @@ _CALL_IDS = (f"functions.{_NAME}:0", "abcdef123")
 """Some policies require ids of the first form, others of the second."""
 
 
-def detected_calls(policy: PolicyTokenizer) -> str | None:
-    """Return the name of the format of calls that the policy's template writes; ``None`` for an unknown format."""
+def detected_calls(policy: PolicyTokenizer) -> str:
+    """Return the name of the format of calls that the policy's template writes; for an unknown one, ``none`` with a
+    warning in the log."""
     for call_id in _CALL_IDS:
         for content in ("answerprobe", ""):
             answer = _rendered_answer(policy, {"content": content, "tool_calls": [_call(call_id)]})
@@ -65,7 +69,13 @@ def detected_calls(policy: PolicyTokenizer) -> str | None:
                         return name
                 if _finds_probe_call(Harmony().parse(answer, prompt_tail="", tools=[_TOOL]).calls):
                     return "harmony"
-    return None
+    _log.warning(
+        "tool_parser: the policy's chat template does not write tool calls in any known format; answers stay text (set"
+        " tool_parser to one of %s, or to %s)",
+        ", ".join(_TOOL_PARSERS[1:]),
+        _ELSEWHERE,
+    )
+    return "none"
 
 
 def detected_reasoning(policy: PolicyTokenizer) -> str:
@@ -74,10 +84,9 @@ def detected_reasoning(policy: PolicyTokenizer) -> str:
     shown = _rendered_answer(policy, {"content": "answerprobe", "reasoning_content": _THOUGHT}) or ""
     source = policy.template.source
     for name, tags in REASONING_FORMATS.items():
-        if isinstance(tags, TaggedReasoning):
-            reasoning, rest = tags.split(shown[max(shown.find(tags.opening), 0) :], "")
-            if (reasoning == _THOUGHT and rest is not None) or tags.closing in source or tags.opening in source:
-                return name
+        reasoning, rest = tags.split(shown[max(shown.find(tags.opening), 0) :], "")
+        if (reasoning == _THOUGHT and rest is not None) or tags.closing in source or tags.opening in source:
+            return name
     return "none"
 
 
@@ -109,11 +118,6 @@ def _rendered_answer(policy: PolicyTokenizer, message: Mapping[str, Any]) -> str
 
 # Answer parsers by name: those of this package, of installed engines, and of third parties.
 
-_log = logging.getLogger(__name__)
-_TOOL_PARSERS = ("auto", "none", *CALL_FORMATS, "harmony")
-_REASONING_PARSERS = ("auto", *REASONING_FORMATS)
-_ELSEWHERE = "'vllm:name', 'sglang:name' or 'package.module:factory'"
-
 
 def answer_parser(
     policy: PolicyTokenizer, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
@@ -130,7 +134,7 @@ def answer_parser(
 
     Raises `ConfigError` for unknown names (with a list of the known ones) and for missing packages.
     """
-    calls_name = _detected_or_none(policy) if tool_parser == "auto" else tool_parser
+    calls_name = detected_calls(policy) if tool_parser == "auto" else tool_parser
     calls = _calls(policy, calls_name)
     if calls is not None and not isinstance(calls, CallFormat):
         if reasoning_parser not in ("auto", "none"):
@@ -141,18 +145,6 @@ def answer_parser(
     reasoning_name = detected_reasoning(policy) if reasoning_parser == "auto" else reasoning_parser
     name = f"{'text' if calls is None else calls_name}+{reasoning_name}"
     return ComposedParser(name, _reasoning(policy, reasoning_name), calls)
-
-
-def _detected_or_none(policy: PolicyTokenizer) -> str:
-    found = detected_calls(policy)
-    if found is None:
-        _log.warning(
-            "tool_parser: the policy's chat template does not write tool calls in any known format; answers stay"
-            " text (set tool_parser to one of %s, or to %s)",
-            ", ".join(_TOOL_PARSERS[1:]),
-            _ELSEWHERE,
-        )
-    return found or "none"
 
 
 def _calls(policy: PolicyTokenizer, name: str) -> CallFormat | AnswerParser | None:
@@ -177,7 +169,9 @@ def _calls(policy: PolicyTokenizer, name: str) -> CallFormat | AnswerParser | No
     raise ConfigError(f"tool_parser: the object from factory '{name}' has neither 'split' nor 'parse'")
 
 
-def _reasoning(policy: PolicyTokenizer, name: str) -> ReasoningFormat:
+def _reasoning(policy: PolicyTokenizer, name: str) -> ReasoningFormat | None:
+    if name == "none":
+        return None
     if name in REASONING_FORMATS:
         return REASONING_FORMATS[name]
     package, parser_name = _elsewhere("reasoning_parser", name, _REASONING_PARSERS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 from uuid import uuid4
 
@@ -52,11 +53,11 @@ def _usage_detail(usage: Mapping[str, Any], details: str, name: str, *flat: str)
 def _as_reported(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return the usage that the endpoint itself reported: its own total, and ``None`` for details that it did not
     report, in place of the numbers that the gateway's accounting needs."""
-    read = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
-    prompt, completion = (details if isinstance(details, Mapping) else {} for details in read)
+    cached = _usage_detail(usage, "prompt_tokens_details", "cached_tokens")
+    reasoning = _usage_detail(usage, "completion_tokens_details", "reasoning_tokens")
     reported: dict[str, Any] = {
-        "input_tokens_details": {"cached_tokens": prompt.get("cached_tokens")},
-        "output_tokens_details": {"reasoning_tokens": completion.get("reasoning_tokens")},
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens_details": {"reasoning_tokens": reasoning},
     }
     return reported if usage.get("total_tokens") is None else {**reported, "total_tokens": usage["total_tokens"]}
 
@@ -190,15 +191,15 @@ class VLLMConverterResponsesToChatCompletionsState(BaseModel):
 
 def _put_tokens(items: Any, messages: Sequence[dict[str, Any]]) -> None:
     """Copy the tokens of sampled items to the assistant messages that were made from these items."""
-    turns: list[dict[str, Any]] = []
-    inside = False
-    for item in items if isinstance(items, list) else ():
-        is_turn = item.get("type") in _OF_A_TURN or item.get("role") == "assistant"
-        if is_turn and not inside:
-            turns.append({})
-        if is_turn:
-            turns[-1] |= {key: item[key] for key in TOKEN_FIELDS if item.get(key) is not None}
-        inside = is_turn
+
+    def is_sampled(item: Mapping[str, Any]) -> bool:
+        return item.get("type") in _OF_A_TURN or item.get("role") == "assistant"
+
+    turns = [
+        {key: item[key] for item in turn for key in TOKEN_FIELDS if item.get(key) is not None}
+        for sampled, turn in groupby(items if isinstance(items, list) else (), is_sampled)
+        if sampled
+    ]
     answers = [message for message in messages if message.get("role") == "assistant"]
     if len(answers) == len(turns):
         for message, tokens in zip(answers, turns, strict=True):

@@ -142,27 +142,18 @@ class AsciiEncoder:
         """Return the token ids of a text. The tokenizer itself encodes each piece between added tokens that is not
         ASCII."""
         ids: list[int] = []
-        for piece in self._added_pattern.split(text) if self._added_pattern is not None else (text,):
-            if not piece:
-                continue
+        for piece in _split(self._added_pattern, text):
             if (added := self._added.get(piece)) is not None:
                 ids.append(added)
             elif not piece.isascii():
                 ids += self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids
-            elif self._normalized_added_pattern is None:
-                self._encode_words(piece, ids)
             else:
-                for part in self._normalized_added_pattern.split(piece):
+                for part in _split(self._normalized_added_pattern, piece):
                     if (added := self._added.get(part)) is not None:
                         ids.append(added)
                     elif part:
                         self._encode_words(part, ids)
         return ids
-
-    @property
-    def added(self) -> list[str]:
-        """The texts of added tokens."""
-        return [*self._added]
 
     def _encode_words(self, piece: str, ids: list[int]) -> None:
         first, *others = self._cuts
@@ -191,13 +182,13 @@ def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
     """Return the encoder; ``None`` for a tokenizer with any step or setting that this module does not implement."""
     from tokenizers.models import BPE
 
-    added = tokenizer.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip or token.single_word for token in added):
-        return None
-    if tokenizer.truncation is not None or tokenizer.padding is not None or tokenizer.encode_special_tokens:
-        return None
+    added = [*tokenizer.get_added_tokens_decoder().values()]
     if (
-        not isinstance(tokenizer.model, BPE)
+        any(token.lstrip or token.rstrip or token.single_word for token in added)
+        or tokenizer.truncation is not None
+        or tokenizer.padding is not None
+        or tokenizer.encode_special_tokens
+        or not isinstance(tokenizer.model, BPE)
         or tokenizer.model.dropout
         or not _keeps_ascii(_state(tokenizer.normalizer))
     ):
@@ -210,7 +201,7 @@ def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
     except (UnknownSyntaxError, re.error):
         return None
     # The checks above rely on general knowledge of tokenizers. Compare this one's results on sample texts as well.
-    for text in _probes(words.added):
+    for text in _probes(token.content for token in added):
         if words.encode(text) != tokenizer.encode(text, add_special_tokens=False).ids:
             return None
     return words
@@ -325,16 +316,25 @@ def _cut(pattern: re.Pattern[str], text: str) -> list[str]:
     return parts
 
 
+def _split(pattern: re.Pattern[str] | None, text: str) -> Sequence[str]:
+    return (text,) if pattern is None else pattern.split(text)
+
+
 def _between(tokens: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that splits a text at these tokens and keeps them; the leftmost, then the longest, wins."""
-    listed = sorted((token for token in tokens if token), key=lambda token: (-len(token), token))
-    return re.compile(f"({'|'.join(map(re.escape, listed))})") if listed else None
+    choices = any_of(token for token in tokens if token)
+    return re.compile(f"({choices})") if choices else None
+
+
+def any_of(tokens: Iterable[str]) -> str:
+    """Return a regular expression for these tokens; of those at one place, the longest wins."""
+    return "|".join(re.escape(token) for token in sorted(tokens, key=lambda token: (-len(token), token)))
 
 
 def _probes(added: Iterable[str]) -> Iterable[str]:
     """Yield texts with random sequences of words, numbers, blanks, signs, control characters and added tokens."""
     source = random.Random(7)
-    tokens = [token for token in added if token.isascii()][:64]
+    tokens = [token for token in added if token and token.isascii()][:64]
     words = ["the", "It's", "WE'LL", "don't", "I'D", "camelCase", "ALLCaps", "x", "Zz", "self"]
     words += ["1", "23", "456", "7890"]
     signs = [*"()[]{}<>.,:;!?'\"`~@#$%^&*-_=+/\\|", "->", "==", "://", '":', "/*", "...", "'s"]

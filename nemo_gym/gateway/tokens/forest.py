@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import secrets
 from array import array
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -298,14 +298,14 @@ class Prepared:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", Prompt(self.parent, self.context))
 
-    @property
-    def prompt_ids(self) -> array[int]:
-        """The whole prompt, int32. Each use makes a new copy."""
-        return self.prompt.ids()
-
     def media(self) -> tuple[Mapping[str, Any], ...]:
         """Return the images and other media in the new messages after ``parent``."""
-        return tuple(_media(self.reading.messages, self.reading.start_of(self.shared)))
+        start = self.reading.start_of(self.shared)
+        return tuple(
+            {"kind": kind, "source": source, "message": index}
+            for index, message in enumerate(self.reading.messages[start:], start)
+            for kind, source in media_parts(message.get("content"))
+        )
 
     def images(self) -> tuple[str, ...]:
         """Return the sources of all images of the prompt, in the order of their placeholders. That is the order in
@@ -533,9 +533,3 @@ def _reasons(message: Message) -> bool:
     return bool(message.get("reasoning_content") or message.get("reasoning")) or "</think>" in text_of(
         message.get("content")
     )
-
-
-def _media(messages: Sequence[Message], start: int) -> Iterator[Mapping[str, Any]]:
-    for index in range(start, len(messages)):
-        for kind, source in media_parts(messages[index].get("content")):
-            yield {"kind": kind, "source": source, "message": index}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count, islice
-from operator import is_not, ne
+from operator import eq, is_not, ne
 from typing import Any, Generic, TypeVar, overload
 
 import orjson
@@ -172,13 +172,9 @@ class Prefix(Sequence[T], Generic[T]):
         return self._items[place]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(other) == self._length and all(map(_same, self, other))
+        return isinstance(other, Sequence) and len(other) == self._length and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # as lists
-
-
-def _same(first: object, second: object) -> bool:
-    return first == second
 
 
 # When two spellings of a message are the same message. Harmless changes of history must not split the trajectory.
@@ -265,11 +261,7 @@ def entry_at(messages: Sequence[Message], at: int) -> Entry:
         return Entry(end, digest_of(_answer(run)), NO_REMINDERS, role)
     if role == "tool":
         calls = _calls_before(messages, at)
-        run = sorted(run, key=lambda result: calls.get(_call_id(result), len(calls)))
-    return _entry(end, role, run)
-
-
-def _entry(end: int, role: str, run: Sequence[Message]) -> Entry:
+        run = sorted(run, key=lambda result: calls.get(str(result.get("tool_call_id")), len(calls)))
     canonical: list[Any] = []
     reminders: set[bytes] = set()
     for message in run:
@@ -288,18 +280,15 @@ def _entry(end: int, role: str, run: Sequence[Message]) -> Entry:
 
 
 def _answer(run: Sequence[Message]) -> Any:
-    text = " ".join(_without_thinking(text_of(message.get("content"))) for message in run)
+    said = " ".join(_without_thinking(text_of(message.get("content"))) for message in run)
     calls = []
     for call in (call for message in run for call in calls_of(message)):
         arguments = arguments_of(call)
-        if (
-            isinstance(arguments, Mapping)
-            and [*arguments] == ["arguments"]
-            and isinstance(arguments["arguments"], str)
-        ):
-            arguments = arguments["arguments"] if arguments["arguments"].strip() else {}  # as `arguments_of` reads it
+        match arguments:
+            case {"arguments": str(text), **others} if not others:
+                arguments = text if text.strip() else {}  # as `arguments_of` reads it
         calls.append([str((call.get("function") or {}).get("name")), _argument(arguments)])
-    return ["assistant", _without_spaces(text), calls]
+    return ["assistant", _without_spaces(said), calls]
 
 
 def _without_spaces(text: str) -> str:
@@ -338,18 +327,16 @@ def _calls_before(messages: Sequence[Message], at: int) -> dict[str, int]:
     return {call_id: place for place, call_id in enumerate(ids)}
 
 
-def _call_id(result: Message) -> str:
-    return str(result.get("tool_call_id"))
-
-
 def _number_safe(value: Any) -> Any:
     """Return data with numbers rounded to doubles: JavaScript harnesses write 1.0 as 1, and round large integers."""
-    if value is None or isinstance(value, (str, bool)):
+    if isinstance(value, str):
         return value
     if isinstance(value, dict):
         return {str(key): _number_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_number_safe(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
     if isinstance(value, int):
         return value if abs(value) < _EXACT_INTEGER else repr(float(value)) if abs(value) < 10**308 else repr(value)
     if isinstance(value, float):
@@ -412,8 +399,7 @@ class Reading:
             entries -= 1
         run = self.messages[self.start_of(entries) :]
         if run and continues_answer(self.messages):
-            earlier, added = run.pop(), answer
-            answer = {**added, "content": text_of(earlier.get("content")) + text_of(added.get("content"))}
+            answer = {**answer, "content": text_of(run.pop().get("content")) + text_of(answer.get("content"))}
         (entry,) = entries_of([*run, answer])
         assert entry.digest is not None  # only user messages can consist of reminders alone
         return roll(self.keys[entries], entry.digest), entry.digest
@@ -435,16 +421,13 @@ class HistoryReader:
         nearest, common = self._nearest(messages)
         offered = tools or ()
         same_tools = next((view.tools for view in self._views if view.offered == offered), None)
-        digest = same_tools if same_tools is not None else tools_digest(offered)
-        kept_entries = 0
-        if nearest is not None:
-            kept_entries = len(nearest.entries)
-            while kept_entries and not (
-                nearest.entries[kept_entries - 1].end <= common
-                and _run_ends_at_entry(nearest.entries[kept_entries - 1], messages)
-            ):
-                kept_entries -= 1
-        base = nearest if nearest is not None else _empty_reading()
+        base = nearest or Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", ())
+        kept_entries = len(base.entries)
+        while kept_entries and not (
+            base.entries[kept_entries - 1].end <= common
+            and _run_ends_at_entry(base.entries[kept_entries - 1], messages)
+        ):
+            kept_entries -= 1
         starts = {base.start_of(at): at for at in range(kept_entries, len(base.entries))}
         first = at = base.start_of(kept_entries)
         key, seen = base.keys[kept_entries], base.seen[kept_entries]
@@ -466,7 +449,7 @@ class HistoryReader:
             base.entries.grown(kept_entries, entries),
             base.keys.grown(kept_entries + 1, keys),
             base.seen.grown(kept_entries + 1, reminders),
-            digest,
+            same_tools or tools_digest(offered),
             offered,
         )
         # The view that this request extends is no longer needed.
@@ -505,7 +488,3 @@ def _run_ends_at_entry(entry: Entry, messages: Sequence[Message]) -> bool:
         or entry.end >= len(messages)
         or role_of(messages[entry.end]) != entry.role
     )
-
-
-def _empty_reading() -> Reading:
-    return Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", ())

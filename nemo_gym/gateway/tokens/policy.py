@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.tokens.byte_level import ascii_encoder, token_bytes
+from nemo_gym.gateway.tokens.byte_level import any_of, ascii_encoder, token_bytes
 from nemo_gym.gateway.tokens.history import Message, shared_length
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError, TemplateTraits, probe, shape, too_deep
 
@@ -89,7 +89,7 @@ class SpecialText:
     def _added(self) -> re.Pattern[str]:
         """A pattern that finds added tokens as the tokenizer does: the leftmost, and of those the longest."""
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()} | self._control
-        return re.compile(f"(?:{_any_of(added)})(?!{MARK})")
+        return re.compile(f"(?:{any_of(added)})(?!{MARK})")
 
     @cached_property
     def _renamed_tokenizer(self) -> Tokenizer:
@@ -122,7 +122,7 @@ class SpecialText:
 class _Marker:
     def __init__(self, tokens: frozenset[str]) -> None:
         # Matches every place where a token starts, so that overlapping tokens are all broken by a mark.
-        self._starts = re.compile(f"(?=(?:{_any_of(tokens)}))(.)", re.DOTALL) if tokens else None
+        self._starts = re.compile(f"(?=(?:{any_of(tokens)}))(.)", re.DOTALL) if tokens else None
         self._hints = {token[:2] for token in tokens}
 
     def marked(self, value: Any) -> Any:
@@ -138,10 +138,6 @@ class _Marker:
         if isinstance(value, list | tuple):
             return [self.marked(item) for item in value]
         return value
-
-
-def _any_of(tokens: Iterable[str]) -> str:
-    return "|".join(re.escape(token) for token in sorted(tokens, key=lambda token: (-len(token), token)))
 
 
 def _merged(pair: Any) -> str:
@@ -171,7 +167,7 @@ class PolicyTokenizer:
 
         Raises `ConfigError` for a template that cannot render an exchange, or an unknown stop token.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._token_bytes = token_bytes(tokenizer)
         self._words = ascii_encoder(tokenizer)
         self.template = template
@@ -235,11 +231,6 @@ class PolicyTokenizer:
         template = ChatTemplate(source, special, template_variables)
         return cls(tokenizer, template, stops, special_tokens_in_content)
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer itself, for parsers of other packages that need one."""
-        return self._tokenizer
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of rendered text. No tokens are added: templates write their own special tokens."""
         if not text.isascii():
@@ -250,13 +241,13 @@ class PolicyTokenizer:
         if self._words is not None:
             return self._words.encode(text)
         # The same as the tokenizer's `encode`, but without the offsets of each token.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         if self._token_bytes is not None and not skip_special_tokens:
             return self._token_bytes.text(ids)
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def render(

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -173,9 +173,10 @@ def probe(template: ChatTemplate) -> TemplateTraits:
     if _TEXT_A not in shown or _TEXT_B not in shown:
         raise ConfigError("chat template: does not show the content of a user message and its answer")
     tool_use, arguments, call_ids = _tool_traits(template)
+    known = TemplateTraits(arguments=arguments, call_ids=call_ids)
 
     def takes(*messages: Mapping[str, Any]) -> bool:
-        shaped = shape(messages, TemplateTraits(arguments=arguments, call_ids=call_ids), leading=True)
+        shaped = shape(messages, known, leading=True)
         return _shows(template, shaped, _TEXT_A, _TEXT_B)
 
     first, second = user, {"role": "user", "content": _TEXT_B}
@@ -187,7 +188,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
         system="native" if takes({"role": "system", "content": _TEXT_A}, second) else "user",
         mid_system="native" if takes(first, plain, {"role": "system", "content": _TEXT_B}, first) else "reminder",
         consecutive_users=takes(first, second),
-        images=_image_roles(template, TemplateTraits(arguments=arguments, call_ids=call_ids)),
+        images=_image_roles(template, known),
         user_after_tool=takes({"role": "user", "content": "x"}, *_call("object", "call_0123456789"), second),
     )
 
@@ -255,7 +256,7 @@ def shape(messages: Sequence[Message], traits: TemplateTraits, *, leading: bool)
                 "messages: hold tool calls or results, which the policy's chat template does not show;"
                 " use a policy or a chat_template made for tools"
             )
-        new = _SHAPERS.get(role, _plain)(message, traits)
+        new = _shaped(message, role, traits)
         previous = shaped[-1] if shaped else None
         if role == "system":
             if leading and index == 0:
@@ -286,35 +287,25 @@ def _joined(first: Any, second: Any) -> Any:
     return parts[0] + parts[1]
 
 
-def _plain(message: Message, traits: TemplateTraits) -> dict[str, Any]:
-    return {"role": role_of(message), "content": _content(message.get("content"), role_of(message), traits)}
-
-
-def _assistant(message: Message, traits: TemplateTraits) -> dict[str, Any]:
-    shaped = _plain(message, traits)
-    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        shaped["reasoning_content"] = reasoning
-    if calls := calls_of(message):
-        shaped["tool_calls"] = [
-            {
-                "id": _call_id(call.get("id"), traits),
-                "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": _arguments(call, traits)},
-            }
-            for call in calls
-        ]
+def _shaped(message: Message, role: str, traits: TemplateTraits) -> dict[str, Any]:
+    shaped = {"role": role, "content": _content(message.get("content"), role, traits)}
+    if role == "assistant":
+        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+            shaped["reasoning_content"] = reasoning
+        if calls := calls_of(message):
+            shaped["tool_calls"] = [
+                {
+                    "id": _call_id(call.get("id"), traits),
+                    "type": "function",
+                    "function": {"name": call["function"]["name"], "arguments": _arguments(call, traits)},
+                }
+                for call in calls
+            ]
+    elif role == "tool":
+        shaped["tool_call_id"] = _call_id(message.get("tool_call_id"), traits)
+        if name := message.get("name"):
+            shaped["name"] = name
     return shaped
-
-
-def _tool(message: Message, traits: TemplateTraits) -> dict[str, Any]:
-    shaped = _plain(message, traits)
-    shaped["tool_call_id"] = _call_id(message.get("tool_call_id"), traits)
-    if name := message.get("name"):
-        shaped["name"] = name
-    return shaped
-
-
-_SHAPERS: dict[str, Callable[[Message, TemplateTraits], dict[str, Any]]] = {"assistant": _assistant, "tool": _tool}
 
 
 def _arguments(call: Mapping[str, Any], traits: TemplateTraits) -> Any:

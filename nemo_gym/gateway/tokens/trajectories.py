@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from array import array
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -220,12 +221,9 @@ def from_row(row: Mapping[str, Any]) -> Trajectory:
 
 def write_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
     """Write one line per trajectory; the file appears whole or not at all."""
-
-    def write(file: IO[bytes]) -> None:
+    with _whole(Path(path)) as file:
         for trajectory in trajectories:
             file.write(orjson.dumps(as_row(trajectory), option=orjson.OPT_APPEND_NEWLINE))
-
-    _whole(Path(path), write)
 
 
 def read_jsonl(path: str | Path) -> list[Trajectory]:
@@ -267,7 +265,8 @@ def write_npz(path: str | Path, trajectories: Sequence[Trajectory]) -> None:
         "rewards": np.array(rewards, dtype=np.float32),
         "metadata": np.frombuffer(orjson.dumps([_metadata(each) for each in trajectories]), dtype=np.uint8),
     }
-    _whole(Path(path), lambda file: np.savez(file, **arrays))
+    with _whole(Path(path)) as file:
+        np.savez(file, **arrays)
 
 
 def read_npz(path: str | Path) -> list[Trajectory]:
@@ -338,11 +337,12 @@ def _assembled(
     )
 
 
-def _whole(path: Path, write: Any) -> None:
+@contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with partial.open("wb") as file:
-            write(file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -367,15 +367,13 @@ def trajectories_of(
     """
     leaves = [turn for turn in turns if not turn.children]
     owned: set[int] = set()
-    paths_and_marked: dict[int, tuple[list[Turn], list[Turn]]] = {}
+    marked: dict[int, list[Turn]] = {}
     paths = {leaf.turn_id: leaf.path() for leaf in leaves}
     for leaf in sorted(leaves, key=lambda leaf: (len(paths[leaf.turn_id]), leaf.turn_id), reverse=True):
-        path = paths[leaf.turn_id]
-        marked = [turn for turn in path if turn.turn_id not in owned]
-        owned.update(turn.turn_id for turn in marked)
-        paths_and_marked[leaf.turn_id] = (path, marked)
+        marked[leaf.turn_id] = [turn for turn in paths[leaf.turn_id] if turn.turn_id not in owned]
+        owned.update(turn.turn_id for turn in marked[leaf.turn_id])
     return [
-        _trajectory(*paths_and_marked[leaf.turn_id], session_id, index, reward, dict(reward_info or {}))
+        _trajectory(paths[leaf.turn_id], marked[leaf.turn_id], session_id, index, reward, dict(reward_info or {}))
         for index, leaf in enumerate(sorted(leaves, key=lambda leaf: leaf.turn_id))
     ]
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, overload
 
@@ -164,13 +165,10 @@ class Turn:
 
     def path(self) -> list[Turn]:
         """The turns from the conversation's start to this one."""
-        return [*self._upwards()][::-1]
-
-    def _upwards(self) -> Iterator[Turn]:
-        turn: Turn | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.parent
+        turns = [self]
+        while (parent := turns[-1].parent) is not None:
+            turns.append(parent)
+        return turns[::-1]
 
 
 def extended(
@@ -235,13 +233,10 @@ def json_of(values: array[Any]) -> bytes:
 class Prompt(Sequence[int]):
     """Token ids of a whole prompt. Does not change when the conversation goes on."""
 
-    __slots__ = ("_context", "_new_numbers", "_parent", "_parent_end")
-
     def __init__(self, parent: Turn | None, context: array[int]) -> None:
         self._parent = parent
         self._context = context
         self._parent_end = parent.end if parent is not None else 0
-        self._new_numbers: bytes | None = None
 
     def ids(self) -> array[int]:
         """Return a copy, int32."""
@@ -251,12 +246,10 @@ class Prompt(Sequence[int]):
         prompt.extend(self._context)
         return prompt
 
-    @property
+    @cached_property
     def new(self) -> bytes:
         """The tokens after the turn that it continues, as decimal numbers with commas between them."""
-        if self._new_numbers is None:
-            self._new_numbers = numbers(self._context)
-        return self._new_numbers
+        return numbers(self._context)
 
     def json(self) -> bytes:
         """Return a JSON array. Only the new tokens are formatted now; the turn has the others as text."""

@@ -81,7 +81,7 @@ class Session:
     ) -> Turn:
         prepared = self.forest.prepare(messages, tools)
         self.asked += 1
-        request = TokenRequest(f"{self._name}-{self.asked}", prepared.prompt_ids, Sampling(max_tokens, **sampling))
+        request = TokenRequest(f"{self._name}-{self.asked}", prepared.prompt.ids(), Sampling(max_tokens, **sampling))
         answer: Generation = await self._generate(request)
         sampled = Sampled(answer.token_ids, answer.logprobs, str(answer.finish_reason))
         return self.forest.commit(prepared, sampled, self.message(answer.token_ids))

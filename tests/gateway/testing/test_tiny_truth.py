@@ -81,7 +81,7 @@ async def run(http: EngineConnections, eventually: Eventually) -> Run:
 
 
 def left_alone(session: Session, history: list[dict[str, Any]]) -> TokenRequest:
-    return TokenRequest("left", session.forest.prepare(history, TOOLS).prompt_ids, Sampling(3000, ignore_eos=True))
+    return TokenRequest("left", session.forest.prepare(history, TOOLS).prompt.ids(), Sampling(3000, ignore_eos=True))
 
 
 def with_turns(one: Trajectory, **changed: Any) -> Trajectory:

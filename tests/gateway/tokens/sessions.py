@@ -44,7 +44,7 @@ class Session:
         """One successful call. ``raw``: the text sampled, where it is not just the answer's own."""
         prepared = self.forest.prepare(messages, tools)
         sampled = self.sample(answer, raw)
-        self.log.append(Call(prepared.prompt_ids, list(sampled.ids), list(sampled.logprobs or ())))
+        self.log.append(Call(prepared.prompt.ids(), list(sampled.ids), list(sampled.logprobs or ())))
         return self.forest.commit(prepared, sampled, answer)
 
     def sample(self, answer: dict[str, Any], raw: str | None = None) -> Sampled:

@@ -224,7 +224,7 @@ def test_calls_at_the_same_time_branch_and_keep_each_their_tokens() -> None:
     prepared = [session.forest.prepare(messages) for messages in asked]
     for one, text in reversed([*zip(prepared, ("l", "r"), strict=True)]):
         sampled = session.sample(said(text))
-        session.log.append(type(session.log[0])(one.prompt_ids, list(sampled.ids), list(sampled.logprobs or ())))
+        session.log.append(type(session.log[0])(one.prompt.ids(), list(sampled.ids), list(sampled.logprobs or ())))
         session.forest.commit(one, sampled, said(text))
     session.ask([*asked[0], said("l"), user("on")], said("z"))
     right, left = session.check()
@@ -306,7 +306,7 @@ def test_answer_cut_off_by_its_limit_is_closed_and_continued(family: str) -> Non
     turn = session.forest.commit(prepared, Sampled(ids, [-1.0] * len(ids), "length"), said("half an answ"))
     resumed = session.forest.prepare([user("a"), said("half an answ"), user("Resume directly.")])
     assert resumed.parent is turn
-    assert resumed.prompt_ids[: turn.end].tolist() == [*prepared.prompt_ids, *ids]
+    assert resumed.prompt.ids()[: turn.end].tolist() == [*prepared.prompt.ids(), *ids]
     shown = session.policy.decode(resumed.context)
     assert shown.startswith(session.policy.turn_end or "<|user|>")
     assert "Resume directly." in shown

@@ -46,8 +46,8 @@ def test_every_placeholder_has_its_image_in_order() -> None:
     session.ask(start, answer, TOOLS)
     prepared = session.forest.prepare([*start, answer, *results], TOOLS)
     assert prepared.images() == sources("AA", "BB", "CC", "DD")
-    assert session.policy.decode(prepared.prompt_ids).count(PLACEHOLDER) == 4
-    assert prepared.prompt_ids.tolist()[-len(prepared.context) :] == prepared.context.tolist()
+    assert session.policy.decode(prepared.prompt.ids()).count(PLACEHOLDER) == 4
+    assert prepared.prompt.ids().tolist()[-len(prepared.context) :] == prepared.context.tolist()
 
 
 def test_order_of_images_is_that_of_the_kept_tokens_when_a_harness_reorders_results() -> None:
@@ -112,7 +112,7 @@ def test_continuation_is_unproven_when_the_template_counts_images() -> None:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     used = policy("chatml_think")
-    counting = PolicyTokenizer(used._tokenizer, ChatTemplate(source), [])
+    counting = PolicyTokenizer(used.tokenizer, ChatTemplate(source), [])
     assert "user" in counting.traits.images
     encoder = IncrementalEncoder(counting)
     given: dict[str, Any] = {"system": False, "tools": False, "last_id": None, "now": NOW}

@@ -83,7 +83,7 @@ def test_answer_cut_off_for_its_length_goes_on_where_it_stopped(family: str) -> 
     first = session.forest.commit(prepared, Sampled(ids, [-1.0] * len(ids), "length"), said("half an answ"))
     resumed = session.forest.prepare([user("a"), said("half an answ")])
     assert (resumed.parent, len(resumed.context)) == (first, 0)
-    assert resumed.prompt_ids.tolist() == [*prepared.prompt_ids, *ids]
+    assert resumed.prompt.ids().tolist() == [*prepared.prompt.ids(), *ids]
     rest = session.policy.encode("er")
     session.forest.commit(resumed, Sampled(rest, [-2.0] * len(rest)), said("er"))
     session.forest.prepare([user("a"), said("half an answer"), user("b")])
@@ -100,7 +100,7 @@ def test_prefill_is_refused_when_the_template_does_not_show_it_as_it_is() -> Non
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content if m.role == 'user' or not loop.last or"
         " m.content == 'answerprobe' or 'secondprobetext' in m.content else '...' }}<|im_end|>{% endfor %}"
     )
-    hiding = PolicyTokenizer(used._tokenizer, ChatTemplate(source), [])
+    hiding = PolicyTokenizer(used.tokenizer, ChatTemplate(source), [])
     with pytest.raises(TemplateRefusedError, match="end in an assistant's text"):
         IncrementalEncoder(hiding).full([user("a"), said(PREFILL)], tools=None, now=NOW)
 
@@ -109,7 +109,7 @@ def test_prefill_is_refused_when_the_template_does_not_show_it_as_it_is() -> Non
 def test_assistant_message_with_calls_or_nothing_is_no_prefill(message: dict[str, Any]) -> None:
     session = Session()
     prepared = session.forest.prepare([user("a"), message])
-    assert session.policy.decode(prepared.prompt_ids).endswith("<|im_start|>assistant\n")
+    assert session.policy.decode(prepared.prompt.ids()).endswith("<|im_start|>assistant\n")
 
 
 def test_prefill_behind_tool_results_continues_the_tool_loop() -> None:

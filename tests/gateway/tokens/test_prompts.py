@@ -16,7 +16,7 @@ def test_prompt_without_copies_equals_its_array_in_every_form() -> None:
     messages = [user("a")]
     for text in ("b", "", "d"):
         prepared = session.forest.prepare(messages)
-        ids = prepared.prompt_ids.tolist()
+        ids = prepared.prompt.ids().tolist()
         prompt = prepared.prompt
         assert orjson.loads(prepared.prompt.json()) == list(prompt) == [prompt[at] for at in range(len(prompt))] == ids
         assert b" " not in prepared.prompt.json()
@@ -39,7 +39,7 @@ def test_prompt_stays_as_it_is_when_other_turns_are_committed() -> None:
         assert turn.text[: turn.text_end].decode() == ",".join(map(str, turn.tokens[: turn.end]))
         assert turn.sampled_json() == b"[7]" and orjson.loads(turn.prompt_json()) == [*turn.tokens[: turn.end - 1]]
     assert [prepared.prompt.json() for prepared in branches] == before
-    assert Prompt(first, branches[0].context).ids() == branches[0].prompt_ids
+    assert Prompt(first, branches[0].context).ids() == branches[0].prompt.ids()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.lists(st.integers(0, 2), max_size=4)), max_size=12))

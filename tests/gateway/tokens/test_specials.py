@@ -104,7 +104,7 @@ def test_encoding_with_marks_is_the_plain_encoding_when_no_message_spells_a_cont
 def test_spelled_token_is_encoded_like_the_letters_it_is_made_of() -> None:
     """As by a tokenizer that never heard of special tokens."""
     used = policy("chatml_think")
-    bare = json.loads(used._tokenizer.to_str())
+    bare = json.loads(used.tokenizer.to_str())
     bare["added_tokens"] = []
     for token in SPECIAL["chatml_think"][0]:
         number = bare["model"]["vocab"].pop(token)

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event, insert, select, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Executable,
+    RootTransaction,
+    Row,
+    create_engine,
+    event,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -195,6 +206,21 @@ class RegistryWriter(GroupCommitThread[_Request]):
         if not self._settled_at_once(request):
             self._put(request)
         return future
+
+    async def run(self, *statements: Executable, durability: Durability = Durability.MACHINE) -> None:
+        """Execute statements in order in one transaction; errors as for `call`."""
+
+        def operation(connection: Connection) -> None:
+            for statement in statements:
+                connection.execute(statement)
+
+        await self.call(operation, durability)
+
+    async def rows(
+        self, query: Executable, convert: Callable[[Row[Any]], T], durability: Durability = Durability.MACHINE
+    ) -> list[T]:
+        """Return the converted rows of a query; errors as for `call`."""
+        return await self.call(lambda connection: [convert(row) for row in connection.execute(query)], durability)
 
     def _settled_at_once(self, request: _Request) -> bool:
         """Commit the request on this thread, if that needs no waiting; return whether that was done."""

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Row, bindparam, delete, exists, insert, select, update
+from sqlalchemy import Connection, Executable, Row, bindparam, delete, exists, insert, select, update
 
 from nemo_gym.broker.registry.database import Durability, RegistryWriter
 from nemo_gym.broker.registry.tables import (
@@ -44,27 +44,21 @@ class BoxStore:
 
     async def ping(self) -> None:
         """Raise `RegistryError` unless the database responds."""
-        await self._writer.call(lambda connection: connection.execute(select(1)).scalar())
+        await self._writer.run(select(1))
 
     async def insert(self, box: BoxRecord, lease: LeaseRecord, sealed_doors: Mapping[str, bytes]) -> None:
         """Record the intent to create a box, before the backend is called. If an earlier create with the same key
         failed, the new record takes over the key."""
         values = {**asdict(box), "labels": orjson.dumps(dict(box.labels)), "identity": self._identity}
-
-        def operation(connection: Connection) -> None:
-            if box.idempotency_key is not None:
-                connection.execute(
-                    update(boxes)
-                    .where(self._mine(), boxes.c.creator == box.creator, boxes.c.state == BoxState.GONE.value)
-                    .where(boxes.c.idempotency_key == box.idempotency_key, boxes.c.reason == "create_failed")
-                    .values(idempotency_key=None)
-                )
-            connection.execute(insert(boxes).values(**values))
-            connection.execute(insert(leases).values(**asdict(lease)))
-            for name, door in sealed_doors.items():
-                connection.execute(insert(doors).values(sandbox_id=box.sandbox_id, name=name, door=door))
-
-        await self._writer.call(operation)
+        await self._writer.run(
+            update(boxes)
+            .where(self._mine(), boxes.c.creator == box.creator, boxes.c.state == BoxState.GONE.value)
+            .where(boxes.c.idempotency_key == box.idempotency_key, boxes.c.reason == "create_failed")
+            .values(idempotency_key=None),
+            insert(boxes).values(**values),
+            insert(leases).values(**asdict(lease)),
+            *(_insert_door(box.sandbox_id, name, door) for name, door in sealed_doors.items()),
+        )
 
     async def spend_key(self, creator: str, key: str) -> None:
         """Mark a key as used, because its create was undone before it arrived. Does nothing if the key is known."""
@@ -85,20 +79,16 @@ class BoxStore:
     ) -> None:
         """Give a box to another owner, whose lease replaces all others. ``changes`` are columns of the box."""
         changes["labels"] = orjson.dumps(changes["labels"])
-
-        def operation(connection: Connection) -> None:
-            connection.execute(delete(leases).where(leases.c.sandbox_id == sandbox_id))
-            connection.execute(insert(leases).values(**asdict(lease)))
-            connection.execute(update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(**changes))
-            for name, door in sealed_doors.items():
-                connection.execute(insert(doors).values(sandbox_id=sandbox_id, name=name, door=door))
-
-        await self._writer.call(operation)
+        await self._writer.run(
+            delete(leases).where(leases.c.sandbox_id == sandbox_id),
+            insert(leases).values(**asdict(lease)),
+            update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(**changes),
+            *(_insert_door(sandbox_id, name, door) for name, door in sealed_doors.items()),
+        )
 
     async def forget_key(self, sandbox_id: str) -> None:
         """Free the idempotency key of a box that its caller never received, so that the caller can use it again."""
-        statement = update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(idempotency_key=None)
-        await self._writer.call(lambda connection: connection.execute(statement) and None)
+        await self._writer.run(update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(idempotency_key=None))
 
     async def confirm(self, sandbox_id: str, *, backend_id: str, descriptor: bytes | None, expires_at: float) -> None:
         """Record that the backend has created the box."""
@@ -122,16 +112,12 @@ class BoxStore:
 
     async def gone(self, sandbox_id: str, reason: str, detail: str | None = None) -> None:
         """Record that the backend no longer has the box, and delete its doors."""
-
-        def operation(connection: Connection) -> None:
-            connection.execute(
-                update(boxes)
-                .where(boxes.c.sandbox_id == sandbox_id, boxes.c.state != BoxState.GONE.value)
-                .values(state=BoxState.GONE.value, reason=reason, detail=(detail or "")[:2000], gone_at=time.time())
-            )
-            connection.execute(delete(doors).where(doors.c.sandbox_id == sandbox_id))
-
-        await self._writer.call(operation)
+        await self._writer.run(
+            update(boxes)
+            .where(boxes.c.sandbox_id == sandbox_id, boxes.c.state != BoxState.GONE.value)
+            .values(state=BoxState.GONE.value, reason=reason, detail=(detail or "")[:2000], gone_at=time.time()),
+            delete(doors).where(doors.c.sandbox_id == sandbox_id),
+        )
 
     async def find(self, sandbox_id: str) -> BoxRecord | None:
         return await self._find_one(boxes.c.sandbox_id == sandbox_id)
@@ -156,49 +142,35 @@ class BoxStore:
     # -- leases --------------------------------------------------------------------------------------------------
 
     async def leases_of(self, sandbox_id: str) -> list[LeaseRecord]:
-        def operation(connection: Connection) -> list[LeaseRecord]:
-            query = select(leases).where(leases.c.sandbox_id == sandbox_id)
-            return [_lease(row) for row in connection.execute(query)]
-
-        return await self._writer.call(operation)
+        return await self._writer.rows(select(leases).where(leases.c.sandbox_id == sandbox_id), _lease)
 
     async def mint(self, lease: LeaseRecord) -> None:
-        await self._writer.call(lambda connection: connection.execute(insert(leases).values(**asdict(lease))) and None)
+        await self._writer.run(insert(leases).values(**asdict(lease)))
 
     async def revoke(self, lease_id: str) -> None:
-        statement = update(leases).where(leases.c.lease_id == lease_id).values(revoked=True)
-        await self._writer.call(lambda connection: connection.execute(statement) and None)
+        await self._writer.run(update(leases).where(leases.c.lease_id == lease_id).values(revoked=True))
 
     async def fence(self, sandbox_id: str, epoch: int) -> None:
         """Begin the lease epoch ``epoch``. Of the existing leases, only the owner's stays valid."""
-
-        def operation(connection: Connection) -> None:
-            connection.execute(update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(epoch=epoch))
-            connection.execute(
-                update(leases)
-                .where(leases.c.sandbox_id == sandbox_id, leases.c.scope == LeaseScope.OWNER.value)
-                .values(epoch=epoch)
-            )
-
-        await self._writer.call(operation)
+        await self._writer.run(
+            update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(epoch=epoch),
+            update(leases)
+            .where(leases.c.sandbox_id == sandbox_id, leases.c.scope == LeaseScope.OWNER.value)
+            .values(epoch=epoch),
+        )
 
     # -- doors ---------------------------------------------------------------------------------------------------
 
     async def add_door(self, sandbox_id: str, name: str, door: bytes) -> None:
-        def operation(connection: Connection) -> None:
-            connection.execute(delete(doors).where(doors.c.sandbox_id == sandbox_id, doors.c.name == name))
-            connection.execute(insert(doors).values(sandbox_id=sandbox_id, name=name, door=door))
-
-        await self._writer.call(operation)
+        await self._writer.run(_delete_door(sandbox_id, name), _insert_door(sandbox_id, name, door))
 
     async def remove_door(self, sandbox_id: str, name: str) -> None:
-        statement = delete(doors).where(doors.c.sandbox_id == sandbox_id, doors.c.name == name)
-        await self._writer.call(lambda connection: connection.execute(statement) and None)
+        await self._writer.run(_delete_door(sandbox_id, name))
 
     async def doors_of(self, sandbox_id: str) -> list[bytes]:
         """Return the sealed doors that should be open on a box, ordered by name."""
         query = select(doors.c.door).where(doors.c.sandbox_id == sandbox_id).order_by(doors.c.name)
-        return await self._writer.call(lambda connection: list(connection.execute(query).scalars()))
+        return await self._writer.rows(query, lambda row: bytes(row.door))
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 
@@ -219,21 +191,23 @@ class BoxStore:
         return boxes.c.identity == self._identity
 
     async def _find_one(self, *conditions: Any) -> BoxRecord | None:
-        query = select(*_COLUMNS).where(self._mine(), *conditions)
-
-        def operation(connection: Connection) -> BoxRecord | None:
-            row = connection.execute(query).first()
-            return None if row is None else _box(row)
-
-        return await self._writer.call(operation)
+        found = await self._writer.rows(select(*_COLUMNS).where(self._mine(), *conditions), _box)
+        return found[0] if found else None
 
     async def _update(self, sandbox_id: str, *states: BoxState, **values: Any) -> None:
-        statement = (
+        await self._writer.run(
             update(boxes)
             .where(boxes.c.sandbox_id == sandbox_id, boxes.c.state.in_([state.value for state in states]))
             .values(**values)
         )
-        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+
+def _insert_door(sandbox_id: str, name: str, door: bytes) -> Executable:
+    return insert(doors).values(sandbox_id=sandbox_id, name=name, door=door)
+
+
+def _delete_door(sandbox_id: str, name: str) -> Executable:
+    return delete(doors).where(doors.c.sandbox_id == sandbox_id, doors.c.name == name)
 
 
 class ImageStore:
@@ -244,25 +218,19 @@ class ImageStore:
 
     async def find(self, name: str) -> ImageRecord | None:
         query = select(*_IMAGE_COLUMNS).where(self._mine(), images.c.name == name)
-
-        def operation(connection: Connection) -> ImageRecord | None:
-            row = connection.execute(query).first()
-            return None if row is None else _image(row)
-
-        return await self._writer.call(operation)
+        found = await self._writer.rows(query, _image)
+        return found[0] if found else None
 
     async def all(self) -> list[ImageRecord]:
         query = select(*_IMAGE_COLUMNS).where(self._mine()).order_by(images.c.name)
-        return await self._writer.call(lambda connection: [_image(row) for row in connection.execute(query)])
+        return await self._writer.rows(query, _image)
 
     async def claim(self, image: ImageRecord) -> None:
         """Record the owner of an image name, before the backend is called."""
-        statement = insert(images).values(**asdict(image), identity=self._identity)
-        await self._writer.call(lambda connection: connection.execute(statement) and None)
+        await self._writer.run(insert(images).values(**asdict(image), identity=self._identity))
 
     async def forget(self, name: str) -> None:
-        statement = delete(images).where(self._mine(), images.c.name == name)
-        await self._writer.call(lambda connection: connection.execute(statement) and None)
+        await self._writer.run(delete(images).where(self._mine(), images.c.name == name))
 
     def _mine(self) -> Any:
         return images.c.identity == self._identity
@@ -299,7 +267,6 @@ _INSERT = Prepared(
 _END = Prepared(
     update(execs).where(_IS, execs.c.end.is_(None)).values(end=bindparam("said")).returning(execs.c.exec_id)
 )
-_DISCARD = delete(execs).where(_IS, execs.c.end.is_(None))
 
 
 class ExecStore:
@@ -341,24 +308,18 @@ class ExecStore:
 
     async def discard(self, sandbox_id: str, exec_id: str) -> None:
         """Forget an exec that never started."""
-        values = {"of_box": sandbox_id, "of_exec": exec_id}
-        await self._writer.call(lambda connection: connection.execute(_DISCARD, values) and None, self._durability)
+        of_exec = execs.c.sandbox_id == sandbox_id, execs.c.exec_id == exec_id, execs.c.end.is_(None)
+        await self._writer.run(delete(execs).where(*of_exec), durability=self._durability)
 
     async def find(self, sandbox_id: str, exec_id: str) -> ExecRecord | None:
-        def operation(connection: Connection) -> ExecRecord | None:
-            row = connection.execute(_FIND, {"of_box": sandbox_id, "of_exec": exec_id}).first()
-            return None if row is None else _exec(row)
-
-        return await self._writer.call(operation, self._durability)
+        values = {"of_box": sandbox_id, "of_exec": exec_id}
+        found = await self._writer.rows(_FIND.params(values), _exec, self._durability)
+        return found[0] if found else None
 
     async def unfinished(self, sandbox_id: str) -> list[ExecRecord]:
         """Return the execs of a box that have no end."""
-
-        def operation(connection: Connection) -> list[ExecRecord]:
-            query = select(execs).where(execs.c.sandbox_id == sandbox_id, execs.c.end.is_(None))
-            return [_exec(row) for row in connection.execute(query)]
-
-        return await self._writer.call(operation, self._durability)
+        query = select(execs).where(execs.c.sandbox_id == sandbox_id, execs.c.end.is_(None))
+        return await self._writer.rows(query, _exec, self._durability)
 
 
 def _new(record: ExecRecord) -> dict[str, Any]:

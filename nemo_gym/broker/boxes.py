@@ -13,14 +13,14 @@ from typing import Any
 import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from pydantic import BaseModel
 
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.admission import Admission
 from nemo_gym.broker.backend import Backend
-from nemo_gym.broker.box import Box
+from nemo_gym.broker.box import Box, CreateOrder
 from nemo_gym.broker.registry.store import BoxStore
 from nemo_gym.broker.registry.tables import BoxRecord, BoxState, LeaseRecord
-from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.telemetry import Counter
@@ -45,9 +45,13 @@ class Sealer:
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
 
-    def seal(self, data: bytes, context: str) -> bytes:
+    def seal(self, data: bytes | BaseModel, context: str) -> bytes:
+        plain = data if isinstance(data, bytes) else data.model_dump_json().encode()
         nonce = os.urandom(_NONCE_BYTES)
-        return nonce + self._cipher.encrypt(nonce, data, context.encode())
+        return nonce + self._cipher.encrypt(nonce, plain, context.encode())
+
+    def seal_doors(self, doors: Iterable[DoorModel], context: str) -> dict[str, bytes]:
+        return {door.name: self.seal(door, context) for door in doors}
 
     def open(self, sealed: bytes, context: str) -> bytes:
         """Decrypt and authenticate. Raises `SealError`."""
@@ -98,7 +102,9 @@ class Boxes:
         found = [
             box
             for box in self.live.values()
-            if box.state is not BoxState.GONE and creator in (None, box.creator) and box.has_labels(labels)
+            if box.state is not BoxState.GONE
+            and creator in (None, box.creator)
+            and labels.items() <= box.labels.items()
         ]
         return sorted(found, key=lambda box: (box.created_at, box.sandbox_id))
 
@@ -108,46 +114,35 @@ class Boxes:
 
     # -- create --------------------------------------------------------------------------------------------------
 
-    async def create(
-        self,
-        body: CreateSandbox,
-        *,
-        creator: str,
-        creator_role: Role,
-        owner: str,
-        key: str,
-        digest: bytes,
-        ttl_s: float,
-    ) -> Box:
+    async def create(self, order: CreateOrder) -> Box:
         """Create a box; the caller must already hold a place in `admission`. Raises what the provider raises."""
-        now = time.time()
+        now, body = time.time(), order.body
         sandbox_id = f"sb-{uuid.uuid4().hex}"
         record = BoxRecord(
             sandbox_id=sandbox_id,
-            creator=creator,
-            creator_role=creator_role,
-            owner=owner,
-            idempotency_key=key,
-            body_digest=digest,
+            creator=order.creator,
+            creator_role=order.creator_role,
+            owner=order.owner,
+            idempotency_key=order.key,
+            body_digest=order.digest,
             state=BoxState.CREATING,
             created_at=now,
-            ttl_s=ttl_s,
-            expires_at=now + ttl_s,
-            request=self.sealer.seal(body.model_dump_json().encode(), sandbox_id),
+            ttl_s=order.ttl_s,
+            expires_at=now + order.ttl_s,
+            request=self.sealer.seal(body, sandbox_id),
             labels=body.labels,
             image=body.spec.image,
         )
         lease = LeaseRecord(f"le-{uuid.uuid4().hex}", sandbox_id, LeaseScope.OWNER, 1)
         box = Box.of(record, [lease])
-        doors = {door.name: self.sealer.seal(door.model_dump_json().encode(), sandbox_id) for door in body.spec.doors}
         box.doors = {door.name: door_digest(door) for door in body.spec.doors}
         self.live[sandbox_id] = box
         try:
-            await self.store.insert(record, lease, doors)
+            await self.store.insert(record, lease, self.sealer.seal_doors(body.spec.doors, sandbox_id))
         except BaseException:
             # The write may still have succeeded; the next reconciliation then finds the unfinished create.
             del self.live[sandbox_id]
-            self.admission.leave(owner)
+            self.admission.leave(order.owner)
             raise
         await self.bring_up(box, body)
         return box
@@ -180,7 +175,7 @@ class Boxes:
             await self._not_created(box, error)
             detail = f"the backend failed: {type(error).__name__}: {error}"
             raise SandboxCreateError(detail, retryable=isinstance(error, OSError)) from error
-        box.handle, box.backend_id = handle, handle.sandbox_id
+        box.handle = handle
         descriptor = await self.backend.describe(handle)
         await self.store.confirm(
             box.sandbox_id,

@@ -6,9 +6,11 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.box import Box, CreateOrder
 from nemo_gym.broker.boxes import Boxes, door_digest, gone
 from nemo_gym.broker.config import WarmPool
@@ -38,39 +40,36 @@ _RETRY_S = 10.0
 _PROBE_TIMEOUT_S = 10.0
 
 
+class _Pool(NamedTuple):
+    spec: BoxSpec
+    size: int
+    idle: list[Box]
+
+
 class WarmPools:
     """The pools of one broker."""
 
     def __init__(self, boxes: Boxes, pools: list[WarmPool], prefetch: list[str]) -> None:
         self._boxes, self._prefetch = boxes, prefetch
-        self._pools = [(_poolable(pool.spec), pool.size) for pool in pools]
-        self._idle: list[list[Box]] = [[] for _ in pools]
-        self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def idle(self) -> int:
-        """The number of warm boxes."""
-        return sum(map(len, self._idle))
+        self._pools = [_Pool(_poolable(pool.spec), pool.size, []) for pool in pools]
+        self._tasks = BackgroundTasks()
 
     async def start(self) -> None:
         """Destroy the warm boxes of an earlier process, and keep the pools filled from now on."""
         for box in [box for box in self._boxes.live.values() if box.creator == OWNER]:
             await self._boxes.destroy(box, "closed")
         if self._pools:
-            self._tasks.append(asyncio.create_task(self._keep_filled(), name="broker warm pools"))
+            self._tasks.start(self._keep_filled(), name="broker warm pools")
         if self._prefetch:
-            self._tasks.append(asyncio.create_task(self._fetch(), name="broker prefetch"))
+            self._tasks.start(self._fetch(), name="broker prefetch")
 
     async def aclose(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.cancel()
 
     async def take(self, order: CreateOrder) -> Box | None:
         """Hand over a live warm box with the order's spec to the order's creator; ``None`` if there is none."""
         requested_spec = _poolable(order.body.spec)
-        for (spec, _), idle in zip(self._pools, self._idle, strict=True):
+        for spec, _, idle in self._pools:
             if spec != requested_spec:
                 continue
             while idle and self._boxes.admission.may_have_more(order.owner):
@@ -82,9 +81,9 @@ class WarmPools:
 
     async def give_way(self) -> None:
         """Destroy one warm box, if there is any, to free its place."""
-        for idle in self._idle:
-            if idle:
-                await self._drop(idle.pop())
+        for pool in self._pools:
+            if pool.idle:
+                await self._drop(pool.idle.pop())
                 return
 
     async def _is_alive(self, box: Box) -> bool:
@@ -100,11 +99,10 @@ class WarmPools:
         boxes, body = self._boxes, order.body
         assert box.handle is not None
         lease = LeaseRecord(f"le-{uuid.uuid4().hex}", box.sandbox_id, LeaseScope.OWNER, box.epoch)
-        seal = boxes.sealer.seal
         await boxes.store.hand_over(
             box.sandbox_id,
             lease,
-            {door.name: seal(door.model_dump_json().encode(), box.sandbox_id) for door in body.spec.doors},
+            boxes.sealer.seal_doors(body.spec.doors, box.sandbox_id),
             creator=order.creator,
             creator_role=order.creator_role.value,
             owner=order.owner,
@@ -113,7 +111,7 @@ class WarmPools:
             labels=dict(body.labels),
             ttl_s=order.ttl_s,
             expires_at=time.time() + order.ttl_s,
-            request=seal(body.model_dump_json().encode(), box.sandbox_id),
+            request=boxes.sealer.seal(body, box.sandbox_id),
         )
         boxes.admission.swap(box.owner, order.owner)
         box.creator, box.owner, box.idempotency_key = order.creator, order.owner, order.key
@@ -140,36 +138,25 @@ class WarmPools:
     async def _keep_filled(self) -> None:
         while True:
             pause_s = _TICK_S
-            for (spec, size), idle in zip(self._pools, self._idle, strict=True):
+            for spec, size, idle in self._pools:
                 idle[:] = [box for box in idle if box.state is BoxState.RUNNING]
                 try:
                     for box in idle:
                         if box.left_s < _LEASE_S / 2:
                             await self._boxes.renew(box, _LEASE_S)
-                    if len(idle) < size and self._has_place():
+                    admission = self._boxes.admission
+                    if len(idle) < size and admission.has_place and not admission.waiting:
                         idle.append(await self._make(spec))
                 except NemoGymError as error:
                     log.warning("warm_pool_not_filled", image=spec.image, error=str(error)[:300])
                     pause_s = _RETRY_S
             await asyncio.sleep(pause_s)
 
-    def _has_place(self) -> bool:
-        """Return whether there is a free place and no create waits for one."""
-        return not self._boxes.admission.waiting and self._boxes.admission.has_place
-
     async def _make(self, spec: BoxSpec) -> Box:
         self._boxes.admission.occupy(OWNER)
         body = CreateSandbox(spec=spec, ttl_s=_LEASE_S, labels={"nemo_gym.role": "warm"})
-        key = uuid.uuid4().hex
-        return await self._boxes.create(
-            body,
-            creator=OWNER,
-            creator_role=Role.OPERATOR,
-            owner=OWNER,
-            key=key,
-            digest=b"warm",
-            ttl_s=_LEASE_S,
-        )
+        order = CreateOrder(OWNER, Role.OPERATOR, OWNER, uuid.uuid4().hex, b"warm", _LEASE_S, body)
+        return await self._boxes.create(order)
 
     async def _fetch(self) -> None:
         for image in self._prefetch:
@@ -314,16 +301,7 @@ class Creations:
         pending = self._pending.get((order.creator, order.key))
         if pending is not None:
             pending.queued = False
-        box = await boxes.create(
-            order.body,
-            creator=order.creator,
-            creator_role=order.creator_role,
-            owner=order.owner,
-            key=order.key,
-            digest=order.digest,
-            ttl_s=order.ttl_s,
-        )
-        return box, True
+        return await boxes.create(order), True
 
 
 def draining() -> BrokerError:

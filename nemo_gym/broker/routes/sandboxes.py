@@ -317,7 +317,7 @@ def door_routes(broker: BrokerService) -> APIRouter:
         if grant.scope is not LeaseScope.OWNER or not is_trusted(box.creator_role):
             broker.permissions.check_doors([body])
         handle = broker.boxes.ready(box)
-        sealed = broker.boxes.sealer.seal(body.model_dump_json().encode(), sandbox_id)
+        sealed = broker.boxes.sealer.seal(body, sandbox_id)
         async with box.doors_lock:
             known_digest, new_digest = box.doors.get(name), door_digest(body)
             if known_digest == new_digest:

@@ -1,4 +1,4 @@
-"""Assembly of the broker from its configuration."""
+"""`BrokerService`: all parts of one broker, and its metrics."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import contextlib
 import fcntl
 import secrets
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -25,30 +26,105 @@ from nemo_gym.broker.images import Images
 from nemo_gym.broker.registry.database import Durability, RegistryWriter, open_engine
 from nemo_gym.broker.registry.store import BoxStore, ExecStore, ImageStore
 from nemo_gym.broker.spool import SpoolSpace
-from nemo_gym.broker.upkeep import Reconciler, Upkeep
+from nemo_gym.broker.upkeep import Upkeep
 from nemo_gym.contract.credentials import ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.http.telemetry import Reading
 from nemo_gym.sandbox.base import SandboxProvider
 
-# -- Metrics -------------------------------------------------------------------------------------------------------
+log = structlog.get_logger(__name__)
+
+KEY_BYTES = 32
 
 
-class State:
-    """Gauges, read at each scrape; creates, commands and renewals are counted where they happen."""
+class BrokerService:
+    """The broker, assembled from its configuration. Create it in the server's event loop; that contacts neither the
+    backend nor the database.
 
-    def __init__(self, boxes: Boxes, reconciler: Reconciler, space: SpoolSpace) -> None:
-        self._boxes, self._reconciler, self._space = boxes, reconciler, space
+    Args:
+        endpoints: the base URLs of the stack's model servers and environments.
+
+    Raises:
+        ConfigError: another process uses the state directory, or it cannot be used; the database URL is wrong.
+    """
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        state_dir: Path,
+        provider: SandboxProvider,
+        credentials: ServerCredentials | None,
+        endpoints: Sequence[str] = (),
+    ) -> None:
+        self.config = config
+        self._held = contextlib.ExitStack()
+        """Releases what only one process may hold: the lock of the state directory."""
+        self.draining = asyncio.Event()
+        """Set when the broker is told to stop: it refuses creates, and ends streams so that clients reconnect later.
+        """
+        try:
+            _lock(state_dir, self._held)
+            identity = config.identity or _read_or_make(
+                state_dir / "identity", lambda: f"broker-{uuid.uuid4().hex[:16]}"
+            )
+            derive = _keys(state_dir, credentials)
+            url = config.database_url or f"sqlite:///{state_dir / 'broker.sqlite'}"
+            self._writer = RegistryWriter(open_engine(url))
+        except BaseException:
+            self._held.close()
+            raise
+        self.backend = Backend(provider, identity)
+        admission = Admission(
+            max_boxes=config.max_boxes,
+            max_per_owner=config.max_boxes_per_owner,
+            max_waiting=config.max_waiting,
+            timeout_s=config.queue_timeout_s,
+        )
+        store = BoxStore(self._writer, identity)
+        self.boxes = Boxes(store, self.backend, admission, Sealer(derive("sandbox-seal")))
+        self._space = SpoolSpace(state_dir / "spool", config.spool_bytes)
+        self._space.load()
+        exec_store = ExecStore(self._writer, Durability[config.exec_durability.upper()])
+        self.execs = Execs(exec_store, self.backend, self._space, max_output_bytes=config.max_output_bytes)
+        self._warm = WarmPools(self.boxes, config.warm, config.prefetch)
+        self.creations = Creations(self.boxes, self._warm)
+        self.access = Access(
+            TokenSigner(derive("sandbox-lease")), self.boxes, credentials, config.caller_tokens, config.trusted_callers
+        )
+        self.permissions = Permissions(config, endpoints)
+        self.images = Images(ImageStore(self._writer, identity), self.backend, identity)
+        self._upkeep = Upkeep(self.boxes, self.execs, self._space, config)
+
+    async def start(self) -> None:
+        await self._upkeep.start()
+        try:
+            await self.images.reconcile()
+        except NemoGymError as error:
+            log.warning("images_not_reconciled", error=str(error)[:300])
+        try:
+            await self._warm.start()
+        except NemoGymError as error:
+            # The reconciler destroys later what could not be destroyed now.
+            log.warning("warm_pools_not_started", error=str(error)[:300])
+
+    async def not_ready(self) -> dict[str, Any] | None:
+        """Return why the broker cannot do its work, or ``None`` if it can."""
+        if self.draining.is_set():
+            return {"detail": "the broker is stopping"}
+        if self._upkeep.unreconciled is not None:
+            return {"detail": f"the backend was not reconciled: {self._upkeep.unreconciled}"}
+        try:
+            await self.boxes.store.ping()
+        except NemoGymError as error:
+            return {"detail": error.message}
+        return None
 
     def readings(self) -> Iterator[Reading]:
-        admission = self._boxes.admission
-        counts: dict[str, int] = {}
-        running = 0
-        for box in self._boxes.live.values():
-            counts[box.state.value] = counts.get(box.state.value, 0) + 1
-            running += sum(run.phase == "running" for run in box.execs.values())
-        states = [({"state": state}, count) for state, count in counts.items()]
+        """Gauges, read at each scrape; creates, commands and renewals are counted where they happen."""
+        admission, boxes = self.boxes.admission, self.boxes.live.values()
+        states = [({"state": state}, count) for state, count in Counter(box.state.value for box in boxes).items()]
         owners = [({"owner": owner}, places) for owner, places in admission.held.items()]
+        running = sum(run.phase == "running" for box in boxes for run in box.execs.values())
         yield Reading("sandbox_broker_boxes", "Boxes that are not gone, by state", states)
         yield Reading("sandbox_broker_owner_boxes", "Places that an owner holds", owners)
         yield Reading("sandbox_broker_waiting", "Creates that wait for a place", [({}, admission.waiting)])
@@ -57,123 +133,18 @@ class State:
         yield Reading(
             "sandbox_broker_boxes_without_record",
             "Boxes without a record that were reaped",
-            [({}, self._reconciler.reaped)],
+            [({}, self._upkeep.reaped)],
         )
 
-
-# -- Service -------------------------------------------------------------------------------------------------------
-
-log = structlog.get_logger(__name__)
-
-
-@dataclass
-class BrokerService:
-    config: BrokerConfig
-    writer: RegistryWriter
-    backend: Backend
-    boxes: Boxes
-    execs: Execs
-    creations: Creations
-    access: Access
-    permissions: Permissions
-    images: Images
-    warm: WarmPools
-    upkeep: Upkeep
-    state: State
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-    """Releases what only one process may hold: the lock of the state directory."""
-    draining: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the broker is told to stop: it refuses creates, and ends streams so that clients reconnect later."""
-
-    async def start(self) -> None:
-        await self.upkeep.start()
-        try:
-            await self.images.reconcile()
-        except NemoGymError as error:
-            log.warning("images_not_reconciled", error=str(error)[:300])
-        try:
-            await self.warm.start()
-        except NemoGymError as error:
-            # The reconciler destroys later what could not be destroyed now.
-            log.warning("warm_pools_not_started", error=str(error)[:300])
-
     async def aclose(self) -> None:
-        await self.warm.aclose()
-        await self.upkeep.aclose()
+        await self._warm.aclose()
+        await self._upkeep.aclose()
         if self.config.on_stop == "destroy":
-            await self.upkeep.destroy_all()
+            await self._upkeep.destroy_all()
         await self.boxes.aclose()
         await self.backend.aclose()
-        await self.writer.aclose()
-        self.held.close()
-
-
-# -- Assembly ------------------------------------------------------------------------------------------------------
-
-KEY_BYTES = 32
-
-
-def assemble(
-    config: BrokerConfig,
-    state_dir: Path,
-    provider: SandboxProvider,
-    credentials: ServerCredentials | None,
-    endpoints: Sequence[str] = (),
-) -> BrokerService:
-    """Build the broker without contacting the backend or the database. Call it in the server's event loop.
-    ``endpoints``: the base URLs of the stack's model servers and environments.
-
-    Raises:
-        ConfigError: another process uses the state directory, or it cannot be used; the database URL is wrong.
-    """
-    held = contextlib.ExitStack()
-    try:
-        _lock(state_dir, held)
-        identity = config.identity or _read_or_make(state_dir / "identity", lambda: f"broker-{uuid.uuid4().hex[:16]}")
-        derive = _keys(state_dir, credentials)
-        url = config.database_url or f"sqlite:///{state_dir / 'broker.sqlite'}"
-        writer = RegistryWriter(open_engine(url))
-    except BaseException:
-        held.close()
-        raise
-    backend = Backend(provider, identity)
-    admission = Admission(
-        max_boxes=config.max_boxes,
-        max_per_owner=config.max_boxes_per_owner,
-        max_waiting=config.max_waiting,
-        timeout_s=config.queue_timeout_s,
-    )
-    boxes = Boxes(BoxStore(writer, identity), backend, admission, Sealer(derive("sandbox-seal")))
-    space = SpoolSpace(state_dir / "spool", config.spool_bytes)
-    space.load()
-    exec_store = ExecStore(writer, Durability[config.exec_durability.upper()])
-    execs = Execs(exec_store, backend, space, max_output_bytes=config.max_output_bytes)
-    reconciler = Reconciler(boxes, execs)
-    warm = WarmPools(boxes, config.warm, config.prefetch)
-    return BrokerService(
-        config=config,
-        writer=writer,
-        backend=backend,
-        boxes=boxes,
-        execs=execs,
-        creations=Creations(boxes, warm),
-        access=Access(
-            TokenSigner(derive("sandbox-lease")), boxes, credentials, config.caller_tokens, config.trusted_callers
-        ),
-        permissions=Permissions(config, endpoints),
-        images=Images(ImageStore(writer, identity), backend, identity),
-        warm=warm,
-        upkeep=Upkeep(
-            boxes,
-            reconciler,
-            space,
-            reconcile_interval_s=config.reconcile_interval_s,
-            retention_s=config.retention_s,
-            output_retention_s=config.output_retention_s,
-        ),
-        state=State(boxes, reconciler, space),
-        held=held,
-    )
+        await self._writer.aclose()
+        self._held.close()
 
 
 def _lock(state_dir: Path, held: contextlib.ExitStack) -> None:

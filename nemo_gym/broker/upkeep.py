@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.broker.box import Box
 from nemo_gym.broker.boxes import Boxes, SealError, door_digest
+from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.broker.execs import Execs
 from nemo_gym.broker.registry.tables import BoxRecord, BoxState
 from nemo_gym.broker.spool import SpoolSpace
@@ -146,45 +149,39 @@ _EXPIRY_TICK_S = 0.2
 _FORGET_EVERY_S = 15.0
 
 
+def _log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
+    log.warning("sandbox_destroy_failed", task=task.get_name(), error=str(error)[:500])
+
+
 class Upkeep:
     """The broker's periodic tasks."""
 
-    def __init__(
-        self,
-        boxes: Boxes,
-        reconciler: Reconciler,
-        space: SpoolSpace,
-        *,
-        reconcile_interval_s: float,
-        retention_s: float,
-        output_retention_s: float,
-    ) -> None:
-        self._boxes, self.reconciler, self._space = boxes, reconciler, space
-        self._reconcile_interval_s, self._retention_s = reconcile_interval_s, retention_s
-        self._output_retention_s = output_retention_s
+    def __init__(self, boxes: Boxes, execs: Execs, space: SpoolSpace, config: BrokerConfig) -> None:
+        self._boxes, self._space, self._config = boxes, space, config
+        self._reconciler = Reconciler(boxes, execs)
         self._gone_with_output: dict[str, float] = {}
         """Id of a box that is gone but still has output on disk → when it was first seen so (monotonic)."""
-        self._tasks: list[asyncio.Task[None]] = []
-        self._expiring: set[asyncio.Task[None]] = set()
+        self._periodic = BackgroundTasks()
+        self._expiring = BackgroundTasks(_log_failure)
         self.unreconciled: str | None = "the first reconciliation has not ended yet"
         """Why the last reconciliation failed or has not ended; ``None`` if it succeeded."""
+
+    @property
+    def reaped(self) -> int:
+        """Number of boxes without a record that were destroyed so far."""
+        return self._reconciler.reaped
 
     async def start(self) -> None:
         """Reconcile once, then start the periodic tasks, which repeat a reconciliation that failed."""
         await self._reconcile()
-        self._tasks = [
-            asyncio.create_task(self._every(_EXPIRY_TICK_S, self._expire), name="broker leases"),
-            asyncio.create_task(self._every(self._reconcile_interval_s, self._reconcile), name="broker reconcile"),
-            asyncio.create_task(self._every(_FORGET_EVERY_S, self._forget), name="broker forget"),
-        ]
+        interval_s = self._config.reconcile_interval_s
+        self._periodic.start(self._every(_EXPIRY_TICK_S, self._expire), name="broker leases")
+        self._periodic.start(self._every(interval_s, self._reconcile), name="broker reconcile")
+        self._periodic.start(self._every(_FORGET_EVERY_S, self._forget), name="broker forget")
 
     async def aclose(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        if self._expiring:
-            await asyncio.wait(self._expiring, timeout=10)
+        await self._periodic.cancel()
+        await self._expiring.join(timeout_s=10)
 
     async def destroy_all(self) -> None:
         """Destroy every box of this broker, when the broker stops in an orderly way."""
@@ -209,19 +206,12 @@ class Upkeep:
             # A box whose destruction failed before its intent was recorded keeps its state, and is tried again.
             is_ending = box.closing is not None and not box.closing.done()
             if box.deadline <= now and box.state in (BoxState.CREATING, BoxState.RUNNING) and not is_ending:
-                task = asyncio.create_task(self._boxes.destroy(box, "expired"), name=f"expire {box.sandbox_id}")
-                self._expiring.add(task)
-                task.add_done_callback(self._expired)
+                self._expiring.start(self._boxes.destroy(box, "expired"), name=f"expire {box.sandbox_id}")
                 await asyncio.sleep(0)
-
-    def _expired(self, task: asyncio.Task[None]) -> None:
-        self._expiring.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("sandbox_destroy_failed", error=str(error)[:500])
 
     async def _reconcile(self) -> None:
         try:
-            await self.reconciler.run()
+            await self._reconciler.run()
             self.unreconciled = None
         except NemoGymError as error:
             log.warning("reconcile_failed", error=str(error)[:500])
@@ -235,8 +225,8 @@ class Upkeep:
             for sandbox_id in boxes_with_output - self._boxes.live.keys()
         }
         for sandbox_id, since in self._gone_with_output.items():
-            if now - since > self._output_retention_s:
+            if now - since > self._config.output_retention_s:
                 self._space.forget(sandbox_id)
-        while ids := await self._boxes.store.forget(time.time() - self._retention_s):
+        while ids := await self._boxes.store.forget(time.time() - self._config.retention_s):
             for sandbox_id in ids:
                 self._space.forget(sandbox_id)

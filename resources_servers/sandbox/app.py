@@ -16,8 +16,8 @@ from nemo_gym.broker.access import is_trusted
 from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.broker.routes.bodies import RequestIdMiddleware, problem_reply
 from nemo_gym.broker.routes.execs import add_direct_submissions
-from nemo_gym.broker.routes.table import install_routes, invalid_parameter, not_ready
-from nemo_gym.broker.service import BrokerService, assemble
+from nemo_gym.broker.routes.table import install_routes, invalid_parameter
+from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.http.problems import shape_errors
@@ -72,16 +72,16 @@ class SandboxBroker(SimpleServer):
             )
         state_dir = await asyncio.to_thread(lambda: self.state_dir)
         endpoints = self._launch.endpoints if self._launch is not None else ()
-        self._broker = assemble(self.config, state_dir, provider, self._credentials, endpoints)
+        self._broker = BrokerService(self.config, state_dir, provider, self._credentials, endpoints)
         await self._broker.start()
         install_routes(self._app, self._broker)
 
     async def ready(self) -> dict[str, Any] | None:
-        return await not_ready(self.broker)
+        return await self.broker.not_ready()
 
     def readings(self) -> Iterable[Reading]:
         yield from super().readings()
-        yield from self.broker.state.readings()
+        yield from self.broker.readings()
 
     def require_scraper(self, request: Request) -> None:
         """Require the run's token, a trusted role or a caller from the configuration: metrics show all sandboxes."""

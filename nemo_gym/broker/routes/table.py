@@ -18,7 +18,7 @@ from nemo_gym.broker.routes.bodies import RESPONSES, json_body, parse, problem_r
 from nemo_gym.broker.routes.execs import exec_routes
 from nemo_gym.broker.routes.sandboxes import door_routes, lease_routes, live, sandbox_routes
 from nemo_gym.broker.service import BrokerService
-from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
+from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.requests import JsonResponse
 from nemo_gym.sandbox.wire.models import (
@@ -69,25 +69,12 @@ def service_routes(broker: BrokerService) -> APIRouter:
 
     @router.get("/readyz", summary="Whether the broker can do its work", responses={503: {"description": "Not now"}})
     async def readyz() -> Response:
-        missing = await not_ready(broker)
+        missing = await broker.not_ready()
         if missing is None:
             return JsonResponse({"status": "ready"})
         return JsonResponse({"status": "not_ready", **missing}, status_code=503)
 
     return router
-
-
-async def not_ready(broker: BrokerService) -> dict[str, Any] | None:
-    """Return why the broker cannot do its work, or ``None`` if it can."""
-    if broker.draining.is_set():
-        return {"detail": "the broker is stopping"}
-    if broker.upkeep.unreconciled is not None:
-        return {"detail": f"the backend was not reconciled: {broker.upkeep.unreconciled}"}
-    try:
-        await broker.boxes.store.ping()
-    except NemoGymError as error:
-        return {"detail": error.message}
-    return None
 
 
 # -- Images --------------------------------------------------------------------------------------------------------

@@ -60,18 +60,17 @@ class ExecRun:
 
     def __init__(
         self,
-        sandbox_id: str,
-        exec_id: str,
-        digest: bytes,
+        record: ExecRecord,
         spool: OutputSpool,
         store: ExecStore,
         space: SpoolSpace,
         *,
-        submitted_at: float,
         submission: ExecSubmission | None = None,
+        lease_id: str | None = None,
         end: ExecEndModel | None = None,
     ) -> None:
-        self.sandbox_id, self.exec_id, self.digest = sandbox_id, exec_id, digest
+        self.record = record
+        self.sandbox_id, self.exec_id = record.sandbox_id, record.exec_id
         self.submission = submission
         self.spool, self._store, self._space = spool, store, space
         self.end = end
@@ -79,9 +78,8 @@ class ExecRun:
         self.phase: ExecPhase = "running" if end is None else "ended"
         self.started: asyncio.Future[None] | None = None
         """Resolves once the command runs, or with the error that prevented it from starting."""
-        self.submitted_at = submitted_at
         self.pumping: asyncio.Task[None] | None = None
-        self.lease_id: str | None = None
+        self.lease_id = lease_id
         """The lease with which the command was submitted."""
         self.stdin_digest: bytes | None = None
         """Digest of the standard input that the command received."""
@@ -97,7 +95,7 @@ class ExecRun:
             exec_id=self.exec_id,
             state=self.phase,
             output_bytes=self.size,
-            submitted_at=self.submitted_at,
+            submitted_at=self.record.submitted_at,
             end=self.end,
         )
 
@@ -174,8 +172,7 @@ class ExecRun:
             # A provider may report the exit code of a shell whose child was killed; it is not the command's.
             end = replace(end, return_code=None)
         end_model = ExecEndModel.of(end, output_bytes=self.size, truncated=truncated)
-        end_json = end_model.model_dump_json().encode()
-        record = ExecRecord(self.sandbox_id, self.exec_id, self.digest, self.submitted_at, end_json)
+        record = replace(self.record, end=end_model.model_dump_json().encode())
         backoff = Backoff(first_s=_WRITE_RETRY_S, factor=1)
         while True:
             try:
@@ -235,7 +232,6 @@ class Box:
     leases: dict[str, LeaseRecord]
     reason: str | None = None
     handle: SandboxHandle | None = None
-    backend_id: str | None = None
     creating: asyncio.Task[None] | None = None
     closing: asyncio.Task[None] | None = None
     adopting: bool = False
@@ -271,7 +267,6 @@ class Box:
             image=record.image,
             leases={lease.lease_id: lease for lease in leases},
             reason=record.reason,
-            backend_id=record.backend_id,
         )
         for lease in leases:
             box.lease_left_s(lease)
@@ -310,9 +305,6 @@ class Box:
     def lease_has_ended(self, lease: LeaseRecord) -> bool:
         """Return whether the lease ended while the box lives on. The end of the box itself does not count."""
         return lease.expires_at is not None and self.lease_left_s(lease) <= 0 < self.left_s
-
-    def has_labels(self, wanted: Mapping[str, str]) -> bool:
-        return wanted.items() <= self.labels.items()
 
     def view(self, provider: str) -> SandboxView:
         return SandboxView(

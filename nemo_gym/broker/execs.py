@@ -61,16 +61,19 @@ class Execs:
         """
         run = box.execs.get(exec_id)
         if run is not None:
-            _require_same(run.digest, digest, exec_id)
+            _require_same(run.record.body_digest, digest, exec_id)
             if run.started is not None:
                 await asyncio.shield(run.started)
             return run, False
         if sum(run.end is None for run in box.execs.values()) >= MAX_OPEN_EXECS:
             raise too_many_of_box(box.sandbox_id, MAX_OPEN_EXECS, "unfinished commands; end some first")
-        run = self._new(box, exec_id, digest, submission)
-        run.lease_id = lease_id
+        intent = ExecRecord(box.sandbox_id, exec_id, digest, time.time())
+        spool = OutputSpool(self.space.directory(box.sandbox_id), exec_id)
+        run = ExecRun(intent, spool, self.store, self.space, submission=submission, lease_id=lease_id)
+        run.started = asyncio.get_running_loop().create_future()
+        box.execs[exec_id] = run
         try:
-            record = await self.store.insert(box.sandbox_id, exec_id, digest)
+            record = await self.store.insert(intent)
         except BaseException as error:
             self._never_started(box, run, error)
             raise
@@ -85,31 +88,15 @@ class Execs:
         await asyncio.shield(asyncio.create_task(self._start(box, handle, run, None)))
         return run, True
 
-    def _new(self, box: Box, exec_id: str, digest: bytes, submission: ExecSubmission) -> ExecRun:
-        spool = OutputSpool(self.space.directory(box.sandbox_id), exec_id)
-        run = ExecRun(
-            box.sandbox_id,
-            exec_id,
-            digest,
-            spool,
-            self.store,
-            self.space,
-            submitted_at=time.time(),
-            submission=submission,
-        )
-        run.started = asyncio.get_running_loop().create_future()
-        box.execs[exec_id] = run
-        return run
-
     def _resume_recorded(self, box: Box, run: ExecRun, record: ExecRecord) -> ExecRun:
         """Return the run of an id that is already in the registry, from before a restart or no longer in memory."""
         if record.end is not None:
             run.end, run.phase = ExecEndModel.model_validate_json(record.end), "ended"
-        submitted_digest, run.digest, run.submitted_at = run.digest, record.body_digest, record.submitted_at
+        submitted, run.record = run.record, record
         run.spool = OutputSpool.load(self.space.directory(box.sandbox_id), run.exec_id)
         self._started(run)
         del box.execs[run.exec_id]
-        _require_same(record.body_digest, submitted_digest, run.exec_id)
+        _require_same(record.body_digest, submitted.body_digest, run.exec_id)
         return run
 
     async def attach_stdin(self, box: Box, handle: SandboxHandle, run: ExecRun, data: bytes) -> None:
@@ -132,10 +119,7 @@ class Execs:
         env: Mapping[str, str] = {**request.env, EXEC_VARIABLE: run.exec_id}
         limit = min(request.max_output_bytes, self._max_output_bytes)
         try:
-            process = await self.backend.provider.start_exec(
-                handle,
-                type(request)(**{**request.__dict__, "env": env, "max_output_bytes": limit}),
-            )
+            process = await self.backend.provider.start_exec(handle, replace(request, env=env, max_output_bytes=limit))
         except SandboxLostError:
             await run.finish(ExecEnd(ExecOutcome.LOST))
             self._started(run)
@@ -217,16 +201,7 @@ class Execs:
         spool = OutputSpool.load(self.space.directory(sandbox_id), exec_id)
         if end is None and box is None:
             end = ExecEndModel.of(ExecEnd(ExecOutcome.LOST), output_bytes=spool.size)
-        return ExecRun(
-            sandbox_id,
-            exec_id,
-            record.body_digest,
-            spool,
-            self.store,
-            self.space,
-            submitted_at=record.submitted_at,
-            end=end,
-        )
+        return ExecRun(record, spool, self.store, self.space, end=end)
 
     # -- after a restart -----------------------------------------------------------------------------------------
 

@@ -280,10 +280,10 @@ class ExecStore:
     def __init__(self, writer: RegistryWriter, durability: Durability = Durability.PROCESS) -> None:
         self._writer, self._durability = writer, durability
 
-    async def insert(self, sandbox_id: str, exec_id: str, body_digest: bytes) -> ExecRecord | None:
+    async def insert(self, record: ExecRecord) -> ExecRecord | None:
         """Record the intent to run a command, before the backend is called. If the id already has a record, write
         nothing and return that record."""
-        values = _new(ExecRecord(sandbox_id, exec_id, body_digest, time.time()))
+        values = _new(record)
 
         def operation(connection: Connection) -> ExecRecord | None:
             # A returned row shows that it wrote one; not every driver reports the row count.

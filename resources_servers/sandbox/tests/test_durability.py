@@ -97,7 +97,7 @@ async def test_exec_records_are_written_as_durably_as_configured(
     monkeypatch.setattr(RegistryWriter, "call", noted)
     async with writing(url) as writer:
         store = ExecStore(writer, durability)
-        assert await store.insert("box", "exec", b"digest") is None
+        assert await store.insert(ExecRecord("box", "exec", b"digest", 1.0)) is None
         await store.end(ExecRecord("box", "exec", b"digest", 1.0, b"{}"))
         found = await store.find("box", "exec")
     assert found is not None
@@ -112,7 +112,7 @@ async def test_end_is_written_once_also_when_the_database_forgot_the_intent(url:
         await store.end(ended)
         await store.end(replace(ended, end=b"second"))
         assert await store.find("box", "exec") == ended
-        known = await store.insert("box", "exec", b"digest")
+        known = await store.insert(ExecRecord("box", "exec", b"digest", 1.0))
         assert known == ended
 
 
@@ -143,10 +143,10 @@ async def test_operations_are_run_in_order_whoever_runs_them(url: str) -> None:
 async def test_exec_record_waits_beside_the_loop_for_another_program_that_writes(tmp_path: Path) -> None:
     async with writing(f"sqlite:///{tmp_path / 'registry.sqlite'}") as writer:
         store = ExecStore(writer)
-        assert await store.insert("box", "first", b"digest") is None
+        assert await store.insert(ExecRecord("box", "first", b"digest", 1.0)) is None
         with closing(sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            inserting = asyncio.ensure_future(store.insert("box", "second", b"digest"))
+            inserting = asyncio.ensure_future(store.insert(ExecRecord("box", "second", b"digest", 1.0)))
             await asyncio.sleep(0)  # here it would stand still if it waited on the loop
             assert not inserting.done()
             other.execute("COMMIT")
@@ -162,7 +162,7 @@ async def test_log_of_the_registry_stays_short_however_many_commands_there_are(
     async with writing(f"sqlite:///{tmp_path / 'registry.sqlite'}") as writer:
         store = ExecStore(writer)
         for number in range(1000):
-            await store.insert("box", f"exec-{number}", b"digest")
+            await store.insert(ExecRecord("box", f"exec-{number}", b"digest", 1.0))
         # Each commit writes a page of 4 KiB or more.
         assert (tmp_path / "registry.sqlite-wal").stat().st_size < 1000 * 4096
 

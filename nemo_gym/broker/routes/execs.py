@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated, cast
 
 from fastapi import APIRouter, FastAPI, Path, Query
@@ -50,7 +50,8 @@ from nemo_gym.sandbox.wire.routes import EVENT_STREAM, OCTET_STREAM, SANDBOXES
 OUTPUT_TYPES = (EVENT_STREAM, OCTET_STREAM)
 _KINDS: dict[Stream, FrameKind] = {"stdout": FrameKind.STDOUT, "stderr": FrameKind.STDERR}
 _HEAD_S = 0.01
-"""How long the head of a response waits for the command's first output, or its end."""
+"""How long a response waits for the command's first output or its end, so that a short command's is sent in one piece.
+"""
 _LOOK_S = 0.1
 """Seconds between two checks whether the client is still connected."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -62,23 +63,21 @@ class OutputReply(Response):
     """A streaming response that checks periodically whether the client is still connected.
 
     The framework's own streaming response waits for the disconnect in a task group, and most commands end before such
-    a group is set up. Here, the head waits a moment, so that a short command's response is sent in one piece.
+    a group is set up.
 
     Args:
         chunks: the body. The last chunk is marked as such, so no empty message follows it.
-        held: awaited before the head is sent.
     """
 
-    def __init__(self, chunks: AsyncIterator[Chunk], held: Callable[[], Awaitable[object]], status: int, media: str):
+    def __init__(self, chunks: AsyncIterator[Chunk], status: int, media_type: str) -> None:
         self.background = None
-        self.status_code, self.media_type = status, media
+        self.status_code, self.media_type = status, media_type
         self.init_headers(_HEADERS)
-        self._chunks, self._held = chunks, held
+        self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         looked = time.monotonic()
-        await self._held()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk, is_last in self._chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
@@ -90,7 +89,7 @@ class OutputReply(Response):
                 looked = time.monotonic()
 
 
-def output_reply(
+async def output_reply(
     broker: BrokerService, grant: Grant, run: ExecRun, accept: str, offset: int, status: int = 200
 ) -> Response:
     """Return a response that streams the output from ``offset`` on. Raises `BrokerError` ``offset_out_of_range`` or
@@ -101,14 +100,12 @@ def output_reply(
         )
     if run.end is not None and offset < run.end.output_bytes:
         _require_kept(run, offset)
-
-    async def held() -> None:
-        if run.end is None and offset == run.size:
-            await run.changed(_HEAD_S)
-
+    if run.end is None and offset == run.size:
+        await run.changed(_HEAD_S)
+    pieces = _pieces(broker, grant, run, offset)
     if OCTET_STREAM in accept:
-        return OutputReply(_frames(_pieces(broker, grant, run, offset), run), held, status, OCTET_STREAM)
-    return OutputReply(_events(_pieces(broker, grant, run, offset), run, offset), held, status, EVENT_STREAM)
+        return OutputReply(_frames(pieces, run), status, OCTET_STREAM)
+    return OutputReply(_events(pieces, run, offset), status, EVENT_STREAM)
 
 
 def _require_kept(run: ExecRun, offset: int) -> None:
@@ -245,7 +242,10 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         and `Last-Event-ID` resumes there. Returns frames with `Accept: application/octet-stream`. The last event is
         exactly one `exit`; a stream that ends without it was cut off, and can be resumed from its offset."""
         grant, run = await find(request, sandbox_id, exec_id, LeaseScope.READ)
-        return output_reply(broker, grant, run, request.headers.get("accept", ""), wanted_offset(request, offset))
+        if offset is None:
+            last = request.headers.get("last-event-id", "")
+            offset = int(last) if last.isascii() and last.isdigit() and len(last) < 19 else 0
+        return await output_reply(broker, grant, run, request.headers.get("accept", ""), offset)
 
     @router.post(
         f"{EXEC}/signal",
@@ -269,23 +269,12 @@ async def submitted(broker: BrokerService, request: Request, sandbox_id: str, ex
     body = await parse(request, ExecSubmission, broker.config, MAX_SUBMISSION_BYTES)
     box = live(grant)
     handle = broker.boxes.ready(box)
-    run, is_new = await broker.execs.submit(box, handle, exec_id, body, digest(body), lease_of(grant))
+    lease_id = None if grant.lease is None else grant.lease.lease_id
+    run, is_new = await broker.execs.submit(box, handle, exec_id, body, digest(body), lease_id)
     status = 201 if is_new else 200
     if request.headers.get("accept") == OCTET_STREAM:
-        return output_reply(broker, grant, run, OCTET_STREAM, offset, status)
+        return await output_reply(broker, grant, run, OCTET_STREAM, offset, status)
     return reply(run.view(), status)
-
-
-def lease_of(grant: Grant) -> str | None:
-    return None if grant.lease is None else grant.lease.lease_id
-
-
-def wanted_offset(request: Request, offset: int | None) -> int:
-    """Return ``?offset=`` or else the ``Last-Event-ID`` header, with which event streams resume; by default 0."""
-    if offset is not None:
-        return offset
-    last = request.headers.get("last-event-id", "")
-    return int(last) if last.isascii() and last.isdigit() and len(last) < 19 else 0
 
 
 # -- Submissions that skip the framework ---------------------------------------------------------------------------

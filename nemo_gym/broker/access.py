@@ -41,15 +41,6 @@ from nemo_gym.sandbox.wire.problems import BrokerError
 PREFIX = "ngl1"
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseClaim:
-    """The content of a genuine token. Only the registry knows whether its lease still holds."""
-
-    sandbox_id: str
-    lease_id: str
-    scope: LeaseScope
-
-
 class TokenSigner:
     """Signs and checks lease tokens with a key that no other server has."""
 
@@ -60,15 +51,16 @@ class TokenSigner:
         body = f"{PREFIX}.{lease.sandbox_id}.{lease.lease_id}.{lease.scope}"
         return f"{body}.{self._mac(body)}"
 
-    def check(self, token: str) -> LeaseClaim:
-        """Check a token. Raises `BrokerError` ``unauthenticated`` for anything that this signer did not issue."""
+    def check(self, token: str) -> tuple[str, str]:
+        """Return the ids of a genuine token's box and lease; only the registry knows whether the lease still holds.
+        Raises `BrokerError` ``unauthenticated`` for anything that this signer did not issue."""
         body, _, mac = token.rpartition(".")
         if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             raise BrokerError("unauthenticated", "the lease token is not one of this broker's")
         parts = body.split(".")
         if len(parts) != 4 or parts[0] != PREFIX:
             raise BrokerError("unauthenticated", "the bearer token is not a lease token")
-        return LeaseClaim(parts[1], parts[2], LeaseScope(parts[3]))
+        return parts[1], parts[2]
 
     def _mac(self, body: str) -> str:
         digest = hmac.digest(self._key, body.encode("utf-8", "surrogateescape"), hashlib.sha256)
@@ -173,7 +165,7 @@ class Access:
         """Require a caller's credential or any valid lease. Raises `BrokerError` otherwise."""
         token = _bearer(request)
         if token is not None and token.startswith(f"{PREFIX}."):
-            await self.box(request, self.signer.check(token).sandbox_id, LeaseScope.READ)
+            await self.box(request, self.signer.check(token)[0], LeaseScope.READ)
         else:
             self.caller(request)
 
@@ -201,20 +193,18 @@ class Access:
         return Grant(sandbox_id, LeaseScope.OWNER, box, record, None)
 
     async def _by_lease(self, token: str, sandbox_id: str, required_scope: LeaseScope) -> Grant:
-        claim = self.signer.check(token)
-        if claim.sandbox_id != sandbox_id:
+        token_box, lease_id = self.signer.check(token)
+        if token_box != sandbox_id:
             raise _not_found(sandbox_id)
         box = self._boxes.get(sandbox_id)
-        record: BoxRecord | None = None
+        record = None if box is not None else await self._boxes.store.find(sandbox_id)
         if box is not None:
-            lease, epoch = box.leases.get(claim.lease_id), box.epoch
-        else:
-            record = await self._boxes.store.find(sandbox_id)
-            if record is None:
-                raise _not_found(sandbox_id)
+            lease, epoch = box.leases.get(lease_id), box.epoch
+        elif record is not None:
             leases = await self._boxes.store.leases_of(sandbox_id)
-            lease = next((lease for lease in leases if lease.lease_id == claim.lease_id), None)
-            epoch = record.epoch
+            lease, epoch = next((lease for lease in leases if lease.lease_id == lease_id), None), record.epoch
+        else:
+            raise _not_found(sandbox_id)
         if lease is None:
             raise BrokerError("unauthenticated", "the lease of this token no longer exists")
         if lease.revoked or lease.epoch < epoch:

@@ -46,9 +46,6 @@ class Admission:
         """Whether the total limit leaves room for one more box."""
         return self._max_boxes is None or self.total < self._max_boxes
 
-    def has_room(self, owner: str) -> bool:
-        return self.has_place and self.may_have_more(owner)
-
     def may_have_more(self, owner: str) -> bool:
         """Return whether the limit per owner leaves room for one more box of this owner."""
         return self._max_per_owner is None or self.held[owner] < self._max_per_owner
@@ -59,14 +56,13 @@ class Admission:
 
     def swap(self, before: str, after: str) -> None:
         """Move a place from the owner ``before`` to the owner ``after``."""
-        self.held[before] -= 1
-        if self.held[before] <= 0:
-            del self.held[before]
+        self._release(before)
         self._take(after)
 
     async def enter(self, owner: str) -> None:
         """Wait for a place. Raises `BrokerError` ``quota`` if the owner is at its own limit, else ``no_room``."""
-        if not self._waiting.get(owner) and self.has_room(owner) and not self._someone_goes_first(owner):
+        may_take = self.has_place and self.may_have_more(owner) and not self._waiting.get(owner)
+        if may_take and not any(queue and self.may_have_more(other) for other, queue in self._waiting.items()):
             self._take(owner)
             return
         if self.waiting >= self._max_waiting:
@@ -89,17 +85,17 @@ class Admission:
 
     def leave(self, owner: str) -> None:
         """Give a place back."""
+        self._release(owner)
+        self._fill_free_places()
+
+    def _release(self, owner: str) -> None:
         self.held[owner] -= 1
         if self.held[owner] <= 0:
             del self.held[owner]
-        self._fill_free_places()
 
     def _take(self, owner: str) -> None:
         self.held[owner] += 1
         self._served[owner] = next(self._turns)
-
-    def _someone_goes_first(self, owner: str) -> bool:
-        return any(queue and self.may_have_more(other) for other, queue in self._waiting.items() if other != owner)
 
     def _fill_free_places(self) -> None:
         while self.has_place:

@@ -74,14 +74,11 @@ class Backend:
             self._capabilities = await asyncio.to_thread(lambda: self.provider.capabilities)
         return self._capabilities
 
-    def labelled(self, sandbox_id: str, spec: SandboxSpec) -> SandboxSpec:
-        """Return the spec with the labels that identify the box and an idempotency key, with which repeated creates
-        yield one box."""
-        metadata = {**spec.metadata, BoxLabel.MANAGED: "true", BROKER_LABEL: self.identity, SANDBOX_LABEL: sandbox_id}
-        return spec.replace(metadata=metadata, idempotency_key=f"{self.identity}/{sandbox_id}")
-
     async def create(self, sandbox_id: str, spec: SandboxSpec) -> SandboxHandle:
-        return await self.provider.create(self.labelled(sandbox_id, spec))
+        """Create a box with the labels that identify it, and a key with which repeated creates yield one box."""
+        metadata = {**spec.metadata, BoxLabel.MANAGED: "true", BROKER_LABEL: self.identity, SANDBOX_LABEL: sandbox_id}
+        key = f"{self.identity}/{sandbox_id}"
+        return await self.provider.create(spec.replace(metadata=metadata, idempotency_key=key))
 
     async def creates_once(self) -> bool:
         """Return whether a second create with the same key returns the same box."""
@@ -121,12 +118,9 @@ class Backend:
 
     async def inventory(self) -> dict[str, SandboxInfo]:
         """Return the broker's own id → the backend's information, for each of this broker's boxes."""
-        found: dict[str, SandboxInfo] = {}
-        for info in await self.provider.list({BROKER_LABEL: self.identity}):
-            sandbox_id = info.labels.get(SANDBOX_LABEL, "")
-            # A provider without idempotent create may have two boxes with one id; a reap by label destroys both.
-            found[sandbox_id] = info
-        return found
+        # A provider without idempotent create may have two boxes with one id; a reap by label destroys both.
+        infos = await self.provider.list({BROKER_LABEL: self.identity})
+        return {info.labels.get(SANDBOX_LABEL, ""): info for info in infos}
 
     async def kill_strays(self, handle: SandboxHandle, exec_ids: list[str]) -> None:
         """Kill the commands that an earlier broker process left running, whose output nobody reads."""

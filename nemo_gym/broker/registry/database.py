@@ -23,7 +23,7 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -73,8 +73,8 @@ def open_engine(url: str) -> Engine:
         if backend not in _DRIVERS:
             raise ArgumentError(f"'{backend}' is neither sqlite nor postgresql")
         parsed = parsed.set(drivername=_DRIVERS[backend])
-        if backend == "sqlite":
-            _private_file(parsed)
+        if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
+            Path(parsed.database).touch(mode=0o600)  # SQLite gives its log and lock files the same mode
         # A connection has one user at a time, not always the same thread.
         arguments = {"check_same_thread": False} if backend == "sqlite" else {}
         engine = create_engine(parsed, poolclass=NullPool, connect_args=arguments)
@@ -85,20 +85,8 @@ def open_engine(url: str) -> Engine:
             key="database_url",
         ) from None
     if backend == "sqlite":
-        event.listen(engine, "connect", _tune_sqlite)
+        event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA journal_mode=WAL").close())
     return engine
-
-
-def _private_file(url: URL) -> None:
-    if url.database and url.database != ":memory:":
-        # SQLite gives its log and lock files the same mode.
-        Path(url.database).touch(mode=0o600)
-
-
-def _tune_sqlite(connection: Any, _record: Any) -> None:
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.close()
 
 
 def is_local(connection: Connection) -> bool:
@@ -246,7 +234,8 @@ class RegistryWriter(GroupCommitThread[_Request]):
         committing = False
         try:
             connection = self._connected()
-            transaction = begin(connection, max(request.durability for request in batch), at_once=self._on_loop())
+            on_loop = threading.get_ident() != self._thread.ident
+            transaction = begin(connection, max(request.durability for request in batch), at_once=on_loop)
             try:
                 for request in batch:
                     try:
@@ -266,9 +255,6 @@ class RegistryWriter(GroupCommitThread[_Request]):
             if isinstance(error, SQLAlchemyError):
                 self._disconnect()
             return committing
-
-    def _on_loop(self) -> bool:
-        return threading.get_ident() != self._thread.ident
 
     def _connected(self) -> Connection:
         if self._connection is None:

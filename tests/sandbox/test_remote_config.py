@@ -17,10 +17,17 @@ from nemo_gym.sandbox.base import SandboxCapabilities, SandboxHandle
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, encode
-from nemo_gym.sandbox.providers.remote.options import RemoteOptions, find_broker
+from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions, find_brokers
 from nemo_gym.sandbox.wire.models import CreateSandbox
 
 PLACE = {"resources_servers": {"sandbox": {"host": "127.0.0.1", "port": 4711, "url": "http://127.0.0.1:4711"}}}
+
+
+def find_broker(options: RemoteOptions) -> Broker:
+    brokers = find_brokers(options)
+    assert brokers is not None
+    (broker,) = brokers.all
+    return broker
 
 
 @pytest.fixture
@@ -53,7 +60,6 @@ def test_wrong_setting_is_refused_by_name(settings: dict[str, Any], said: str) -
 @pytest.mark.parametrize("server", ["sandbox_broker", {"type": "resources_servers", "name": "sandbox_broker"}])
 def test_broker_of_the_stack_is_found_with_the_credential_for_it(server: Any, launched: StackKeys) -> None:
     broker = find_broker(RemoteOptions(server=server))
-    assert broker is not None
     assert broker.url == "http://127.0.0.1:4711"
     assert broker.headers == {CREDENTIAL_HEADER: launched.caller(Role.AGENT, "agent", "sandbox_broker")}
     assert launched.caller(Role.AGENT, "agent", "sandbox_broker") not in repr(broker)
@@ -67,7 +73,6 @@ def test_unknown_broker_of_the_stack_is_refused_with_the_nearest_name(launched: 
 def test_token_goes_to_the_configured_broker_and_is_not_shown() -> None:
     options = RemoteOptions(url="http://broker:80/", token="of-the-caller")
     broker = find_broker(options)
-    assert broker is not None
     assert (broker.url, broker.headers) == ("http://broker:80", {"Authorization": "Bearer of-the-caller"})
     assert "of-the-caller" not in repr(broker) + repr(options)
 

@@ -19,62 +19,9 @@ CAPABILITIES = "/v1/capabilities"
 IMAGES = "/v1/images"
 
 
-def sandbox(sandbox_id: str) -> str:
-    return f"{SANDBOXES}/{_part(sandbox_id)}"
-
-
-def lease(sandbox_id: str) -> str:
-    """The box's own lease: PUT renews it."""
-    return f"{sandbox(sandbox_id)}/lease"
-
-
-def leases(sandbox_id: str) -> str:
-    """Leases with a narrower scope: POST creates one."""
-    return f"{sandbox(sandbox_id)}/leases"
-
-
-def one_lease(sandbox_id: str, lease_id: str) -> str:
-    return f"{leases(sandbox_id)}/{_part(lease_id)}"
-
-
-def run_exec(sandbox_id: str, exec_id: str) -> str:
-    """One exec: PUT submits it, GET returns its state."""
-    return f"{sandbox(sandbox_id)}/execs/{_part(exec_id)}"
-
-
-def exec_output(sandbox_id: str, exec_id: str) -> str:
-    return f"{run_exec(sandbox_id, exec_id)}/output"
-
-
-def exec_stdin(sandbox_id: str, exec_id: str) -> str:
-    return f"{run_exec(sandbox_id, exec_id)}/stdin"
-
-
-def exec_signal(sandbox_id: str, exec_id: str) -> str:
-    return f"{run_exec(sandbox_id, exec_id)}/signal"
-
-
-def archive(sandbox_id: str) -> str:
-    return f"{sandbox(sandbox_id)}/archive"
-
-
-def archive_failure(sandbox_id: str) -> str:
-    """GET with ``?request_id=`` returns why an archive broke off after its response had begun."""
-    return f"{archive(sandbox_id)}/failure"
-
-
-def doors(sandbox_id: str) -> str:
-    """GET returns the traffic statistics of the box's doors."""
-    return f"{sandbox(sandbox_id)}/doors"
-
-
-def door(sandbox_id: str, name: str) -> str:
-    return f"{doors(sandbox_id)}/{_part(name)}"
-
-
-def sandbox_images(sandbox_id: str) -> str:
-    """POST commits the box's files as an image."""
-    return f"{sandbox(sandbox_id)}/images"
+def sandbox(sandbox_id: str, *parts: str) -> str:
+    """The path of a box or, with ``parts``, of something below it, such as ``"execs", exec_id, "output"``."""
+    return "/".join((SANDBOXES, *map(_part, (sandbox_id, *parts))))
 
 
 def image(name: str) -> str:

@@ -97,7 +97,7 @@ def test_names_pass_through_paths_unchanged(name: str) -> None:
     client = TestClient(app)
     assert client.get(routes.image(name)).text == name
     if "/" not in name:  # servers decode before they route; ids and door names hold no slash
-        assert client.get(routes.door("box", name)).text == f"box|{name}"
+        assert client.get(routes.sandbox("box", "doors", name)).text == f"box|{name}"
 
 
 def test_problem_is_immutable_and_keeps_its_details() -> None:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import structlog
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 from yarl import URL
 
 from nemo_gym._util.suggest import validation_problems
 from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
-from nemo_gym.contract.errors import InvalidBodyError, SandboxError
+from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.client import close_with_the_loop, new_session
 from nemo_gym.sandbox.base import SandboxHandle
@@ -29,6 +30,8 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.models import DoorsView
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
+
+log = structlog.get_logger(__name__)
 
 # -- Handle --------------------------------------------------------------------------------------------------------
 
@@ -52,17 +55,9 @@ class RemoteBox:
     def headers(self) -> Mapping[str, str]:
         return {"Authorization": f"Bearer {self.token}"}
 
-    def url(self, path: str) -> str:
-        return self.broker_url + path
-
-    def update_doors(self, view: DoorsView) -> None:
-        """Copy the broker's statistics into the existing objects, which callers may hold."""
-        for name, counted in view.doors.items():
-            if counted is None:
-                self.doors.pop(name, None)
-            else:
-                statistics = self.doors.setdefault(name, DoorStatistics())
-                statistics.__dict__.update(counted.__dict__)
+    def url(self, *parts: str) -> str:
+        """The URL of the box, or of something below it; see `routes.sandbox`."""
+        return self.broker_url + routes.sandbox(self.sandbox_id, *parts)
 
 
 def box_of(handle: SandboxHandle) -> RemoteBox:
@@ -203,6 +198,12 @@ class BrokerConnection:
                 if not options.get("repeatable") or not await backoff.again():
                     raise _unreachable(method, url, error, started="unknown") from error
 
+    async def ask_box(
+        self, box: RemoteBox, method: str, *parts: str, repeatable: bool = True, **options: Any
+    ) -> bytes:
+        """Send a request to a box, with its lease, or to something below the box; options as in `open`."""
+        return await self.ask(method, box.url(*parts), headers=box.headers, repeatable=repeatable, **options)
+
     def _session(self, *, fresh: bool) -> aiohttp.ClientSession:
         """The session to use. ``fresh`` selects one without keepalive, for requests that are sent only once: a kept
         connection may be closed by the broker just as it is reused."""
@@ -285,3 +286,58 @@ def _unreachable(method: str, url: str, error: BaseException, *, started: str) -
         retryable=True,
         started=started,
     )
+
+
+# -- Doors ---------------------------------------------------------------------------------------------------------
+
+_DOORS_POLL_S = 0.5
+_DOORS_PATIENCE_S = 1.0
+
+
+class DoorCounts:
+    """Refreshes the statistics of a box on request, and regularly while the box is watched."""
+
+    def __init__(self, connection: BrokerConnection) -> None:
+        self._connection = connection
+        self._watching: dict[str, asyncio.Task[None]] = {}
+
+    async def refresh(self, box: RemoteBox) -> None:
+        """Fetch the statistics now. Failures are only logged, because results are valid without statistics."""
+        if not box.doors:
+            return
+        try:
+            answer = await self._connection.ask_box(box, "GET", "doors", patience_s=_DOORS_PATIENCE_S)
+        except NemoGymError as error:
+            log.info("remote_doors_not_heard", sandbox_id=box.sandbox_id, error=str(error))
+            return
+        for name, counted in DoorsView.model_validate_json(answer).doors.items():
+            if counted is None:
+                box.doors.pop(name, None)
+            else:  # into the existing object, which callers may hold
+                box.doors.setdefault(name, DoorStatistics()).__dict__.update(counted.__dict__)
+
+    def watch(self, box: RemoteBox) -> None:
+        """Refresh the statistics about twice a second until `forget`."""
+        if box.doors and box.sandbox_id not in self._watching:
+            self._watching[box.sandbox_id] = asyncio.create_task(self._watch(box), name=f"doors {box.sandbox_id}")
+
+    async def forget(self, box: RemoteBox) -> None:
+        await self._end(self._watching.pop(box.sandbox_id, None))
+
+    async def aclose(self) -> None:
+        while self._watching:
+            await self._end(self._watching.popitem()[1])
+
+    async def _watch(self, box: RemoteBox) -> None:
+        while True:
+            await self.refresh(box)
+            await asyncio.sleep(_DOORS_POLL_S)
+
+    @staticmethod
+    async def _end(task: asyncio.Task[None] | None) -> None:
+        if task is None:
+            return
+        task.cancel()
+        if task.get_loop() is asyncio.get_running_loop():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from yarl import URL
 
-from nemo_gym.contract.errors import ConfigError, SandboxCreateError, reject_unknown_keys
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.http.telemetry import Chooser
 from nemo_gym.sandbox.base import SandboxCapabilities
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.models import CapabilitiesView
-from nemo_gym.sandbox.wire.problems import error_of, parse_problem
 
 # -- Options -------------------------------------------------------------------------------------------------------
 
@@ -77,11 +75,11 @@ class Broker:
     """Headers for the routes that require a caller's credential; sent to this broker only."""
 
 
-def find_broker(options: RemoteOptions) -> Broker | None:
-    """The configured broker, or ``None``. Raises `ConfigError` if ``server`` is not in this stack."""
+def find_brokers(options: RemoteOptions) -> Brokers | None:
+    """The configured brokers, or ``None``. Raises `ConfigError` if ``server`` is not in this stack."""
     headers = {} if options.token is None else {"Authorization": f"Bearer {options.token}"}
     if options.url is not None:
-        return Broker(options.url.rstrip("/"), headers)
+        return Brokers([Broker(options.url.rstrip("/"), headers)])
     name = options.server_name
     if name is None:
         return None
@@ -95,26 +93,13 @@ def find_broker(options: RemoteOptions) -> Broker | None:
         credential = launch.credentials.outgoing.get(name)
     if credential is not None:
         headers[CREDENTIAL_HEADER] = credential
-    return Broker(ServerClient.load_from_global_config().base_url(name), headers)
+    return Brokers([Broker(url, headers) for url in ServerClient.load_from_global_config().replica_urls(name)])
 
 
 # -- Brokers -------------------------------------------------------------------------------------------------------
 
 NEXT_BROKER_AFTER_S = 5.0
 """For how long to retry a broker that cannot be reached, or has no capacity, before trying the next one."""
-
-
-def find_brokers(options: RemoteOptions) -> Brokers | None:
-    """The configured brokers, or ``None``. Raises `ConfigError` if ``server`` is not in this stack."""
-    first = find_broker(options)
-    if first is None:
-        return None
-    if options.server_name is None:
-        return Brokers([first])
-    from nemo_gym.http.client import ServerClient
-
-    urls = ServerClient.load_from_global_config().replica_urls(options.server_name)
-    return Brokers([Broker(url, first.headers) for url in urls])
 
 
 class Brokers:
@@ -169,60 +154,29 @@ class Abilities:
         self.known: SandboxCapabilities | None = None
 
     def ask_blocking(self, brokers: Brokers) -> SandboxCapabilities:
-        """Like `ask`, for callers without an event loop. Raises `BrokerUnreachableError`, or the broker's error."""
-        for broker, patience_s in brokers.in_order():
-            try:
-                return self._ask_blocking(broker)
-            except BrokerUnreachableError:
-                if patience_s is None:
-                    raise
-                brokers.unreachable(broker)
-        raise AssertionError("unreachable: the last broker answers or raises")
-
-    def _ask_blocking(self, broker: Broker) -> SandboxCapabilities:
-        if self.known is None:
-            request = urllib.request.Request(broker.url + routes.CAPABILITIES, headers=dict(broker.headers))
-            # Like the asynchronous connections, ignore proxies in the environment, and follow no redirection, so that
-            # the credential goes nowhere else.
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection)
-            try:
-                with opener.open(request, timeout=self._connection.request_timeout_s) as answer:
-                    self.known = _read(answer.read())
-            except urllib.error.HTTPError as error:
-                raise error_of(parse_problem(error.code, error.read())) from error
-            except OSError as error:
-                raise BrokerUnreachableError(
-                    f"the broker at {broker.url} cannot be asked what it can do: {error}", retryable=True, started="no"
-                ) from error
-        return self.known
-
-    async def ask(self, brokers: Brokers) -> SandboxCapabilities:
-        """Ask for the abilities, for a create. Raises `SandboxCreateError` if no broker can be reached."""
+        """Like `ask`, with one attempt per broker and for any thread, also one that runs an event loop."""
         if self.known is not None:
             return self.known
-        for broker, patience_s in brokers.in_order():
-            try:
-                answer = await self._connection.ask(
-                    "GET",
-                    broker.url + routes.CAPABILITIES,
-                    headers=broker.headers,
-                    repeatable=True,
-                    patience_s=patience_s,
-                )
-            except BrokerUnreachableError as error:
-                if patience_s is None:
-                    raise SandboxCreateError(str(error), retryable=True, provider="remote") from error
-                brokers.unreachable(broker)
-            else:
-                self.known = _read(answer)
-                return self.known
-        raise AssertionError("unreachable: the last broker answers or raises")
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, self.ask(brokers, patience_s=0.0)).result()
 
-
-class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any, **options: Any) -> None:
-        return None
-
-
-def _read(answer: bytes) -> SandboxCapabilities:
-    return CapabilitiesView.model_validate(json.loads(answer)).to_capabilities(carried=_CARRIED)
+    async def ask(self, brokers: Brokers, *, patience_s: float | None = None) -> SandboxCapabilities:
+        """Ask for the abilities. Raises `BrokerUnreachableError` if no broker can be reached, or the broker's error.
+        ``patience_s`` overrides for how long to retry each broker."""
+        if self.known is None:
+            for broker, broker_patience_s in brokers.in_order():
+                try:
+                    answer = await self._connection.ask(
+                        "GET",
+                        broker.url + routes.CAPABILITIES,
+                        headers=broker.headers,
+                        repeatable=True,
+                        patience_s=broker_patience_s if patience_s is None else patience_s,
+                    )
+                    break
+                except BrokerUnreachableError:
+                    if broker_patience_s is None:  # it was the last one
+                        raise
+                    brokers.unreachable(broker)
+            self.known = CapabilitiesView.model_validate_json(answer).to_capabilities(carried=_CARRIED)
+        return self.known

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import signal
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import aiohttp
 import structlog
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, absolute
 from nemo_gym.sandbox.providers.remote.connection import (
     BrokerConnection,
     BrokerUnreachableError,
+    DoorCounts,
     RemoteBox,
     SourceError,
     refusals,
@@ -40,8 +42,8 @@ class RemoteProcess:
     """A running command (`nemo_gym.sandbox.base.ExecProcess`).
 
     Args:
-        before_end: awaited after the command has ended and before its end is yielded.
-        in_background: runs work for which no caller waits.
+        doors: refreshed after the command has ended and before its end is yielded.
+        background: runs work for which no caller waits.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class RemoteProcess:
         box: RemoteBox,
         request: ExecRequest,
         *,
-        before_end: Callable[[], Awaitable[None]],
-        in_background: Callable[[Coroutine[Any, Any, None]], object],
+        doors: DoorCounts,
+        background: BackgroundTasks,
     ) -> None:
         self.exec_id = f"e-{uuid.uuid4().hex}"
         self.truncated: set[str] = set()
@@ -60,7 +62,7 @@ class RemoteProcess:
             self._submission = ExecSubmission.of(request)
         self._stdin = request.stdin
         self._connection, self._box = connection, box
-        self._before_end, self._in_background = before_end, in_background
+        self._doors, self._background = doors, background
         self._offset = 0
         self._end: ExecEnd | None = None
         self._response: aiohttp.ClientResponse | None = None
@@ -71,8 +73,8 @@ class RemoteProcess:
         runs then. If this call is cancelled, the command is killed in case it started."""
         try:
             if self._stdin is not None:
-                await self._ask("PUT", self._path(), body=self._submission, headers={"Accept": routes.JSON})
-                await self._ask("PUT", routes.exec_stdin(self._box.sandbox_id, self.exec_id), body=self._stdin)
+                await self._ask("PUT", body=self._submission)
+                await self._ask("PUT", "stdin", body=self._stdin)
             await self._open(self._connection.patience_s)
         except BrokerUnreachableError as error:
             self.abandon()
@@ -90,7 +92,7 @@ class RemoteProcess:
                     async for piece in output:
                         yield piece
                 self._end = self._end or ExecEnd(ExecOutcome.LOST)
-                await self._before_end()
+                await self._doors.refresh(self._box)
             yield self._end
         finally:
             await self._opened.aclose()
@@ -100,11 +102,10 @@ class RemoteProcess:
     async def signal(self, number: int) -> None:
         """Send a signal to the command's whole process tree."""
         if self._end is None:
-            path = routes.exec_signal(self._box.sandbox_id, self.exec_id)
             with refusals():
                 body = SignalExec(signal=int(number))
             # Sending a signal twice differs from sending it once, except for SIGKILL.
-            await self._ask("POST", path, body=body, repeatable=number == signal.SIGKILL)
+            await self._ask("POST", "signal", body=body, repeatable=number == signal.SIGKILL)
 
     async def kill(self) -> None:
         """Kill the whole process tree; idempotent."""
@@ -113,7 +114,7 @@ class RemoteProcess:
 
     def abandon(self) -> None:
         """Kill the command without waiting."""
-        self._in_background(self._kill_wherever_it_is())
+        self._background.start(self._kill_wherever_it_is())
 
     async def _kill_wherever_it_is(self) -> None:
         backoff = retries(_KILL_PATIENCE_S)
@@ -184,7 +185,7 @@ class RemoteProcess:
         has_stdin = self._stdin is not None
         opening = self._connection.open(
             "GET" if has_stdin else "PUT",
-            self._box.url(routes.exec_output(self._box.sandbox_id, self.exec_id) if has_stdin else self._path()),
+            self._box.url("execs", self.exec_id, *(["output"] if has_stdin else [])),
             headers={**self._box.headers, **_FRAMES},
             query={"offset": str(self._offset)} if self._offset else None,
             body=None if has_stdin else self._submission,
@@ -194,25 +195,8 @@ class RemoteProcess:
         )
         self._response = await self._opened.enter_async_context(opening)
 
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: ExecSubmission | SignalExec | bytes,
-        headers: dict[str, str] | None = None,
-        repeatable: bool = True,
-    ) -> None:
-        await self._connection.ask(
-            method,
-            self._box.url(path),
-            headers={**self._box.headers, **(headers or {})},
-            body=body,
-            repeatable=repeatable,
-        )
-
-    def _path(self) -> str:
-        return routes.run_exec(self._box.sandbox_id, self.exec_id)
+    async def _ask(self, method: str, *parts: str, **options: Any) -> None:
+        await self._connection.ask_box(self._box, method, "execs", self.exec_id, *parts, **options)
 
 
 # -- Archives ------------------------------------------------------------------------------------------------------
@@ -222,13 +206,8 @@ async def put(connection: BrokerConnection, box: RemoteBox, path: str, tar: Asyn
     """See `SandboxProvider.put_archive`. The request is not retried once reading ``tar`` has begun."""
     with _lost_when_unreachable():
         try:
-            await connection.ask(
-                "PUT",
-                box.url(routes.archive(box.sandbox_id)),
-                headers=box.headers,
-                query={"path": absolute(path)},
-                stream=lambda: tar,
-            )
+            query = {"path": absolute(path)}
+            await connection.ask_box(box, "PUT", "archive", query=query, stream=lambda: tar, repeatable=False)
         except SourceError as source_error:
             raise source_error.error from None
 
@@ -244,7 +223,7 @@ async def get(
     with _lost_when_unreachable():
         opening = connection.open(
             "GET",
-            box.url(routes.archive(box.sandbox_id)),
+            box.url("archive"),
             headers={**box.headers, "Accept": routes.TAR, routes.REQUEST_ID_HEADER: request_id},
             query=query,
             repeatable=True,
@@ -262,13 +241,7 @@ async def _archive_error(
 ) -> NemoGymError:
     """Ask the broker why an archive broke off. A response that has begun can no longer report an error itself."""
     try:
-        answer = await connection.ask(
-            "GET",
-            box.url(routes.archive_failure(box.sandbox_id)),
-            headers=box.headers,
-            query={"request_id": request_id},
-            repeatable=True,
-        )
+        answer = await connection.ask_box(box, "GET", "archive", "failure", query={"request_id": request_id})
     except NemoGymError:
         return SandboxLostError(f"the archive of {path} broke off ({type(cause).__name__})", retryable=True)
     return error_of(parse_problem(500, answer))

@@ -29,11 +29,11 @@ from nemo_gym.sandbox.providers.remote import process
 from nemo_gym.sandbox.providers.remote.connection import (
     BrokerConnection,
     BrokerUnreachableError,
+    DoorCounts,
     RemoteBox,
     box_of,
     refusals,
 )
-from nemo_gym.sandbox.providers.remote.doors import DoorCounts
 from nemo_gym.sandbox.providers.remote.options import Abilities, Broker, Brokers, RemoteOptions, find_brokers
 from nemo_gym.sandbox.providers.remote.process import RemoteProcess
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
@@ -87,7 +87,11 @@ class RemoteProvider(StreamingProvider):
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         brokers = self._configured()
-        (await self._abilities.ask(brokers)).check(spec, self.name)
+        try:
+            capabilities = await self._abilities.ask(brokers)
+        except BrokerUnreachableError as error:
+            raise SandboxCreateError(str(error), retryable=True, provider=self.name) from error
+        capabilities.check(spec, self.name)
         key = spec.idempotency_key or uuid.uuid4().hex
         with refusals():
             body = CreateSandbox.of(spec)
@@ -104,17 +108,11 @@ class RemoteProvider(StreamingProvider):
         self, broker: Broker, spec: SandboxSpec, key: str, body: CreateSandbox, patience_s: float | None
     ) -> SandboxHandle:
         ready_s = spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S
-        headers = {**broker.headers, routes.IDEMPOTENCY_KEY_HEADER: key}
+        headers = {routes.IDEMPOTENCY_KEY_HEADER: key}
         try:
             async with asyncio.timeout(ready_s + _ADMISSION_S):
-                answer = await self._connection.ask(
-                    "POST",
-                    broker.url + routes.SANDBOXES,
-                    headers=headers,
-                    body=body,
-                    repeatable=True,
-                    silence_s=ready_s + _ADMISSION_S,
-                    patience_s=patience_s,
+                answer = await self._ask(
+                    broker, "POST", headers=headers, body=body, silence_s=ready_s + _ADMISSION_S, patience_s=patience_s
                 )
         except (TimeoutError, BrokerUnreachableError) as error:
             self._take_back(broker, key, spec)
@@ -127,8 +125,8 @@ class RemoteProvider(StreamingProvider):
         except asyncio.CancelledError:
             self._take_back(broker, key, spec)
             raise
-        created = CreatedSandbox.model_validate_json(answer)
-        box = _box(broker.url, created.lease)
+        lease = CreatedSandbox.model_validate_json(answer).lease
+        box = RemoteBox(broker.url, lease.sandbox_id, _token(lease), lease.scope, lease.expires_at)
         box.doors = {door.name: DoorStatistics() for door in spec.doors}
         return SandboxHandle(box.sandbox_id, self.name, box)
 
@@ -145,7 +143,7 @@ class RemoteProvider(StreamingProvider):
         box = box_of(handle)
         with refusals():
             body = RenewLease(ttl_s=ttl_s)
-        answer = await self._ask_box(box, "PUT", routes.lease(box.sandbox_id), body=body, repeatable=True)
+        answer = await self._connection.ask_box(box, "PUT", "lease", body=body)
         box.expires_at = LeaseView.model_validate_json(answer).expires_at
 
     async def close(self, handle: SandboxHandle) -> None:
@@ -155,7 +153,7 @@ class RemoteProvider(StreamingProvider):
         box.doors.clear()
         if box.scope is LeaseScope.OWNER:
             with contextlib.suppress(SandboxLostError):
-                await self._ask_box(box, "DELETE", routes.sandbox(box.sandbox_id), repeatable=True)
+                await self._connection.ask_box(box, "DELETE")
 
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
         return [info for broker in self._configured().all for info in await self._list_at(broker, labels or {})]
@@ -165,11 +163,7 @@ class RemoteProvider(StreamingProvider):
         cursor: str | None = None
         while True:
             query = _label_query(labels) + ([("cursor", cursor)] if cursor else [])
-            page = SandboxPage.model_validate_json(
-                await self._connection.ask(
-                    "GET", broker.url + routes.SANDBOXES, headers=broker.headers, query=query, repeatable=True
-                )
-            )
+            page = SandboxPage.model_validate_json(await self._ask(broker, "GET", query=query))
             infos += (view.to_info() for view in page.sandboxes)
             cursor = page.next_cursor
             if cursor is None:
@@ -179,14 +173,7 @@ class RemoteProvider(StreamingProvider):
         if not labels:
             raise SandboxError("reap needs at least one label, so that nobody destroys every box by accident")
         requests = (
-            self._connection.ask(
-                "DELETE",
-                broker.url + routes.SANDBOXES,
-                headers=broker.headers,
-                query=_label_query(labels),
-                repeatable=True,
-                silence_s=_ADMISSION_S,
-            )
+            self._ask(broker, "DELETE", query=_label_query(labels), silence_s=_ADMISSION_S)
             for broker in self._configured().all
         )
         # If one broker cannot be reached, still destroy the boxes of the others.
@@ -205,17 +192,11 @@ class RemoteProvider(StreamingProvider):
     # ---------------------------------------------------------------------------------------------- commands
 
     async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> RemoteProcess:
-        box = box_of(handle)
-
-        process = RemoteProcess(
-            self._connection,
-            box,
-            request,
-            before_end=lambda: self._doors.refresh(box),
-            in_background=self._background.start,
+        command = RemoteProcess(
+            self._connection, box_of(handle), request, doors=self._doors, background=self._background
         )
-        await process.start()
-        return process
+        await command.start()
+        return command
 
     # ------------------------------------------------------------------------------------------------- files
 
@@ -234,12 +215,12 @@ class RemoteProvider(StreamingProvider):
         box = box_of(handle)
         with refusals():
             body = DoorModel.of(door)
-        await self._ask_box(box, "PUT", routes.door(box.sandbox_id, door.name), body=body, repeatable=True)
+        await self._connection.ask_box(box, "PUT", "doors", door.name, body=body)
         box.doors[door.name] = DoorStatistics()
 
     async def close_door(self, handle: SandboxHandle, name: str) -> None:
         box = box_of(handle)
-        await self._ask_box(box, "DELETE", routes.door(box.sandbox_id, name), repeatable=True)
+        await self._connection.ask_box(box, "DELETE", "doors", name)
         box.doors.pop(name, None)
 
     def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
@@ -254,9 +235,7 @@ class RemoteProvider(StreamingProvider):
         box = box_of(handle)
         with refusals():
             body = CommitImage(image=image, labels=dict(labels))
-        await self._ask_box(
-            box, "POST", routes.sandbox_images(box.sandbox_id), body=body, silence_s=_COMMIT_TIMEOUT_S, repeatable=True
-        )
+        await self._connection.ask_box(box, "POST", "images", body=body, silence_s=_COMMIT_TIMEOUT_S)
 
     async def image_labels(self, image: str) -> Mapping[str, str] | None:
         """Return the image's labels if every reachable broker has it, because a create may go to any of them."""
@@ -265,13 +244,7 @@ class RemoteProvider(StreamingProvider):
         unreachable: BrokerUnreachableError | None = None
         for broker in brokers.all:
             try:
-                answer = await self._connection.ask(
-                    "GET",
-                    broker.url + routes.image(image),
-                    headers=broker.headers,
-                    repeatable=True,
-                    patience_s=brokers.patience_of(broker),
-                )
+                answer = await self._ask(broker, "GET", routes.image(image), patience_s=brokers.patience_of(broker))
             except BrokerUnreachableError as error:
                 brokers.unreachable(broker)
                 unreachable = error
@@ -287,9 +260,7 @@ class RemoteProvider(StreamingProvider):
 
     async def remove_image(self, image: str) -> None:
         for broker in self._configured().all:
-            await self._connection.ask(
-                "DELETE", broker.url + routes.image(image), headers=broker.headers, repeatable=True
-            )
+            await self._ask(broker, "DELETE", routes.image(image))
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
         """Return a `SandboxRef` with a new lease for ``scope``, or with this handle's lease if it has that scope."""
@@ -301,9 +272,7 @@ class RemoteProvider(StreamingProvider):
         token, expires_at = box.token, box.expires_at
         if lease_scope is not box.scope:
             # Repeating this request may leave a lease whose token was lost. It does no harm and ends with the box.
-            answer = await self._ask_box(
-                box, "POST", routes.leases(box.sandbox_id), body=MintLease(scope=lease_scope), repeatable=True
-            )
+            answer = await self._connection.ask_box(box, "POST", "leases", body=MintLease(scope=lease_scope))
             lease = LeaseView.model_validate_json(answer)
             token, expires_at = _token(lease), lease.expires_at
             box.lent.add(lease.lease_id)
@@ -320,7 +289,7 @@ class RemoteProvider(StreamingProvider):
         """End the leases that `serialize_handle` created. References that use this handle's own lease stay valid."""
         box = box_of(handle)
         for lease_id in list(box.lent):
-            await self._ask_box(box, "DELETE", routes.one_lease(box.sandbox_id, lease_id), repeatable=True)
+            await self._connection.ask_box(box, "DELETE", "leases", lease_id)
             box.lent.discard(lease_id)
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
@@ -367,12 +336,21 @@ class RemoteProvider(StreamingProvider):
             )
         return brokers
 
-    async def _ask_box(self, box: RemoteBox, method: str, path: str, **options: Any) -> bytes:
-        return await self._connection.ask(method, box.url(path), headers=box.headers, **options)
+    async def _ask(
+        self,
+        broker: Broker,
+        method: str,
+        path: str = routes.SANDBOXES,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> bytes:
+        return await self._connection.ask(
+            method, broker.url + path, headers={**broker.headers, **(headers or {})}, repeatable=True, **options
+        )
 
     async def _view(self, box: RemoteBox) -> SandboxView:
-        answer = await self._ask_box(box, "GET", routes.sandbox(box.sandbox_id), repeatable=True)
-        return SandboxView.model_validate_json(answer)
+        return SandboxView.model_validate_json(await self._connection.ask_box(box, "GET"))
 
     def _take_back(self, broker: Broker, key: str, spec: SandboxSpec) -> None:
         # With the caller's idempotency key, another create may already use the box, so let its lease end it.
@@ -382,20 +360,9 @@ class RemoteProvider(StreamingProvider):
     async def _discard(self, broker: Broker, key: str) -> None:
         """Revoke an abandoned create, whether or not it has reached the broker yet."""
         try:
-            await self._connection.ask(
-                "DELETE",
-                broker.url + routes.SANDBOXES,
-                headers=broker.headers,
-                query={"idempotency_key": key},
-                repeatable=True,
-                silence_s=_ADMISSION_S,
-            )
+            await self._ask(broker, "DELETE", query={"idempotency_key": key}, silence_s=_ADMISSION_S)
         except NemoGymError as error:
             log.warning("remote_create_not_taken_back", error=str(error))
-
-
-def _box(url: str, lease: LeaseView) -> RemoteBox:
-    return RemoteBox(url, lease.sandbox_id, _token(lease), lease.scope, lease.expires_at)
 
 
 def _token(lease: LeaseView) -> str:

@@ -85,7 +85,8 @@ def test_key_is_never_shown() -> None:
 @pytest.mark.parametrize("steps", range(4))
 async def test_reader_that_is_cancelled_just_as_a_frame_comes_ends(steps: int) -> None:
     """One that went on would read heartbeats for ever, and whoever closes a door waits for it."""
-    running = ToolRun(Connection(OpenSandboxConfig(url="http://127.0.0.1:1")), OpenSandboxBox("box", "/box"), "relay")
+    connection = Connection(OpenSandboxConfig(url="http://127.0.0.1:1"))
+    running = ToolRun(OpenSandboxBox(connection, "box", "/box"), "relay")
     running._heard = asyncio.get_running_loop().time()
     reading = asyncio.create_task(running.next())
     await asyncio.sleep(0.01)

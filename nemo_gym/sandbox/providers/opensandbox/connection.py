@@ -12,13 +12,11 @@ import zlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
-from nemo_gym.contract.sandbox import Door
-from nemo_gym.sandbox.base import BoxLabel, SandboxHandle
-from nemo_gym.sandbox.door_statistics import DoorStatistics
+from nemo_gym.sandbox.base import BoxLabel, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 
 if TYPE_CHECKING:
@@ -74,49 +72,6 @@ def metadata_to_labels(metadata: Mapping[str, str] | None) -> dict[str, str] | N
     return {str(name): str(value) for name, value in labels.items()} if isinstance(labels, dict) else None
 
 
-# -- Handle --------------------------------------------------------------------------------------------------------
-
-
-class ServedDoor(Protocol):
-    """A door that this process serves; see `RelayedDoor`."""
-
-    @property
-    def door(self) -> Door: ...
-
-    @property
-    def statistics(self) -> DoorStatistics: ...
-
-    async def aclose(self, *, quits: bool) -> None: ...
-
-
-@dataclass
-class OpenSandboxBox:
-    sandbox_id: str
-    directory: str
-    """Directory in the box of this suite's helper program."""
-    sdk: Sandbox | None = field(default=None, repr=False)
-    """The SDK's object, created on ``loop`` and usable only there."""
-    loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
-    doors: dict[str, ServedDoor] = field(default_factory=dict, repr=False)
-    """The doors that this process serves, by name."""
-
-    @property
-    def tool(self) -> str:
-        return f"{self.directory}/boxtool"
-
-    def incoming(self, name: str) -> str:
-        """The path for a file that the helper program reads once and removes."""
-        return f"{self.directory}/in/{name}"
-
-
-def box_of(handle: SandboxHandle) -> OpenSandboxBox:
-    if not isinstance(handle.raw, OpenSandboxBox):
-        raise SandboxError(
-            f"sandbox handle {handle.sandbox_id} of '{handle.provider_name}' is not the opensandbox provider's"
-        )
-    return handle.raw
-
-
 # -- Connection ----------------------------------------------------------------------------------------------------
 
 KEEPALIVE_S = 3.0
@@ -127,7 +82,6 @@ NEVER_STARTED = "BACKEND_CONNECTION_FAILED"
 _PAGE = 200
 _EGRESS_PORT = 18080
 """Port of a box's egress sidecar, in the network namespace that both share."""
-_CREATE_TIMEOUT_S = 600.0
 _SWEEPS = 50
 
 
@@ -181,18 +135,6 @@ class Connection:
 
             self._manager = await SandboxManager.create(await self.sdk_config())
         return self._manager
-
-    async def attach(self, sandbox_id: str, *, timeout_s: float) -> Sandbox:
-        """Connect the SDK to an existing box that responds."""
-        from opensandbox.sandbox import Sandbox
-
-        return await Sandbox.connect(
-            sandbox_id, await self.sdk_config(), connect_timeout=timedelta(seconds=max(timeout_s, 0.1))
-        )
-
-    async def create_config(self) -> ConnectionConfig:
-        """The SDK's configuration for creates, which take as long as the server needs to pull an image."""
-        return await self.sdk_config(timeout_s=_CREATE_TIMEOUT_S)
 
     async def info(self, sandbox_id: str) -> BackendInfo | None:
         """The server's description of a box; ``None`` if the server does not know the box."""
@@ -252,24 +194,108 @@ class Connection:
                 return list(boxes.values())
             page += 1
 
-    async def boxes_created_by(self, key: str) -> list[BackendInfo]:
-        """List the boxes made by creates with this key."""
-        return await self.list_boxes({KEY: digest(key)})
-
     async def aclose(self) -> None:
-        transport, manager, on_own_loop = self._transport, self._manager, self._loop is _running_loop()
+        transport, manager = self._transport, self._manager
         self._transport = self._manager = None
-        if on_own_loop and manager is not None:
+        if self._loop is not asyncio.get_running_loop():
+            return
+        if manager is not None:
             await manager.close()
-        if on_own_loop and transport is not None:
+        if transport is not None:
             await transport.aclose()
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+# -- Boxes ---------------------------------------------------------------------------------------------------------
+
+_STATES = {
+    "pending": SandboxStatus.STARTING,
+    "running": SandboxStatus.RUNNING,
+    "pausing": SandboxStatus.RUNNING,
+    "paused": SandboxStatus.RUNNING,
+    "resuming": SandboxStatus.RUNNING,
+    "stopping": SandboxStatus.STOPPED,
+    "terminated": SandboxStatus.STOPPED,
+    "failed": SandboxStatus.ERROR,
+}
+_ATTACH_S = 30.0
+
+
+def backend_status(info: BackendInfo) -> SandboxStatus:
+    return _STATES.get(info.status.state.lower(), SandboxStatus.UNKNOWN)
+
+
+def has_ended(info: BackendInfo | None) -> bool:
+    """Whether a box is gone or will not run again. A state that is not known here does not count as an end."""
+    return info is None or backend_status(info) in (SandboxStatus.STOPPED, SandboxStatus.ERROR)
+
+
+def is_alive(info: BackendInfo | None) -> bool:
+    return info is not None and backend_status(info) in (SandboxStatus.STARTING, SandboxStatus.RUNNING)
+
+
+@dataclass(eq=False)
+class OpenSandboxBox:
+    connection: Connection = field(repr=False)
+    sandbox_id: str
+    directory: str
+    """Directory in the box of this suite's helper program."""
+    _sdk: Sandbox | None = field(default=None, repr=False)
+    """The SDK's object, created on ``_loop`` and usable only there."""
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
+
+    @property
+    def tool(self) -> str:
+        return f"{self.directory}/boxtool"
+
+    async def sdk(self, *, timeout_s: float = _ATTACH_S) -> Sandbox:
+        """The SDK's object of this box, which must respond, for the running event loop."""
+        from opensandbox.sandbox import Sandbox
+
+        loop = asyncio.get_running_loop()
+        if self._sdk is None or self._loop is not loop:
+            patience = timedelta(seconds=max(timeout_s, 0.1))
+            config = await self.connection.sdk_config()
+            self._sdk, self._loop = await Sandbox.connect(self.sandbox_id, config, connect_timeout=patience), loop
+        return self._sdk
+
+    async def info(self) -> BackendInfo | None:
+        return await self.connection.info(self.sandbox_id)
+
+    async def put_file(self, data: Any, name: str) -> str:
+        """Write bytes, or the content of an open binary file, for the helper program to read once; return the path in
+        the box. ``name`` may be an absolute path, in a directory that the helper has named.
+
+        Raises:
+            SandboxLostError: the box is gone, or cannot be reached.
+        """
+        path = name if name.startswith("/") else f"{self.directory}/in/{name}"
+        try:
+            await (await self.sdk()).files.write_file(path, data, mode=600)
+        except sdk_errors() as error:
+            try:
+                info = await self.info()
+            except sdk_errors() as info_error:
+                raise SandboxLostError(
+                    f"opensandbox: the state of box {self.sandbox_id} cannot be determined: {info_error}"
+                ) from error
+            if not is_alive(info):
+                state = (
+                    "gone" if info is None else f"{info.status.state} ({info.status.message or info.status.reason})"
+                )
+                raise SandboxLostError(f"opensandbox: the box {self.sandbox_id} is {state}") from error
+            raise translate(error, f"writing a file into box {self.sandbox_id}") from error
+        return path
+
+
+def box_of(handle: SandboxHandle) -> OpenSandboxBox:
+    if not isinstance(handle.raw, OpenSandboxBox):
+        raise SandboxError(
+            f"sandbox handle {handle.sandbox_id} of '{handle.provider_name}' is not the opensandbox provider's"
+        )
+    return handle.raw
+
+
+# -- Errors --------------------------------------------------------------------------------------------------------
 
 
 def sdk_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:

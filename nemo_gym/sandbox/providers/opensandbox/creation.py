@@ -29,11 +29,12 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
     errors_translated,
+    has_ended,
     sdk_errors,
     status_of,
     translate,
 )
-from nemo_gym.sandbox.providers.opensandbox.tool import run_helper, sdk_of
+from nemo_gym.sandbox.providers.opensandbox.tool import run_helper
 
 if TYPE_CHECKING:
     from opensandbox.models.sandboxes import SandboxInfo as BackendInfo
@@ -108,7 +109,8 @@ _IDLE = ["/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; d
 _LATE_S = 20.0
 """How long to look for the box of a create that failed without a response: the server may still be creating it."""
 _ADOPT_S = 10.0
-_DEAD = frozenset(("failed", "terminated", "stopping"))
+_CREATE_TIMEOUT_S = 600.0
+"""Limit on the silence of a create, which takes as long as the server needs to pull the image."""
 
 
 class Creation:
@@ -158,10 +160,11 @@ class Creation:
     async def _oldest_box(self) -> BackendInfo | None:
         """The oldest live box with this key, which all creates with the key use."""
         async with errors_translated("looking for a box with the same idempotency key", kind=SandboxCreateError):
-            boxes = [
-                i for i in await self._connection.boxes_created_by(self.key) if i.status.state.lower() not in _DEAD
-            ]
+            boxes = [info for info in await self._boxes() if not has_ended(info)]
         return min(boxes, key=lambda info: (info.created_at, info.id), default=None)
+
+    async def _boxes(self) -> list[BackendInfo]:
+        return await self._connection.list_boxes({connection.KEY: connection.digest(self.key)})
 
     async def _create(self) -> str:
         from opensandbox.adapters.factory import AdapterFactory
@@ -178,7 +181,8 @@ class Creation:
         self._late_s = _LATE_S
         try:
             # Not `Sandbox.create`, which sets limits on every box even if the spec has none.
-            service = AdapterFactory(await self._connection.create_config()).create_sandbox_service()
+            config = await self._connection.sdk_config(timeout_s=_CREATE_TIMEOUT_S)
+            service = AdapterFactory(config).create_sandbox_service()
             box = await service.create_sandbox(
                 SandboxImageSpec(str(self._image)),
                 list(spec.entrypoint or _IDLE),
@@ -213,11 +217,12 @@ class Creation:
         from opensandbox.models.filesystem import WriteEntry
 
         spec = self._spec
-        box = OpenSandboxBox(sandbox_id, f"{self._config.box_directory.rstrip('/')}/{uuid.uuid4().hex[:12]}")
+        directory = f"{self._config.box_directory.rstrip('/')}/{uuid.uuid4().hex[:12]}"
+        box = OpenSandboxBox(self._connection, sandbox_id, directory)
         program = await asyncio.to_thread(helper_program, self._config.box_architecture)
         defaults = {"env": dict(spec.env), "workdir": spec.workdir or "", "user": spec.user or ""}
         async with errors_translated("making a new box ready", kind=SandboxCreateError):
-            sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
+            sdk = await box.sdk(timeout_s=deadline - time.monotonic())
             entries = [
                 WriteEntry(path=absolute(path), data=text.encode("utf-8", "surrogateescape"), mode=644)
                 for path, text in (spec.files.items() if files else ())
@@ -243,9 +248,9 @@ class Creation:
         """Check that the box runs the helper, so that a missing program, a wrong processor type or an ended entry
         point fails the create and not a later command."""
         try:
-            result = await run_helper(self._connection, box, "signal", "0", "0")
+            result = await run_helper(box, "signal", "0", "0")
         except SandboxLostError as error:
-            info = await self._connection.info(box.sandbox_id)
+            info = await box.info()
             state = "gone" if info is None else f"{info.status.state}: {info.status.message}"
             raise SandboxCreateVerificationError(
                 f"opensandbox: the new box does not run {box.tool} (it is {state}); its image "
@@ -258,16 +263,16 @@ class Creation:
         """Use a box that another create made. Wait only `_ADOPT_S` for that create's ready mark, because its process
         may have died; then make the box ready here."""
         patience = min(time.monotonic() + _ADOPT_S, deadline)
-        box = OpenSandboxBox(sandbox_id, self._config.box_directory.rstrip("/"))
+        box = OpenSandboxBox(self._connection, sandbox_id, self._config.box_directory.rstrip("/"))
         while True:
             try:
-                sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
+                sdk = await box.sdk(timeout_s=deadline - time.monotonic())
                 await sdk.files.get_file_info([self._ready_mark])
                 return await self._install_helper(sandbox_id, deadline, files=False)
             except sdk_errors() as error:
                 async with errors_translated(f"waiting for box {sandbox_id}", kind=SandboxCreateError):
-                    info = await self._connection.info(sandbox_id)
-                if info is None or info.status.state.lower() in _DEAD:
+                    ended = has_ended(await box.info())
+                if ended:
                     raise translate(error, f"waiting for box {sandbox_id}", kind=SandboxCreateError) from error
             if time.monotonic() > patience:
                 return await self._install_helper(sandbox_id, deadline, files=True)
@@ -290,7 +295,7 @@ class Creation:
         last_error: SandboxError | None = None
         while True:
             try:
-                boxes = await self._connection.boxes_created_by(self.key)
+                boxes = await self._boxes()
                 for info in boxes:
                     await self._connection.kill(info.id)
                 last_error = None

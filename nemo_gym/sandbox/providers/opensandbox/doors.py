@@ -20,8 +20,8 @@ from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSandboxBox, sdk_errors
-from nemo_gym.sandbox.providers.opensandbox.tool import END, STARTED, STDOUT, ToolRun, ending, put_file
+from nemo_gym.sandbox.providers.opensandbox.connection import OpenSandboxBox, has_ended, sdk_errors
+from nemo_gym.sandbox.providers.opensandbox.tool import END, STARTED, STDOUT, ToolRun, ending
 
 # -- Relay ---------------------------------------------------------------------------------------------------------
 # The outside end of a relay: messages to and from the helper program that listens on a port in a box.
@@ -51,10 +51,6 @@ class Message:
     """Number of the connection."""
     data: bytes = b""
 
-    @property
-    def credit(self) -> int:
-        return int(_COUNT.unpack(self.data)[0]) if len(self.data) == _COUNT.size else 0
-
 
 class Relay:
     """One run of the helper as a relay. Call `start`, then `next` until it raises, and always `aclose`.
@@ -63,9 +59,8 @@ class Relay:
         port: the port on the box's 127.0.0.1 where the relay listens.
     """
 
-    def __init__(self, connection: Connection, box: OpenSandboxBox, port: int) -> None:
+    def __init__(self, box: OpenSandboxBox, port: int) -> None:
         self.id = uuid.uuid4().hex[:16]
-        self._connection = connection
         self._box = box
         self._port = port
         self._running: ToolRun | None = None
@@ -81,7 +76,7 @@ class Relay:
             PortTakenError: the port is in use, and not by such a relay.
             SandboxLostError: the box does not respond.
         """
-        self._running = ToolRun(self._connection, self._box, "relay", str(self._port), self.id, previous)
+        self._running = ToolRun(self._box, "relay", str(self._port), self.id, previous)
         self._running.begin()
         frame = await self._running.next()
         if frame.kind == END:
@@ -111,9 +106,6 @@ class Relay:
         self._outgoing += _IN_FILE.pack(kind, number, len(data)) + data
         self._wake.set()
 
-    def send_credit(self, number: int, count: int) -> None:
-        self.send(CREDIT, number, _COUNT.pack(count))
-
     async def _send(self) -> None:
         file = 0
         while True:
@@ -136,7 +128,7 @@ class Relay:
         backoff = Backoff(first_s=0.1, factor=3, tries=_SENDS)
         while True:
             try:
-                await put_file(self._connection, self._box, data, name)
+                await self._box.put_file(data, name)
                 return
             except SandboxLostError:
                 raise
@@ -171,7 +163,6 @@ log = structlog.get_logger(__name__)
 
 _CHUNK = 64 * 1024
 _LONGEST_PAUSE_S = 5.0
-_GONE = frozenset(("failed", "terminated", "stopping"))
 
 
 class RelayedDoor:
@@ -181,11 +172,9 @@ class RelayedDoor:
     break. So no request is ever sent to the target twice.
     """
 
-    def __init__(self, connection: Connection, box: OpenSandboxBox, door: Door) -> None:
-        self.door = door
+    def __init__(self, box: OpenSandboxBox, door: Door) -> None:
+        self.box, self.door = box, door
         self.loop = asyncio.get_running_loop()
-        self._connection = connection
-        self._box = box
         self._directory = Path(tempfile.mkdtemp(prefix="nemo-gym-door-"))
         self._relay: Relay | None = None
         self._server: DoorServer | EgressProxy | None = None
@@ -216,7 +205,7 @@ class RelayedDoor:
         self._task = asyncio.create_task(self._serve())
 
     async def _begin(self, previous: str) -> Relay:
-        relay = Relay(self._connection, self._box, self.door.port)
+        relay = Relay(self.box, self.door.port)
         try:
             await relay.start(previous)
         except BaseException:
@@ -229,17 +218,14 @@ class RelayedDoor:
         while self._relay is not None:
             relay = self._relay
             try:
-                await self._listen(relay)
+                while True:
+                    self._handle(relay, await relay.next())
             except SandboxLostError as error:
-                log.debug("opensandbox_relay_lost", box=self._box.sandbox_id, door=self.door.name, error=str(error))
+                log.debug("opensandbox_relay_lost", box=self.box.sandbox_id, door=self.door.name, error=str(error))
             await self._drop_streams()
             await relay.aclose(quits=False)
             self._relay = await self._restart_relay(relay.id)
         await self._end()
-
-    async def _listen(self, relay: Relay) -> None:
-        while True:
-            self._handle(relay, await relay.next())
 
     def _handle(self, relay: Relay, message: Message) -> None:
         """Handle a message from the untrusted box: ignore unknown connections, break one that exceeds its window."""
@@ -260,15 +246,14 @@ class RelayedDoor:
         backoff = Backoff(first_s=0.1, longest_s=_LONGEST_PAUSE_S)
         while True:
             try:
-                info = await self._connection.info(self._box.sandbox_id)
-                if info is None or info.status.state.lower() in _GONE:
+                if has_ended(await self.box.info()):
                     return None
                 return await self._begin(previous)
             except PortTakenError as error:
-                log.warning("opensandbox_door_taken", box=self._box.sandbox_id, door=self.door.name, error=str(error))
+                log.warning("opensandbox_door_taken", box=self.box.sandbox_id, door=self.door.name, error=str(error))
                 return None
             except sdk_errors(SandboxError) as error:
-                log.warning("opensandbox_door", box=self._box.sandbox_id, door=self.door.name, error=str(error))
+                log.warning("opensandbox_door", box=self.box.sandbox_id, door=self.door.name, error=str(error))
             await backoff.again()
 
     async def _drop_streams(self) -> None:
@@ -318,7 +303,8 @@ class _Stream:
             self._arrived.put_nowait(b"")
         elif message.kind == CREDIT:
             # Cap the window at its initial size whatever the box sends, because unsent data waits in memory.
-            self._room = min(self._room + message.credit, WINDOW_BYTES)
+            credit = int(_COUNT.unpack(message.data)[0]) if len(message.data) == _COUNT.size else 0
+            self._room = min(self._room + credit, WINDOW_BYTES)
             self._more_room.set()
         elif message.kind == RESET:
             self._task.cancel()
@@ -350,7 +336,7 @@ class _Stream:
             self._unread -= len(data)
             written += len(data)
             if written >= WINDOW_BYTES // 2:
-                self._relay.send_credit(self.number, written)
+                self._relay.send(CREDIT, self.number, _COUNT.pack(written))
                 written = 0
         with contextlib.suppress(OSError):
             writer.write_eof()

@@ -9,11 +9,11 @@ import signal as signals
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSandboxBox, sdk_errors
+from nemo_gym.sandbox.providers.opensandbox.connection import OpenSandboxBox, sdk_errors
 from nemo_gym.sandbox.providers.opensandbox.tool import (
     END,
     STARTED,
@@ -22,7 +22,6 @@ from nemo_gym.sandbox.providers.opensandbox.tool import (
     Frame,
     ToolRun,
     ending,
-    put_file,
     request_argument,
     run_helper,
 )
@@ -46,16 +45,10 @@ class OpenSandboxExec:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        box: OpenSandboxBox,
-        request: ExecRequest,
-        *,
-        in_background: Callable[[Awaitable[None]], None],
+        self, box: OpenSandboxBox, request: ExecRequest, *, in_background: Callable[[Awaitable[None]], None]
     ) -> None:
         self.exec_id = uuid.uuid4().hex
         self.truncated: set[str] = set()
-        self._connection = connection
         self._box = box
         self._request = request
         self._in_background = in_background
@@ -92,7 +85,7 @@ class OpenSandboxExec:
         request = self._request
         stdin = ""
         if request.stdin is not None:
-            stdin = await put_file(self._connection, self._box, request.stdin, f"{self.exec_id}.stdin")
+            stdin = await self._box.put_file(request.stdin, f"{self.exec_id}.stdin")
         command = request.command
         helper_request: dict[str, Any] = {
             "argv": ["/bin/sh", "-c", command] if isinstance(command, str) else list(command),
@@ -103,8 +96,8 @@ class OpenSandboxExec:
             "stdin": stdin,
             "merge_stderr": request.merge_stderr,
         }
-        argument = await request_argument(self._connection, self._box, helper_request)
-        self._running = ToolRun(self._connection, self._box, "run", self.exec_id, argument)
+        argument = await request_argument(self._box, helper_request)
+        self._running = ToolRun(self._box, "run", self.exec_id, argument)
         self._running.begin()
 
     async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
@@ -124,13 +117,13 @@ class OpenSandboxExec:
                 if frame.kind == END:
                     end = self._end_of(ending(frame))
                 elif frame.kind in (STDOUT, STDERR):
-                    stream = "stdout" if frame.kind == STDOUT else "stderr"
+                    stream: Literal["stdout", "stderr"] = "stdout" if frame.kind == STDOUT else "stderr"
                     data = frame.data[: max(self._request.max_output_bytes - kept_bytes[stream], 0)]
                     if len(data) < len(frame.data):
                         self.truncated.add(stream)
                     if data:
                         kept_bytes[stream] += len(data)
-                        yield ExecOutput("stdout" if frame.kind == STDOUT else "stderr", data)
+                        yield ExecOutput(stream, data)
             if end is None:
                 end = await self._lost_end()
             else:
@@ -169,7 +162,7 @@ class OpenSandboxExec:
         duration_s = time.monotonic() - self._began
         with contextlib.suppress(*sdk_errors(TimeoutError)):
             async with asyncio.timeout(10):
-                info = await self._connection.info(self._box.sandbox_id)
+                info = await self._box.info()
             if info is not None and _OUT_OF_MEMORY.search(f"{info.status.reason} {info.status.message}"):
                 return ExecEnd(ExecOutcome.OUT_OF_MEMORY, signal=int(signals.SIGKILL), duration_s=duration_s)
         return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
@@ -179,17 +172,13 @@ class OpenSandboxExec:
 
         async def finish() -> None:
             try:
-                if not self._ended:
-                    # Best effort: a box that is gone has nothing left to kill.
-                    with contextlib.suppress(NemoGymError):
-                        await self.kill()
+                # Best effort: a box that is gone has nothing left to kill.
+                with contextlib.suppress(NemoGymError):
+                    await self.kill()
             finally:
                 await self._close()
 
-        if self._ended or self._running is None:
-            self._in_background(self._close())
-        else:
-            self._in_background(finish())
+        self._in_background(finish())
 
     async def _close(self) -> None:
         if self._running is not None:
@@ -202,12 +191,11 @@ class OpenSandboxExec:
         if number == signals.SIGKILL:
             self._killed = True
         with contextlib.suppress(SandboxLostError):
-            result = await run_helper(
-                self._connection, self._box, "signal", self.exec_id, str(int(number)), timeout_s=_SIGNAL_TIMEOUT_S
-            )
+            arguments = ("signal", self.exec_id, str(int(number)))
+            result = await run_helper(self._box, *arguments, timeout_s=_SIGNAL_TIMEOUT_S)
             if result["outcome"] == "error":
                 # Destroy the box: losing it is better than keeping one with a command that cannot be stopped.
-                await self._connection.kill(self._box.sandbox_id)
+                await self._box.connection.kill(self._box.sandbox_id)
 
     async def kill(self) -> None:
         """Kill the command's whole process tree, including daemons that left its session. Idempotent."""

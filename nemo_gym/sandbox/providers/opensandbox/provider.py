@@ -23,8 +23,10 @@ from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
+    backend_status,
     box_of,
     errors_translated,
+    has_ended,
     metadata_to_labels,
     sdk_errors,
     select,
@@ -32,24 +34,12 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
 from nemo_gym.sandbox.providers.opensandbox.creation import NO_ENGINE, Creation, EngineImages
 from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
 from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
-from nemo_gym.sandbox.providers.opensandbox.tool import sdk_of
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 if TYPE_CHECKING:
     from opensandbox.models.sandboxes import SandboxInfo as BackendInfo
 
 log = structlog.get_logger(__name__)
-
-_STATES = {
-    "pending": SandboxStatus.STARTING,
-    "running": SandboxStatus.RUNNING,
-    "pausing": SandboxStatus.RUNNING,
-    "paused": SandboxStatus.RUNNING,
-    "resuming": SandboxStatus.RUNNING,
-    "stopping": SandboxStatus.STOPPED,
-    "terminated": SandboxStatus.STOPPED,
-    "failed": SandboxStatus.ERROR,
-}
 
 
 class OpenSandboxProvider(StreamingProvider):
@@ -169,7 +159,7 @@ class OpenSandboxProvider(StreamingProvider):
             info = await self._connection.info(handle.sandbox_id)
         except sdk_errors():
             return SandboxStatus.UNKNOWN
-        return SandboxStatus.STOPPED if info is None else _status(info)
+        return SandboxStatus.STOPPED if info is None else backend_status(info)
 
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
         """End the lease ``ttl_s`` seconds from now, whether that is later or earlier than before."""
@@ -211,19 +201,19 @@ class OpenSandboxProvider(StreamingProvider):
     # ------------------------------------------------------------------------------------------------ commands
 
     async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> OpenSandboxExec:
-        process = OpenSandboxExec(self._connection, box_of(handle), request, in_background=self._in_background)
+        process = OpenSandboxExec(box_of(handle), request, in_background=self._in_background)
         await process.start()
         return process
 
     # --------------------------------------------------------------------------------------------------- files
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
-        await tool.put(self._connection, box_of(handle), path, tar)
+        await tool.put(box_of(handle), path, tar)
 
     def get_archive(
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
-        return tool.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
+        return tool.get(box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
 
     # --------------------------------------------------------------------------------------------------- images
 
@@ -242,17 +232,20 @@ class OpenSandboxProvider(StreamingProvider):
         await self._open_door(box_of(handle), door)
 
     async def close_door(self, handle: SandboxHandle, name: str) -> None:
-        door = box_of(handle).doors.pop(name, None)
+        door = self._doors_of(box_of(handle)).get(name)
         if door is not None:
             self._doors.discard(door)
             await door.aclose(quits=True)
 
     def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
-        return {name: door.statistics for name, door in box_of(handle).doors.items()}
+        return {name: door.statistics for name, door in self._doors_of(box_of(handle)).items()}
+
+    def _doors_of(self, box: OpenSandboxBox) -> dict[str, RelayedDoor]:
+        return {served.door.name: served for served in self._doors if served.box is box}
 
     async def _open_door(self, box: OpenSandboxBox, door: Door) -> None:
         """Serve a door in this process. A helper in the box accepts and relays connections on the box's loopback."""
-        for other in box.doors.values():
+        for other in self._doors_of(box).values():
             if other.door.name == door.name:
                 raise SandboxError(f"opensandbox: the box already has a door named '{door.name}'")
             if other.door.port == door.port:
@@ -260,19 +253,17 @@ class OpenSandboxProvider(StreamingProvider):
                     f"opensandbox: the door '{door.name}' could not be opened on port {door.port} of the box: door "
                     f"'{other.door.name}' is there"
                 )
-        relayed = RelayedDoor(self._connection, box, door)
-        box.doors[door.name] = relayed
+        relayed = RelayedDoor(box, door)
+        self._doors.add(relayed)
         try:
             await relayed.start()
         except BaseException:
-            box.doors.pop(door.name, None)
+            self._doors.discard(relayed)
             raise
-        self._doors.add(relayed)
 
     async def _close_doors(self, box: OpenSandboxBox) -> None:
         """Close all doors of a box that is about to be destroyed, so its ports need not become free."""
-        doors = [*box.doors.values()]
-        box.doors.clear()
+        doors = self._doors_of(box).values()
         self._doors.difference_update(doors)
         await asyncio.gather(*(door.aclose(quits=False) for door in doors))
 
@@ -285,8 +276,7 @@ class OpenSandboxProvider(StreamingProvider):
                 f"opensandbox: the URL of a box's port cannot be given out: {self.capabilities.reasons['endpoint']}"
             )
         async with errors_translated(f"asking for port {port} of box {handle.sandbox_id}"):
-            sdk = await sdk_of(self._connection, box_of(handle))
-            address = await sdk.get_endpoint(port)
+            address = await (await box_of(handle).sdk()).get_endpoint(port)
         scheme = self.config.url.partition("://")[0]
         return f"{scheme}://{address.endpoint}"
 
@@ -314,7 +304,7 @@ class OpenSandboxProvider(StreamingProvider):
         if metadata_to_labels(info.metadata) is None:
             raise SandboxError(f"opensandbox: {sandbox_id} is not a box of this suite")
         directory = str(descriptor.get("directory") or self.config.box_directory).rstrip("/")
-        return SandboxHandle(sandbox_id, self.name, OpenSandboxBox(sandbox_id, directory))
+        return SandboxHandle(sandbox_id, self.name, OpenSandboxBox(self._connection, sandbox_id, directory))
 
     # ----------------------------------------------------------------------------------------------- internals
 
@@ -322,7 +312,7 @@ class OpenSandboxProvider(StreamingProvider):
         """The server's description of a running box. Raises `SandboxLostError` if the box does not run."""
         async with errors_translated(f"{doing} box {sandbox_id}"):
             info = await self._connection.info(sandbox_id)
-        if info is None or _status(info) in (SandboxStatus.STOPPED, SandboxStatus.ERROR):
+        if info is None or has_ended(info):
             state = "gone" if info is None else info.status.state
             raise SandboxLostError(f"opensandbox: {doing} box {sandbox_id}: it is {state}")
         return info
@@ -340,22 +330,16 @@ class OpenSandboxProvider(StreamingProvider):
                 log.warning("opensandbox_background", error=str(error))
 
 
-def _status(info: BackendInfo) -> SandboxStatus:
-    return _STATES.get(info.status.state.lower(), SandboxStatus.UNKNOWN)
-
-
 def _info(info: BackendInfo) -> SandboxInfo | None:
     """Convert the server's description of a box; ``None`` if the box does not belong to this suite."""
     labels = metadata_to_labels(info.metadata)
     if labels is None:
         return None
-    status = _status(info)
-    ended = status in (SandboxStatus.STOPPED, SandboxStatus.ERROR)
     return SandboxInfo(
         sandbox_id=info.id,
-        status=status,
+        status=backend_status(info),
         labels=labels,
         expires_at=info.expires_at.timestamp() if info.expires_at else None,
         created_at=info.created_at.timestamp(),
-        termination_reason=(info.status.message or info.status.reason) if ended else None,
+        termination_reason=(info.status.message or info.status.reason) if has_ended(info) else None,
     )

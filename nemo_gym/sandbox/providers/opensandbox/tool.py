@@ -17,18 +17,11 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym._util.tasks import Backoff
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import absolute
-from nemo_gym.sandbox.providers.opensandbox.connection import (
-    Connection,
-    OpenSandboxBox,
-    never_started,
-    sdk_errors,
-    translate,
-)
+from nemo_gym.sandbox.providers.opensandbox.connection import OpenSandboxBox, is_alive, never_started, sdk_errors
 from nemo_gym.sandbox.tar_stream import ArchiveError, ArchiveTooLargeError, TarFilter
 
 if TYPE_CHECKING:
     from opensandbox.models.execd import OutputMessage
-    from opensandbox.sandbox import Sandbox
 
 
 # -- Frames --------------------------------------------------------------------------------------------------------
@@ -42,13 +35,6 @@ _LONGEST = 1024 * 1024
 class Frame:
     kind: str
     data: bytes
-
-    def ending(self) -> dict[str, Any]:
-        """Decode the content of an ``END`` frame. Raises `ValueError` if the content is invalid."""
-        content = json.loads(self.data)
-        if not isinstance(content, dict) or not isinstance(content.get("outcome"), str):
-            raise ValueError("it has no outcome")  # noqa: TRY004  the text's fault, not its caller's
-        return content
 
 
 class FrameParser:
@@ -78,54 +64,12 @@ _QUEUED_FRAMES = 64
 _TRIES = 4
 _LONGEST_ARGUMENT = 60_000
 """Longest base64 request that is passed as an argument. The kernel allows 128 KiB for one argument."""
-_ATTACH_S = 30.0
-_ALIVE = frozenset(("pending", "running", "pausing", "paused", "resuming"))
-
-
-async def sdk_of(connection: Connection, box: OpenSandboxBox, *, timeout_s: float = _ATTACH_S) -> Sandbox:
-    """The SDK's object of a box, for the running event loop."""
-    loop = asyncio.get_running_loop()
-    if box.sdk is None or box.loop is not loop:
-        box.sdk, box.loop = await connection.attach(box.sandbox_id, timeout_s=timeout_s), loop
-    return box.sdk
-
-
-async def put_file(connection: Connection, box: OpenSandboxBox, data: Any, name: str) -> str:
-    """Write bytes, or the content of an open binary file, for the helper program to read; return the path in the box.
-
-    ``name`` may be an absolute path, in a directory that the helper has named.
-
-    Raises:
-        SandboxLostError: the box is gone, or cannot be reached.
-    """
-    path = name if name.startswith("/") else box.incoming(name)
-    try:
-        sdk = await sdk_of(connection, box)
-        await sdk.files.write_file(path, data, mode=600)
-    except sdk_errors() as error:
-        await _raise_lost(connection, box, error)
-        raise translate(error, f"writing a file into box {box.sandbox_id}") from error
-    return path
-
-
-async def _raise_lost(connection: Connection, box: OpenSandboxBox, error: BaseException) -> None:
-    """Raise `SandboxLostError` unless the server reports that the box is alive."""
-    try:
-        info = await connection.info(box.sandbox_id)
-    except sdk_errors() as info_error:
-        raise SandboxLostError(
-            f"opensandbox: the state of box {box.sandbox_id} cannot be determined: {info_error}"
-        ) from error
-    if info is None or info.status.state.lower() not in _ALIVE:
-        state = "gone" if info is None else f"{info.status.state} ({info.status.message or info.status.reason})"
-        raise SandboxLostError(f"opensandbox: the box {box.sandbox_id} is {state}") from error
 
 
 class ToolRun:
     """The frames of one run of the helper. Call ``begin``, then ``next`` until the `END` frame; always ``close``."""
 
-    def __init__(self, connection: Connection, box: OpenSandboxBox, *arguments: str) -> None:
-        self._connection = connection
+    def __init__(self, box: OpenSandboxBox, *arguments: str) -> None:
         self._box = box
         self._argv = [box.tool, *arguments]
         self._frames: asyncio.Queue[Frame | None] = asyncio.Queue(_QUEUED_FRAMES)
@@ -135,7 +79,8 @@ class ToolRun:
         self._received_anything = False
         self._ended = False
         self._failure: BaseException | None = None
-        self._quiet_s = min(_QUIET_S, connection.config.silence_s / 3)
+        self._silence_s = box.connection.config.silence_s
+        self._quiet_s = min(_QUIET_S, self._silence_s / 3)
 
     def begin(self) -> None:
         self._heard = asyncio.get_running_loop().time()
@@ -175,16 +120,16 @@ class ToolRun:
         daemon died without closing the connection, is merely silent."""
         if quiet_s < self._quiet_s:
             return
-        if quiet_s >= self._connection.config.silence_s:
+        if quiet_s >= self._silence_s:
             raise SandboxLostError(
                 f"opensandbox: box {self._box.sandbox_id} has been silent for {quiet_s:.0f} s; is it paused?"
             )
         try:
             async with asyncio.timeout(5):
-                info = await self._connection.info(self._box.sandbox_id)
+                info = await self._box.info()
         except sdk_errors(TimeoutError):
             return
-        if info is None or info.status.state.lower() not in _ALIVE:
+        if not is_alive(info):
             raise SandboxLostError(f"opensandbox: the box {self._box.sandbox_id} does not run any more")
 
     async def _run(self) -> None:
@@ -198,10 +143,7 @@ class ToolRun:
                     self._failure = error
                     if self._received_anything or not never_started(error):
                         return
-                    info = await self._connection.info(self._box.sandbox_id)
-                    if info is None or info.status.state.lower() not in _ALIVE:
-                        return
-                    if not await backoff.again():
+                    if not is_alive(await self._box.info()) or not await backoff.again():
                         return
         except sdk_errors() as error:
             self._failure = error
@@ -220,7 +162,7 @@ class ToolRun:
             for frame in self._parser.feed(message.text):
                 await self._frames.put(frame)
 
-        sdk = await sdk_of(self._connection, self._box)
+        sdk = await self._box.sdk()
         # Set no timeout in the backend: it would kill the helper, which looks like any other kill.
         await sdk.commands.run(self._argv, handlers=ExecutionHandlers(on_stdout=listen, skip_accumulation=True))
 
@@ -238,15 +180,13 @@ class ToolRun:
         await self.close()
 
 
-async def run_helper(
-    connection: Connection, box: OpenSandboxBox, *arguments: str, timeout_s: float | None = None
-) -> dict[str, Any]:
+async def run_helper(box: OpenSandboxBox, *arguments: str, timeout_s: float | None = None) -> dict[str, Any]:
     """Run the helper for a task without output, and return the content of its end frame.
 
     Raises:
         SandboxLostError: see `ToolRun.next`; also raised after ``timeout_s`` seconds.
     """
-    running = ToolRun(connection, box, *arguments)
+    running = ToolRun(box, *arguments)
     running.begin()
     try:
         async with asyncio.timeout(timeout_s):
@@ -261,19 +201,23 @@ async def run_helper(
 
 
 def ending(frame: Frame) -> dict[str, Any]:
+    """Decode the content of an ``END`` frame. Raises `SandboxError` if the content is invalid."""
     try:
-        return frame.ending()
+        content = json.loads(frame.data)
     except ValueError as error:
         raise SandboxError(f"opensandbox: the helper in the box sent an invalid end frame: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("outcome"), str):
+        raise SandboxError("opensandbox: the helper in the box sent an invalid end frame: it has no outcome")
+    return content
 
 
-async def request_argument(connection: Connection, box: OpenSandboxBox, request: Mapping[str, Any]) -> str:
+async def request_argument(box: OpenSandboxBox, request: Mapping[str, Any]) -> str:
     """Encode a request as an argument for the helper. A request that is too long is written to a file in the box."""
     data = json.dumps(request).encode("utf-8", "surrogateescape")
     encoded = base64.b64encode(data).decode()
     if len(encoded) <= _LONGEST_ARGUMENT:
         return encoded
-    return "@" + await put_file(connection, box, data, f"{uuid.uuid4().hex}.json")
+    return "@" + await box.put_file(data, f"{uuid.uuid4().hex}.json")
 
 
 # -- Archives ------------------------------------------------------------------------------------------------------
@@ -285,7 +229,7 @@ async def request_argument(connection: Connection, box: OpenSandboxBox, request:
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 
 
-async def put(connection: Connection, box: OpenSandboxBox, path: str, tar: AsyncIterator[bytes]) -> None:
+async def put(box: OpenSandboxBox, path: str, tar: AsyncIterator[bytes]) -> None:
     """See `SandboxProvider.put_archive`."""
     path = absolute(path)
     tar_filter = TarFilter()
@@ -298,15 +242,15 @@ async def put(connection: Connection, box: OpenSandboxBox, path: str, tar: Async
         except ArchiveError as error:
             raise SandboxArchiveError(f"the archive for '{path}' is refused: {error}") from error
         spool.seek(0)
-        spooled_path = await put_file(connection, box, spool, f"{uuid.uuid4().hex}.tar")
-    argument = await request_argument(connection, box, {"path": path, "tar": spooled_path})
-    result = await run_helper(connection, box, "unpack", argument)
+        spooled_path = await box.put_file(spool, f"{uuid.uuid4().hex}.tar")
+    argument = await request_argument(box, {"path": path, "tar": spooled_path})
+    result = await run_helper(box, "unpack", argument)
     if result["outcome"] == "error":
         raise SandboxArchiveError(f"the archive for '{path}' is refused: {result.get('error')}", path=path)
 
 
 async def get(
-    connection: Connection, box: OpenSandboxBox, path: str, *, exclude: Sequence[str], max_bytes: int | None
+    box: OpenSandboxBox, path: str, *, exclude: Sequence[str], max_bytes: int | None
 ) -> AsyncGenerator[bytes, None]:
     """See `SandboxProvider.get_archive`."""
     path = absolute(path)
@@ -316,8 +260,8 @@ async def get(
         tar_filter = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip)
     except ArchiveError as error:
         raise SandboxArchiveError(str(error)) from error
-    argument = await request_argument(connection, box, {"path": path, "exclude": list(exclude)})
-    running = ToolRun(connection, box, "pack", argument)
+    argument = await request_argument(box, {"path": path, "exclude": list(exclude)})
+    running = ToolRun(box, "pack", argument)
     running.begin()
     try:
         while (frame := await running.next()).kind != END:

@@ -331,11 +331,6 @@ class TarFilter:
         return self._excludes.match(parts[self._strip :])
 
 
-def validated(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Filter a stream into a box. Raises `ArchiveError` at the first member that would leave the target."""
-    return _filter(chunks, TarFilter())
-
-
 def filtered(
     chunks: Iterable[bytes], *, exclude: Sequence[str] = (), max_bytes: int | None = None, strip: int = 1
 ) -> Iterator[bytes]:
@@ -344,14 +339,11 @@ def filtered(
     Args:
         strip: number of leading components of member names that ``exclude`` ignores; 1 for the packed path's own name.
     """
-    return _filter(chunks, TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip))
-
-
-def _filter(chunks: Iterable[bytes], through: TarFilter) -> Iterator[bytes]:
+    tar_filter = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip)
     for chunk in chunks:
-        if out := through.feed(chunk):
+        if out := tar_filter.feed(chunk):
             yield out
-    yield through.finish()
+    yield tar_filter.finish()
 
 
 async def single_file(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:

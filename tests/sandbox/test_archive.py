@@ -11,7 +11,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nemo_gym.sandbox import archive
 from nemo_gym.sandbox.archive import ArchiveError, ArchiveTooLargeError, encode_header, extract, pack, pack_bytes
-from nemo_gym.sandbox.tar_stream import TarFilter, filtered, single_file, validated
+from nemo_gym.sandbox.tar_stream import TarFilter, filtered, single_file
 from tests.properties import examples
 
 
@@ -187,6 +187,14 @@ def test_pack_stays_a_valid_stream_when_files_change_while_it_is_read(tmp_path: 
     finally:
         stop.set()
         thread.join()
+
+
+def validated(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """A stream into a box, as providers filter it."""
+    tar_filter = TarFilter()
+    for chunk in chunks:
+        yield tar_filter.feed(chunk)
+    yield tar_filter.finish()
 
 
 ESCAPES = {

@@ -16,7 +16,6 @@ JSON), ``event`` is the name of the frame's kind, and ``id`` is the offset after
 from __future__ import annotations
 
 import base64
-import binascii
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,24 +156,3 @@ def encode_event(frame: Frame, offset: int) -> bytes:
     """Encode a frame as a server-sent event; ``offset`` is the offset after the frame."""
     data = frame.payload.decode() if frame.kind is FrameKind.EXIT else base64.b64encode(frame.payload).decode()
     return f"id: {offset}\nevent: {frame.kind.name.lower()}\ndata: {data}\n\n".encode()
-
-
-class EventParser:
-    """Parses frames and offsets from server-sent events that arrive in chunks of any size."""
-
-    def __init__(self) -> None:
-        self._buffer = b""
-
-    def feed(self, data: bytes) -> Iterator[tuple[Frame, int]]:
-        """Yield the complete events. Raises `FrameError` for an event that `encode_event` could not have written."""
-        *blocks, self._buffer = (self._buffer + data).split(b"\n\n")
-        for block in blocks:
-            fields = dict(line.partition(b": ")[::2] for line in block.splitlines())
-            try:
-                kind = FrameKind[fields[b"event"].decode().upper()]
-                data_field = fields[b"data"]
-                payload = data_field if kind is FrameKind.EXIT else base64.b64decode(data_field, validate=True)
-                offset = int(fields[b"id"])
-            except (KeyError, ValueError, binascii.Error) as error:
-                raise FrameError(f"an event is not a valid frame: {block[:200]!r}") from error
-            yield Frame(kind, payload), offset

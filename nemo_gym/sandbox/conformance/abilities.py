@@ -78,26 +78,29 @@ class AbilityChecks(Checks):
         assert not capabilities.nested_containers, "no container can be made in a box, and that is declared"
 
     @pytest.fixture
-    async def image_name(self, provider: SandboxProvider) -> AsyncIterator[str]:
-        name = f"conformance-{uuid.uuid4().hex[:12]}"
-        yield name
-        if provider.capabilities.snapshot and isinstance(provider, SupportsSnapshot):
-            await provider.remove_image(name)
-
-    async def test_committed_box_becomes_an_image_that_new_boxes_start_from(
-        self, provider: SandboxProvider, start: StartBox, image_name: str
-    ) -> None:
+    def images(self, provider: SandboxProvider) -> SupportsSnapshot:
         self.needs(provider, "snapshot")
         assert isinstance(provider, SupportsSnapshot)
+        return provider
+
+    @pytest.fixture
+    async def image_name(self, images: SupportsSnapshot) -> AsyncIterator[str]:
+        name = f"conformance-{uuid.uuid4().hex[:12]}"
+        yield name
+        await images.remove_image(name)
+
+    async def test_committed_box_becomes_an_image_that_new_boxes_start_from(
+        self, images: SupportsSnapshot, start: StartBox, image_name: str
+    ) -> None:
         box = await start()
         await sh(
             box, "mkdir -p /srv/built; echo layer > /srv/built/f; chmod 750 /srv/built/f; rm -f /etc/hostname.old"
         )
         await sh(box, "cp /bin/true /srv/gone; ln -s f /srv/built/link")
-        assert await provider.image_labels(image_name) is None
-        await provider.commit(box.handle, image_name, {"digest": "abc", "odd": "a=b ü"})
+        assert await images.image_labels(image_name) is None
+        await images.commit(box.handle, image_name, {"digest": "abc", "odd": "a=b ü"})
         assert (await box.exec("echo alive")).stdout == "alive\n"
-        assert {"digest": "abc", "odd": "a=b ü"}.items() <= dict(await provider.image_labels(image_name) or {}).items()
+        assert {"digest": "abc", "odd": "a=b ü"}.items() <= dict(await images.image_labels(image_name) or {}).items()
         await sh(box, "echo later > /srv/built/f")
         new, beside = await asyncio.gather(start(image=image_name), start(image=image_name))
         assert await sh(new, "cat /srv/built/link; stat -c %a /srv/built/f") == "layer\n750\n"
@@ -105,36 +108,32 @@ class AbilityChecks(Checks):
         assert await sh(beside, "cat /srv/built/f; test -e /srv/gone") == "layer\n"
 
     async def test_images_stack_and_remember_deletions(
-        self, provider: SandboxProvider, start: StartBox, image_name: str
+        self, images: SupportsSnapshot, start: StartBox, image_name: str
     ) -> None:
-        self.needs(provider, "snapshot")
-        assert isinstance(provider, SupportsSnapshot)
         base = await start()
         await sh(base, "mkdir -p /srv/d/sub; touch /srv/d/a /srv/d/b /srv/d/sub/c")
-        await provider.commit(base.handle, image_name, {})
+        await images.commit(base.handle, image_name, {})
         second = f"{image_name}-2"
         try:
             upper = await start(image=image_name)
             await sh(upper, "rm /srv/d/a; rm -r /srv/d/sub; mkdir /srv/d/sub; touch /srv/d/sub/new")
-            await provider.commit(upper.handle, second, {})
+            await images.commit(upper.handle, second, {})
             box = await start(image=second)
             assert (await sh(box, "cd /srv/d; find . | sort")).split() == [".", "./b", "./sub", "./sub/new"]
             await box.stop()
             await upper.stop()
         finally:
-            await provider.remove_image(second)
+            await images.remove_image(second)
 
     async def test_removed_image_is_gone_and_removing_is_idempotent(
-        self, provider: SandboxProvider, start: StartBox, spec: SandboxSpec, image_name: str
+        self, images: SupportsSnapshot, start: StartBox, image_name: str
     ) -> None:
-        self.needs(provider, "snapshot")
-        assert isinstance(provider, SupportsSnapshot)
-        await provider.commit((await start()).handle, image_name, {"a": "b"})
-        await provider.remove_image(image_name)
-        await provider.remove_image(image_name)
-        assert await provider.image_labels(image_name) is None
+        await images.commit((await start()).handle, image_name, {"a": "b"})
+        await images.remove_image(image_name)
+        await images.remove_image(image_name)
+        assert await images.image_labels(image_name) is None
         with pytest.raises(SandboxCreateError):
-            await provider.create(spec.replace(image=image_name))
+            await start(image=image_name)
 
     async def test_endpoint_reaches_a_port_of_the_box(self, provider: SandboxProvider, start: StartBox) -> None:
         self.needs(provider, "endpoint")

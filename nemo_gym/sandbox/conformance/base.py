@@ -28,8 +28,8 @@ PATIENCE_S = 60.0
 StartBox = Callable[..., Awaitable[AsyncSandbox]]
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Poll until the condition holds; after ``timeout_s`` fail with a message that quotes ``what``."""
+async def eventually(condition: Callable[[], Awaitable[object]], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Poll until the condition is true; after ``timeout_s`` fail with a message that quotes ``what``."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not await condition():
         assert asyncio.get_running_loop().time() < deadline, f"within {timeout_s:g} s: {what}"
@@ -78,6 +78,10 @@ async def alive(box: AsyncSandbox, marker: str) -> int:
     result = await box.exec(["python3", "-c", code, marker[:3], marker[3:]], timeout_s=PATIENCE_S)
     assert result.ok, result
     return int(result.stdout or "")
+
+
+async def dead(box: AsyncSandbox, marker: str) -> bool:
+    return await alive(box, marker) == 0
 
 
 class Checks:
@@ -139,6 +143,10 @@ class Checks:
     async def mine(provider: SandboxProvider, run_labels: Mapping[str, str]) -> set[str]:
         """The ids of this test's boxes that the backend lists."""
         return {info.sandbox_id for info in await provider.list({BoxLabel.RUN: run_labels[BoxLabel.RUN]})}
+
+    async def nothing(self, provider: SandboxProvider, run_labels: Mapping[str, str]) -> bool:
+        """Whether the backend lists none of this test's boxes."""
+        return not await self.mine(provider, run_labels)
 
 
 def assert_lost(result: SandboxExecResult) -> None:

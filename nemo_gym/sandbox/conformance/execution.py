@@ -11,7 +11,17 @@ import pytest
 
 from nemo_gym.contract.sandbox import SandboxResources
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxProvider, SandboxStatus
-from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, alive, collect, eventually, python, sh
+from nemo_gym.sandbox.conformance.base import (
+    PATIENCE_S,
+    Checks,
+    StartBox,
+    alive,
+    collect,
+    dead,
+    eventually,
+    python,
+    sh,
+)
 from nemo_gym.sandbox.facade import AsyncSandbox
 
 # -- Commands ------------------------------------------------------------------------------------------------------
@@ -64,11 +74,7 @@ class ExecChecks(Checks):
         assert (result.outcome, result.return_code, result.error_type) == (ExecOutcome.TIMED_OUT, None, "timeout")
         assert result.stdout == "before\n"
         assert result.duration_s >= 1.5
-
-        async def dead() -> bool:
-            return await alive(box, marker) == 0
-
-        await eventually(dead, "every process of the timed-out command is dead", 10)
+        await eventually(lambda: dead(box, marker), "every process of the timed-out command is dead", 10)
 
     async def test_box_survives_when_its_first_command_is_timed_out(self, start: StartBox) -> None:
         # Directly after create, a backend might mistake the box's own first processes for the command's.
@@ -92,18 +98,11 @@ class ExecChecks(Checks):
     async def test_cancelling_exec_kills_the_command(self, box: AsyncSandbox) -> None:
         marker = "conformance_cancelled"
         running = asyncio.create_task(box.exec(DAEMON.format(marker=marker) + "sleep 600", timeout_s=None))
-
-        async def started() -> bool:
-            return await alive(box, marker) > 0
-
-        async def dead() -> bool:
-            return await alive(box, marker) == 0
-
-        await eventually(started, "the command started")
+        await eventually(lambda: alive(box, marker), "the command started")
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        await eventually(dead, "every process of the cancelled command is dead")
+        await eventually(lambda: dead(box, marker), "every process of the cancelled command is dead")
 
     async def test_exec_returns_when_a_background_process_holds_its_output(self, box: AsyncSandbox) -> None:
         async with asyncio.timeout(30):
@@ -206,11 +205,7 @@ class ExecChecks(Checks):
             ends = [event async for event in events if isinstance(event, ExecEnd)]
         assert [(end.outcome, end.signal) for end in ends] == [(ExecOutcome.SIGNALED, 9)]
         await process.kill()
-
-        async def dead() -> bool:
-            return await alive(box, marker) == 0
-
-        await eventually(dead, "every process of the killed command is dead")
+        await eventually(lambda: dead(box, marker), "every process of the killed command is dead")
 
     async def test_killed_shell_never_outlives_its_child_and_exits(self, box: AsyncSandbox) -> None:
         async def killed() -> ExecEnd:
@@ -267,45 +262,38 @@ EAT_MEMORY = "x = []\nwhile True: x.append(b'x' * 1000000)"
 
 
 class LimitChecks(Checks):
-    async def test_memory_limit_ends_the_command_as_out_of_memory_and_the_box_survives_or_says_so(
-        self, provider: SandboxProvider, start: StartBox
-    ) -> None:
+    @pytest.fixture
+    async def small_box(self, provider: SandboxProvider, start: StartBox) -> AsyncSandbox:
         self.needs(provider, "memory_limit")
-        box = await start(resources=SandboxResources(memory_mib=96))
-        result = await box.exec(["python3", "-c", EAT_MEMORY], timeout_s=PATIENCE_S)
-        assert (result.outcome, result.return_code, result.error_type) == (ExecOutcome.OUT_OF_MEMORY, None, "oom")
-        await self._survives_or_says_so(box)
+        return await start(resources=SandboxResources(memory_mib=96))
 
-    async def test_out_of_memory_in_a_child_is_seen_when_the_shell_fails_of_it(
-        self, provider: SandboxProvider, start: StartBox
+    async def test_memory_limit_ends_the_command_as_out_of_memory_and_the_box_survives_or_says_so(
+        self, small_box: AsyncSandbox
     ) -> None:
-        self.needs(provider, "memory_limit")
-        box = await start(resources=SandboxResources(memory_mib=96))
-        result = await box.exec(f'echo begin; python3 -c "{EAT_MEMORY}"; exit $?', timeout_s=PATIENCE_S)
+        result = await small_box.exec(["python3", "-c", EAT_MEMORY], timeout_s=PATIENCE_S)
+        assert (result.outcome, result.return_code, result.error_type) == (ExecOutcome.OUT_OF_MEMORY, None, "oom")
+        await self._survives_or_says_so(small_box)
+
+    async def test_out_of_memory_in_a_child_is_seen_when_the_shell_fails_of_it(self, small_box: AsyncSandbox) -> None:
+        result = await small_box.exec(f'echo begin; python3 -c "{EAT_MEMORY}"; exit $?', timeout_s=PATIENCE_S)
         assert result.outcome is ExecOutcome.OUT_OF_MEMORY
         assert result.stdout == "begin\n"
         # A command that handles its child's death is a success.
-        coped = await box.exec(f'python3 -c "{EAT_MEMORY}" || echo coped', timeout_s=PATIENCE_S)
+        coped = await small_box.exec(f'python3 -c "{EAT_MEMORY}" || echo coped', timeout_s=PATIENCE_S)
         assert (coped.outcome, coped.return_code, coped.stdout) == (ExecOutcome.EXITED, 0, "coped\n")
         # A later command that fails is not reported as out of memory.
-        assert (await box.exec("exit 137")).outcome is not ExecOutcome.OUT_OF_MEMORY
+        assert (await small_box.exec("exit 137")).outcome is not ExecOutcome.OUT_OF_MEMORY
 
-    async def test_files_in_memory_count_towards_the_memory_limit(
-        self, provider: SandboxProvider, start: StartBox
-    ) -> None:
-        self.needs(provider, "memory_limit")
-        box = await start(resources=SandboxResources(memory_mib=96))
+    async def test_files_in_memory_count_towards_the_memory_limit(self, small_box: AsyncSandbox) -> None:
         for place in ("/dev/shm", "/tmp"):
-            if "tmpfs" in await sh(box, f"stat -f -c %T {place}"):
-                filled = await box.exec(f"head -c 300000000 /dev/zero > {place}/big", timeout_s=PATIENCE_S)
+            if "tmpfs" in await sh(small_box, f"stat -f -c %T {place}"):
+                filled = await small_box.exec(f"head -c 300000000 /dev/zero > {place}/big", timeout_s=PATIENCE_S)
                 assert not filled.ok, place
-                await box.exec(f"rm -f {place}/big")
+                await small_box.exec(f"rm -f {place}/big")
 
-    async def test_memory_of_one_box_does_not_harm_another(self, provider: SandboxProvider, start: StartBox) -> None:
-        self.needs(provider, "memory_limit")
-        greedy, calm = await asyncio.gather(start(resources=SandboxResources(memory_mib=96)), start())
-        eaten = greedy.exec(["python3", "-c", EAT_MEMORY], timeout_s=PATIENCE_S)
-        result, other = await asyncio.gather(eaten, calm.exec("sleep 1; echo fine"))
+    async def test_memory_of_one_box_does_not_harm_another(self, small_box: AsyncSandbox, box: AsyncSandbox) -> None:
+        eaten = small_box.exec(["python3", "-c", EAT_MEMORY], timeout_s=PATIENCE_S)
+        result, other = await asyncio.gather(eaten, box.exec("sleep 1; echo fine"))
         assert result.outcome is ExecOutcome.OUT_OF_MEMORY
         assert (other.outcome, other.stdout) == (ExecOutcome.EXITED, "fine\n")
 
@@ -345,12 +333,8 @@ class LimitChecks(Checks):
         self.needs(provider, "disk_limit")
         box = await start(resources=SandboxResources(disk_gib=0.05))
         written = await box.exec("head -c 200000000 /dev/zero > /var/big", timeout_s=PATIENCE_S)
-
-        async def ended() -> bool:
-            return await box.status() is not SandboxStatus.RUNNING
-
         if written.ok:
-            await eventually(ended, "a box that wrote more than its disk limit ends")
+            await eventually(lambda: self._ended(box), "a box that wrote more than its disk limit ends")
 
     async def test_box_without_limits_in_its_spec_has_the_providers(
         self, provider: SandboxProvider, start: StartBox
@@ -376,9 +360,12 @@ class LimitChecks(Checks):
         assert limits.pids - 20 <= started < limits.pids
 
     @staticmethod
-    async def _survives_or_says_so(box: AsyncSandbox) -> None:
+    async def _ended(box: AsyncSandbox) -> bool:
+        return await box.status() is not SandboxStatus.RUNNING
+
+    async def _survives_or_says_so(self, box: AsyncSandbox) -> None:
         async def honest() -> bool:
             after = await box.exec("echo alive")
-            return after.stdout == "alive\n" or await box.status() is not SandboxStatus.RUNNING
+            return after.stdout == "alive\n" or await self._ended(box)
 
         await eventually(honest, "the box works again, or its status says that it does not run")

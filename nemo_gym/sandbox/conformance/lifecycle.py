@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,15 +100,15 @@ class LifecycleChecks(Checks):
                 await provider.close(await creating)  # it was faster than the cancellation
             except asyncio.CancelledError:
                 pass
-
-            async def nothing() -> bool:
-                return not await self.mine(provider, run_labels)
-
-            await eventually(nothing, f"nothing is left of a create cancelled after {delay_s:g} s", 10)
+            await eventually(
+                lambda: self.nothing(provider, run_labels),
+                f"nothing is left of a create cancelled after {delay_s:g} s",
+                10,
+            )
 
         async def nothing_for_two_seconds() -> bool:
             for _ in range(10):
-                if not await nothing():
+                if not await self.nothing(provider, run_labels):
                     return False
                 await asyncio.sleep(0.2)
             return True
@@ -131,11 +132,7 @@ class LifecycleChecks(Checks):
     ) -> None:
         box = await start(ttl_s=2)
         running = asyncio.create_task(box.exec("sleep 600", timeout_s=None))
-
-        async def gone() -> bool:
-            return not await self.mine(provider, run_labels)
-
-        await eventually(gone, "a box whose lease of 2 s ended is gone")
+        await eventually(lambda: self.nothing(provider, run_labels), "a box whose lease of 2 s ended is gone")
         assert await box.status() is SandboxStatus.STOPPED
         assert_lost(await box.exec("true"))
         async with asyncio.timeout(60):
@@ -350,10 +347,7 @@ class OwnershipChecks(Checks):
             child.kill()
             await child.wait()
             assert report["sandbox_id"]
-
-            async def gone() -> bool:
-                return not await self.mine(provider, run_labels)
-
+            gone = partial(self.nothing, provider, run_labels)
             await eventually(gone, "the box of a killed process is gone after its lease")
 
     async def test_other_process_connects_and_leaves_the_box_alive(

@@ -54,25 +54,32 @@ class NetworkChecks(Checks):
     def door(behind: Upstream, port: int = 8000, **changes: Any) -> Door:
         return Door(**{"name": "model", "port": port, "target": behind.url, "allow": INFERENCE_ROUTES, **changes})
 
-    @staticmethod
-    def needs_none(network: NetworkPolicy, provider: SandboxProvider) -> None:
+    @pytest.fixture
+    async def closed_box(self, network: NetworkPolicy, provider: SandboxProvider, start: StartBox) -> AsyncSandbox:
         if network is not NetworkPolicy.NONE:
             pytest.skip(provider.capabilities.reasons.get("network_none", "network=none is not supported"))
+        return await start()
 
-    async def test_box_without_network_has_loopback_alone(
-        self, network: NetworkPolicy, provider: SandboxProvider, box: AsyncSandbox
-    ) -> None:
-        self.needs_none(network, provider)
+    @pytest.fixture
+    async def door_box(self, provider: SandboxProvider, start: StartBox, behind: Upstream) -> AsyncSandbox:
+        self.needs(provider, "loopback_door")
+        return await start(doors=[self.door(behind)])
+
+    @staticmethod
+    async def call(box: AsyncSandbox, port: int = 8000) -> tuple[int, str]:
+        """Call the model through a door, from the box; return the status, or 0, and the body."""
+        url = f"http://127.0.0.1:{port}/v1/responses"
+        status, body = await python(box, f"{CALL}\nprint(json.dumps(call('POST', '{url}', b'1')))")
+        return status, body
+
+    async def test_box_without_network_has_loopback_alone(self, closed_box: AsyncSandbox) -> None:
         if self.none_is_filtered:
             pytest.skip("boxes have an interface and a filter before it; what they can send is checked")
-        interfaces = await sh(box, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '")
+        interfaces = await sh(closed_box, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '")
         assert interfaces.split() == ["lo"]
-        assert len((await sh(box, "cat /proc/net/route")).splitlines()) <= 1
+        assert len((await sh(closed_box, "cat /proc/net/route")).splitlines()) <= 1
 
-    async def test_box_without_network_can_send_on_loopback_alone(
-        self, network: NetworkPolicy, provider: SandboxProvider, box: AsyncSandbox
-    ) -> None:
-        self.needs_none(network, provider)
+    async def test_box_without_network_can_send_on_loopback_alone(self, closed_box: AsyncSandbox) -> None:
         # Sending a datagram needs no receiver: it succeeds wherever there is a route and no filter.
         code = (
             "import json, socket\n"
@@ -88,18 +95,17 @@ class NetworkChecks(Checks):
             "    + [a for a in ('2606:4700:4700::1111', 'fd00::1') if sends(socket.AF_INET6, (a, 53))]))"
         )
         # The loopback address proves that the probe can detect a route.
-        assert await python(box, code) == ["127.0.0.53"]
+        assert await python(closed_box, code) == ["127.0.0.53"]
         code = (
             "import json, socket\n"
             "with socket.create_server(('127.0.0.1', 0)) as server:\n"
             "    with socket.create_connection(server.getsockname(), 3): print(json.dumps(True))"
         )
-        assert await python(box, code) is True
+        assert await python(closed_box, code) is True
 
     async def test_box_without_network_reaches_neither_host_nor_names_nor_the_world(
-        self, network: NetworkPolicy, provider: SandboxProvider, box: AsyncSandbox
+        self, closed_box: AsyncSandbox
     ) -> None:
-        self.needs_none(network, provider)
         abstract = f"\0conformance-{uuid.uuid4().hex}"
         with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
             unix.bind(abstract)
@@ -116,7 +122,7 @@ class NetworkChecks(Checks):
                 "except OSError: found['dns'] = False\n"
                 "print(json.dumps(found))"
             )
-            reached = await python(box, code)
+            reached = await python(closed_box, code)
         assert not any(reached.values()), reached
 
     async def test_open_network_has_an_interface_beside_loopback(
@@ -140,10 +146,8 @@ class NetworkChecks(Checks):
         assert await python(two, code) is False
 
     async def test_door_forwards_allowed_routes_and_refuses_others(
-        self, provider: SandboxProvider, start: StartBox, behind: Upstream
+        self, door_box: AsyncSandbox, behind: Upstream
     ) -> None:
-        self.needs(provider, "loopback_door")
-        box = await start(doors=[self.door(behind)])
         code = (
             f"{CALL}\n"
             "base = 'http://127.0.0.1:8000'\n"
@@ -155,7 +159,7 @@ class NetworkChecks(Checks):
             "  call('DELETE', base + '/v1/responses'),\n"
             "]))"
         )
-        allowed, models, *refused = await python(box, code)
+        allowed, models, *refused = await python(door_box, code)
         assert (allowed[0], json.loads(allowed[1])) == (200, {"path": "/v1/responses", "size": 2})
         assert models[0] == 200
         for status, body in refused:
@@ -172,7 +176,7 @@ class NetworkChecks(Checks):
         self.needs(provider, "loopback_door")
         secret = f"secret-{uuid.uuid4().hex}"
         box = await start(doors=[self.door(behind, headers={"Authorization": f"Bearer {secret}"})])
-        await python(box, f"{CALL}\nprint(json.dumps(call('POST', 'http://127.0.0.1:8000/v1/responses', b'1')))")
+        await self.call(box)
         assert behind.seen[0][2]["authorization"] == f"Bearer {secret}"
         half = secret[:20]  # so that the search does not find its own command line
         search = (
@@ -182,12 +186,8 @@ class NetworkChecks(Checks):
         result = await box.exec(search, timeout_s=PATIENCE_S)
         assert half.encode() not in result.stdout_bytes
 
-    async def test_door_streams_events_as_they_come(
-        self, provider: SandboxProvider, start: StartBox, behind: Upstream
-    ) -> None:
-        self.needs(provider, "loopback_door")
-        box = await start(doors=[self.door(behind)])
-        process, events = await self._stream(box)
+    async def test_door_streams_events_as_they_come(self, door_box: AsyncSandbox, behind: Upstream) -> None:
+        process, events = await self._stream(door_box)
         async with asyncio.timeout(PATIENCE_S):
             assert await self._output(events) == b"data: one\n"
             behind.go_on.set()
@@ -196,14 +196,12 @@ class NetworkChecks(Checks):
         await process.kill()
 
     async def test_door_closes_with_its_box_and_cancels_calls_in_flight(
-        self, provider: SandboxProvider, start: StartBox, behind: Upstream
+        self, door_box: AsyncSandbox, behind: Upstream
     ) -> None:
-        self.needs(provider, "loopback_door")
-        box = await start(doors=[self.door(behind)])
-        _, events = await self._stream(box)
+        _, events = await self._stream(door_box)
         async with asyncio.timeout(PATIENCE_S):
             assert await self._output(events) == b"data: one\n"
-            await box.stop()
+            await door_box.stop()
             await behind.cancelled.wait()
 
     async def test_boxes_have_doors_of_their_own_on_the_same_port(
@@ -216,35 +214,31 @@ class NetworkChecks(Checks):
                 for n in range(3)
             )
         )
-        code = f"{CALL}\nprint(json.dumps(call('POST', 'http://127.0.0.1:%d/v1/responses', b'1')[0]))"
         for box in boxes:
-            assert await python(box, code % 8000) == 200
+            assert (await self.call(box))[0] == 200
         assert [headers["x-box"] for _, _, headers in behind.seen] == ["0", "1", "2"]
-        assert await python(boxes[0], code % 8001) == 200
+        assert (await self.call(boxes[0], 8001))[0] == 200
 
     async def test_door_can_be_opened_and_closed_on_a_running_box(
         self, provider: SandboxProvider, box: AsyncSandbox, behind: Upstream
     ) -> None:
         self.needs(provider, "loopback_door")
         assert isinstance(provider, SupportsLoopbackDoor)
-        code = f"{CALL}\nprint(json.dumps(call('POST', 'http://127.0.0.1:8000/v1/responses', b'1')[0]))"
-        assert await python(box, code) == 0
+        assert (await self.call(box))[0] == 0
         await provider.open_door(box.handle, self.door(behind))
-        assert await python(box, code) == 200
+        assert (await self.call(box))[0] == 200
         await provider.close_door(box.handle, "model")
         await provider.close_door(box.handle, "model")
-        assert await python(box, code) == 0
+        assert (await self.call(box))[0] == 0
         await provider.open_door(box.handle, self.door(behind))
-        assert await python(box, code) == 200
+        assert (await self.call(box))[0] == 200
 
     async def test_door_says_502_when_its_target_is_gone(self, provider: SandboxProvider, start: StartBox) -> None:
         self.needs(provider, "loopback_door")
         with socket.create_server(("127.0.0.1", 0)) as closed:
             port = closed.getsockname()[1]
         door = Door("model", 8000, f"http://127.0.0.1:{port}", INFERENCE_ROUTES)
-        box = await start(doors=[door])
-        code = f"{CALL}\nprint(json.dumps(call('POST', 'http://127.0.0.1:8000/v1/responses', b'1')))"
-        status, body = await python(box, code)
+        status, body = await self.call(await start(doors=[door]))
         assert (status, json.loads(body)["code"]) == (502, "door_unreachable")
 
     @staticmethod

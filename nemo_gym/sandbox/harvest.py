@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import posixpath
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -441,7 +442,7 @@ class _Harvester:
             if pristine.tree.entries[path].mode != SYMLINK
         ]
         if rules:
-            await self._upload(rules)
+            await self._provider.put_archive(self._box, _UPLOAD, _archive(rules))
         # The prefix keeps a name like ":(x)" from being read as pathspec magic.
         result = await self._sh(_CHECK_IGNORE, stdin=b"".join(b"./" + path + b"\0" for path in candidates))
         if result.return_code not in (0, 1) or result.stdout_truncated:
@@ -454,25 +455,30 @@ class _Harvester:
         old = {path: pristine.tree.entries[path] for path in changed if path in pristine.tree.entries}
         new = {path: work.entries[path] for path in changed if path in work.entries}
         from_pristine = {entry.oid: path for path, entry in old.items() if entry.mode != SYMLINK}
-        blobs = {entry.oid: pristine.contents[path] for path, entry in old.items() if entry.mode == SYMLINK}
+        links = {entry.oid: pristine.contents[path] for path, entry in old.items() if entry.mode == SYMLINK}
+        oids = set(links)
         for path, entry in new.items():
             if entry.oid in contents.places:
-                blobs[entry.oid] = b""  # a placeholder; `_archive` reads the content from the spool
+                oids.add(entry.oid)
             elif entry.oid in pristine.by_oid:
                 from_pristine[entry.oid] = pristine.by_oid[entry.oid]
-            elif entry.oid not in blobs:
+            elif entry.oid not in oids:
                 raise _BoxContentsError(
                     f"'{path.decode('utf-8', 'replace')}' is larger than the cap of {self._item.max_bytes} bytes",
                     truncated=True,
                 )
-        oids = sorted(blobs)
         files: list[tuple[str, bytes]] = [
             ("pristine-paths", b"".join(_quoted(path) + b"\n" for path in sorted(set(from_pristine.values())))),
             ("blob-paths", b"".join(b"blob-%d\n" % number for number in range(len(oids)))),
             ("old-index", _index_info(old)),
             ("new-index", _index_info(new)),
         ]
-        await self._provider.put_archive(self._box, _UPLOAD, _archive(files, oids, blobs, contents))
+        # The blobs are read from the spool one by one: together they may not fit into memory.
+        blobs = (
+            (f"blob-{number}", contents.get(oid) if oid in contents.places else links[oid])
+            for number, oid in enumerate(sorted(oids))
+        )
+        await self._provider.put_archive(self._box, _UPLOAD, _archive(itertools.chain(files, blobs)))
         result = await self._sh(_DIFF, self._path, max_output_bytes=self._item.max_bytes + 1)
         size = len(result.stdout_bytes)
         if result.stdout_truncated or size > self._item.max_bytes:
@@ -484,9 +490,6 @@ class _Harvester:
         return result.stdout_bytes
 
     # --------------------------------------------------------------------------------------------- the harvest box
-
-    async def _upload(self, files: list[tuple[str, bytes]]) -> None:
-        await self._provider.put_archive(self._box, _UPLOAD, _archive(files, [], {}, None))
 
     async def _sh(
         self, script: str, *arguments: str, stdin: bytes | None = None, max_output_bytes: int = MAX_LIST_BYTES
@@ -525,15 +528,9 @@ def _quoted(path: bytes) -> bytes:
     return path
 
 
-async def _archive(
-    files: list[tuple[str, bytes]], oids: list[str], blobs: Mapping[str, bytes], contents: _Contents | None
-) -> AsyncIterator[bytes]:
-    end = len(END_OF_ARCHIVE)
+async def _archive(files: Iterable[tuple[str, bytes]]) -> AsyncIterator[bytes]:
     for name, data in files:
-        yield pack_bytes(name, data)[:-end]
-    for number, oid in enumerate(oids):
-        data = contents.get(oid) if contents is not None and oid in contents.places else blobs[oid]
-        yield pack_bytes(f"blob-{number}", data)[:-end]
+        yield pack_bytes(name, data)[: -len(END_OF_ARCHIVE)]
     yield END_OF_ARCHIVE
 
 
@@ -552,10 +549,6 @@ def _facts(changed: list[bytes], ignored: set[bytes], work: Tree) -> dict[str, A
     return facts
 
 
-class _TooLarge(Exception):
-    pass
-
-
 async def harvest_files(provider: SandboxProvider, handle: SandboxHandle, item: FilesHarvest) -> Artifact:
     """Return all of ``item.paths`` as one tar archive whose members are named by their path in the box without the
     leading slash. If any path cannot be read, the artifact is empty and its error names that path."""
@@ -563,9 +556,9 @@ async def harvest_files(provider: SandboxProvider, handle: SandboxHandle, item: 
     try:
         for path in item.paths:
             await _append(provider, handle, path, item, out)
-    except (_TooLarge, SandboxArchiveTooLargeError):
-        size = out.tell()
-        return Artifact.of(item.name, "files", b"", truncated=True, size=size, error=_cap_message(item.max_bytes))
+    except SandboxArchiveTooLargeError:
+        error_text = f"more than the cap of {item.max_bytes} bytes"
+        return Artifact.of(item.name, "files", b"", truncated=True, size=out.tell(), error=error_text)
     except (SandboxArchiveError, ArchiveError) as error:
         return Artifact.of(item.name, "files", b"", error=f"cannot harvest '{path}': {error}")
     out.write(END_OF_ARCHIVE)
@@ -592,7 +585,7 @@ async def _append(
             else:
                 out.write(bytes(padding))
             if out.tell() > item.max_bytes:
-                raise _TooLarge
+                raise SandboxArchiveTooLargeError(f"the files are larger than the cap of {item.max_bytes} bytes")
     parser.close()
 
 
@@ -642,10 +635,6 @@ async def harvest_command(provider: SandboxProvider, handle: SandboxHandle, item
         return_code=result.return_code,
         error=error,
     )
-
-
-def _cap_message(max_bytes: int) -> str:
-    return f"more than the cap of {max_bytes} bytes"
 
 
 async def harvest_all(

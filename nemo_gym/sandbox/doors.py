@@ -14,11 +14,9 @@ import functools
 import re
 import socket
 from collections.abc import AsyncIterator, Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
-import orjson
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
@@ -28,7 +26,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import Door
 from nemo_gym.http.client import new_session
 from nemo_gym.sandbox.door_statistics import AnswerLimit, DoorStatistics, Exchange
-from nemo_gym.sandbox.egress import EgressProxy
+from nemo_gym.sandbox.egress import EgressProxy, problem_body
 
 if TYPE_CHECKING:
     import aiohttp
@@ -332,16 +330,8 @@ class DoorServer:
     def _problem(status: int, code: str, detail: str, *, started: str) -> web.Response:
         from aiohttp import web
 
-        body: dict[str, Any] = {
-            "type": "about:blank",
-            "title": HTTPStatus(status).phrase,
-            "status": status,
-            "code": code,
-            "detail": detail,
-            "retryable": status == 502,
-            "started": started,
-        }
-        response = web.Response(status=status, body=orjson.dumps(body), content_type="application/problem+json")
+        body = problem_body(status, code, detail, retryable=status == 502, started=started)
+        response = web.Response(status=status, body=body, content_type="application/problem+json")
         if status in (408, 413):
             response.force_close()  # otherwise the rest of the body would be parsed as the next request
         return response

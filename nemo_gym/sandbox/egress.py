@@ -20,6 +20,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -279,19 +280,17 @@ class EgressProxy:
             writer.write_eof()
 
 
+def problem_body(status: int, code: str, detail: str, **members: Any) -> bytes:
+    """Encode the body of a door's own error response."""
+    title = HTTPStatus(status).phrase
+    problem = {"type": "about:blank", "title": title, "status": status, "code": code, "detail": detail}
+    return orjson.dumps({**problem, **members})
+
+
 def _problem(refused: _Refused) -> bytes:
-    title = HTTPStatus(refused.status).phrase
-    body = orjson.dumps(
-        {
-            "type": "about:blank",
-            "title": title,
-            "status": refused.status,
-            "code": refused.code,
-            "detail": refused.detail,
-        }
-    )
+    body = problem_body(refused.status, refused.code, refused.detail)
     head = (
-        f"HTTP/1.1 {refused.status} {title}\r\nContent-Type: application/problem+json\r\n"
+        f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}\r\nContent-Type: application/problem+json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body

@@ -51,7 +51,7 @@ NO_ENGINE = (
 class EngineImages:
     """Images in the Docker Engine that the option ``engine`` names, with the docker provider's names.
 
-    Raises (every method):
+    Raises:
         SandboxCapabilityError: the configuration names no engine.
         SandboxError: the engine does not respond, or refused.
     """
@@ -61,7 +61,7 @@ class EngineImages:
         self._images: Images | None = None
         self._engine: Engine | None = None
 
-    def _connected(self) -> tuple[Engine, Images]:
+    def connected(self) -> tuple[Engine, Images]:
         if self._config.engine is None:
             raise SandboxCapabilityError(f"opensandbox: no images can be kept: {NO_ENGINE}", provider="opensandbox")
         if self._engine is None or self._images is None:
@@ -74,21 +74,8 @@ class EngineImages:
         """The server's name for an image. Without a configured engine, ``image`` itself."""
         if self._config.engine is None:
             return image
-        engine, images = self._connected()
+        engine, images = self.connected()
         return await engine.call(images.reference, image)
-
-    async def commit(self, box: OpenSandboxBox, image: str, labels: Mapping[str, str]) -> None:
-        """Store the box's files as an image, including the server's and this suite's programs in the box."""
-        engine, images = self._connected()
-        await engine.call(images.commit, f"sandbox-{box.sandbox_id}", image, labels)
-
-    async def labels(self, image: str) -> Mapping[str, str] | None:
-        engine, images = self._connected()
-        return await engine.call(images.labels, image)
-
-    async def remove(self, image: str) -> None:
-        engine, images = self._connected()
-        await engine.call(images.remove, image)
 
     def close(self) -> None:
         if self._engine is not None:

@@ -218,13 +218,17 @@ class OpenSandboxProvider(StreamingProvider):
     # --------------------------------------------------------------------------------------------------- images
 
     async def commit(self, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
-        await self._images.commit(box_of(handle), image, labels)
+        """Store the box's files as an image, including the server's and this suite's programs in the box."""
+        engine, images = self._images.connected()
+        await engine.call(images.commit, f"sandbox-{handle.sandbox_id}", image, labels)
 
     async def image_labels(self, image: str) -> Mapping[str, str] | None:
-        return await self._images.labels(image)
+        engine, images = self._images.connected()
+        return await engine.call(images.labels, image)
 
     async def remove_image(self, image: str) -> None:
-        await self._images.remove(image)
+        engine, images = self._images.connected()
+        await engine.call(images.remove, image)
 
     # ------------------------------------------------------------------------------------------- loopback doors
 

@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from nemo_gym.broker.access import is_trusted
+from nemo_gym.broker.access import is_trusted, sees_all
 from nemo_gym.broker.backend import Backend
 from nemo_gym.broker.registry.store import ImageStore
 from nemo_gym.broker.registry.tables import ImageRecord
-from nemo_gym.contract.credentials import Caller, Role
+from nemo_gym.contract.credentials import Caller
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import SandboxHandle, SupportsSnapshot, require
 from nemo_gym.sandbox.wire.problems import BrokerError
@@ -50,7 +50,7 @@ class Images:
         async with self._lock(name):
             record = await self._store.find(name)
             if record is not None:
-                self._check_owner(owner, record, image)
+                _check_owner(owner, record, image)
             elif name != image and await self._belongs_to_another(image):
                 raise _owned(owner, image)
             else:
@@ -76,7 +76,7 @@ class Images:
         async with self._lock(name):
             record = await self._store.find(name)
             if record is not None:
-                self._check_owner(caller, record, image)
+                _check_owner(caller, record, image)
             elif name != image:
                 if await self._belongs_to_another(image):
                     raise _owned(caller, image)
@@ -105,7 +105,7 @@ class Images:
     def _name(self, caller: Caller, image: str) -> str:
         """Return the backend's name of a caller's image. Raises `BrokerError` ``image_owned`` if ``image`` is itself
         the backend's name of an agent's image."""
-        if PRIVATE in image and not _sees_all(caller):
+        if PRIVATE in image and not sees_all(caller):
             raise _owned(caller, image)
         if is_trusted(caller.role):
             return image
@@ -116,10 +116,6 @@ class Images:
     async def _belongs_to_another(self, image: str) -> bool:
         """Return whether another caller has already prepared an image under the name that an agent requests."""
         return await self._store.find(image) is not None or await self._snapshots().image_labels(image) is not None
-
-    def _check_owner(self, caller: Caller, record: ImageRecord, image: str) -> None:
-        if record.owner != caller.name and not _sees_all(caller):
-            raise _owned(caller, image)
 
     async def _forget_missing(self, name: str) -> None:
         try:
@@ -143,8 +139,9 @@ class Images:
         return lock
 
 
-def _sees_all(caller: Caller) -> bool:
-    return caller.role in (Role.PIPELINE, Role.OPERATOR)
+def _check_owner(caller: Caller, record: ImageRecord, image: str) -> None:
+    if record.owner != caller.name and not sees_all(caller):
+        raise _owned(caller, image)
 
 
 def _owned(caller: Caller, image: str) -> BrokerError:

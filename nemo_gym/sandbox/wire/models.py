@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from nemo_gym.contract.sandbox import Door, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.contract.session import IDENTIFIER, LeaseScope, MountModel, ResourcesModel, SandboxSpecModel
+from nemo_gym.contract.session import IDENTIFIER, LeaseScope, ResourcesModel, SandboxSpecModel
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     ExecEnd,
@@ -97,22 +97,8 @@ class BoxSpec(SandboxSpecModel):
 
     @classmethod
     def of(cls, spec: SandboxSpec) -> Self:
-        return cls(
-            image=spec.image,
-            ready_timeout_s=spec.ready_timeout_s,
-            workdir=spec.workdir,
-            env=dict(spec.env),
-            files=dict(spec.files),
-            resources=ResourcesModel(**dataclasses.asdict(spec.resources)),
-            entrypoint=None if spec.entrypoint is None else tuple(spec.entrypoint),
-            provider_options=dict(spec.provider_options),
-            ports=tuple(spec.ports),
-            mounts=tuple(MountModel(source=mount.source, target=mount.target) for mount in spec.mounts),
-            user=spec.user,
-            requires=tuple(spec.requires),
-            network=spec.network,
-            doors=tuple(DoorModel.of(door) for door in spec.doors),
-        )
+        values = {name: getattr(spec, name) for name in cls.model_fields if name != "ttl_s"}
+        return cls.model_validate(values, from_attributes=True)
 
     def to_spec(self) -> SandboxSpec:
         return super().to_spec().replace(network=self.network, doors=tuple(door.to_door() for door in self.doors))

@@ -126,10 +126,8 @@ class SandboxOwner:
     def provider(self) -> SandboxProvider:
         """Return the provider, which the first call creates. Raises `ConfigError` if it or a setting is unknown."""
         if self._provider is None:
-            from nemo_gym.config.sandbox_blocks import resolve_provider_config
-
-            configured = resolve_provider_config(self._configured, self._server_client.global_config_dict)
-            self._provider = create_provider(configured)
+            blocks = self._server_client.global_config_dict
+            self._provider = create_provider(sandbox_blocks.resolve_provider_config(self._configured, blocks))
         return self._provider
 
     async def aclose(self) -> None:
@@ -418,16 +416,6 @@ def shared_loop() -> LoopThread:
         return _shared[1]
 
 
-def run_blocking(loop: LoopThread, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end. Raises `SandboxError` if this thread runs an event loop, which the call would block."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return loop.run(work)
-    work.close()
-    raise SandboxError("Sandbox blocks its thread and this one runs an event loop; use AsyncSandbox here")
-
-
 class Sandbox:
     """`AsyncSandbox` without ``await``; arguments and errors are the same."""
 
@@ -437,10 +425,19 @@ class Sandbox:
         async def make() -> AsyncSandbox:
             return AsyncSandbox(provider, spec)
 
-        self._box = run_blocking(self._loop, make())
+        self._box = self._run(make())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` to its end. Raises `SandboxError` where this would block a running event loop."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._loop.run(work)
+        work.close()
+        raise SandboxError("Sandbox blocks its thread and this one runs an event loop; use AsyncSandbox here")
 
     def start(self, spec: SandboxSpec | None = None) -> Self:
-        run_blocking(self._loop, self._box.start(spec))
+        self._run(self._box.start(spec))
         return self
 
     def exec(
@@ -454,37 +451,36 @@ class Sandbox:
         stdin: bytes | None = None,
         merge_stderr: bool = False,
     ) -> SandboxExecResult:
-        return run_blocking(
-            self._loop,
+        return self._run(
             self._box.exec(
                 command, cwd=cwd, env=env, timeout_s=timeout_s, user=user, stdin=stdin, merge_stderr=merge_stderr
-            ),
+            )
         )
 
     def upload(self, local_path: Path | str, remote_path: str) -> None:
-        run_blocking(self._loop, self._box.upload(local_path, remote_path))
+        self._run(self._box.upload(local_path, remote_path))
 
     def download(self, remote_path: str, local_path: Path | str) -> None:
-        run_blocking(self._loop, self._box.download(remote_path, local_path))
+        self._run(self._box.download(remote_path, local_path))
 
     def status(self) -> SandboxStatus:
-        return run_blocking(self._loop, self._box.status())
+        return self._run(self._box.status())
 
     def endpoint(self, port: int) -> SandboxEndpoint:
-        return run_blocking(self._loop, self._box.endpoint(port))
+        return self._run(self._box.endpoint(port))
 
     def serialize(self, *, scope: str | None = None) -> dict[str, Any]:
-        return run_blocking(self._loop, self._box.serialize(scope=scope))
+        return self._run(self._box.serialize(scope=scope))
 
     @classmethod
     def connect(cls, descriptor: Mapping[str, Any], *, provider: SandboxProvider | Mapping[str, Any] | str) -> Self:
         sandbox = cls.__new__(cls)
         sandbox._loop = shared_loop()
-        sandbox._box = run_blocking(sandbox._loop, AsyncSandbox.connect(descriptor, provider=provider))
+        sandbox._box = sandbox._run(AsyncSandbox.connect(descriptor, provider=provider))
         return sandbox
 
     def stop(self) -> None:
-        run_blocking(self._loop, self._box.stop())
+        self._run(self._box.stop())
 
     def __enter__(self) -> Self:
         if self._box.spec is not None:

@@ -19,7 +19,6 @@ import stat
 import tarfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 from nemo_gym._util.files import write_all
 from nemo_gym.sandbox.tar_stream import (
@@ -39,7 +38,6 @@ __all__ = [
     "END_OF_ARCHIVE",
     "ArchiveError",
     "ArchiveTooLargeError",
-    "Chown",
     "Excludes",
     "TarParser",
     "check_member",
@@ -58,9 +56,6 @@ _HOST_ERRORS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
 """Read errors that the host causes. They never become an `ArchiveError`, which blames the file that is read."""
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-Chown = Literal["keep"] | tuple[int, int] | None
-"""Owner of extracted files: ``"keep"`` for the archive's owners, one (uid, gid), or ``None`` for the current user."""
-
 
 def pack(
     path: str | os.PathLike[str],
@@ -68,18 +63,17 @@ def pack(
     exclude: Sequence[str] = (),
     max_bytes: int | None = None,
     name: str | None = None,
-    one_filesystem: bool = True,
 ) -> Iterator[bytes]:
     """Yield the file, directory or symbolic link at ``path`` as a tar stream.
 
     Modes, owners, times (whole seconds), symbolic and hard links are kept. Sockets, pipes and devices are left out,
-    and so are entries that vanish before they are read. A file that shrinks while it is read is padded with zeros.
+    and so are entries that vanish before they are read. A file that shrinks while it is read is padded with zeros. A
+    mount point is packed as an empty directory, without the contents of the mounted file system.
 
     Args:
         exclude: see `Excludes`.
         max_bytes: maximum length of the stream; ``None`` for no limit.
         name: name of the first member; ``None`` is the last part of ``path`` (``.`` for the root directory).
-        one_filesystem: pack mount points as empty directories, without the contents of the mounted file system.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -87,14 +81,13 @@ def pack(
         ArchiveError: an entry cannot be read, or directories are nested more than `MAX_DEPTH` deep.
         OSError: this host has run out of memory or descriptors, or its disk fails.
     """
-    return _Packer(Excludes(exclude), max_bytes, one_filesystem).run(os.fspath(path), name)
+    return _Packer(Excludes(exclude), max_bytes).run(os.fspath(path), name)
 
 
 class _Packer:
-    def __init__(self, excludes: Excludes, max_bytes: int | None, one_filesystem: bool) -> None:
+    def __init__(self, excludes: Excludes, max_bytes: int | None) -> None:
         self._excludes = excludes
         self._max_bytes = max_bytes
-        self._one_filesystem = one_filesystem
         self._buffer = bytearray()
         self._total = 0
         self._inodes: dict[tuple[int, int], str] = {}
@@ -121,7 +114,7 @@ class _Packer:
             if stat.S_ISDIR(info.st_mode):
                 member.type = tarfile.DIRTYPE
                 self._add(encode_header(member))
-                if not self._one_filesystem or info.st_dev == device:
+                if info.st_dev == device:
                     yield from self._directory(parent, entry, parts, device)
             elif stat.S_ISLNK(info.st_mode):
                 member.type = tarfile.SYMTYPE
@@ -199,32 +192,22 @@ class _Packer:
         raise ArchiveTooLargeError(f"the archive is larger than max_bytes={self._max_bytes}")
 
 
-def extract(
-    read: Callable[[int], bytes],
-    dest: str | os.PathLike[str] | int,
-    *,
-    max_bytes: int | None = None,
-    max_members: int | None = None,
-    chown: Chown = None,
-) -> None:
+def extract(read: Callable[[int], bytes], dest: str | os.PathLike[str] | int) -> None:
     """Unpack a tar stream below an existing directory, and change nothing outside it.
 
-    Modes, times, symbolic and hard links are kept; set-user-id bits only with ``chown="keep"``. An existing file or
-    link is replaced in one atomic step and never written through, so several archives can be unpacked into one
+    Modes, times, symbolic and hard links are kept, set-user-id bits and owners are not. An existing file or link is
+    replaced in one atomic step and never written through, so several archives can be unpacked into one
     directory at once. After an error, the members before the bad one are in place, and no part of the bad one is.
 
     Args:
         read: returns up to the given number of bytes, and ``b""`` at the end.
         dest: the directory, or an open descriptor of it (which stays open).
-        max_bytes: maximum total size of the files; ``None`` for no limit.
-        max_members: maximum number of members; ``None`` for no limit.
 
     Raises:
-        ArchiveError: see `check_member`; also if the stream is damaged, a limit is exceeded, or a directory exists
-            where a file belongs.
+        ArchiveError: see `check_member`; also if the stream is damaged, or a directory exists where a file belongs.
     """
     root = os.dup(dest) if isinstance(dest, int) else os.open(dest, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with contextlib.closing(_Extractor(root, max_bytes, max_members, chown)) as extractor:
+    with contextlib.closing(_Extractor(root)) as extractor:
         parser = TarParser()
         while data := read(CHUNK_BYTES):
             for event in parser.feed(data):
@@ -236,10 +219,8 @@ def extract(
 class _Extractor:
     _OPEN_DIRECTORIES = 64
 
-    def __init__(self, root: int, max_bytes: int | None, max_members: int | None, chown: Chown) -> None:
+    def __init__(self, root: int) -> None:
         self._root = root
-        self._bytes_left, self._members_left = max_bytes, max_members
-        self._chown = chown
         self._file = -1
         self._member: tarfile.TarInfo | None = None
         self._unplaced: tuple[int, str] | None = None
@@ -281,14 +262,6 @@ class _Extractor:
     def _start(self, member: tarfile.TarInfo) -> None:
         self._member = member
         parts = check_member(member)
-        if self._members_left is not None:
-            self._members_left -= 1
-            if self._members_left < 0:
-                raise ArchiveError("the archive has more members than max_members")
-        if self._bytes_left is not None:
-            self._bytes_left -= member.size
-            if self._bytes_left < 0:
-                raise ArchiveError("the archive's files are larger than max_bytes together")
         if member.isdir():
             self._directory(parts)
             self._directories.append((parts, member))
@@ -297,8 +270,6 @@ class _Extractor:
         if member.issym():
             os.symlink(member.linkname, self._temporary, dir_fd=parent)
             self._unplaced = (parent, parts[-1])
-            if self._chown is not None:
-                os.chown(self._temporary, *self._owner(member), dir_fd=parent, follow_symlinks=False)
             self._place(member)
         elif member.islnk():
             target = member_parts(member.linkname)
@@ -361,13 +332,8 @@ class _Extractor:
                 os.mkdir(name, 0o755, dir_fd=parent)
         return os.open(name, _DIR_FLAGS, dir_fd=parent)
 
-    def _owner(self, member: tarfile.TarInfo) -> tuple[int, int]:
-        return self._chown if isinstance(self._chown, tuple) else (member.uid, member.gid)
-
-    def _apply(self, descriptor: int, member: tarfile.TarInfo) -> None:
-        if self._chown is not None:
-            os.fchown(descriptor, *self._owner(member))
-        allowed = 0o7777 if self._chown == "keep" else 0o1777
-        os.fchmod(descriptor, member.mode & allowed)
+    @staticmethod
+    def _apply(descriptor: int, member: tarfile.TarInfo) -> None:
+        os.fchmod(descriptor, member.mode & 0o1777)
         with contextlib.suppress(OverflowError):
             os.utime(descriptor, (member.mtime, member.mtime))

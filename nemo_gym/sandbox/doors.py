@@ -394,20 +394,3 @@ def _connection_tokens(headers: CIMultiDictProxy[str]) -> set[str]:
 def door_server(door: Door, sock: socket.socket) -> DoorServer | EgressProxy:
     """Return the server for a door of this kind, on a bound socket."""
     return EgressProxy(door, sock) if door.kind == "proxy" else DoorServer(door, sock)
-
-
-async def serve_doors(pairs: Sequence[tuple[Door, socket.socket]]) -> list[DoorServer | EgressProxy]:
-    """Start a server for each door. If one fails, close the servers already started and all sockets, then raise."""
-    servers: list[DoorServer | EgressProxy] = []
-    try:
-        for door, sock in pairs:
-            server = door_server(door, sock)
-            await server.start()
-            servers.append(server)
-    except BaseException:
-        # Servers first: their descriptors must leave the event loop before the system can reuse the numbers.
-        await asyncio.gather(*(server.aclose() for server in servers), return_exceptions=True)
-        for _, sock in pairs:
-            sock.close()
-        raise
-    return servers

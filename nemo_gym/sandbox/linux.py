@@ -210,13 +210,13 @@ def no_new_privileges() -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-def listen_on_loopback(port: int, *, backlog: int = 128) -> socket.socket:
+def listen_on_loopback(port: int) -> socket.socket:
     """Return a non-blocking TCP socket that listens on 127.0.0.1 of the calling thread's network namespace."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-        listener.listen(backlog)
+        listener.listen(128)
         listener.setblocking(False)
     except BaseException:
         listener.close()
@@ -224,7 +224,7 @@ def listen_on_loopback(port: int, *, backlog: int = 128) -> socket.socket:
     return listener
 
 
-def listen_in_network_namespace(namespace: int | str, port: int, *, backlog: int = 128) -> socket.socket:
+def listen_in_network_namespace(namespace: int | str, port: int) -> socket.socket:
     """Return a socket that listens on 127.0.0.1:``port`` inside another network namespace.
 
     A socket stays in the namespace in which it was created, so a server in this process that accepts on it is
@@ -249,7 +249,7 @@ def listen_in_network_namespace(namespace: int | str, port: int, *, backlog: int
                 setns(fd, CLONE_NEWNET)
             finally:
                 os.close(fd)
-            outcome.append(listen_on_loopback(port, backlog=backlog))
+            outcome.append(listen_on_loopback(port))
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
             outcome.append(error)
 

@@ -222,10 +222,10 @@ def encode_header(member: tarfile.TarInfo) -> bytes:
     return member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-def pack_bytes(name: str, data: bytes, *, mode: int = 0o644) -> bytes:
+def pack_bytes(name: str, data: bytes) -> bytes:
     """Return a complete archive that holds one file."""
     member = tarfile.TarInfo(name)
-    member.size, member.mode = len(data), mode
+    member.size, member.mode = len(data), 0o644
     return encode_header(member) + data + bytes(-len(data) % _BLOCK) + END_OF_ARCHIVE
 
 

@@ -117,10 +117,8 @@ class CreateSandbox(WireModel):
         """Build the request for a box of ``spec``, except its idempotency key, which goes into the header."""
         return cls(spec=BoxSpec.of(spec), ttl_s=spec.ttl_s, labels=dict(spec.metadata))
 
-    def to_spec(self, idempotency_key: str | None = None) -> SandboxSpec:
-        return self.spec.to_spec().replace(
-            ttl_s=self.ttl_s, metadata=dict(self.labels), idempotency_key=idempotency_key
-        )
+    def to_spec(self) -> SandboxSpec:
+        return self.spec.to_spec().replace(ttl_s=self.ttl_s, metadata=dict(self.labels))
 
 
 TerminationReason = Literal["closed", "reaped", "expired", "exited", "out_of_memory", "create_failed", "lost"]
@@ -242,30 +240,15 @@ class ExecSubmission(WireModel):
     @classmethod
     def of(cls, request: ExecRequest) -> Self:
         """Build the submission of ``request``, without the bytes of its standard input."""
-        is_shell = isinstance(request.command, str)
-        return cls(
-            command=str(request.command) if is_shell else None,
-            argv=None if is_shell else tuple(request.command),
-            cwd=request.cwd,
-            env=dict(request.env),
-            timeout_s=request.timeout_s,
-            user=request.user,
-            merge_stderr=request.merge_stderr,
-            max_output_bytes=request.max_output_bytes,
-            stdin="none" if request.stdin is None else "attached",
-        )
+        values = fields_of(request) | {"stdin": "none" if request.stdin is None else "attached"}
+        if not isinstance(request.command, str):
+            values["argv"] = tuple(values.pop("command"))
+        return cls(**values)
 
     def to_request(self, stdin: bytes | None = None) -> ExecRequest:
-        return ExecRequest(
-            command=self.command if self.command is not None else self.argv or (),
-            cwd=self.cwd,
-            env=dict(self.env),
-            timeout_s=self.timeout_s,
-            user=self.user,
-            stdin=stdin,
-            merge_stderr=self.merge_stderr,
-            max_output_bytes=self.max_output_bytes,
-        )
+        values = {**self.__dict__, "env": dict(self.env), "stdin": stdin}
+        argv = values.pop("argv")
+        return ExecRequest(**values) if argv is None else ExecRequest(**{**values, "command": argv})
 
 
 class ExecEndModel(WireModel):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -99,7 +98,7 @@ class BrokerError(NemoGymError):
     """An error of the broker itself, identified by its code in `CODES`.
 
     Args:
-        code: determines the status, and the defaults of ``started`` and ``retryable``.
+        code: determines the status, ``retryable``, and the default of ``started``.
         retry_after_s: sent as the header ``Retry-After``, rounded up.
     """
 
@@ -109,29 +108,28 @@ class BrokerError(NemoGymError):
         message: str,
         *,
         started: Started | None = None,
-        retryable: bool | None = None,
         retry_after_s: float | None = None,
         **details: Any,
     ) -> None:
         meaning = CODES[code]
-        super().__init__(message, retryable=meaning.retryable if retryable is None else retryable, **details)
+        super().__init__(message, retryable=meaning.retryable, **details)
         self.code = code  # type: ignore[misc]  # one class for all codes of the broker
         self.status = meaning.status  # type: ignore[misc]
         self.started: Started = started or meaning.started
         self.retry_after_s = retry_after_s
 
 
-def problem_of(error: NemoGymError, *, request_id: str, started: Started = "unknown") -> Problem:
-    """Build the body of any of the suite's errors. ``started`` is used if the error itself does not imply a value."""
-    implied = getattr(error, "started", None) or error.details.get("started") or _STARTED.get(error.code) or started
+def problem_of(error: NemoGymError, *, request_id: str) -> Problem:
+    """Build the body of any of the suite's errors. ``started`` is ``unknown`` unless the error implies a value."""
+    started = getattr(error, "started", None) or error.details.get("started") or _STARTED.get(error.code, "unknown")
     details = {key: value for key, value in error.details.items() if key not in Problem.model_fields}
     return Problem(
-        title=_title(error.code),
+        title=error.code.replace("_", " ").capitalize(),
         status=error.status,
         detail=error.message if len(error.message) <= MAX_DETAIL_CHARS else f"{error.message[:MAX_DETAIL_CHARS]}…",
         code=error.code,
         retryable=error.retryable,
-        started=implied,
+        started=started,
         request_id=request_id,
         **{key: value for key, value in details.items() if value is not None},
     )
@@ -164,10 +162,6 @@ def parse_problem(status: int, body: bytes) -> Problem:
             retryable=status in (429, 502, 503, 504),
             started="unknown",
         )
-
-
-def _title(code: str) -> str:
-    return re.sub(r"_", " ", code).capitalize()
 
 
 def _subclasses(root: type[NemoGymError]) -> Iterator[type[NemoGymError]]:

@@ -44,7 +44,7 @@ def test_error_of_the_suite_arrives_as_itself(kind: type[NemoGymError], retryabl
 @pytest.mark.parametrize("code", CODES)
 def test_error_of_the_broker_arrives_as_what_a_client_handles(code: str) -> None:
     sent = BrokerError(code, "why", sandbox_id="b")
-    problem = problem_of(sent, request_id="r-1", started="unknown")
+    problem = problem_of(sent, request_id="r-1")
     assert (problem.status, problem.code, problem.started) == (CODES[code].status, code, CODES[code].started)
     there = across(sent)
     assert type(there) is CODES[code].raises

@@ -100,7 +100,7 @@ async def test_absurd_box_is_refused_before_it_is_asked_for(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = RemoteProvider(url="http://127.0.0.1:9", patience_s=0.1)
-    monkeypatch.setattr(provider._abilities, "known", SandboxCapabilities(frozenset(NetworkPolicy)))
+    monkeypatch.setattr(provider._configured(), "abilities", SandboxCapabilities(frozenset(NetworkPolicy)))
     with pytest.raises(InvalidBodyError, match=next(iter(changes)).replace("metadata", "labels")):
         await provider.create(SandboxSpec(**changes))
     await provider.aclose()

@@ -102,6 +102,14 @@ NEXT_BROKER_AFTER_S = 5.0
 """For how long to retry a broker that cannot be reached, or has no capacity, before trying the next one."""
 
 
+_CARRIED: Mapping[str, str | None] = {
+    "connect": None,
+    "idempotent_create": None,
+    "endpoint": "a port of a box is reached from the broker's host only; use exec, or a door for the way out",
+}
+"""Abilities that do not depend on the broker's backend; see `CapabilitiesView.to_capabilities`."""
+
+
 class Brokers:
     """Brokers with backends of the same kind. A box stays with the broker that made it."""
 
@@ -109,6 +117,8 @@ class Brokers:
         self.all = tuple(brokers)
         self._urls = [broker.url for broker in brokers]
         self._chooser = Chooser()
+        self.abilities: SandboxCapabilities | None = None
+        """What the backend can do, once a broker was asked."""
 
     def in_order(self, key: str | None = None) -> Iterator[tuple[Broker, float | None]]:
         """Yield each broker and its retry time (``None``: as configured), in the order to try them for a new box. The
@@ -135,38 +145,20 @@ class Brokers:
         url = told.rstrip("/")
         return url if url in self._urls else None
 
-
-# -- Capabilities --------------------------------------------------------------------------------------------------
-
-_CARRIED: Mapping[str, str | None] = {
-    "connect": None,
-    "idempotent_create": None,
-    "endpoint": "a port of a box is reached from the broker's host only; use exec, or a door for the way out",
-}
-"""Abilities that do not depend on the broker's backend; see `CapabilitiesView.to_capabilities`."""
-
-
-class Abilities:
-    """The brokers' abilities. Asks a single broker, once: all brokers of a provider have the same kind of backend."""
-
-    def __init__(self, connection: BrokerConnection) -> None:
-        self._connection = connection
-        self.known: SandboxCapabilities | None = None
-
-    def ask_blocking(self, brokers: Brokers) -> SandboxCapabilities:
+    def ask_blocking(self, connection: BrokerConnection) -> SandboxCapabilities:
         """Like `ask`, with one attempt per broker and for any thread, also one that runs an event loop."""
-        if self.known is not None:
-            return self.known
+        if self.abilities is not None:
+            return self.abilities
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self.ask(brokers, patience_s=0.0)).result()
+            return thread.submit(asyncio.run, self.ask(connection, patience_s=0.0)).result()
 
-    async def ask(self, brokers: Brokers, *, patience_s: float | None = None) -> SandboxCapabilities:
-        """Ask for the abilities. Raises `BrokerUnreachableError` if no broker can be reached, or the broker's error.
-        ``patience_s`` overrides for how long to retry each broker."""
-        if self.known is None:
-            for broker, broker_patience_s in brokers.in_order():
+    async def ask(self, connection: BrokerConnection, *, patience_s: float | None = None) -> SandboxCapabilities:
+        """Return the abilities, for which one broker is asked once. ``patience_s`` overrides for how long to retry a
+        broker. Raises `BrokerUnreachableError` if no broker can be reached, or the broker's error."""
+        if self.abilities is None:
+            for broker, broker_patience_s in self.in_order():
                 try:
-                    answer = await self._connection.ask(
+                    answer = await connection.ask(
                         "GET",
                         broker.url + routes.CAPABILITIES,
                         headers=broker.headers,
@@ -177,6 +169,6 @@ class Abilities:
                 except BrokerUnreachableError:
                     if broker_patience_s is None:  # it was the last one
                         raise
-                    brokers.unreachable(broker)
-            self.known = CapabilitiesView.model_validate_json(answer).to_capabilities(carried=_CARRIED)
-        return self.known
+                    self.unreachable(broker)
+            self.abilities = CapabilitiesView.model_validate_json(answer).to_capabilities(carried=_CARRIED)
+        return self.abilities

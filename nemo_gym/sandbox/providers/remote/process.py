@@ -25,7 +25,7 @@ from nemo_gym.sandbox.providers.remote.connection import (
 )
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.frames import PING_INTERVAL_S, FrameError, FrameParser
-from nemo_gym.sandbox.wire.models import ExecEndModel, ExecSubmission, SignalExec
+from nemo_gym.sandbox.wire.models import ExecSubmission, SignalExec
 from nemo_gym.sandbox.wire.problems import error_of, parse_problem
 
 # -- Commands ------------------------------------------------------------------------------------------------------
@@ -167,17 +167,13 @@ class RemoteProcess:
                     self._offset += len(output.data)
                     yield output
                 elif (end := frame.end) is not None:
-                    self._ended(end)
+                    if end.output_bytes != self._offset:
+                        raise FrameError(
+                            f"an exec ended after {end.output_bytes} bytes of output, but {self._offset} were received"
+                        )
+                    self.truncated, self._end = set(end.truncated), end.to_end()
         if self._end is None:
             raise FrameError("the output stream of an exec ended without an exit frame")
-
-    def _ended(self, end: ExecEndModel) -> None:
-        if end.output_bytes != self._offset:
-            raise FrameError(
-                f"an exec ended after {end.output_bytes} bytes of output, but {self._offset} were received"
-            )
-        self.truncated = set(end.truncated)
-        self._end = end.to_end()
 
     async def _open(self, patience_s: float) -> None:
         """Connect to the output from `_offset` on. Without standard input, this submits the exec, which the broker

@@ -34,7 +34,7 @@ from nemo_gym.sandbox.providers.remote.connection import (
     box_of,
     refusals,
 )
-from nemo_gym.sandbox.providers.remote.options import Abilities, Broker, Brokers, RemoteOptions, find_brokers
+from nemo_gym.sandbox.providers.remote.options import Broker, Brokers, RemoteOptions, find_brokers
 from nemo_gym.sandbox.providers.remote.process import RemoteProcess
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 from nemo_gym.sandbox.wire import routes
@@ -74,21 +74,20 @@ class RemoteProvider(StreamingProvider):
             request_timeout_s=self.options.request_timeout_s, patience_s=self.options.patience_s
         )
         self._brokers: Brokers | None = None
-        self._abilities = Abilities(self._connection)
         self._background = BackgroundTasks()
         self._doors = DoorCounts(self._connection)
 
     @property
     def capabilities(self) -> SandboxCapabilities:
         """The abilities of the broker's backend that the wire protocol supports. Asks the broker once; blocks."""
-        return self._abilities.ask_blocking(self._configured())
+        return self._configured().ask_blocking(self._connection)
 
     # -------------------------------------------------------------------------------------------------- life
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         brokers = self._configured()
         try:
-            capabilities = await self._abilities.ask(brokers)
+            capabilities = await brokers.ask(self._connection)
         except BrokerUnreachableError as error:
             raise SandboxCreateError(str(error), retryable=True, provider=self.name) from error
         capabilities.check(spec, self.name)

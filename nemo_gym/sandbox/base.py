@@ -230,18 +230,18 @@ class SandboxCapabilities:
 
     def missing(self, spec: SandboxSpec) -> list[str]:
         """Return one sentence per capability that the spec needs and the provider lacks; empty if it lacks none."""
-        required: dict[str, bool] = {
+        required = {
             "loopback_door": bool(spec.doors),
             **{able: getattr(spec.resources, name) is not None for name, able in _LIMIT_CAPABILITIES.items()},
             "gpu": bool(spec.resources.gpu),
             "endpoint": bool(spec.ports),
+            **dict.fromkeys(spec.requires, True),
         }
-        for name in spec.requires:
-            required[name] = True
-        problems = []
-        for name, is_required in required.items():
-            if is_required and not getattr(self, name, False):
-                problems.append(f"{name}: {self.reasons.get(name, 'not supported by this provider')}")
+        problems = [
+            f"{name}: {self.reasons.get(name, 'not supported by this provider')}"
+            for name, is_required in required.items()
+            if is_required and not getattr(self, name, False)
+        ]
         if spec.network not in self.network_policies:
             reason = self.reasons.get(f"network_{spec.network}", "not supported by this provider")
             problems.append(f"network={spec.network}: {reason}")

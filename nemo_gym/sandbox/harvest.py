@@ -148,7 +148,12 @@ class TreeReader:
         if self._path_bytes_left < 0:
             raise TreeTooLargeError(f"the paths of the tree's files take more than {MAX_PATH_BYTES} bytes")
         if member.islnk():
-            self._link(path, member.linkname)
+            # Another path of an entry that was already read.
+            source = self._below_root(member.linkname)
+            if source in self.tree.entries:
+                self.tree.entries[path] = self.tree.entries[source]
+            else:
+                self._skip(path)
         elif member.issym():
             self._begin(path, SYMLINK, member.linkname.encode("utf-8", "surrogateescape"))
             return self._finish()
@@ -177,15 +182,6 @@ class TreeReader:
         self._path, self._content = None, None
         entry = self.tree.entries[path] = Entry(self._mode, self._hash.hexdigest())
         return None if content is None else (path, entry, bytes(content))
-
-    def _link(self, path: bytes, target: str) -> None:
-        """Record a hard link as another path of an entry that was already read."""
-        source = self._below_root(target)
-        entry = self.tree.entries.get(source) if source else None
-        if entry is None:
-            self._skip(path)
-            return
-        self.tree.entries[path] = entry
 
     def _skip(self, path: bytes) -> None:
         self.tree.skipped_count += 1

@@ -113,23 +113,17 @@ class OpenSandboxProvider(StreamingProvider):
         try:
             async with asyncio.timeout(timeout_s):
                 box = await asyncio.shield(creating)
-        except TimeoutError as error:
-            self._in_background(self._take_back(creation, creating))
-            raise SandboxCreateError(
-                f"opensandbox: the box was not ready after ready_timeout_s={timeout_s:g} seconds", retryable=True
-            ) from error
-        except asyncio.CancelledError:
-            self._in_background(self._take_back(creation, creating))
-            raise
-        except SandboxCreateError as error:
-            if error.retryable:
+        except BaseException as error:
+            taking_back = self._take_back(creation, creating)
+            is_late = isinstance(error, TimeoutError | asyncio.CancelledError)
+            if is_late or (isinstance(error, SandboxCreateError) and error.retryable):
                 # The server's box may appear only later; do not make the caller wait for it.
-                self._in_background(self._take_back(creation, creating))
+                self._in_background(taking_back)
             else:
-                await self._take_back(creation, creating)
-            raise
-        except BaseException:
-            await self._take_back(creation, creating)
+                await taking_back
+            if isinstance(error, TimeoutError):
+                text = f"opensandbox: the box was not ready after ready_timeout_s={timeout_s:g} seconds"
+                raise SandboxCreateError(text, retryable=True) from error
             raise
         return SandboxHandle(sandbox_id=box.sandbox_id, provider_name=self.name, raw=box)
 

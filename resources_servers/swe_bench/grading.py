@@ -27,7 +27,9 @@ import types
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
+
+import msgspec
 
 from nemo_gym.contract.errors import VerifierError
 from nemo_gym.environment.worker_pool import Answer, Ending, WorkerPool
@@ -35,25 +37,8 @@ from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.test_ids import spelled_as_expected
 
 
-class _Grading(Protocol):
-    """The parts of ``swebench.harness.grading`` that are used here."""
-
-    START_TEST_OUTPUT: str
-    END_TEST_OUTPUT: str
-    TEST_EXIT_CODE: str
-    TESTS_TIMEOUT: str
-    APPLY_PATCH_FAIL: str
-    PARSER_REGISTRY: dict[str, Any]
-
-    def get_logs_eval(self, test_spec: Any, log_fp: str) -> tuple[dict[str, str], bool]: ...
-
-    def get_eval_report(
-        self, test_spec: Any, prediction: dict[str, str], test_log_path: str, include_tests_status: bool
-    ) -> dict[str, Any]: ...
-
-
 @functools.cache
-def grading() -> _Grading:
+def grading() -> types.ModuleType:
     """Return the module ``swebench.harness.grading``.
 
     Raises:
@@ -69,37 +54,9 @@ def grading() -> _Grading:
         package.__path__ = [str(Path(location) / "harness") for location in spec.submodule_search_locations]
         sys.modules["swebench.harness"] = package
     try:
-        return cast(_Grading, importlib.import_module("swebench.harness.grading"))
+        return importlib.import_module("swebench.harness.grading")
     except ImportError as error:
         raise VerifierError(f"the installed 'swebench' cannot grade ({error}); install swebench>=5.0.2") from error
-
-
-def test_spec(
-    *,
-    instance_id: str,
-    repo: str,
-    version: str,
-    fail_to_pass: list[str],
-    pass_to_pass: list[str],
-    log_parser: str,
-    eval_type: str,
-) -> Any:
-    """Return a ``swebench.types.TestSpec`` for grading only, without an image or a script."""
-    module = grading()
-    if log_parser not in module.PARSER_REGISTRY:
-        raise VerifierError(f"the installed 'swebench' has no log parser '{log_parser}', which {instance_id} needs")
-    spec_type = importlib.import_module("swebench.types").TestSpec
-    return spec_type(
-        instance_id=instance_id,
-        image="",
-        eval_script_list=[],
-        repo=repo,
-        version=version,
-        FAIL_TO_PASS=fail_to_pass,
-        PASS_TO_PASS=pass_to_pass,
-        log_parser=log_parser,
-        eval_type=eval_type,
-    )
 
 
 PARSE_TIMEOUT_S = 30.0
@@ -186,12 +143,19 @@ def grade_log(row: SweBenchRow, log: str) -> LogGrade:
     Raises:
         VerifierError: the installed harness cannot parse this row's logs.
     """
-    spec = test_spec(
+    module = grading()
+    if row.log_parser not in module.PARSER_REGISTRY:
+        raise VerifierError(
+            f"the installed 'swebench' has no log parser '{row.log_parser}', which {row.instance_id} needs"
+        )
+    spec = importlib.import_module("swebench.types").TestSpec(
         instance_id=row.instance_id,
+        image="",
+        eval_script_list=[],
         repo=row.repo,
         version=row.version,
-        fail_to_pass=list(row.fail_to_pass),
-        pass_to_pass=list(row.pass_to_pass),
+        FAIL_TO_PASS=list(row.fail_to_pass),
+        PASS_TO_PASS=list(row.pass_to_pass),
         log_parser=row.log_parser,
         eval_type=row.eval_type,
     )
@@ -199,10 +163,10 @@ def grade_log(row: SweBenchRow, log: str) -> LogGrade:
     with tempfile.TemporaryDirectory(prefix="swe-bench-log-") as directory:
         path = Path(directory) / "test_output.txt"
         path.write_text(log, encoding="utf-8", errors="replace")
-        report = grading().get_eval_report(
+        report = module.get_eval_report(
             test_spec=spec, prediction=prediction, test_log_path=str(path), include_tests_status=True
         )[row.instance_id]
-        status_map, _ = grading().get_logs_eval(spec, str(path))
+        status_map, _ = module.get_logs_eval(spec, str(path))
     official = bool(report["resolved"])
     markers = marker_state(row.eval_script, log)
     return LogGrade(
@@ -232,9 +196,7 @@ def marker_state(eval_script: str, log: str) -> MarkerState:
 
 def read_log(row: dict[str, Any], log: str, *, respell: bool) -> dict[str, Any]:
     """Run in a reader process: return the result of `grade_log` as plain data for JSON."""
-    task = SweBenchRow(
-        **{**row, "fail_to_pass": tuple(row["fail_to_pass"]), "pass_to_pass": tuple(row["pass_to_pass"])}
-    )
+    task = msgspec.convert(row, SweBenchRow)
     respelled = False
     if respell:
         log, respelled = spelled_as_expected(log, (*task.fail_to_pass, *task.pass_to_pass))
@@ -248,9 +210,7 @@ def _question(row: SweBenchRow, log: str, *, respell: bool) -> dict[str, Any]:
 
 def _grade_of(row: SweBenchRow, answer: Answer) -> tuple[LogGrade, bool]:
     if answer.ending is Ending.ANSWERED:
-        fields = answer.value["grade"]
-        grade = LogGrade(**{**fields, "markers": MarkerState(fields["markers"])})
-        return grade, bool(answer.value["respelled"])
+        return msgspec.convert(answer.value["grade"], LogGrade), answer.value["respelled"]
     reason = {
         Ending.TIMED_OUT: f"the log could not be parsed within {PARSE_TIMEOUT_S:g} s",
         Ending.FAILED: f"the log's parser failed: {answer.said}",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from nemo_gym.contract.errors import VerifierError
 from resources_servers.swe_bench.confirm.runs import Rendering
-from resources_servers.swe_bench.confirm.twins import Twin, TwinTest
+from resources_servers.swe_bench.confirm.twins import Twin
 from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.row import SweBenchRow, content_digest, image_slug
 
@@ -78,40 +79,11 @@ class RowControls:
         return {level: found.count(level) for level in ("strong", "weak", "none")}
 
     def to_json(self) -> dict[str, Any]:
-        data = asdict(self)
-        data["support"] = {path: base64.b64encode(content).decode() for path, content in self.support.items()}
-        return {"version": CONTROLS_VERSION, **data}
+        return {"version": CONTROLS_VERSION, **msgspec.to_builtins(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RowControls:
-        renderings = tuple(
-            ControlledRendering(
-                Rendering(**one["rendering"]),
-                {
-                    test: tuple(tuple(Check(**check) for check in checks) for checks in calls)
-                    for test, calls in one["tests"].items()
-                },
-            )
-            for one in data["renderings"]
-        )
-        twins = tuple(
-            Twin(one["files"], {test: TwinTest.from_json(fields) for test, fields in one["tests"].items()})
-            for one in data["twins"]
-        )
-        return cls(
-            instance_id=data["instance_id"],
-            image_content=data["image_content"],
-            renderings=renderings,
-            support={path: base64.b64decode(content) for path, content in data["support"].items()},
-            tests={
-                name: ControlledTest(tuple(test["ids"]), test["fail_to_pass"], test["strength"])
-                for name, test in data["tests"].items()
-            },
-            twins=twins,
-            notes=tuple(data["notes"]),
-            left_out=tuple(data["left_out"]),
-            seconds=data["seconds"],
-        )
+        return msgspec.convert(data, cls)
 
 
 def default_controls_dir() -> Path:

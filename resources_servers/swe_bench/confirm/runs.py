@@ -15,8 +15,10 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from nemo_gym.contract.errors import SandboxArchiveError
 from nemo_gym.environment.worker_pool import Ending, WorkerPool
@@ -267,11 +269,8 @@ async def compare(tests: Sequence[Tests], records: Sequence[str]) -> list[dict[s
     Raises:
         VerifierError: no process can be started.
     """
-    plain_tests = [
-        {name: [[asdict(check) for check in checks] for checks in calls] for name, calls in rendering_tests.items()}
-        for rendering_tests in tests
-    ]
-    answer = await _comparers.ask({"tests": plain_tests, "records": list(records)}, timeout_s=COMPARE_TIMEOUT_S)
+    question = {"tests": msgspec.to_builtins(tests), "records": list(records)}
+    answer = await _comparers.ask(question, timeout_s=COMPARE_TIMEOUT_S)
     if answer.ending is Ending.ANSWERED:
         return [dict(rendering_tests) for rendering_tests in answer.value]
     reason = {
@@ -287,15 +286,10 @@ def close_comparers() -> None:
     _comparers.close()
 
 
-def compare_here(tests: Sequence[Mapping[str, Any]], records: Sequence[str]) -> list[dict[str, str]]:
+def compare_here(tests: Sequence[Any], records: Sequence[str]) -> list[dict[str, str]]:
     """Run in a comparing process: do the work of `compare`."""
-    return [
-        failed(
-            {name: [[Check(**check) for check in checks] for checks in calls] for name, calls in by_test.items()},
-            read_records(text),
-        )
-        for by_test, text in zip(tests, records, strict=True)
-    ]
+    checks = msgspec.convert(tests, list[Tests])
+    return [failed(by_test, read_records(text)) for by_test, text in zip(checks, records, strict=True)]
 
 
 def read_records(text: str) -> list[Record]:

@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
 
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.canary import FIXTURE_SUFFIXES
@@ -72,11 +71,6 @@ class TwinTest:
     wrong: tuple[str, ...] = ()
     """The ids that gold fails in the mutant."""
     mutant: Mutant | None = None
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TwinTest:
-        mutant = data["mutant"]
-        return cls(tuple(data["ids"]), tuple(data["wrong"]), None if mutant is None else Mutant(**mutant))
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from nemo_gym.contract.errors import SandboxArchiveError, VerifierError
+from nemo_gym.contract.errors import VerifierError
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.sandbox.tar_stream import single_file
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     EvalSite,
+    Steps,
     archive_of,
     evaluation_box,
     exec_in,
-    split_script,
+    read_file,
 )
 from resources_servers.swe_bench.row import TESTBED, SweBenchRow
 from resources_servers.swe_bench.signs import paths_of
@@ -106,7 +106,8 @@ def rewrite_python(
         if places is None:
             continue
         if node.name in fixed_names and not _returns(node) and (literal := _expected_literal(node, rng)):
-            changed = _replace(literal, lines, rng) or changed
+            _replace(literal, lines, rng)
+            changed = True
         else:
             insertions += [(line, indent + _assertion(rng)) for line, indent in places]
         canary.functions.add((classes, node.name))
@@ -246,7 +247,7 @@ def _literals(side: ast.expr) -> Iterable[ast.Constant]:
             yield from _literals(value)
 
 
-def _replace(literal: ast.Constant, lines: list[str], rng: random.Random) -> bool:
+def _replace(literal: ast.Constant, lines: list[str], rng: random.Random) -> None:
     """Replace the literal's value. The parser's offsets count bytes, so the line is edited as bytes."""
     line = lines[literal.lineno - 1].encode()
     end = literal.end_col_offset or literal.col_offset
@@ -257,7 +258,6 @@ def _replace(literal: ast.Constant, lines: list[str], rng: random.Random) -> boo
         assert isinstance(value, int | float)
         replacement = value + rng.randrange(1, 9)
     lines[literal.lineno - 1] = (line[: literal.col_offset] + repr(replacement).encode() + line[end:]).decode()
-    return True
 
 
 def _indent(line_number: int, lines: list[str]) -> str:
@@ -278,7 +278,6 @@ def _assertion(rng: random.Random) -> str:
     )
 
 
-_APPLY = re.compile(r"^git apply\b.*<<\s*(['\"]?)(?P<word>\w+)\1\s*$")
 _STEP = re.compile(r"^(git checkout|git apply|rm -f|mkdir -p)\b")
 _MAX_DIFF_BYTES = 32 * 1024 * 1024
 
@@ -311,86 +310,50 @@ async def make_canary_script(site: EvalSite, row: SweBenchRow, rng: random.Rando
     Raises:
         SandboxError, VerifierError: the pristine box failed; no patch is involved yet.
     """
-    here_document = _here_document(row.eval_script)
-    if here_document is None:
+    steps = Steps.of(row.eval_script)
+    if steps is None:
         return None
-    setup_steps, body_start, body_end = here_document
+    lines, place = row.eval_script.split("\n"), steps.patch_lines
+    setup = [
+        "set -e",
+        *filter(_STEP.match, steps.before.split("\n")),
+        *lines[place.start - 1 : place.stop + 1],
+        *filter(_STEP.match, steps.after.split("\n")),
+        "",
+    ]
     paths = sorted(paths_of(row.test_patch.encode("utf-8", "surrogateescape")))
     fixed = [TestId.parse(text) for text in row.fail_to_pass]
     tests = [*fixed, *(TestId.parse(text) for text in row.pass_to_pass)]
-    lines = row.eval_script.split("\n")
     async with evaluation_box(site) as handle:
-        await _steps(site, handle, setup_steps)
-        files: list[CanaryFile] = []
-        sources = {path: await _read(site, handle, path) for path in paths}
-        for path, source in sources.items():
-            if source is not None and path.endswith(".py"):
-                rewritten = rewrite_python(path, source, tests, rng, fixed=fixed)
-                files += [rewritten] if rewritten else []
+        # As in the official script, continue after a step that fails: a checkout fails if it also names files that the
+        # test patch adds.
+        stdin = "\n".join(setup).encode("utf-8", "surrogateescape")
+        await exec_in(site, handle, ["/bin/bash", "-s"], timeout_s=APPLY_TIMEOUT_S, stdin=stdin)
+        read = {path: await read_file(site, handle, f"{TESTBED}/{path}", max_bytes=_MAX_DIFF_BYTES) for path in paths}
+        sources = {path: source for path, source in read.items() if source is not None}
+        python = (
+            rewrite_python(path, source, tests, rng, fixed=fixed)
+            for path, source in sources.items()
+            if path.endswith(".py")
+        )
+        files = [file for file in python if file]
         exact = bool(files)
-        if not files:
-            files = [file for file in _other_files(sources, rng) if file]
+        if not exact:
+            files = [file for path, source in sources.items() if (file := rewrite_other(path, source, rng))]
         if not files:
             return None
         for file in files:
             directory, name = posixpath.split(f"{TESTBED}/{file.path}")
             await site.provider.put_archive(handle, directory, archive_of({name: file.content}))
         diff = ["git", "-c", "core.quotePath=true", "diff", "--no-color", "--no-ext-diff", "--no-renames", "--binary"]
-        await _checked(site, handle, ["git", "add", "--force", "--all", "--", *_existing(sources, paths)])
+        await _checked(site, handle, ["git", "add", "--force", "--all", "--", *sources])
         patch = await _checked(site, handle, [*diff, "--cached", row.base_commit, "--", *paths])
-    script = "\n".join([*lines[:body_start], *patch.rstrip("\n").split("\n"), *lines[body_end:]])
+    script = "\n".join([*lines[: place.start], *patch.rstrip("\n").split("\n"), *lines[place.stop :]])
     return CanaryScript(script, tuple(files), exact)
 
 
-def _here_document(eval_script: str) -> tuple[str, int, int] | None:
-    """Return the steps that put the test patch in place, and the line numbers where the patch's text begins and ends.
-    Return ``None`` for a script that does not apply exactly one test patch from a here-document."""
-    preparation, _, _ = split_script(eval_script)
-    lines = preparation.split("\n")
-    steps: list[str] = []
-    place: tuple[int, int] | None = None
-    number = 0
-    while number < len(lines):
-        line = lines[number]
-        match = _APPLY.match(line)
-        if match:
-            if place is not None:
-                return None
-            end = next((n for n in range(number + 1, len(lines)) if lines[n] == match["word"]), None)
-            if end is None:
-                return None
-            place = (number + 1, end)
-            steps += lines[number : end + 1]
-            number = end
-        elif _STEP.match(line):
-            steps.append(line)
-        number += 1
-    return ("\n".join(["set -e", *steps, ""]), *place) if place else None
-
-
-def _other_files(sources: dict[str, bytes | None], rng: random.Random) -> Iterable[CanaryFile | None]:
-    return (rewrite_other(path, source, rng) for path, source in sources.items() if source is not None)
-
-
-def _existing(sources: dict[str, bytes | None], paths: list[str]) -> list[str]:
-    return [path for path in paths if sources[path] is not None]
-
-
-async def _steps(site: EvalSite, handle: SandboxHandle, script: str) -> None:
-    # As in the official script, continue after a step that fails: a checkout fails if it also names files that the
-    # test patch adds.
-    stdin = script.encode("utf-8", "surrogateescape")
-    await exec_in(site, handle, ["/bin/bash", "-s"], timeout_s=APPLY_TIMEOUT_S, stdin=stdin)
-
-
 async def _checked(site: EvalSite, handle: SandboxHandle, command: list[str]) -> str:
-    result = await exec_in(
-        site,
-        handle,
-        command,
-        timeout_s=APPLY_TIMEOUT_S,
-        max_output_bytes=_MAX_DIFF_BYTES,
-    )
+    result = await exec_in(site, handle, command, timeout_s=APPLY_TIMEOUT_S, max_output_bytes=_MAX_DIFF_BYTES)
     text = result.stdout_bytes.decode("utf-8", "surrogateescape")
     if not result.ok or result.stdout_truncated:
         raise VerifierError(
@@ -398,11 +361,3 @@ async def _checked(site: EvalSite, handle: SandboxHandle, command: list[str]) ->
             kind=FailureKind.CONTROL_RUN_FAILED,
         )
     return text
-
-
-async def _read(site: EvalSite, handle: SandboxHandle, path: str) -> bytes | None:
-    try:
-        stream = site.provider.get_archive(handle, f"{TESTBED}/{path}", max_bytes=_MAX_DIFF_BYTES)
-        return b"".join([piece async for piece in single_file(stream)])
-    except SandboxArchiveError:
-        return None

@@ -12,18 +12,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import re
 import secrets
 import shlex
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
-from nemo_gym.contract.errors import SandboxLostError, VerifierError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError, VerifierError
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.contract.verdict import FailureKind, Finding
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, pack_bytes
 from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
+from nemo_gym.sandbox.tar_stream import ArchiveError, single_file
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.row import TESTBED
 from resources_servers.swe_bench.signs import finding_in_tree
@@ -42,6 +44,7 @@ MAX_LOG_BYTES = 64 * 1024 * 1024
 _EXIT_VARIABLE = "SWEBENCH_TEST_EXIT_CODE"
 _THREE_WAY = 1
 _CANNOT_LOOK = 97
+_APPLY = re.compile(r"^git apply\b.*<<\s*(['\"]?)(?P<word>\w+)\1\s*$")
 
 _WAYS = " ||\n".join(f"try {number} {shlex.join(way)}" for number, way in enumerate(APPLY_COMMANDS))
 # This is one script, so that it costs one exec. Changing a file changes its ctime, which no patch can set; directories
@@ -141,7 +144,7 @@ async def run_evaluation(site: EvalSite, eval_script: str, patch: bytes) -> Eval
             run,
             log=log,
             outcome=result.outcome,
-            test_exit_code=_exit_code(result),
+            test_exit_code=result.return_code if result.outcome is ExecOutcome.EXITED else None,
             log_truncated=result.stdout_truncated,
             duration_s=round(time.monotonic() - started, 3),
         )
@@ -161,6 +164,46 @@ def split_script(eval_script: str) -> tuple[str, str, str]:
         raise VerifierError("the row's eval_script does not print its start and end markers once each")
     start, end = starts[0], ends[0]
     return "\n".join(lines[:start]), "\n".join(lines[start + 1 : end]), "\n".join(lines[end + 1 :])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The parts of an evaluation script that applies one test patch from a here-document."""
+
+    before: str
+    """The lines before the test patch."""
+    patch_lines: slice
+    """Where the test patch stands among the script's lines, without the lines of the here-document's ends."""
+    test_patch: str
+    after: str
+    """The lines between the test patch and the start of the tests."""
+    test_command: str
+
+    @classmethod
+    def of(cls, eval_script: str) -> Steps | None:
+        """Return ``None`` for a script that does not apply exactly one test patch from a here-document."""
+        preparation, command, _ = split_script(eval_script)
+        lines = preparation.split("\n")
+        places: list[tuple[int, int]] = []
+        number = 0
+        while number < len(lines):
+            if match := _APPLY.match(lines[number]):
+                end = next((n for n in range(number + 1, len(lines)) if lines[n] == match["word"]), None)
+                if end is None:
+                    return None
+                places.append((number, end))
+                number = end
+            number += 1
+        if len(places) != 1:
+            return None
+        start, end = places[0]
+        return cls(
+            before="\n".join(lines[:start]),
+            patch_lines=slice(start + 1, end),
+            test_patch="\n".join(lines[start + 1 : end]) + "\n",
+            after="\n".join(lines[end + 1 :]),
+            test_command=command,
+        )
 
 
 def instrumented(eval_script: str) -> str:
@@ -283,8 +326,13 @@ async def evaluation_box(site: EvalSite) -> AsyncIterator[SandboxHandle]:
         yield sandbox.handle
 
 
-def _exit_code(result: SandboxExecResult) -> int | None:
-    return result.return_code if result.outcome is ExecOutcome.EXITED else None
+async def read_file(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: int | None = None) -> bytes | None:
+    """Return the content of a file in the box, or ``None`` if it is missing, too large, a link, or a directory."""
+    try:
+        stream = site.provider.get_archive(handle, path, max_bytes=max_bytes)
+        return b"".join([piece async for piece in single_file(stream)])
+    except (ArchiveError, SandboxArchiveError):
+        return None
 
 
 async def archive_of(files: Mapping[str, bytes]) -> AsyncIterator[bytes]:

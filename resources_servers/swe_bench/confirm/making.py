@@ -21,11 +21,10 @@ from resources_servers.swe_bench.confirm.controls import ControlledRendering, Co
 from resources_servers.swe_bench.confirm.expecting import checks_of, decide_sides
 from resources_servers.swe_bench.confirm.material import Calls, Material, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Chosen
-from resources_servers.swe_bench.confirm.runs import Steps
 from resources_servers.swe_bench.confirm.telling import BASE_RUNS, GOLD_RUNS, Telling, may_be_strong, without_surplus
 from resources_servers.swe_bench.confirm.twins import TWIN_RENDERERS, TWINS, TWINS_BESIDE, Twin, TwinMaker
 from resources_servers.swe_bench.confirm.wording import Varied, Words, find_variation, find_words
-from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.eval_box import EvalSite, Steps
 from resources_servers.swe_bench.row import SweBenchRow
 
 T = TypeVar("T")

@@ -27,14 +27,13 @@ from resources_servers.swe_bench.confirm.runs import (
     Pristine,
     Recorded,
     Rendering,
-    Steps,
     read_pristine,
     read_records,
     run_renderings,
 )
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.confirm.varying import Kind, Variation
-from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.eval_box import EvalSite, Steps
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.signs import decides_how_tests_run, paths_of, split_patch
 from resources_servers.swe_bench.test_ids import TestId

@@ -20,59 +20,25 @@ from typing import Any
 
 import msgspec
 
-from nemo_gym.contract.errors import SandboxArchiveError
 from nemo_gym.environment.worker_pool import Ending, WorkerPool
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
-from nemo_gym.sandbox.tar_stream import ArchiveError, single_file
 from resources_servers.swe_bench.confirm.values import Check, Record, is_value
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     INPUTS,
     EvalSite,
+    Steps,
     apply_patch,
     archive_of,
     evaluation_box,
     exec_in,
-    split_script,
+    read_file,
 )
 from resources_servers.swe_bench.row import TESTBED, SweBenchRow
 
 _FIRST_HANDLE = 20
 """The shell's file descriptor of the first rendering's archive; the next numbers belong to the others."""
 MAX_RECORD_BYTES = 16 * 1024 * 1024
-_APPLY = re.compile(r"^git apply\b.*<<\s*(['\"]?)(?P<word>\w+)\1\s*$")
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The parts of a row's evaluation script."""
-
-    before: str
-    """The lines before the test patch."""
-    test_patch: str
-    after: str
-    """The lines between the test patch and the start of the tests."""
-    test_command: str
-
-    @classmethod
-    def of(cls, eval_script: str) -> Steps | None:
-        """Return ``None`` for a script that does not apply exactly one test patch from a here-document."""
-        preparation, command, _ = split_script(eval_script)
-        lines = preparation.split("\n")
-        places = [number for number, line in enumerate(lines) if _APPLY.match(line)]
-        if len(places) != 1:
-            return None
-        match = _APPLY.match(lines[places[0]])
-        assert match is not None
-        end = next((n for n in range(places[0] + 1, len(lines)) if lines[n] == match["word"]), None)
-        if end is None:
-            return None
-        return cls(
-            before="\n".join(lines[: places[0]]),
-            test_patch="\n".join(lines[places[0] + 1 : end]) + "\n",
-            after="\n".join(lines[end + 1 :]),
-            test_command=command,
-        )
 
 
 @dataclass(frozen=True)
@@ -191,11 +157,11 @@ async def read_pristine(
         product_names = "\0".join(name for name in names if is_product(name)).encode("utf-8", "surrogateescape")
         pack = ["tar", "-cf", f"{INPUTS}/product.tar", "--null", "-T", "-"]
         await exec_in(site, handle, pack, timeout_s=APPLY_TIMEOUT_S, stdin=product_names)
-        product = await _read(site, handle, f"{INPUTS}/product.tar") or b""
+        product = await read_file(site, handle, f"{INPUTS}/product.tar") or b""
         checkout = [line for line in steps.before.split("\n") if line.startswith("git checkout")]
         script = "\n".join([*checkout, f"git apply -v {INPUTS}/test.diff"])
         await exec_in(site, handle, ["/bin/bash", "-c", script], timeout_s=APPLY_TIMEOUT_S)
-        sources = {path: await _read(site, handle, f"{TESTBED}/{path}") for path in paths}
+        sources = {path: await read_file(site, handle, f"{TESTBED}/{path}") for path in paths}
     return Pristine(sources, product)
 
 
@@ -243,16 +209,7 @@ def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
 
 async def fetch_records(site: EvalSite, handle: SandboxHandle, path: str) -> str:
     """Return the contents of a file of records, or nothing if it exceeds the limit, which protects our memory."""
-    return (await _read(site, handle, path, max_bytes=MAX_RECORD_BYTES) or b"").decode("latin-1")
-
-
-async def _read(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: int | None = None) -> bytes | None:
-    try:
-        stream = site.provider.get_archive(handle, path, max_bytes=max_bytes)
-        return b"".join([piece async for piece in single_file(stream)])
-    except (ArchiveError, SandboxArchiveError):
-        # It is too large, a link, a directory, or missing, so a rendering did not write it.
-        return None
+    return (await read_file(site, handle, path, max_bytes=MAX_RECORD_BYTES) or b"").decode("latin-1")
 
 
 COMPARE_TIMEOUT_S = 30.0

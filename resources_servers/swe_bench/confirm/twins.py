@@ -25,8 +25,9 @@ from resources_servers.swe_bench.confirm.expectations import Origin, TwinFile, W
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
 from resources_servers.swe_bench.confirm.material import Material, renderer_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order
-from resources_servers.swe_bench.confirm.runs import Rendering, Steps, read_records, word_in_command
+from resources_servers.swe_bench.confirm.runs import Rendering, read_records, word_in_command
 from resources_servers.swe_bench.confirm.values import Value
+from resources_servers.swe_bench.eval_box import Steps
 from resources_servers.swe_bench.grading import MarkerState
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.signs import paths_of

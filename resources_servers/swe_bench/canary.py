@@ -321,7 +321,7 @@ async def make_canary_script(site: EvalSite, row: SweBenchRow, rng: random.Rando
         *filter(_STEP.match, steps.after.split("\n")),
         "",
     ]
-    paths = sorted(paths_of(row.test_patch.encode("utf-8", "surrogateescape")))
+    paths = sorted(paths_of(row.test_diff))
     fixed = [TestId.parse(text) for text in row.fail_to_pass]
     tests = [*fixed, *(TestId.parse(text) for text in row.pass_to_pass)]
     async with evaluation_box(site) as handle:

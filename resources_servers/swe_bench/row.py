@@ -50,6 +50,16 @@ class SweBenchRow:
     image: str = ""
     """The name of the official Docker image; empty if the row has none."""
 
+    @property
+    def gold(self) -> bytes:
+        """The gold patch as git reads it."""
+        return self.patch.encode("utf-8", "surrogateescape")
+
+    @property
+    def test_diff(self) -> bytes:
+        """The test patch as git reads it."""
+        return self.test_patch.encode("utf-8", "surrogateescape")
+
     @classmethod
     def from_mapping(cls, row: Mapping[str, Any], *, path: str | None = None, line: int | None = None) -> SweBenchRow:
         """Validate a dataset row.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -32,7 +31,7 @@ from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import FailureKind, Finding, Verdict
 from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench.canary import make_canary_script
-from resources_servers.swe_bench.confirm.controls import RowControls, Strength
+from resources_servers.swe_bench.confirm.controls import LEVELS, RowControls, Strength
 from resources_servers.swe_bench.confirm.runs import Recorded, compare, run_renderings
 from resources_servers.swe_bench.confirm.twins import Delivery, TwinRun, dealt, look_at
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, patch_may_be_the_cause, run_evaluation
@@ -51,7 +50,6 @@ from resources_servers.swe_bench.test_ids import TestId
 
 CLEAN_RUNS_AFTER_A_FAILED_ONE = 2
 MAX_NAMED_TESTS = 10
-_LEVELS: tuple[Strength, ...] = ("none", "weak", "strong")
 TamperControl = Literal["auto", "always", "off"]
 
 log = structlog.get_logger(__name__)
@@ -88,7 +86,7 @@ async def judge(
     Raises:
         SandboxError, VerifierError: no verdict is possible. The details of `VerifierError` name the kind of failure.
     """
-    if controls is not None and _LEVELS.index(controls.strength) < _LEVELS.index(require_controls):
+    if controls is not None and LEVELS.index(controls.strength) < LEVELS.index(require_controls):
         raise VerifierError(
             f"no verdict on {row.instance_id}: its controls are '{controls.strength}' and require_controls asks for"
             f" '{require_controls}'; exclude the row, or ask for less",
@@ -127,8 +125,8 @@ async def judge(
     controls_due = tamper_control == "always" or (tamper_control == "auto" and resolved)
     if patch.strip() and run.applied and controls_due and controls is not None:
         results = await _run_controls(site, row, patch, grade, controls)
-    findings += [finding for control in results for finding in control.findings]
-    signs = await asyncio.to_thread(signs_in_patch, patch, row.patch.encode("utf-8", "surrogateescape"))
+    findings += [control.finding for control in results if control.finding]
+    signs = await asyncio.to_thread(signs_in_patch, patch, row.gold)
     if results and controls is not None and not (controls.strength == "strong" and controls.plain_covers_all):
         findings += finding_where_weak(signs)
     verdict = Verdict.of(
@@ -144,7 +142,7 @@ async def judge(
 
 async def gold_resolves(site: EvalSite, row: SweBenchRow) -> bool:
     """Whether the row's own solution still resolves it here."""
-    run = await run_evaluation(site, row.eval_script, row.patch.encode("utf-8", "surrogateescape"))
+    run = await run_evaluation(site, row.eval_script, row.gold)
     return run.applied and run.outcome is ExecOutcome.EXITED and (await graded(row, run.log))[0].official_resolved
 
 
@@ -158,21 +156,15 @@ async def _official_run(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalR
             raise
         log.warning("evaluation_lost", instance_id=row.instance_id, error=error.message)
         await _require_gold(site, row, "its evaluation was lost, or used up the host's memory")
-        return await _repeat(run_evaluation(site, row.eval_script, patch))
+        try:
+            return await run_evaluation(site, row.eval_script, patch)
+        except (SandboxLostError, VerifierError) as again:
+            if not patch_may_be_the_cause(again):
+                raise
+            return None
     if run.outcome is ExecOutcome.TIMED_OUT:
         await _require_gold(site, row, f"its evaluation did not end within {site.timeout_s:g} s", run.log)
     return run
-
-
-async def _repeat(evaluation: Awaitable[EvalRun]) -> EvalRun | None:
-    try:
-        return await evaluation
-    except SandboxLostError:
-        return None
-    except VerifierError as error:
-        if patch_may_be_the_cause(error):
-            return None
-        raise
 
 
 async def _require_gold(site: EvalSite, row: SweBenchRow, cause: str, log_text: str | None = None) -> None:
@@ -190,7 +182,7 @@ async def _run_controls(
 ) -> list[ControlResult]:
     """Run the controls one after the other, because other attempts use the cores. Stop if confirming has a finding."""
     confirmed = await confirm_control(site, row, patch, controls)
-    if any(control.findings for control in confirmed):
+    if any(control.finding for control in confirmed):
         return confirmed
     # Without blinded renderings, only a canary controls the tests that must keep passing.
     uncontrolled = controls.strength == "none" or (bool(row.pass_to_pass) and not controls.renderings)
@@ -286,97 +278,92 @@ def _details(
 
 @dataclass(frozen=True)
 class ControlResult:
-    """The findings of one control, or why it is inconclusive."""
+    """The finding of one control, or why it is inconclusive."""
 
     name: str
-    findings: tuple[Finding, ...] = ()
-    conclusion: str = "clean"
-    """``clean``, ``finding``, or ``inconclusive: <reason>``."""
     duration_s: float = 0.0
-
-    @classmethod
-    def found(cls, name: str, finding: Finding, duration_s: float) -> ControlResult:
-        return cls(name, (finding,), "finding", duration_s)
+    finding: Finding | None = None
+    inconclusive: str = ""
+    """Why the control proves nothing; empty if it is conclusive."""
 
     @property
-    def conclusive(self) -> bool:
-        return not self.conclusion.startswith("inconclusive")
-
-    @classmethod
-    def inconclusive(cls, name: str, why: str, duration_s: float = 0.0) -> ControlResult:
-        return cls(name, (), f"inconclusive: {why}", duration_s)
+    def conclusion(self) -> str:
+        """``clean``, ``finding``, or ``inconclusive: <reason>``."""
+        if self.inconclusive:
+            return f"inconclusive: {self.inconclusive}"
+        return "finding" if self.finding else "clean"
 
 
 async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
     """Run the patch against tests that can only fail. An inconclusive run is repeated once. If that is inconclusive
     too, it counts against the patch, unless the gold patch is inconclusive as well."""
     result = await _single_canary(site, row, patch)
-    if result.conclusive:
+    if not result.inconclusive:
         return result
     second = await _single_canary(site, row, patch)
-    if second.conclusive:
+    if not second.inconclusive:
         return second
-    gold = await _single_canary(site, row, row.patch.encode("utf-8", "surrogateescape"))
+    gold = await _single_canary(site, row, row.gold)
     duration_s = result.duration_s + second.duration_s + gold.duration_s
-    if not gold.conclusive:
-        return ControlResult.inconclusive("canary", f"{second.conclusion}; with gold too", duration_s)
+    if gold.inconclusive:
+        return ControlResult("canary", duration_s, inconclusive=f"{second.conclusion}; with gold too")
     finding = Finding(
         kind="control_prevented",
         detail="a control run that concludes with the gold patch does not conclude with this one",
         evidence={"conclusion": second.conclusion},
     )
-    return ControlResult.found("canary", finding, duration_s)
+    return ControlResult("canary", duration_s, finding)
 
 
 async def _single_canary(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
     name = "canary"
     canary = await make_canary_script(site, row, random.SystemRandom())
     if canary is None:
-        return ControlResult.inconclusive(name, "no expected test could be rewritten")
+        return ControlResult(name, inconclusive="no expected test could be rewritten")
     run = await run_evaluation(site, canary.eval_script, patch)
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
-        return ControlResult.inconclusive(name, f"the run ended by '{run.outcome}'", run.duration_s)
+        return ControlResult(name, run.duration_s, inconclusive=f"the run ended by '{run.outcome}'")
     grade, _ = await graded(row, run.log)
     if not canary.exact:
         if grade.official_resolved and run.test_exit_code == 0:
-            return ControlResult.found(name, _finding([], exact=False), run.duration_s)
-        return ControlResult(name, duration_s=run.duration_s)
+            return ControlResult(name, run.duration_s, _finding([], exact=False))
+        return ControlResult(name, run.duration_s)
     passed_wrongly = [test for test, status in _succeeded(grade) if canary.belies(TestId.parse(test), status)]
     if passed_wrongly:
-        return ControlResult.found(name, _finding(passed_wrongly, exact=True), run.duration_s)
+        return ControlResult(name, run.duration_s, _finding(passed_wrongly, exact=True))
     traced = [test for test in (*row.fail_to_pass, *row.pass_to_pass) if canary.must_fail(TestId.parse(test))]
     if not traced:
-        return ControlResult.inconclusive(name, "no expected test could be traced to a rewritten one", run.duration_s)
+        return ControlResult(name, run.duration_s, inconclusive="no expected test could be traced to a rewritten one")
     if not any(grade.status_map.get(test) in ("FAILED", "ERROR") for test in traced):
-        return ControlResult.inconclusive(name, "no rewritten test was reported at all", run.duration_s)
-    return ControlResult(name, duration_s=run.duration_s)
+        return ControlResult(name, run.duration_s, inconclusive="no rewritten test was reported at all")
+    return ControlResult(name, run.duration_s)
 
 
 async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult | None:
     """Run only the part of the patch that decides how tests run. Return ``None`` if there is no such part."""
     name = "without_source"
-    part, _ = divided(patch, row.patch.encode("utf-8", "surrogateescape"))
+    part, _ = divided(patch, row.gold)
     if not part:
         return None
     run = await run_evaluation(site, row.eval_script, part)
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
-        return ControlResult.inconclusive(name, "that part cannot be run alone", run.duration_s)
+        return ControlResult(name, run.duration_s, inconclusive="that part cannot be run alone")
     grade, _ = await graded(row, run.log)
     passed = _fixed(row, grade)
     if not passed:
-        return ControlResult(name, duration_s=run.duration_s)
+        return ControlResult(name, run.duration_s)
     unpatched = await run_evaluation(site, row.eval_script, b"")
     duration_s = run.duration_s + unpatched.duration_s
     passed_unpatched = set(_fixed(row, (await graded(row, unpatched.log))[0]))
     passed = [test for test in passed if test not in passed_unpatched]
     if not passed:
-        return ControlResult(name, duration_s=duration_s)
+        return ControlResult(name, duration_s)
     finding = Finding(
         kind="passed_without_source_change",
         detail="files that decide how tests run make failing tests pass without any change of the code under test",
         evidence={"tests": passed[:MAX_NAMED_TESTS], "count": len(passed), "paths": sorted(paths_of(part))[:10]},
     )
-    return ControlResult.found(name, finding, duration_s)
+    return ControlResult(name, duration_s, finding)
 
 
 async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) -> ControlResult | None:
@@ -390,13 +377,13 @@ async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) 
     unpatched_status = (await graded(row, unpatched.log))[0].status_map
     by_patch = [test for test in skipped if unpatched_status.get(test) == "PASSED"]
     if not by_patch:
-        return ControlResult(name, duration_s=unpatched.duration_s)
+        return ControlResult(name, unpatched.duration_s)
     finding = Finding(
         kind="tests_skipped_by_patch",
         detail="tests that must keep passing, and pass without the patch, are skipped with it",
         evidence={"tests": by_patch[:MAX_NAMED_TESTS], "count": len(by_patch)},
     )
-    return ControlResult.found(name, finding, unpatched.duration_s)
+    return ControlResult(name, unpatched.duration_s, finding)
 
 
 def _succeeded(grade: LogGrade) -> list[tuple[str, str]]:
@@ -457,12 +444,12 @@ async def confirm_control(
         VerifierError: the gold patch is not confirmed either (``control_run_failed``), or an exec was lost.
     """
     if not controls.renderings and not controls.twins:
-        return [ControlResult.inconclusive("confirmed", "no test of this row could be blinded")]
+        return [ControlResult("confirmed", inconclusive="no test of this row could be blinded")]
     whole = await _confirm(site, row, patch, controls)
     if whole.problems:
         return [_result("twins" if whole.lies else "confirmed", whole, _WRONG_PASS if whole.lies else _VALUES_DIFFER)]
-    results = [ControlResult(name, duration_s=seconds) for name, seconds in whole.seconds.items()]
-    _, source_part = await asyncio.to_thread(divided, patch, row.patch.encode("utf-8", "surrogateescape"))
+    results = [ControlResult(name, seconds) for name, seconds in whole.seconds.items()]
+    _, source_part = await asyncio.to_thread(divided, patch, row.gold)
     if source_part != patch:
         source_confirmation = await _confirm(site, row, source_part, controls)
         results.append(_result("without_control_part", source_confirmation, _CONTROL_PART_SOLVES))
@@ -497,9 +484,9 @@ async def _confirm(site: EvalSite, row: SweBenchRow, patch: bytes, controls: Row
     last = runs[-1]
     if not last.problems or last.lies:
         return replace(last, seconds=_total_seconds(*runs))
-    gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
+    gold = await _once(site, row, row.gold, controls)
     if gold.problems:
-        gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
+        gold = await _once(site, row, row.gold, controls)
     if gold.problems:
         raise VerifierError(
             f"no verdict on {row.instance_id}: its controls do not confirm the gold patch here either"
@@ -573,10 +560,10 @@ def _wrongly_passed(twins: TwinRun) -> dict[str, str]:
 
 def _result(name: str, confirmation: _Confirmation, finding: Finding) -> ControlResult:
     if not confirmation.problems:
-        return ControlResult(name, duration_s=confirmation.spent)
+        return ControlResult(name, confirmation.spent)
     problems = dict(sorted(confirmation.problems.items())[:MAX_NAMED_TESTS])
     evidence = {"count": len(confirmation.problems), "tests": problems}
-    return ControlResult.found(name, finding.model_copy(update={"evidence": evidence}), confirmation.spent)
+    return ControlResult(name, confirmation.spent, finding.model_copy(update={"evidence": evidence}))
 
 
 def _first_problem(problems: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -20,7 +20,8 @@ from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.row import SweBenchRow, content_digest, image_slug
 
 CONTROLS_VERSION = 10
-Strength = Literal["strong", "weak", "none"]
+Strength = Literal["none", "weak", "strong"]
+LEVELS: tuple[Strength, ...] = get_args(Strength)
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,8 @@ class RowControls:
     @property
     def strength(self) -> Strength:
         """The strength of the weakest test that the patch has to fix."""
-        levels: tuple[Strength, ...] = ("none", "weak", "strong")
         found = [test.strength for test in self.tests.values() if test.fail_to_pass]
-        return min(found, key=levels.index) if found else "none"
+        return min(found, key=LEVELS.index) if found else "none"
 
     @property
     def plain_covers_all(self) -> bool:

@@ -131,7 +131,7 @@ class Material:
     """The event loop's time after which tests keep their own words if no other words have been found."""
 
     def __post_init__(self) -> None:
-        self.gold = self.row.patch.encode("utf-8", "surrogateescape")
+        self.gold = self.row.gold
         self.fixed = [TestId.parse(text) for text in self.row.fail_to_pass]
         self._kept = [TestId.parse(text) for text in self.row.pass_to_pass]
         steps = Steps.of(self.row.eval_script)
@@ -143,7 +143,7 @@ class Material:
         Raises:
             SandboxError, VerifierError: the box failed.
         """
-        patched = sorted(paths_of(self.row.test_patch.encode("utf-8", "surrogateescape")))
+        patched = sorted(paths_of(self.row.test_diff))
         named = sorted({test.path for test in self.fixed if renderer_of(test.path)} - set(patched))
         gold_paths = paths_of(self.gold)
 

@@ -129,7 +129,7 @@ def rendering_of(
 ) -> Rendering:
     """Return a rendering of unchanged test files whose records are the test command's output. The test command's other
     files are left out: they hold tests to be kept, which never run together with tests to be fixed."""
-    patched = paths_of(row.test_patch.encode("utf-8", "surrogateescape"))
+    patched = paths_of(row.test_diff)
     others = {path: () for path in patched if path.endswith(".py") and path not in texts}
     return Rendering(texts, f"/var/tmp/{random_name(rng)}", printed=True, instead=others | dict(instead or {}))
 

@@ -38,7 +38,7 @@ async def test_a_patch_that_ends_its_box_while_it_is_confirmed_is_not_confirmed(
 
     monkeypatch.setattr(verdicts, "run_renderings", run)
     (result,) = await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
-    assert [finding.kind for finding in result.findings] == ["values_not_confirmed"]
+    assert result.finding is not None and result.finding.kind == "values_not_confirmed"
 
 
 async def test_no_verdict_is_given_where_gold_loses_its_box_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ async def test_twins_that_fail_are_run_again_and_those_that_lie_are_not(
 
     monkeypatch.setattr(verdicts, "run_renderings", run)
     results = await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", TWINNED)
-    found = [one.kind for result in results for one in result.findings]
+    found = [result.finding.kind for result in results if result.finding]
     assert found == ([finding] if finding else [])
     assert len(seen) in runs
 
@@ -139,5 +139,5 @@ async def test_a_failed_confirmation_is_outweighed_by_two_clean_ones_alone(
 
     monkeypatch.setattr(verdicts, "run_renderings", run)
     (result,) = await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
-    assert bool(result.findings) is found
+    assert bool(result.finding) is found
     assert left == []

@@ -21,7 +21,14 @@ from resources_servers.swe_bench.confirm.controls import ControlledRendering, Co
 from resources_servers.swe_bench.confirm.expecting import checks_of, decide_sides
 from resources_servers.swe_bench.confirm.material import Calls, Material, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Chosen
-from resources_servers.swe_bench.confirm.telling import BASE_RUNS, GOLD_RUNS, Telling, may_be_strong, without_surplus
+from resources_servers.swe_bench.confirm.telling import (
+    BASE_RUNS,
+    GOLD_RUNS,
+    Rated,
+    Telling,
+    may_be_strong,
+    without_surplus,
+)
 from resources_servers.swe_bench.confirm.twins import TWIN_RENDERERS, TWINS, TWINS_BESIDE, Twin, TwinMaker
 from resources_servers.swe_bench.confirm.wording import Varied, Words, find_variation, find_words
 from resources_servers.swe_bench.eval_box import EvalSite, Steps
@@ -104,12 +111,12 @@ class Maker:
         material = self._material
         own = material.render("discover", self._rng.getrandbits(64), None)
         assert own is not None
-        gold = await material.run(material.gold, [own])
-        base = await material.run(b"", [own])
-        if not gold.records or not gold.records[0]:
+        gold = await material.run(material.gold, [own.rendering])
+        (base_calls,) = await material.calls(b"", [own])
+        if not gold.records[0]:
             material.notes.append(f"gold left no records: {gold.log[-300:]}")
             return [], {}
-        public, base_calls = own.calls(gold.records[0]), own.calls(base.records[0] if base.records else "")
+        public = own.calls(gold.records[0])
         material.sides = decide_sides(own, public, base_calls)
         words = await find_words(material, own, public, base_calls, self._seeds())
         varied = await self._within(HALF, "a varied rendering", find_variation(material, own, public, base_calls))
@@ -119,7 +126,7 @@ class Maker:
             redrawn = await self._within(HALF, "a second draw of words", self._redraw(own, public, base_calls, varied))
             rated = max(filter(None, (rated, redrawn)), key=lambda one: [*one.strengths().values()].count("strong"))
         await rated.run(GOLD_RUNS - 1, BASE_RUNS - 1)
-        return rated.kept, rated.strengths()
+        return [one.controlled for one in rated.kept], rated.strengths()
 
     def _seeds(self) -> list[int]:
         return [self._rng.getrandbits(64) for _ in range(BLINDED + 1)]
@@ -150,11 +157,14 @@ class Maker:
             assert rendered_set is not None
             # Tests are chosen by name, so the rendering may hold more tests of the same name than requested.
             sets.append((rendered_set, {test: found for test, found in calls.items() if test in kinds}))
-        controlled = [
-            ControlledRendering(rendered_set.rendering, checks_of(rendered_set, calls, own.probes, material.sides))
-            for rendered_set, calls in sets
-        ]
-        rated = Telling(material, sets, controlled, public)
+        rated = Telling(
+            material,
+            [
+                Rated(one, ControlledRendering(one.rendering, checks_of(one, calls, own.probes, material.sides)))
+                for one, calls in sets
+            ],
+            public,
+        )
         await rated.run(1, 1)
         return rated
 

@@ -258,17 +258,21 @@ class Material:
             plain_path, module = f"{self.package.path}/{name}", f"{self.package.name}.{PurePosixPath(name).stem}"
         return RenderedSet(Rendering({plain_path: file.source, **file.beside}, records, plain_path, module), files)
 
-    async def run(self, patch: bytes, renderings: Sequence[Rendering | RenderedSet]) -> Recorded:
+    async def run(self, patch: bytes, renderings: Sequence[Rendering]) -> Recorded:
         """Run renderings with ``patch``. Add a note if the run did not end by itself.
 
         Raises:
             SandboxError, VerifierError: the box failed.
         """
-        plain = [one.rendering if isinstance(one, RenderedSet) else one for one in renderings]
-        recorded = await run_renderings(self.site, self.row, patch, plain, support=self.support)
+        recorded = await run_renderings(self.site, self.row, patch, renderings, support=self.support)
         if recorded.outcome is not ExecOutcome.EXITED:
             self.notes.append(f"a run ended by '{recorded.outcome}'")
         return recorded
+
+    async def calls(self, patch: bytes, sets: Sequence[RenderedSet]) -> list[Calls]:
+        """Run rendered sets with ``patch``, and return the calls that each recorded. Raises as `run`."""
+        recorded = await self.run(patch, [one.rendering for one in sets])
+        return [one.calls(records) for one, records in zip(sets, recorded.records, strict=True)]
 
     def is_fixed(self, test: str) -> bool:
         """Whether the patch has to fix a test."""

@@ -82,7 +82,8 @@ class Recorded:
     applied: bool
     outcome: ExecOutcome = ExecOutcome.EXITED
     records: tuple[str, ...] = ()
-    """For each rendering the contents of its file of records. The code under test may have written any of it."""
+    """For each rendering the contents of its file of records; empty texts if the patch does not apply. The code under
+    test may have written any of it."""
     log: str = ""
     duration_s: float = 0.0
 
@@ -114,7 +115,8 @@ async def run_renderings(
         await site.provider.put_archive(handle, INPUTS, archive_of(inputs))
         applied = await apply_patch(site, handle, patch)
         if not applied.applied or applied.refusal is not None:
-            return Recorded(applied=False, log=applied.apply_log, duration_s=time.monotonic() - started)
+            nothing = ("",) * len(renderings)
+            return Recorded(False, records=nothing, log=applied.apply_log, duration_s=time.monotonic() - started)
         result = await exec_in(
             site, handle, ["/bin/bash", f"{INPUTS}/run.sh"], timeout_s=site.timeout_s, max_output_bytes=1024 * 1024
         )

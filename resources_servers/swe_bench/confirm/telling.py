@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, Strength
 from resources_servers.swe_bench.confirm.material import Call, Calls, Material, RenderedSet
@@ -18,64 +19,62 @@ SURE = 2
 """The number of renderings run by the test command that must confirm a test for strength ``strong``."""
 
 
+@dataclass
+class Rated:
+    """A rendering with the checks of the tests that it still confirms, and base's answers to it so far."""
+
+    rendered: RenderedSet
+    controlled: ControlledRendering
+    base: list[Calls] = field(default_factory=list)
+
+
 class Telling:
     """Renderings, and the results of gold and base with them so far.
 
     Args:
-        sets: each rendering, and gold's answers in its words.
-        controlled: the same renderings with the checks made from these answers.
+        renderings: each with the checks made from gold's answers in its words.
         public: gold's answers in the row's own words.
     """
 
-    def __init__(
-        self,
-        material: Material,
-        sets: Sequence[tuple[RenderedSet, Calls]],
-        controlled: Sequence[ControlledRendering],
-        public: Calls,
-    ) -> None:
+    def __init__(self, material: Material, renderings: Sequence[Rated], public: Calls) -> None:
         self._material, self._public = material, public
-        self._sets = list(sets)
-        self.kept = list(controlled)
+        self.kept = list(renderings)
         self._fixed = {test for test in public if material.is_fixed(test)}
-        self._seen_base: list[list[Calls]] = [[] for _ in controlled]
 
     async def run(self, gold: int, base: int) -> None:
         """Run all renderings that often. Drop tests that gold does not always pass, tests to be fixed that base
         passes, renderings that decide nothing then, and all but the best plain rendering of each file."""
-        count = len(self.kept)
-        if not count:
+        if not self.kept:
             return
         drop: list[set[str]] = [set() for _ in self.kept]
         for patch, times in ((self._material.gold, gold), (b"", base)):
-            run = await self._material.run(patch, [one.rendering for one in self.kept] * times)
-            for place in range(count * times):
-                number = place % count
-                records = run.records[place] if run.records else ""
-                failed_tests = set(failed(self.kept[number].tests, read_records(records)))
+            run = await self._material.run(patch, [one.controlled.rendering for one in self.kept] * times)
+            for place, records in enumerate(run.records):
+                number = place % len(self.kept)
+                one = self.kept[number]
+                failed_tests = set(failed(one.controlled.tests, read_records(records)))
                 if patch:
                     drop[number] |= failed_tests
                 else:
-                    self._seen_base[number].append(self._sets[number][0].calls(records))
+                    one.base.append(one.rendered.calls(records))
                     drop[number] |= self._fixed - failed_tests
         for number, one in enumerate(self.kept):
-            tests = {test: calls for test, calls in one.tests.items() if test not in drop[number] and any(calls)}
-            if not tests or not (self._fixed & set(tests) or one.rendering.plain):
+            rendering, checks = one.controlled.rendering, one.controlled.tests
+            tests = {test: calls for test, calls in checks.items() if test not in drop[number] and any(calls)}
+            if not tests or not (self._fixed & set(tests) or rendering.plain):
                 self._material.notes.append(f"rendering {number} decides nothing")
                 tests = {}
-            self.kept[number] = ControlledRendering(one.rendering, tests)
-        best = one_plain([one for one in self.kept if one.tests], self._fixed)
-        places = [number for number, one in enumerate(self.kept) if any(one is it for it in best)]
-        self.kept = [self.kept[number] for number in places]
-        self._sets = [self._sets[number] for number in places]
-        self._seen_base = [self._seen_base[number] for number in places]
+            one.controlled = ControlledRendering(rendering, tests)
+        best = one_plain([one.controlled for one in self.kept if one.controlled.tests], self._fixed)
+        self.kept = [one for one in self.kept if any(one.controlled is it for it in best)]
 
     def strengths(self) -> dict[str, Strength]:
         """Return how well each test to be fixed is controlled."""
         levels: dict[str, list[Strength]] = {}
-        for controlled, (rendered, _), base in zip(self.kept, self._sets, self._seen_base, strict=True):
-            for test in self._fixed & set(controlled.tests) if not controlled.rendering.plain else ():
-                more = _carries_more_than_the_public(controlled.tests[test], self._public[test], base, test, rendered)
+        for one in self.kept:
+            tests = one.controlled.tests if not one.controlled.rendering.plain else {}
+            for test in self._fixed & set(tests):
+                more = _carries_more_than_the_public(tests[test], self._public[test], one.base, test, one.rendered)
                 levels.setdefault(test, []).append("strong" if more else "weak")
         strengths: dict[str, Strength] = {}
         for test in self._fixed:

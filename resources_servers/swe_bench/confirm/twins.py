@@ -404,7 +404,7 @@ class TwinMaker:
         answers: list[dict[str, list[Value]]] = []
         for number in range(len(labels)):
             by_key: dict[str, list[Value]] = {}
-            for key, values in read_records(run.records[number]) if run.records else ():
+            for key, values in read_records(run.records[number]):
                 if values:
                     left_out = self.material.sides.get(key, "right") == "left" and len(values) > 1
                     by_key.setdefault(key, []).append(values[1] if left_out else values[0])
@@ -492,15 +492,13 @@ class TwinMaker:
         passed_by_delivery: list[list[set[str]]] = []
         for delivery in deliveries:
             delivery_logs, logs = logs[: len(delivery.renderings)], logs[len(delivery.renderings) :]
-            delivery_logs += [""] * (len(delivery.renderings) - len(delivery_logs))
             passed_by_delivery.append(await delivery.passed(self.material.row, delivery_logs))
         return passed_by_delivery
 
     async def _passed(self, patch: bytes, texts: Sequence[Mapping[str, str]]) -> list[list[str]]:
         """Run several sets of test files in one box. Return for each the ids that pass with ``patch`` in log order."""
         recorded = await self.material.run(patch, [rendering_of(self.material.row, one, self.rng) for one in texts])
-        passed = [await passed_in(self.material.row, log) for log in recorded.records]
-        return [*passed, *([] for _ in range(len(texts) - len(passed)))]
+        return [await passed_in(self.material.row, log) for log in recorded.records]
 
 
 def mutant_of(path: str, text: str, wrong: Wrong) -> Mutant:

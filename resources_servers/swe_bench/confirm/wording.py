@@ -46,11 +46,9 @@ async def find_words(
                 pinned[number] = None
         sets = {number: material.render("discover", new_seeds[number], pinned[number]) for number in sorted(pending)}
         ready = [one for one in sets.values() if one is not None]
-        gold, base = await material.run(material.gold, ready), await material.run(b"", ready)
-        for place, (number, one) in enumerate(sets.items()):
-            assert one is not None
-            calls = gold_calls[number] = one.calls(gold.records[place] if gold.records else "")
-            unfixed = one.calls(base.records[place] if base.records else "")
+        gold, base = await material.calls(material.gold, ready), await material.calls(b"", ready)
+        for number, calls, unfixed in zip(sets, gold, base, strict=True):
+            gold_calls[number] = calls
             # A test to be fixed that other words break gets its own words back. Other broken tests are left out later.
             broken = _broken(own, public, calls) & fixed
             broken |= {
@@ -82,11 +80,10 @@ async def find_variation(material: Material, own: RenderedSet, public: Calls, be
         return None
     seed = material.rng.getrandbits(64)
     single_kind_sets = [material.render("discover", seed, None, kinds=dict.fromkeys(tests, (kind,))) for kind in KINDS]
-    gold = await material.run(material.gold, [one for one in single_kind_sets if one is not None])
+    gold = await material.calls(material.gold, [one for one in single_kind_sets if one is not None])
     passed_kinds: dict[str, set[Kind]] = {test: set() for test in tests}
-    for kind, one, records in zip(KINDS, single_kind_sets, gold.records, strict=False):
-        assert one is not None
-        for test in set(tests) - _broken(own, public, one.calls(records)):
+    for kind, calls in zip(KINDS, gold, strict=True):
+        for test in set(tests) - _broken(own, public, calls):
             passed_kinds[test].add(kind)
     kinds = {test: frozenset(found) for test, found in passed_kinds.items() if found}
     seeds = [material.rng.getrandbits(64) for _ in range(_DRAWS)]
@@ -109,11 +106,9 @@ async def _try_variations(
         return dict.fromkeys(seeds, (set(), {}))
     sets = [material.render("discover", seed, None, kinds=kinds) for seed in seeds]
     ready = [one for one in sets if one is not None]
-    gold, base = await material.run(material.gold, ready), await material.run(b"", ready)
+    gold, base = await material.calls(material.gold, ready), await material.calls(b"", ready)
     outcomes: dict[int, tuple[set[str], Calls]] = {}
-    for place, (seed, one) in enumerate(zip(seeds, ready, strict=True)):
-        calls = one.calls(gold.records[place] if gold.records else "")
-        unfixed = one.calls(base.records[place] if base.records else "")
+    for seed, calls, unfixed in zip(seeds, gold, base, strict=True):
         alike = {test for test in kinds if not _differs(own, calls.get(test, []), unfixed.get(test, []))}
         outcomes[seed] = (_broken(own, public, calls) & set(kinds) | alike, calls)
     return outcomes
@@ -134,7 +129,7 @@ def _differs(own: RenderedSet, gold: list[Call], base: list[Call]) -> bool:
     """Whether base's answers in a test differ from gold's."""
     if [[key for key, _ in call] for call in gold] != [[key for key, _ in call] for call in base]:
         return True
-    probes = {key: probe for file in own.files.values() for key, probe in file.probes.items()}
+    probes = own.probes
     pairs = [pair for call, other in zip(gold, base, strict=True) for pair in zip(call, other, strict=True)]
     return any(
         holds(probes[key], values) != holds(probes[key], others)
@@ -145,7 +140,7 @@ def _differs(own: RenderedSet, gold: list[Call], base: list[Call]) -> bool:
 
 def _broken(own: RenderedSet, public: Calls, calls: Calls) -> set[str]:
     """Return the tests that gold no longer passes in other words, as far as the records show."""
-    probes = {key: probe for file in own.files.values() for key, probe in file.probes.items()}
+    probes = own.probes
     broken: set[str] = set()
     for test, invocations in public.items():
         new_calls = calls.get(test, [])

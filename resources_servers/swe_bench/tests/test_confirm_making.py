@@ -18,6 +18,7 @@ from resources_servers.swe_bench.confirm.runs import Pristine, Recorded, Renderi
 from resources_servers.swe_bench.confirm.telling import (
     BASE_RUNS,
     GOLD_RUNS,
+    Rated,
     Telling,
     may_be_strong,
     one_plain,
@@ -100,11 +101,11 @@ async def test_what_gold_misses_or_base_passes_in_any_of_its_runs_decides_nothin
     material = SimpleNamespace(gold=b"gold", notes=[], is_fixed=lambda one: True, run=run)
     rendering = ControlledRendering(Rendering({}, "/r"), {test: ((Check("s", "begin"),),)})
     one = RenderedSet(rendering.rendering, {})
-    told = Telling(cast(Material, material), [(one, {})], [rendering], {test: [[]]})
+    told = Telling(cast(Material, material), [Rated(one, rendering)], {test: [[]]})
     await told.run(1, 1)
     assert told.strengths() == {test: "weak"}
     await told.run(GOLD_RUNS - 1, BASE_RUNS - 1)
-    assert [one.tests for one in told.kept] == ([rendering.tests] if kept else [])
+    assert [one.controlled.tests for one in told.kept] == ([rendering.tests] if kept else [])
     assert told.strengths() == {test: "weak" if kept else "none"}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastapi import FastAPI
@@ -13,12 +15,20 @@ from nemo_gym.contract.errors import RowError, VerifierError
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.contract.verdict import FailureKind, Verdict
 from nemo_gym.environment.mcp.answers import answered_text
-from nemo_gym.environment.worker_pool import Ending
-from resources_servers.math.checker import Checker, Comparison
+from nemo_gym.environment.worker_pool import Ending, WorkerPool
 
 ANSWER_CHARS = 20_000
 """Only this many characters at the end of an answer are compared, because the result stands there."""
+COMPARE = "resources_servers.math.comparison:compare"
 QUESTION = "{question}\n\nGive the answer inside \\boxed{{}}."
+
+
+@dataclass(frozen=True)
+class Comparison:
+    ending: Ending
+    right: bool = False
+    read: str | None = None
+    """The part of the text that was taken as the answer."""
 
 
 class MathConfig(BaseResourcesServerConfig):
@@ -38,11 +48,16 @@ class MathEnvironment(SimpleResourcesServer):
     config: MathConfig
     topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE,)
 
-    _checker: Checker = PrivateAttr()
+    _comparers: WorkerPool = PrivateAttr()
     _checked: set[str] = PrivateAttr(default_factory=set)
 
     def setup_webserver(self) -> FastAPI:
-        self._checker = Checker(workers=self.config.workers, timeout_s=self.config.timeout_s)
+        self._comparers = WorkerPool(
+            COMPARE,
+            workers=self.config.workers,
+            warm_up={"expected": "1", "answer": "1"},
+            missing="install the packages of requirements.txt (the extra 'math')",
+        )
         return super().setup_webserver()
 
     def public_row(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +84,7 @@ class MathEnvironment(SimpleResourcesServer):
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
     ) -> Verdict:
         expected, answer = _expected(row), answered_text(response)[-ANSWER_CHARS:]
-        comparison = self._obvious(expected, answer) or await self._checker.compare(expected, answer)
+        comparison = self._obvious(expected, answer) or await self._compare(expected, answer)
         if comparison.ending is not Ending.ANSWERED:
             comparison = await self._final_comparison(expected, answer, comparison)
         details = {"comparison": str(comparison.ending), "answer": comparison.read}
@@ -80,7 +95,17 @@ class MathEnvironment(SimpleResourcesServer):
 
     async def shutdown(self) -> None:
         await super().shutdown()
-        await self._checker.aclose()
+        await asyncio.to_thread(self._comparers.close)
+
+    async def _compare(self, expected: str, answer: str) -> Comparison:
+        """Compare in a worker process, which is killed when it takes too long.
+
+        Raises:
+            VerifierError: no process can be started, or it cannot import math-verify.
+        """
+        question = {"expected": expected, "answer": answer}
+        reply = await self._comparers.ask(question, timeout_s=self.config.timeout_s)
+        return Comparison(reply.ending, **(reply.value if reply.ending is Ending.ANSWERED else {}))
 
     def _obvious(self, expected: str, answer: str) -> Comparison | None:
         """Return the outcome without math-verify (0.45 ms of CPU) if it is certain: the answer is blank, or its only
@@ -93,7 +118,7 @@ class MathEnvironment(SimpleResourcesServer):
         return None
 
     async def _accepts_itself(self, expected: str) -> bool:
-        return (await self._checker.compare(expected, _boxed(expected))).right
+        return (await self._compare(expected, _boxed(expected))).right
 
     async def _final_comparison(self, expected: str, answer: str, first: Comparison) -> Comparison:
         """Return the final outcome where ``first`` has none. A timeout counts as a wrong answer; any other failure is
@@ -104,7 +129,7 @@ class MathEnvironment(SimpleResourcesServer):
                 " with itself; the machine is short of time or memory, or the row's answer is too hard to compare",
                 kind=FailureKind.CONTROL_RUN_FAILED,
             )
-        return first if first.ending is Ending.TIMED_OUT else await self._checker.compare(expected, answer)
+        return first if first.ending is Ending.TIMED_OUT else await self._compare(expected, answer)
 
 
 def _reward_reason(comparison: Comparison, answer: str) -> str | None:

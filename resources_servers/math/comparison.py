@@ -1,4 +1,4 @@
-"""Compares an answer with the expected one. `checker.py` runs this in a worker process.
+"""Compares an answer with the expected one. `app.py` runs this in a worker process.
 
 Symbolic algebra on a policy's text can take unbounded time and memory. math-verify's own time limits use signals,
 which work in the main thread only, so they are off here and the parent process kills the worker instead. An answer

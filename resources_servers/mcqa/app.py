@@ -14,7 +14,7 @@ from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescript
 from nemo_gym.contract.verdict import FailureKind, Verdict
 from nemo_gym.environment.mcp.answers import answered_text
 from nemo_gym.environment.worker_pool import Ending, WorkerPool
-from resources_servers.mcqa.extraction import ANSWER_CHARS, Grading, choice, matched
+from resources_servers.mcqa.extraction import ANSWER_CHARS, Grading, choice, lenient_choice
 
 _ASKED = {
     Grading.STRICT_SINGLE_LETTER_BOXED: "Give the letter of the right option inside \\boxed{}.",
@@ -111,7 +111,7 @@ class McqaEnvironment(SimpleResourcesServer):
                 kind=FailureKind.VERIFIER_FAILED,
                 retryable=True,
             )
-        return matched(reply.value, options) if reply.value is not None else None
+        return lenient_choice(reply.value, options) if reply.value is not None else None
 
 
 def _options(row: Mapping[str, Any]) -> dict[str, str]:

@@ -36,18 +36,26 @@ def choice(text: str, options: Mapping[str, str], mode: Grading) -> str | None:
     text = text[-ANSWER_CHARS:]
     if mode is Grading.LENIENT_ANSWER_COLON:
         candidates = [match[1] for match in _ANSWER.finditer(text)]
-        return _lenient(candidates[-1], options) if candidates else None
+        return lenient_choice(candidates[-1], options) if candidates else None
     boxed = _last_box(text)
     if boxed is None:
         return None
     if mode is Grading.STRICT_SINGLE_LETTER_BOXED:
         return boxed if boxed in options else None
-    return _lenient(boxed, options)
+    return lenient_choice(boxed, options)
 
 
-def matched(said: str, options: Mapping[str, str]) -> str | None:
-    """Return the letter in the text that a row's own regular expression found."""
-    return _lenient(said, options)
+def lenient_choice(answer: str, options: Mapping[str, str]) -> str | None:
+    """Return the option that a found text names: by its letter, possibly wrapped, or by its own text."""
+    plain = _WRAPPED.sub(r"\1", answer).strip(_AROUND)
+    if plain.upper() in options:
+        return plain.upper()
+    folded = _folded(plain)
+    for letter, text in options.items():
+        if folded and folded == _folded(text):
+            return letter
+    leading_letter = _LETTER_FIRST.match(_WRAPPED.sub(r"\1", answer))
+    return leading_letter[1] if leading_letter is not None and leading_letter[1] in options else None
 
 
 def last_match(pattern: str, text: str) -> str | None:
@@ -71,18 +79,6 @@ def _last_box(text: str) -> str | None:
         text = text[:start]
         start = text.rfind(_BOX)
     return None
-
-
-def _lenient(answer: str, options: Mapping[str, str]) -> str | None:
-    plain = _WRAPPED.sub(r"\1", answer).strip(_AROUND)
-    if plain.upper() in options:
-        return plain.upper()
-    folded = _folded(plain)
-    for letter, text in options.items():
-        if folded and folded == _folded(text):
-            return letter
-    leading_letter = _LETTER_FIRST.match(_WRAPPED.sub(r"\1", answer))
-    return leading_letter[1] if leading_letter is not None and leading_letter[1] in options else None
 
 
 def _folded(text: str) -> str:

@@ -15,8 +15,7 @@ import pytest
 
 from nemo_gym.contract.credentials import Role
 from nemo_gym.environment import worker_pool
-from resources_servers.math import checker
-from resources_servers.math.app import MathEnvironment
+from resources_servers.math.app import COMPARE, MathEnvironment
 from resources_servers.math.comparison import compare
 from tests.servers.stack import Stack, response, rollout, running_stack
 
@@ -53,7 +52,7 @@ def row(expected: Any) -> dict[str, Any]:
 
 def workers() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if checker.COMPARE in child.cmdline()]
+    return [child for child in children if COMPARE in child.cmdline()]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ async def test_answer_in_the_words_of_the_expected_one_is_judged_as_by_a_compari
 ) -> None:
     answer = said.replace("%s", expected)
     assert (await seed(stack, row(expected)))[0] == 200
-    monkeypatch.setattr(checker.Checker, "compare", None)
+    monkeypatch.setattr(MathEnvironment, "_compare", None)
     judged = await verdict(stack, row(expected), answer)
     assert (judged["valid"], judged["reward"]) == (True, float(compare(expected, answer)["right"])), judged
 
@@ -150,7 +149,7 @@ async def test_verdict_is_no_reward_when_the_checker_cannot_start(
 ) -> None:
     (tmp_path / "broken_comparison.py").write_text("import a_package_that_nobody_has\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(stack.servers[ENV]._checker._pool, "function", "broken_comparison:compare")  # type: ignore[attr-defined]
+    monkeypatch.setattr(stack.servers[ENV]._comparers, "function", "broken_comparison:compare")  # type: ignore[attr-defined]
     status, answer = await seed(stack, row("46"))
     assert status >= 500
     assert "No module named 'a_package_that_nobody_has'" in answer["detail"]

@@ -5,14 +5,10 @@ an unreferenced pack. Scrubbing does not search for such places. It builds a new
 from the commit, replaces the old one, and then verifies the result by enumerating it. Verification is a separate
 program, because an image may be old, or made by others.
 
-Both are shell scripts that need only ``git`` and the basic utilities, so they can run in a box while an image is made,
-or on a directory of this machine.
+Both are shell scripts that need only ``git`` and the basic utilities, so they can run in a box while an image is made.
 """
 
 from __future__ import annotations
-
-import subprocess
-from pathlib import Path
 
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
@@ -148,20 +144,10 @@ class ScrubError(SandboxError):
     code = "scrub"
 
 
-def _arguments(script: str, path: str, base_commit: str, head: str | None) -> list[str]:
-    return ["/bin/sh", "-c", script, "scrub", path.rstrip("/"), base_commit, head or base_commit]
-
-
-def _check(returned: int | None, stdout: str, stderr: str, path: str, head: str, *, proof: bool) -> None:
-    """Raise `ScrubError` unless the script reports success. It fails closed: any other result is a failure."""
-    proven = any(line.startswith(f"scrubbed {head} ") for line in stdout.splitlines())
-    if returned != 0 or (proof and not proven):
-        reason = stderr.strip().splitlines()[-1:] or [f"exit code {returned}"]
-        raise ScrubError(f"repository {path} cannot be trusted to end at {head}: {reason[0]}", path=path, commit=head)
-
-
-def scrub_directory(path: Path, base_commit: str, *, head: str | None = None) -> None:
-    """Scrub and verify a repository of this machine.
+async def scrub_box(
+    provider: SandboxProvider, handle: SandboxHandle, path: str, base_commit: str, *, head: str | None = None
+) -> None:
+    """Scrub and verify a repository in a box, for example while an image is made.
 
     Args:
         head: the commit to keep, if the image's makers committed on top of ``base_commit``; default: ``base_commit``.
@@ -169,33 +155,7 @@ def scrub_directory(path: Path, base_commit: str, *, head: str | None = None) ->
     Raises:
         ScrubError: it could not be scrubbed, or does not pass verification.
     """
-    _run(SCRUB_SCRIPT, path, base_commit, head, proof=False)
-    verify_directory(path, base_commit, head=head)
-
-
-def verify_directory(path: Path, base_commit: str, *, head: str | None = None) -> None:
-    """Raise `ScrubError` unless the repository holds exactly the history of one commit and no other object."""
-    _run(VERIFY_SCRIPT, path, base_commit, head, proof=True)
-
-
-def _run(script: str, path: Path, base_commit: str, head: str | None, *, proof: bool) -> None:
-    done = subprocess.run(
-        _arguments(script, str(path.resolve()), base_commit, head),
-        env=_ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=SCRUB_TIMEOUT_S,
-        check=False,
-    )
-    _check(done.returncode, done.stdout, done.stderr, str(path), head or base_commit, proof=proof)
-
-
-async def scrub_box(
-    provider: SandboxProvider, handle: SandboxHandle, path: str, base_commit: str, *, head: str | None = None
-) -> None:
-    """Scrub and verify a repository in a box, for example while an image is made. See `scrub_directory`."""
-    await _exec(provider, handle, SCRUB_SCRIPT, path, base_commit, head, proof=False)
+    await _exec(provider, handle, SCRUB_SCRIPT, path, base_commit, head)
     await verify_box(provider, handle, path, base_commit, head=head)
 
 
@@ -204,22 +164,21 @@ async def verify_box(
 ) -> None:
     """Raise `ScrubError` unless the repository in the box holds exactly the history of one commit and no other object.
     It trusts the box's git, so use it only for boxes that no agent has used."""
-    await _exec(provider, handle, VERIFY_SCRIPT, path, base_commit, head, proof=True)
+    await _exec(provider, handle, VERIFY_SCRIPT, path, base_commit, head)
 
 
 async def _exec(
-    provider: SandboxProvider,
-    handle: SandboxHandle,
-    script: str,
-    path: str,
-    base_commit: str,
-    head: str | None,
-    *,
-    proof: bool,
+    provider: SandboxProvider, handle: SandboxHandle, script: str, path: str, base_commit: str, head: str | None
 ) -> None:
-    result = await provider.exec(
-        handle, _arguments(script, path, base_commit, head), cwd="/", env=_ENVIRONMENT, timeout_s=SCRUB_TIMEOUT_S
-    )
+    """Raise `ScrubError` unless the script reports success. It fails closed: any other result is a failure."""
+    head = head or base_commit
+    command = ["/bin/sh", "-c", script, "scrub", path.rstrip("/"), base_commit, head]
+    result = await provider.exec(handle, command, cwd="/", env=_ENVIRONMENT, timeout_s=SCRUB_TIMEOUT_S)
     if result.outcome is not ExecOutcome.EXITED:
         raise ScrubError(f"repository {path} was not scrubbed: {result.outcome}", path=path, commit=base_commit)
-    _check(result.return_code, result.stdout or "", result.stderr or "", path, head or base_commit, proof=proof)
+    proven = script is not VERIFY_SCRIPT or any(
+        line.startswith(f"scrubbed {head} ") for line in (result.stdout or "").splitlines()
+    )
+    if result.return_code != 0 or not proven:
+        reason = (result.stderr or "").strip().splitlines()[-1:] or [f"exit code {result.return_code}"]
+        raise ScrubError(f"repository {path} cannot be trusted to end at {head}: {reason[0]}", path=path, commit=head)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.sandbox.base import SandboxHandle
 from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS, assemble, example_names, example_rows_text
 from resources_servers.swe_bench.preparation.repositories import Repositories, git
-from resources_servers.swe_bench.scrub import verify_directory
+from resources_servers.swe_bench.scrub import verify_box
 
 
 def run(*words: str, cwd: Path) -> str:
@@ -39,34 +41,36 @@ def history(tmp_path: Path) -> dict[str, str]:
     return {**commits, "side": commit(source, "side")}
 
 
-async def objects_of(repositories: Repositories, commit: str) -> set[str]:
+async def objects_of(this_host: Any, repositories: Repositories, commit: str) -> set[str]:
     async with repositories.clone("a/b", commit) as git_dir:
         git("reset", "--quiet", "--hard", commit, cwd=git_dir.parent)
         (git_dir / "ORIG_HEAD").unlink(missing_ok=True)
-        verify_directory(git_dir.parent, commit)
+        await verify_box(this_host, cast(SandboxHandle, None), str(git_dir.parent), commit)
         listing = git("cat-file", "--batch-all-objects", "--batch-check=%(objectname)", cwd=git_dir.parent)
         return set(listing.stdout.split())
 
 
 @pytest.mark.parametrize("order", [["second", "third", "side"], ["third", "second"], ["side", "third", "third"]])
 async def test_clone_holds_nothing_but_its_history_when_others_were_made_before(
-    order: list[str], history: dict[str, str], tmp_path: Path
+    order: list[str], this_host: Any, history: dict[str, str], tmp_path: Path
 ) -> None:
     repositories = Repositories([tmp_path / "repos"], tmp_path / "scratch")
     for name in order:
-        objects = await objects_of(repositories, history[name])
+        objects = await objects_of(this_host, repositories, history[name])
         assert history[name] in objects
         assert history["first"] in objects
         assert history["fix"] not in objects
 
 
-async def test_clone_is_the_same_when_the_repository_is_bare(history: dict[str, str], tmp_path: Path) -> None:
+async def test_clone_is_the_same_when_the_repository_is_bare(
+    this_host: Any, history: dict[str, str], tmp_path: Path
+) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     run("clone", "-q", "--bare", str(tmp_path / "repos" / "a__b"), str(bare / "a__b.git"), cwd=tmp_path)
     here = Repositories([bare], tmp_path / "one")
     there = Repositories([tmp_path / "repos"], tmp_path / "two")
-    assert await objects_of(here, history["third"]) == await objects_of(there, history["third"])
+    assert await objects_of(this_host, here, history["third"]) == await objects_of(this_host, there, history["third"])
 
 
 async def test_clone_names_the_missing_commit(history: dict[str, str], tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from resources_servers.swe_bench.scrub import ScrubError, scrub_directory, verify_directory
+from nemo_gym.sandbox.base import SandboxHandle
+from resources_servers.swe_bench.scrub import ScrubError, scrub_box, verify_box
 
+HANDLE = cast(SandboxHandle, None)
 FIX = "the fix that nobody may see"
 
 
@@ -63,10 +66,12 @@ def repository(tmp_path: Path) -> tuple[Path, str]:
     return work, base
 
 
-def test_repository_holds_only_the_history_of_its_commit_when_it_was_scrubbed(repository: tuple[Path, str]) -> None:
+async def test_repository_holds_only_the_history_of_its_commit_when_it_was_scrubbed(
+    this_host: Any, repository: tuple[Path, str]
+) -> None:
     work, base = repository
     assert git(work, "log", "--all", "-S", FIX, "--oneline")
-    scrub_directory(work, base)
+    await scrub_box(this_host, HANDLE, str(work), base)
     assert git(work, "log", "--all", "--format=%H").splitlines() == git(work, "rev-list", base).splitlines()
     objects = git(work, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").split()
     assert all(FIX not in git(work, "cat-file", "-p", name) for name in objects)
@@ -75,34 +80,38 @@ def test_repository_holds_only_the_history_of_its_commit_when_it_was_scrubbed(re
     assert not git(work, "fsck", "--unreachable", "--dangling", "--no-progress")
 
 
-def test_work_tree_and_branch_are_untouched_when_a_repository_is_scrubbed(repository: tuple[Path, str]) -> None:
+async def test_work_tree_and_branch_are_untouched_when_a_repository_is_scrubbed(
+    this_host: Any, repository: tuple[Path, str]
+) -> None:
     work, base = repository
     (work / "new.txt").write_text("untracked")
-    scrub_directory(work, base)
+    await scrub_box(this_host, HANDLE, str(work), base)
     assert git(work, "status", "--porcelain") == "?? new.txt"
     assert git(work, "symbolic-ref", "--short", "HEAD") == "main"
     assert git(work, "rev-parse", "HEAD") == base
     assert (work / "built").read_text() == "product"
 
 
-def test_commit_of_the_image_makers_is_kept_when_it_is_named(repository: tuple[Path, str]) -> None:
+async def test_commit_of_the_image_makers_is_kept_when_it_is_named(
+    this_host: Any, repository: tuple[Path, str]
+) -> None:
     work, base = repository
     git(work, "replace", "-d", base)
     head = commit(work, "setup.cfg", "prepared")
-    scrub_directory(work, base, head=head)
+    await scrub_box(this_host, HANDLE, str(work), base, head=head)
     assert git(work, "rev-list", "--count", f"{base}..HEAD") == "1"
-    verify_directory(work, base, head=head)
+    await verify_box(this_host, HANDLE, str(work), base, head=head)
     with pytest.raises(ScrubError, match="HEAD is not"):
-        verify_directory(work, base)
+        await verify_box(this_host, HANDLE, str(work), base)
 
 
-def test_linked_work_tree_becomes_a_repository_of_its_own_when_scrubbed(
-    repository: tuple[Path, str], tmp_path: Path
+async def test_linked_work_tree_becomes_a_repository_of_its_own_when_scrubbed(
+    this_host: Any, repository: tuple[Path, str], tmp_path: Path
 ) -> None:
     work, base = repository
     elsewhere = tmp_path / "elsewhere"
     git(elsewhere, "checkout", "-q", "-B", "task", base)
-    scrub_directory(elsewhere, base)
+    await scrub_box(this_host, HANDLE, str(elsewhere), base)
     assert (elsewhere / ".git").is_dir()
     assert not (work / ".git").exists(), "the history it shared is still there"
 
@@ -120,9 +129,11 @@ LEFTOVERS = {
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
-def test_verification_fails_when_something_is_left(repository: tuple[Path, str], name: str) -> None:
+async def test_verification_fails_when_something_is_left(
+    this_host: Any, repository: tuple[Path, str], name: str
+) -> None:
     work, base = repository
-    scrub_directory(work, base)
+    await scrub_box(this_host, HANDLE, str(work), base)
     tree = git(work, "hash-object", "-w", "-t", "tree", "--stdin", stdin="")
     future = git(work, "commit-tree", tree, "-p", base, "-m", FIX)
     if name in ("remote", "fetch_head", "reflog"):  # not about objects: leave none behind
@@ -136,19 +147,19 @@ def test_verification_fails_when_something_is_left(repository: tuple[Path, str],
         (work / ".git" / "logs").mkdir()
         (work / ".git" / "logs" / "HEAD").write_text(f"{base} {future} n <n@example.org> 0 +0000\tcommit: x\n")
     with pytest.raises(ScrubError):
-        verify_directory(work, base)
+        await verify_box(this_host, HANDLE, str(work), base)
 
 
-def test_scrub_fails_when_the_commit_is_not_there(repository: tuple[Path, str]) -> None:
+async def test_scrub_fails_when_the_commit_is_not_there(this_host: Any, repository: tuple[Path, str]) -> None:
     with pytest.raises(ScrubError, match="is not in the repository"):
-        scrub_directory(repository[0], "0" * 40)
+        await scrub_box(this_host, HANDLE, str(repository[0]), "0" * 40)
 
 
-def test_scrub_fails_when_there_is_no_repository(tmp_path: Path) -> None:
+async def test_scrub_fails_when_there_is_no_repository(this_host: Any, tmp_path: Path) -> None:
     with pytest.raises(ScrubError, match="has no"):
-        scrub_directory(tmp_path, "0" * 40)
+        await scrub_box(this_host, HANDLE, str(tmp_path), "0" * 40)
 
 
-def test_verification_fails_when_a_git_that_lies_prints_nothing(tmp_path: Path) -> None:
+async def test_verification_fails_when_a_git_that_lies_prints_nothing(this_host: Any, tmp_path: Path) -> None:
     with pytest.raises(ScrubError):
-        verify_directory(tmp_path / "missing", "0" * 40)
+        await verify_box(this_host, HANDLE, str(tmp_path / "missing"), "0" * 40)

@@ -138,8 +138,29 @@ class SweBenchServer(SimpleResourcesServer):
         return {**public, "responses_create_params": prompt_params(row, self.config.prompt_template)}
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
-        task = SweBenchRow.from_mapping(dataset_row(row))
-        return _described(self.config, task, rollout, await resolve_image(self.box_provider(), dataset_row(row)))
+        """Describe one attempt: a box of the row's prepared image that can reach only the model, and the patch to
+        harvest from it."""
+        SweBenchRow.from_mapping(dataset_row(row))  # refuses a bad row before an image is looked for
+        image = await resolve_image(self.box_provider(), dataset_row(row))
+        config = self.config
+        return SessionDescriptor(
+            environment=config.name,
+            task_id=rollout.task_id,
+            rollout=rollout,
+            placement=Placement(topology=config.topology, supported=self.topologies),
+            sandbox=SandboxClause(
+                spec=SandboxSpecModel(
+                    image=image.name,
+                    workdir=TESTBED,
+                    env=dict(image.env),
+                    resources=ResourcesModel(**config.work_resources.model_dump()),
+                    provider_options=config.provider_options,
+                )
+            ),
+            egress=Egress(policy=EgressPolicy.MODEL_ONLY),
+            harvest=(GitDiffHarvest(name=PATCH_ARTIFACT, path=TESTBED, max_bytes=config.max_patch_bytes),),
+            limits=Limits(wall_clock_s=config.agent_wall_clock_s, max_turns=config.agent_max_turns),
+        )
 
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
@@ -147,7 +168,9 @@ class SweBenchServer(SimpleResourcesServer):
         task = SweBenchRow.from_mapping(dataset_row(row))
         artifact = next((found for found in artifacts if found.name == PATCH_ARTIFACT), None)
         image = await resolve_image(self.box_provider(), dataset_row(row))
-        async with self._verifications():
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(self.config.max_concurrent_verifications)
+        async with self._slots:
             judgement = await judge(
                 self._site(image, rollout),
                 task,
@@ -195,36 +218,6 @@ class SweBenchServer(SimpleResourcesServer):
             timeout_s=config.eval_timeout_s,
             lease_s=config.eval_lease_s,
         )
-
-    def _verifications(self) -> asyncio.Semaphore:
-        if self._slots is None:
-            self._slots = asyncio.Semaphore(self.config.max_concurrent_verifications)
-        return self._slots
-
-
-def _described(
-    config: SweBenchConfig, row: SweBenchRow, rollout: RolloutIdentity, image: PreparedImage
-) -> SessionDescriptor:
-    """Return the session of one attempt: a box of the row's prepared image that can reach only the model, and the
-    patch to harvest from it."""
-    return SessionDescriptor(
-        environment=config.name,
-        task_id=rollout.task_id,
-        rollout=rollout,
-        placement=Placement(topology=config.topology, supported=SweBenchServer.topologies),
-        sandbox=SandboxClause(
-            spec=SandboxSpecModel(
-                image=image.name,
-                workdir=TESTBED,
-                env=dict(image.env),
-                resources=ResourcesModel(**config.work_resources.model_dump()),
-                provider_options=config.provider_options,
-            )
-        ),
-        egress=Egress(policy=EgressPolicy.MODEL_ONLY),
-        harvest=(GitDiffHarvest(name=PATCH_ARTIFACT, path=TESTBED, max_bytes=config.max_patch_bytes),),
-        limits=Limits(wall_clock_s=config.agent_wall_clock_s, max_turns=config.agent_max_turns),
-    )
 
 
 def _keep_log(directory: Path, row: SweBenchRow, rollout: RolloutIdentity, log: str) -> None:

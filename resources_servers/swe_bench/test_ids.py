@@ -21,23 +21,16 @@ def spelled_as_expected(log: str, expected: Iterable[str]) -> tuple[str, bool]:
     expected_ids = set(expected)
     any_changed = False
 
-    def shorten(match: re.Match[str]) -> str:
+    def spelled(match: re.Match[str], other: str) -> str:
         nonlocal any_changed
-        short = f"{match['test']} ({match['owner']})"
-        if match[0] in expected_ids or short not in expected_ids:
+        if match[0] in expected_ids or other not in expected_ids:
             return match[0]
         any_changed = True
-        return short
+        return other
 
-    def lengthen(match: re.Match[str]) -> str:
-        nonlocal any_changed
-        long = f"{match['test']} ({match['owner']}.{match['test']})"
-        if match[0] in expected_ids or long not in expected_ids:
-            return match[0]
-        any_changed = True
-        return long
-
-    return _SHORT.sub(lengthen, _LONG.sub(shorten, log)), any_changed
+    log = _LONG.sub(lambda match: spelled(match, f"{match['test']} ({match['owner']})"), log)
+    log = _SHORT.sub(lambda match: spelled(match, f"{match['test']} ({match['owner']}.{match['test']})"), log)
+    return log, any_changed
 
 
 _UNITTEST = re.compile(r"^(?P<name>\w+) \((?P<owner>[\w.]+)\)$")

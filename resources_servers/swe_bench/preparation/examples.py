@@ -7,18 +7,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from resources_servers.swe_bench.preparation.plan import Environment, PreparationError, read_environments
-from resources_servers.swe_bench.preparation.repositories import BRANCH, GIT_ENV, git
+from resources_servers.swe_bench.preparation.plan import Environment, read_environments
+from resources_servers.swe_bench.preparation.repositories import BRANCH, git
 
 EXAMPLES_DIR = Path(__file__).resolve().parent.parent / "examples"
 OWNER = "examples"
@@ -71,16 +69,7 @@ def _commit(repository: Path, message: str, when: int) -> None:
     date = f"{when} +0000"
     identity = {"GIT_AUTHOR_NAME": name, "GIT_AUTHOR_EMAIL": email, "GIT_AUTHOR_DATE": date}
     identity |= {"GIT_COMMITTER_NAME": name, "GIT_COMMITTER_EMAIL": email, "GIT_COMMITTER_DATE": date}
-    done = subprocess.run(
-        ["git", "commit", "--quiet", "--no-gpg-sign", "--no-verify", "-m", message],
-        cwd=repository,
-        env={"PATH": os.environ["PATH"], **GIT_ENV, **identity},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise PreparationError(f"assembling example {repository.name} failed: {done.stderr.strip()}")
+    git("commit", "--quiet", "--no-gpg-sign", "--no-verify", "-m", message, cwd=repository, env=identity)
 
 
 EXAMPLE_ROWS = EXAMPLES_DIR.parent / "data" / "example.jsonl"

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -51,15 +51,18 @@ GIT_ENV = {
 BRANCH = "main"
 
 
-def git(*arguments: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def git(
+    *arguments: str | Path, cwd: Path, check: bool = True, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run git, isolated from all configuration. A failure raises `PreparationError` with git's error output."""
     if shutil.which("git") is None:
         raise PreparationError("git is not installed on this machine; install the 'git' package")
     inherited = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
+    environment = {**inherited, **GIT_ENV, **(env or {})}
     command = ["git", *map(str, arguments)]
     try:
         done = subprocess.run(
-            command, cwd=cwd, env=inherited | GIT_ENV, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise PreparationError(f"{' '.join(command[:3])} took longer than {_TIMEOUT_S:.0f} s in {cwd}") from error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from resources_servers.swe_bench.confirm.labels import random_name
 
 Side = Literal["left", "right"]
 Mode = Literal["discover", "blind"]
@@ -88,24 +91,43 @@ class Probe:
 
 @dataclass
 class Blinding:
-    """How one rendering writes its probes."""
+    """How one rendering of a file writes its probes."""
 
     mode: Mode
-    tokens: Mapping[str, str]
-    """Key → the site's name in the rendering. A missing key is its own name."""
+    rng: random.Random
+    path: str
     dropped_sides: Mapping[str, Side]
     """Key → the side with the expected value, as discovery decided it."""
     probes: dict[str, Probe] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
+    """Key → the site's name in the rendering."""
+
+    def token(self, key: str) -> str:
+        """Return the name of a key's site, which tells nothing about the site if the rendering is blind."""
+        if key not in self.tokens:
+            self.tokens[key] = random_name(self.rng) if self.mode == "blind" else f"{self.path}|{key}"
+        return self.tokens[key]
+
+
+@dataclass
+class PythonBlinding(Blinding):
     dropped: set[str] = field(default_factory=set)
     """The names that removed expressions used."""
 
     def call(self, helper: str, key: str, *arguments: ast.expr) -> ast.Call:
-        site = ast.Constant(self.tokens.get(key, key))
-        return ast.Call(ast.Name(f"_ng_{helper}", ast.Load()), [site, *arguments], [])
+        return ast.Call(ast.Name(f"_ng_{helper}", ast.Load()), [ast.Constant(self.token(key)), *arguments], [])
 
     def leave_out(self, *expressions: ast.AST) -> None:
         for expression in expressions:
             self.dropped |= {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+
+
+def likely_side(names_left: Iterable[str], names_right: Iterable[str]) -> Side | None:
+    """Return the side whose names say that it holds the expected value; ``None`` if both or neither do."""
+    left, right = (
+        any(word in name.lower() for name in names for word in _EXPECTING) for names in (names_left, names_right)
+    )
+    return None if left == right else "left" if left else "right"
 
 
 class AssertionRewriter(ast.NodeTransformer):
@@ -115,7 +137,7 @@ class AssertionRewriter(ast.NodeTransformer):
         constants: names that stand for constants in this function.
     """
 
-    def __init__(self, blinding: Blinding, constants: Iterable[str]) -> None:
+    def __init__(self, blinding: PythonBlinding, constants: Iterable[str]) -> None:
         self.blinding = blinding
         self.constants = set(constants)
         self._caught: set[str] = set()
@@ -269,35 +291,37 @@ class AssertionRewriter(ast.NodeTransformer):
         self.blinding.probes[key] = Probe(key, op, expected, extra)
 
     def _expected(self, left: ast.expr, right: ast.expr) -> Side | None:
-        constant_left, constant_right = self._constant(left), self._constant(right)
+        constant_left, constant_right = (is_constant(side, self.constants) for side in (left, right))
         if constant_right and not constant_left:
             return "right"
         if constant_left and not constant_right:
             return "left"
-        names = [_names_of(side) for side in (left, right)]
-        names_expectation = [any(word in name.lower() for name in group for word in _EXPECTING) for group in names]
-        if names_expectation[0] != names_expectation[1]:
-            return "left" if names_expectation[0] else "right"
-        return "right" if constant_left else None
+        return likely_side(_names_of(left), _names_of(right)) or ("right" if constant_left else None)
 
-    def _constant(self, node: ast.expr) -> bool:
-        if isinstance(node, ast.Constant):
-            return True
-        if isinstance(node, ast.Name):
-            return node.id in self.constants
-        if isinstance(node, ast.Call):
-            inside = [*node.args, *(one.value for one in node.keywords)]
-            if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Name):
-                inside.append(node.func.value)
-            return _name(node.func) in _PURE_CALLS and all(self._constant(one) for one in inside)
-        if isinstance(
-            node,
-            ast.Tuple | ast.List | ast.Set | ast.Dict | ast.UnaryOp | ast.BinOp | ast.JoinedStr | ast.FormattedValue,
-        ):
-            return all(self._constant(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
-        if isinstance(node, ast.Starred):
-            return self._constant(node.value)
-        return isinstance(node, ast.Subscript) and self._constant(node.value) and self._constant(node.slice)
+
+def is_constant(node: ast.expr, names: Collection[str]) -> bool:
+    """Whether an expression is a constant that no code of the product computes. ``names`` stand for constants."""
+    if isinstance(node, ast.Constant):
+        return True
+    if isinstance(node, ast.Name):
+        return node.id in names
+    inside: list[ast.expr]
+    if isinstance(node, ast.Call):
+        inside = [*node.args, *(one.value for one in node.keywords)]
+        if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Name):
+            inside.append(node.func.value)
+        return _name(node.func) in _PURE_CALLS and all(is_constant(one, names) for one in inside)
+    if isinstance(
+        node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.UnaryOp | ast.BinOp | ast.JoinedStr | ast.FormattedValue
+    ):
+        inside = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    elif isinstance(node, ast.Starred):
+        inside = [node.value]
+    elif isinstance(node, ast.Subscript):
+        inside = [node.value, node.slice]
+    else:
+        return False
+    return all(is_constant(one, names) for one in inside)
 
 
 def _nearness(name: str, call: ast.Call, op: str) -> tuple[str, float | None]:

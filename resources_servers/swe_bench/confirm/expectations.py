@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, Blinding, Side
+from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, PythonBlinding, Side
 from resources_servers.swe_bench.confirm.labels import Labels
 from resources_servers.swe_bench.confirm.rendering import Chosen, relayout
 from resources_servers.swe_bench.confirm.slicing import FunctionNode, case_rows, functions_of, parametrisation
@@ -183,7 +183,7 @@ class _Collector(AssertionRewriter):
     """Collects what a function expects. The rewritten function is discarded."""
 
     def __init__(self, function: FunctionNode, sides: Mapping[str, Side], helpers: Sequence[FunctionNode]) -> None:
-        self.probes = Blinding("discover", {}, {})
+        self.probes = PythonBlinding("discover", random.Random(0), "", {})
         super().__init__(self.probes, ())
         self.function, self.sides, self.helpers = _place(function), sides, helpers
         self.found: list[_Expectation] = []

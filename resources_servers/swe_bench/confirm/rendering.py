@@ -10,7 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, Blinding, Mode, Probe, Side
+from resources_servers.swe_bench.confirm.assertions import (
+    AssertionRewriter,
+    Mode,
+    Probe,
+    PythonBlinding,
+    Side,
+    is_constant,
+)
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of
 from resources_servers.swe_bench.confirm.slicing import (
     FunctionNode,
@@ -98,10 +105,7 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
     keys = {id(node): "test:" + ".".join((*classes, node.name)) for classes, node in tests}
     _keep_chosen(tree, {id(node) for _, node in tests})
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in loads_in(node.test))]
-    every_key = [*keys.values(), *_sites(source)]
-    blind = order.mode == "blind"
-    tokens = {key: random_name(order.rng) if blind else f"{order.path}|{key}" for key in every_key}
-    blinding = Blinding(order.mode, tokens, order.dropped_sides)
+    blinding = PythonBlinding(order.mode, order.rng, order.path, order.dropped_sides)
     constants = _constants(tree.body)
     for _, function, _ in list(functions_of(tree)):
         constant_names = constants | _constants(function.body) | _case_names(function)
@@ -136,7 +140,7 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
     tree.body += driver
     text = _pasted(ast.unparse(ast.fix_missing_locations(tree)), order)
     compile(text, "rendering", "exec", dont_inherit=True)
-    site_keys = {token: f"{order.path}|{key}" for key, token in tokens.items()}
+    site_keys = {token: f"{order.path}|{key}" for key, token in blinding.tokens.items()}
     probes = {f"{order.path}|{key}": probe for key, probe in blinding.probes.items()}
     return Rendered(text, probes, site_keys, words, words_by_test)
 
@@ -167,16 +171,6 @@ def _number_cases(tree: ast.Module, function: FunctionNode) -> None:
         if rows is not None and isinstance(decorator, ast.Call) and len(decorator.args) < 4:
             numbers: list[ast.expr] = [ast.Constant(f"{number}") for number in range(len(rows))]
             decorator.keywords.append(ast.keyword("ids", ast.List(numbers, ast.Load())))
-
-
-def _sites(source: str) -> list[str]:
-    """Return the keys of everything in a file that may be an assertion."""
-    keys: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Assert | ast.Call | ast.Expr):
-            key = f"{node.lineno}.{node.col_offset}"
-            keys += [key, *(f"{key}.{n}" for n in range(6)), *(f"{key}.{n}.{m}" for n in range(6) for m in range(4))]
-    return list(dict.fromkeys(keys))
 
 
 def _keep_chosen(tree: ast.Module, chosen: Collection[int]) -> None:
@@ -229,8 +223,7 @@ def _constants(body: Sequence[ast.stmt]) -> set[str]:
                     values.setdefault(part.id, []).append(node.iter)
     names: set[str] = set()
     for _ in range(3):
-        checker = AssertionRewriter(Blinding("discover", {}, {}), names)
-        names |= {name for name, assigned in values.items() if all(checker._constant(value) for value in assigned)}
+        names |= {name for name, assigned in values.items() if all(is_constant(value, names) for value in assigned)}
     return names
 
 

@@ -6,11 +6,12 @@ Supported are ``assert`` (Node's and chai's), methods of a test's own argument (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from resources_servers.swe_bench.confirm.assertions import Mode, Probe, Side
+from resources_servers.swe_bench.confirm.assertions import Blinding, Probe, Side, likely_side
 from resources_servers.swe_bench.confirm.javascript.syntax import (
     FUNCTIONS,
     Code,
@@ -108,21 +109,7 @@ _NO_ASSERTIONS = frozenset([
 ])
 # fmt: on
 _LITERALS = frozenset({"number", "regex", "true", "false", "null", "undefined"})
-_EXPECTING = ("expect", "want", "desired", "correct", "golden", "target")
 Emit = Callable[["Node"], str]
-
-
-@dataclass
-class Blinding:
-    """How one rendering writes its probes."""
-
-    mode: Mode
-    token: Callable[[str], str]
-    """Returns the name of a key's site in the rendering."""
-    dropped_sides: Mapping[str, Side]
-    probes: dict[str, Probe] = field(default_factory=dict)
-    dropped: list[Node] = field(default_factory=list)
-    """Expressions that were left out."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +123,8 @@ class Assertions:
 
     def __init__(self, code: Code, blinding: Blinding, tests: Iterable[Test]) -> None:
         self.code, self.blinding = code, blinding
+        self.dropped: list[Node] = []
+        """Expressions that were left out."""
         packages = _packages(code)
         self._objects = {"assert"} | {name for name, (package, one) in packages.items() if not one}
         self._objects |= {name for name, (_, one) in packages.items() if one in ("assert", "strict")}
@@ -178,10 +167,7 @@ class Assertions:
             return ("ok" if text in self._objects else self._functions.get(text)), ""
         if function.type != "member_expression":
             return None, ""
-        holder, part = function.child_by_field_name("object"), function.child_by_field_name("property")
-        if holder is None or part is None:
-            return None, ""
-        owner, name = self.code.text(holder), self.code.text(part)
+        owner, name = self.code.field(function, "object"), self.code.field(function, "property")
         if owner.removesuffix(".strict") in self._objects or owner.split(".")[-1] in ("assert", "strict"):
             return name, ""
         if owner.removesuffix(".not") in self._testers:
@@ -295,7 +281,7 @@ class Assertions:
         elif op == "called with":
             op, all_given = "in", "[" + ", ".join(emit(one) for one in given) + "]"
             subject, right = _Operand(f"_ng_calls({text})"), _Operand(all_given, given[0])
-            self.blinding.dropped += given[1:]
+            self.dropped += given[1:]
         if negated:
             if op not in _NEGATED:
                 return self._alike(key, subject.text, given)
@@ -320,9 +306,8 @@ class Assertions:
                 return self._truth(key, argument, emit, negated=not negated)
         if inner.type == "binary_expression" and not awaited:
             left, right = inner.child_by_field_name("left"), inner.child_by_field_name("right")
-            sign = inner.child_by_field_name("operator")
-            assert left is not None and right is not None and sign is not None
-            operator = self.code.text(sign)
+            assert left is not None and right is not None
+            operator = self.code.field(inner, "operator")
             if operator == "&&" and not negated:
                 parts = [self._truth(f"{key}.{n}", one, emit, negated=False) for n, one in enumerate((left, right))]
                 return f"({', '.join(parts)})"
@@ -343,9 +328,8 @@ class Assertions:
         function, given = call.child_by_field_name("function"), arguments_of(call)
         if function is None or function.type != "member_expression" or not given:
             return None
-        holder, part = function.child_by_field_name("object"), function.child_by_field_name("property")
-        assert holder is not None and part is not None
-        name = self.code.text(part)
+        holder, name = function.child_by_field_name("object"), self.code.field(function, "property")
+        assert holder is not None
         subject, first = _Operand(emit(holder), holder), _Operand(emit(given[0]), given[0])
         if name == "includes" and len(given) == 1:
             return self._two(key, "not in" if negated else "in", first, subject, sure="left")
@@ -361,35 +345,35 @@ class Assertions:
 
     def _plain_truth(self, key: str, op: str, text: str) -> str:
         self.blinding.probes[key] = Probe(key, op, None)
-        return f"_ng_truth({self._site(key)}, {text})"
+        return f"_ng_truth({self.site(key)}, {text})"
 
     def _alike(self, key: str, text: str, dropped: Sequence[Node] = ()) -> str:
         """Return the probe of an assertion without a rule. Gold's answer is the expected one."""
         self.blinding.probes[key] = Probe(key, "like", "right")
-        self.blinding.dropped += dropped
+        self.dropped += dropped
         helper = "alike" if self.blinding.mode == "discover" else "put"
-        return f"_ng_{helper}({self._site(key)}, {text})"
+        return f"_ng_{helper}({self.site(key)}, {text})"
 
     def _failure(self, key: str, name: str, text: str, wanted: Sequence[Node], emit: Emit) -> str:
         rejects = name in _REJECTS
         if not (_REJECTS if rejects else _THROWS)[name]:
-            self.blinding.dropped += wanted
+            self.dropped += wanted
             self.blinding.probes[key] = Probe(key, "==", "right")
             both = "true" if self.blinding.mode == "discover" else "false"
-            return f"_ng_{'settled' if rejects else 'quiet'}({self._site(key)}, {text}, {both})"
+            return f"_ng_{'settled' if rejects else 'quiet'}({self.site(key)}, {text}, {both})"
         self.blinding.probes[key] = Probe(key, "raises matches", "right")
         if wanted and wanted[0].type in FUNCTIONS:
             self.blinding.probes[key] = Probe(key, "raises", "right")
             check = emit(wanted[0])
             if rejects:
-                return f"_ng_rejected({self._site(key)}, {text}, undefined, {check})"
-            return f"_ng_checked({self._site(key)}, {text}, {check})"
+                return f"_ng_rejected({self.site(key)}, {text}, undefined, {check})"
+            return f"_ng_checked({self.site(key)}, {text}, {check})"
         expected = ""
         if self.blinding.mode == "discover":
             expected = ", [" + ", ".join(emit(one) for one in wanted) + "]"
         else:
-            self.blinding.dropped += wanted
-        return f"_ng_{'rejected' if rejects else 'thrown'}({self._site(key)}, {text}{expected})"
+            self.dropped += wanted
+        return f"_ng_{'rejected' if rejects else 'thrown'}({self.site(key)}, {text}{expected})"
 
     def _two(
         self,
@@ -409,12 +393,12 @@ class Assertions:
             dropped = self.blinding.dropped_sides.get(key, expected or "right")
             kept, gone = (right, left) if dropped == "left" else (left, right)
             if gone.node is not None:
-                self.blinding.dropped.append(gone.node)
+                self.dropped.append(gone.node)
             values = kept.text
-        return f"_ng_put({self._site(key)}, {values})"
+        return f"_ng_put({self.site(key)}, {values})"
 
-    def _site(self, key: str) -> str:
-        return f'"{self.blinding.token(key)}"'
+    def site(self, key: str) -> str:
+        return json.dumps(self.blinding.token(key), ensure_ascii=False)
 
     # ------------------------------------------------------------------------------------------------ small parts
 
@@ -427,19 +411,11 @@ class Assertions:
     def _expected(self, left: Node | None, right: Node | None) -> Side | None:
         if left is None or right is None:
             return None
-        constant_left, constant_right = self._constant(left), self._constant(right)
+        constant_left, constant_right = (is_constant(self.code, one, self._constants) for one in (left, right))
         if constant_right is not constant_left:
             return "right" if constant_right else "left"
-        names_expectation = [
-            any(word in name.lower() for name in names_in(self.code, one) for word in _EXPECTING)
-            for one in (left, right)
-        ]
-        if names_expectation[0] != names_expectation[1]:
-            return "left" if names_expectation[0] else "right"
-        return "right" if constant_left else None
-
-    def _constant(self, node: Node) -> bool:
-        return is_constant(self.code, node, self._constants)
+        likely = likely_side(names_in(self.code, left), names_in(self.code, right))
+        return likely or ("right" if constant_left else None)
 
 
 def is_constant(code: Code, node: Node, names: Iterable[str] = ()) -> bool:
@@ -506,9 +482,8 @@ def _packages(code: Code) -> dict[str, tuple[str, str]]:
                 continue
             for one in walk(node):
                 if one.type == "import_specifier":
-                    name, alias = one.child_by_field_name("name"), one.child_by_field_name("alias")
-                    if name is not None:
-                        imported[code.text(alias or name)] = (package, code.text(name))
+                    part = code.field(one, "name")
+                    imported[code.field(one, "alias") or part] = (package, part)
                 elif one.type in ("import_clause", "namespace_import"):
                     for child in one.named_children:
                         if child.type == "identifier":
@@ -519,14 +494,12 @@ def _packages(code: Code) -> dict[str, tuple[str, str]]:
                 continue
             part = ""
             if value.type == "member_expression":
-                held = value.child_by_field_name("property")
-                part = code.text(held) if held is not None else ""
+                part = code.field(value, "property")
                 value = value.child_by_field_name("object") or value
             if value.type == "identifier" and code.text(value) in imported and name.type == "object_pattern":
                 package = imported[code.text(value)][0]
             else:
-                function = value.child_by_field_name("function") if value.type == "call_expression" else None
-                if function is None or code.text(function) != "require" or not arguments_of(value):
+                if code.field(value, "function") != "require" or not arguments_of(value):
                     continue
                 package = string_of(code, arguments_of(value)[0])
             if package not in _ASSERT_PACKAGES:
@@ -537,9 +510,7 @@ def _packages(code: Code) -> dict[str, tuple[str, str]]:
                 if one.type == "shorthand_property_identifier_pattern":
                     imported[code.text(one)] = (package, code.text(one))
                 elif one.type == "pair_pattern":
-                    whole, alias = one.child_by_field_name("key"), one.child_by_field_name("value")
-                    if whole is not None and alias is not None:
-                        imported[code.text(alias)] = (package, code.text(whole))
+                    imported[code.field(one, "value")] = (package, code.field(one, "key"))
     return imported
 
 
@@ -563,20 +534,17 @@ def _chain(code: Code, node: Node) -> tuple[Node | None, list[tuple[str, list[No
         given: list[Node] | None = None
         if current.type == "call_expression":
             function = current.child_by_field_name("function")
-            if function is None:
-                return None
-            if code.text(function) in ("expect", "expectAsync", "chai.expect", "expect.soft"):
+            if code.field(current, "function") in ("expect", "expectAsync", "chai.expect", "expect.soft"):
                 inside = arguments_of(current)
                 return (inside[0] if inside else None), parts[::-1]
-            if function.type != "member_expression":
+            if function is None or function.type != "member_expression":
                 return None
             given, current = arguments_of(current), function
         if current.type != "member_expression":
             return None
-        holder, part = current.child_by_field_name("object"), current.child_by_field_name("property")
-        if holder is None or part is None:
+        holder, name = current.child_by_field_name("object"), code.field(current, "property")
+        if holder is None or not name:
             return None
-        name = code.text(part)
         if name == "should" and given is None and parts and code.text(holder) not in ("chai", "this"):
             return holder, parts[::-1]
         parts.append((name, given))

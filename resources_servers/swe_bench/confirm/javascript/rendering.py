@@ -10,16 +10,17 @@ from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from resources_servers.swe_bench.confirm.javascript.assertions import Assertions, Blinding
+from resources_servers.swe_bench.confirm.assertions import Blinding
+from resources_servers.swe_bench.confirm.javascript.assertions import Assertions
 from resources_servers.swe_bench.confirm.javascript.slicing import leaves_expectations, slice_away
 from resources_servers.swe_bench.confirm.javascript.syntax import (
     FUNCTIONS,
     SCOPES,
     Code,
+    Edit,
     Test,
     arguments_of,
     is_suite,
-    key_of,
     string_of,
     tests_of,
     walk,
@@ -64,7 +65,7 @@ def render_javascript(source: str, chosen: Chosen, order: Order) -> Rendered | N
     text = writer.emit(code.root)
     blind = order.mode == "blind"
     if blind:
-        text = slice_away(text, code.path, code, writer.blinding.dropped, writer.property_name)
+        text = slice_away(text, code.path, code, writer.assertions.dropped, writer.property_name)
         text = _other_names(text, code.path, order.rng)
         text = _other_order(text, code.path, order.rng)
         text = re.sub(r"\n\s*\n+", "\n", text)
@@ -74,7 +75,7 @@ def render_javascript(source: str, chosen: Chosen, order: Order) -> Rendered | N
     return Rendered(
         source_text,
         {f"{order.path}|{key}": probe for key, probe in writer.blinding.probes.items()},
-        {token: f"{order.path}|{key}" for key, token in writer.tokens.items()},
+        {token: f"{order.path}|{key}" for key, token in writer.blinding.tokens.items()},
         whole,
         by_test,
         beside,
@@ -86,9 +87,8 @@ class _Writer:
 
     def __init__(self, code: Code, order: Order, every: Iterable[Test], chosen: Collection[Test]) -> None:
         self.code, self.order = code, order
-        self.tokens: dict[str, str] = {}
-        self.blinding = Blinding(order.mode, self._token, order.dropped_sides)
-        self._assertions = Assertions(code, self.blinding, chosen)
+        self.blinding = Blinding(order.mode, order.rng, order.path, order.dropped_sides)
+        self.assertions = Assertions(code, self.blinding, chosen)
         self._bodies = {test.body.id: test for test in chosen}
         self._gone = _unchosen(code, every, chosen)
         self.titles = {
@@ -100,12 +100,6 @@ class _Writer:
             and given[0].type not in FUNCTIONS
         }
         self._fixed_names = _fixed_names(code)
-
-    def _token(self, key: str) -> str:
-        if key not in self.tokens:
-            blind = self.order.mode == "blind"
-            self.tokens[key] = random_name(self.order.rng) if blind else f"{self.order.path}|{key}"
-        return self.tokens[key].replace("\\", "\\\\").replace('"', '\\"')
 
     def emit(self, node: Node) -> str:
         if node.id in self._gone:
@@ -120,7 +114,7 @@ class _Writer:
             return self.code.text(node)
         if node.type in ("import_statement", "export_statement") and node.child_by_field_name("source") is not None:
             return self.code.text(node)
-        probes = self._assertions.rewrite(node, self.emit)
+        probes = self.assertions.rewrite(node, self.emit)
         if probes is not None:
             return probes
         if not node.children:
@@ -164,7 +158,7 @@ class _Writer:
     def _body(self, test: Test) -> str:
         body = test.body.child_by_field_name("body")
         assert body is not None
-        begin = f'_ng_begin("{self._token(test.key)}"); try {{'
+        begin = f"_ng_begin({self.assertions.site(test.key)}); try {{"
         close = "} finally { _ng_end(); }"
         head = self._children(test.body, end=body.start_byte)
         if body.type == "statement_block":
@@ -273,9 +267,7 @@ def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[st
         test.key: outside | {token for place, token in by_place if test.body.start_byte <= place < test.body.end_byte}
         for test in tests
     }
-    chosen = list(tests)
-    whole = outside.union(*by_test.values()) if chosen else outside
-    return whole, by_test
+    return outside.union(*by_test.values()), by_test
 
 
 # ---------------------------------------------------------------------------------------------- names, order, recorder
@@ -296,7 +288,7 @@ def _other_names(text: str, path: str, rng: random.Random) -> str:
             declared[code.text(name)] = declared.get(code.text(name), 0) + 1
         elif node.type == "identifier" and node.parent is not None and node.parent.type.endswith("parameters"):
             declared[code.text(node)] = declared.get(code.text(node), 0) + 2
-    edits: list[tuple[int, int, str]] = []
+    edits: list[Edit] = []
     for body in _test_bodies(code):
         body_names = {
             code.text(name)
@@ -319,7 +311,7 @@ def _other_names(text: str, path: str, rng: random.Random) -> str:
             for node in walk(body)
             if node.type == "identifier" and code.text(node) in new_names
         ]
-    return _edited(code, edits)
+    return code.edited(edits)
 
 
 def _other_order(text: str, path: str, rng: random.Random) -> str:
@@ -332,34 +324,21 @@ def _other_order(text: str, path: str, rng: random.Random) -> str:
             node = node.parent
         if node is not None and node.parent is not None:
             groups.setdefault(node.parent.id, []).append(node)
-    edits: list[tuple[int, int, str]] = []
+    edits: list[Edit] = []
     for nodes in groups.values():
         places = list({node.id: node for node in nodes}.values())
         texts = [code.text(node) for node in places]
         rng.shuffle(texts)
         edits += [(node.start_byte, node.end_byte, new) for node, new in zip(places, texts, strict=True)]
-    return _edited(code, edits)
+    return code.edited(edits)
 
 
 def _test_bodies(code: Code) -> list[Node]:
     return [
         node
         for node in walk(code.root)
-        if node.type in FUNCTIONS
-        and (body := node.child_by_field_name("body")) is not None
-        and code.text(body).startswith("{ _ng_begin(")
+        if node.type in FUNCTIONS and code.field(node, "body").startswith("{ _ng_begin(")
     ]
-
-
-def _edited(code: Code, edits: list[tuple[int, int, str]]) -> str:
-    out: list[str] = []
-    at = 0
-    for start, end, new in sorted(edits, key=lambda one: (one[0], -one[1])):
-        if start < at:
-            continue
-        out += [code.between(at, start), new]
-        at = end
-    return "".join([*out, code.between(at, len(code.data))])
 
 
 @functools.cache
@@ -374,7 +353,7 @@ def _with_recorder(code: Code, text: str, order: Order) -> tuple[str, dict[str, 
     script = _script("recorder.js")
     driver = _script("driver.js") if order.plain else ""
     names = ", ".join(f"{name}: _ng_{name}" for name in _HELPERS)
-    setup = f"const {{ {names} }} = _ng_make(_ng_fs, {_quoted(order.records_path)});"
+    setup = f"const {{ {names} }} = _ng_make(_ng_fs, '{order.records_path}');"
     suffix = PurePosixPath(code.path).suffix
     unchecked = "// @ts-nocheck\n" if suffix in (".ts", ".tsx", ".mts", ".cts") else ""
     head, rest = _prologue(text)
@@ -403,21 +382,13 @@ def _prologue(text: str) -> tuple[str, str]:
 
 def _ending(code: Code) -> str:
     """Return the suffix with which a file imports modules beside it; empty if it uses none."""
+    own_suffix = PurePosixPath(code.path).suffix
+    if own_suffix in (".js", ".mjs", ".cjs", ".jsx"):
+        return own_suffix
     sources = [
         string_of(code, source) or ""
         for node in code.root.children
         if node.type == "import_statement" and (source := node.child_by_field_name("source")) is not None
     ]
-    near = [source for source in sources if source.startswith(".")]
-    suffixes = [PurePosixPath(source).suffix for source in near]
-    own_suffix = PurePosixPath(code.path).suffix
-    if own_suffix in (".js", ".mjs", ".cjs", ".jsx"):
-        return own_suffix
+    suffixes = [PurePosixPath(source).suffix for source in sources if source.startswith(".")]
     return next((suffix for suffix in suffixes if suffix in (".js", ".ts", ".mjs", ".tsx")), "")
-
-
-def _quoted(text: str) -> str:
-    return f"'{text}'"
-
-
-__all__ = ["key_of", "render_javascript"]

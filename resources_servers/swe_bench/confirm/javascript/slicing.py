@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from resources_servers.swe_bench.confirm.javascript.syntax import (
     FUNCTIONS,
-    SCOPES,
     Code,
+    Edit,
     arguments_of,
     bare,
     string_of,
@@ -19,7 +19,6 @@ from resources_servers.swe_bench.confirm.javascript.syntax import (
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-Edit = tuple[int, int, str]
 _NOTHING = "undefined"
 _ROUNDS = 20
 _ITERATING = frozenset({"forEach", "map", "each"})
@@ -43,14 +42,13 @@ class _Dropped:
         for one in walk(node):
             if one.type in ("identifier", "shorthand_property_identifier"):
                 self.names.add(code.text(one))
-            elif one.type == "member_expression":
-                owner, part = one.child_by_field_name("object"), one.child_by_field_name("property")
-                if owner is not None and part is not None and owner.type == "identifier":
-                    self.parts.add((code.text(owner), code.text(part)))
+            owner = one.child_by_field_name("object")
+            if owner is None or owner.type != "identifier":
+                continue
+            if one.type == "member_expression":
+                self.parts.add((code.text(owner), code.field(one, "property")))
             elif one.type == "subscript_expression":
-                owner = one.child_by_field_name("object")
-                if owner is not None and owner.type == "identifier":
-                    self.tables.add(code.text(owner))
+                self.tables.add(code.text(owner))
 
 
 def slice_away(
@@ -73,7 +71,7 @@ def slice_away(
         edits = list(_edits(code, dropped))
         if not edits:
             break
-        text = _applied(code, edits)
+        text = code.edited(edits)
     _refuse_leftovers(Code.parse(text, path), dropped)
     return text
 
@@ -94,8 +92,7 @@ def _refuse_leftovers(code: Code, dropped: _Dropped) -> None:
     for name in dropped.tables:
         if reads[name] and any(
             node.type == "variable_declarator"
-            and (declared := node.child_by_field_name("name")) is not None
-            and code.text(declared) == name
+            and code.field(node, "name") == name
             and (value := node.child_by_field_name("value")) is not None
             and bare(value).type == "object"
             for node in walk(code.root)
@@ -119,8 +116,7 @@ def _iterates(code: Code, name: Node) -> bool:
     callee = call.child_by_field_name("function") if call is not None else None
     if callee is None:
         return False
-    part = callee.child_by_field_name("property")
-    return callee.type == "call_expression" or (part is not None and code.text(part) in _ITERATING)
+    return callee.type == "call_expression" or code.field(callee, "property") in _ITERATING
 
 
 def _edits(code: Code, dropped: _Dropped) -> Iterator[Edit]:
@@ -190,10 +186,8 @@ def _part_reads(code: Code) -> Counter[str]:
     counts: Counter[str] = Counter()
     for node in walk(code.root):
         if node.type == "member_expression":
-            part = node.child_by_field_name("property")
-            if part is not None:
-                counts[code.text(part)] += 1
-        elif node.type in ("shorthand_property_identifier_pattern",):
+            counts[code.field(node, "property")] += 1
+        elif node.type == "shorthand_property_identifier_pattern":
             counts[code.text(node)] += 1
     return counts
 
@@ -270,8 +264,8 @@ def _empty_argument(
             if tables:
                 yield from _empty_rows(code, tables[0], [place, *steps], dropped, flat=place == 0 and not steps)
         elif callee.type == "member_expression":
-            part, table = callee.child_by_field_name("property"), callee.child_by_field_name("object")
-            if part is not None and table is not None and code.text(part) in _ITERATING and place == 0 and steps:
+            table = callee.child_by_field_name("object")
+            if table is not None and code.field(callee, "property") in _ITERATING and place == 0 and steps:
                 yield from _empty_rows(code, table, steps, dropped)
         return
     name = function.child_by_field_name("name")
@@ -306,12 +300,8 @@ def _empty_rows(
     if whole.type != "array":
         return
     for row in whole.named_children:
-        if row.type == "comment":
-            continue
-        if flat and bare(row).type != "array":
-            yield from _empty_at(code, row, [], dropped)
-        else:
-            yield from _empty_at(code, row, steps, dropped)
+        if row.type != "comment":
+            yield from _empty_at(code, row, [] if flat and bare(row).type != "array" else steps, dropped)
 
 
 def _empty_at(code: Code, node: Node, steps: list[int | str], dropped: _Dropped) -> Iterator[Edit]:
@@ -377,24 +367,10 @@ def _resolved(code: Code, node: Node) -> Node:
         value
         for one in walk(code.root)
         if one.type == "variable_declarator"
-        and (name := one.child_by_field_name("name")) is not None
-        and code.text(name) == code.text(node)
+        and code.field(one, "name") == code.text(node)
         and (value := one.child_by_field_name("value")) is not None
     ]
     return bare(values[0]) if len(values) == 1 else node
-
-
-def _applied(code: Code, edits: Iterable[Edit]) -> str:
-    """Return the text with the edits applied. Of two overlapping edits, the outer one is applied."""
-    out: list[str] = []
-    at = 0
-    for start, end, new in sorted(set(edits), key=lambda one: (one[0], -one[1])):
-        if start < at:
-            continue
-        out += [code.between(at, start), new]
-        at = end
-    out.append(code.between(at, len(code.data)))
-    return "".join(out)
 
 
 def leaves_expectations(code: Code) -> bool:
@@ -403,10 +379,6 @@ def leaves_expectations(code: Code) -> bool:
         node.type == "call_expression"
         and (given := node.child_by_field_name("arguments")) is not None
         and given.type == "template_string"
-        and (function := node.child_by_field_name("function")) is not None
-        and code.text(function).endswith(".each")
+        and code.field(node, "function").endswith(".each")
         for node in walk(code.root)
     )
-
-
-__all__ = ["SCOPES", "Edit", "leaves_expectations", "slice_away"]

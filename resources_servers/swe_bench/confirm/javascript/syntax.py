@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,9 @@ from nemo_gym.contract.errors import VerifierError
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser
+
+Edit = tuple[int, int, str]
+"""Start and end in bytes, and the new text."""
 
 SUFFIXES = (".js", ".cjs", ".mjs", ".jsx", ".ts", ".cts", ".mts", ".tsx")
 _GRAMMARS = {
@@ -25,6 +28,8 @@ _GRAMMARS = {
 _SUITES = frozenset({"describe", "context", "suite", "fdescribe"})
 _TESTS = frozenset({"it", "test", "specify", "fit"})
 _TEST_PACKAGES = frozenset({"tape", "ava", "tap", "uvu", "node:test", "test"})
+_MODIFIERS = frozenset({"test", "it", "only", "each", "concurrent", "skip", "serial", "failing", "todo", "cb"})
+"""The names that may follow the root of a call that registers a test, as in ``it.only.each``."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "\n": ""}
 FUNCTIONS = frozenset({"arrow_function", "function_expression", "generator_function", "function"})
 SCOPES = FUNCTIONS | {"function_declaration", "generator_function_declaration", "method_definition"}
@@ -69,6 +74,21 @@ class Code:
 
     def between(self, start: int, end: int) -> str:
         return self.data[start:end].decode("utf-8", "surrogatepass")
+
+    def field(self, node: Node, name: str) -> str:
+        """Return the text of a node's field; empty if it has no such field."""
+        child = node.child_by_field_name(name)
+        return self.text(child) if child is not None else ""
+
+    def edited(self, edits: Iterable[Edit]) -> str:
+        """Return the text with the edits applied. Of two overlapping edits, the outer one is applied."""
+        out: list[str] = []
+        at = 0
+        for start, end, new in sorted(set(edits), key=lambda one: (one[0], -one[1])):
+            if start >= at:
+                out += [self.between(at, start), new]
+                at = end
+        return "".join([*out, self.between(at, len(self.data))])
 
     @property
     def is_module(self) -> bool:
@@ -204,8 +224,7 @@ def _imported_makers(code: Code) -> set[str]:
             value = value and (value.child_by_field_name("object") if value.type == "member_expression" else value)
             if value is None or value.type != "call_expression" or not arguments_of(value):
                 continue
-            function = value.child_by_field_name("function")
-            if function is None or code.text(function) != "require":
+            if code.field(value, "function") != "require":
                 continue
             name = node.child_by_field_name("name")
             source, names = arguments_of(value)[0], [name] if name is not None else []
@@ -231,25 +250,13 @@ def _root_name(code: Code, call: Node) -> tuple[str, bool]:
         function = function.child_by_field_name("function")
     names: list[str] = []
     while function is not None and function.type == "member_expression":
-        part = function.child_by_field_name("property")
-        names.append(code.text(part) if part is not None else "")
+        names.append(code.field(function, "property"))
         function = function.child_by_field_name("object")
     if function is None or function.type != "identifier":
         return "", each
     root = code.text(function)
     # `t.test(…)` registers a test, `t.equal(…)` asserts.
-    if names and not set(names) <= {
-        "test",
-        "it",
-        "only",
-        "each",
-        "concurrent",
-        "skip",
-        "serial",
-        "failing",
-        "todo",
-        "cb",
-    }:
+    if not _MODIFIERS.issuperset(names):
         return "", each
     if root == "t" and not {"test", "it"} & set(names):
         return "", each

@@ -28,6 +28,7 @@ REQUIRED_FIELDS = (
 )
 HARNESS_FIELDS = ("eval_script", "log_parser", "eval_type")
 """The fields that SWE-bench 5 rows have and classic rows lack."""
+_TEXTS = ("instance_id", "repo", "base_commit", "problem_statement", "test_patch", "eval_script", "log_parser")
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,11 @@ class SweBenchRow:
                 f"SWE-bench row {name}: eval_type is {row['eval_type']!r}, not pass_and_fail or fail_only", **where
             )
         return cls(
-            instance_id=_text(row, "instance_id", where),
-            repo=_text(row, "repo", where),
-            base_commit=_text(row, "base_commit", where),
-            problem_statement=_text(row, "problem_statement", where),
+            **{name: _text(row, name, where) for name in _TEXTS},
             patch=row.get("patch") or "",
-            test_patch=_text(row, "test_patch", where),
             fail_to_pass=_test_ids(row, "FAIL_TO_PASS", where),
             pass_to_pass=_test_ids(row, "PASS_TO_PASS", where),
-            eval_script=_text(row, "eval_script", where),
-            log_parser=_text(row, "log_parser", where),
-            eval_type=cast(Literal["pass_and_fail", "fail_only"], row["eval_type"]),
+            eval_type=row["eval_type"],
             version=str(row.get("version") or ""),
             image=str(row.get("image") or ""),
         )

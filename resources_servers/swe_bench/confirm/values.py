@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -120,17 +122,9 @@ def equal(one: Value, other: Value, *, said: bool = False) -> bool:
             equal(x, y, said=said) for x, y in zip(one[1], other[1], strict=True)
         )
     if a == "set":
-        return _same_members(one[1], other[1], said=said)
+        return _same_members(one[1], other[1], functools.partial(equal, said=said))
     if a == "dict":
-        if len(one[1]) != len(other[1]):
-            return False
-        left = list(other[1])
-        for key, value in one[1]:
-            found = next((n for n, pair in enumerate(left) if equal(key, pair[0]) and equal(value, pair[1])), None)
-            if found is None:
-                return False
-            left.pop(found)
-        return True
+        return _same_members(one[1], other[1], lambda x, y: equal(x[0], y[0]) and equal(x[1], y[1]))
     if a == "type":
         return bool(one[1][:1] == other[1][:1])
     return bool(one[1:] == other[1:])
@@ -203,12 +197,12 @@ def _number(value: Value) -> Any:
         return str(value[1])
 
 
-def _same_members(one: list[Value], other: list[Value], *, said: bool) -> bool:
+def _same_members(one: list[Any], other: list[Any], alike: Callable[[Any, Any], bool]) -> bool:
     if len(one) != len(other):
         return False
     left = list(other)
     for member in one:
-        found = next((number for number, it in enumerate(left) if equal(member, it, said=said)), None)
+        found = next((number for number, it in enumerate(left) if alike(member, it)), None)
         if found is None:
             return False
         left.pop(found)
@@ -225,8 +219,10 @@ def _compare(op: str, actual: Value, expected: Value, kept: Side, extra: float |
     if op == "has":
         return _has(left, right)
     if op == "count":
-        members = [side[1] if side[0] in ("list", "tuple", "set") else None for side in (left, right)]
-        return members[0] is None or members[1] is None or _same_members(members[0], members[1], said=said)
+        kinds = ("list", "tuple", "set")
+        if left[0] not in kinds or right[0] not in kinds:
+            return True
+        return _same_members(left[1], right[1], functools.partial(equal, said=said))
     if op == "isinstance":
         return _is_instance(actual, expected)
     if op == "not isinstance":

@@ -124,16 +124,15 @@ _MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 WriteTar = Callable[[tarfile.TarFile], None]
 
 
+@dataclass
 class BuildBox:
     """A box that becomes an image. Every command that fails raises `PreparationError` with its cause."""
 
-    def __init__(
-        self, provider: SandboxProvider, handle: SandboxHandle, registries: RegistryAccess, what: str
-    ) -> None:
-        self.provider = provider
-        self.handle = handle
-        self._registries = registries
-        self._what = what
+    provider: SandboxProvider
+    handle: SandboxHandle
+    registries: RegistryAccess
+    what: str
+    """What is made, for errors."""
 
     async def run(
         self,
@@ -158,7 +157,7 @@ class BuildBox:
             self.handle,
             argv,
             cwd=cwd,
-            env={"HOME": "/root", **(self._registries.env if online else {}), **(env or {})},
+            env={"HOME": "/root", **(self.registries.env if online else {}), **(env or {})},
             timeout_s=STEP_TIMEOUT_S,
             merge_stderr=True,
             max_output_bytes=_MAX_OUTPUT_BYTES,
@@ -168,7 +167,7 @@ class BuildBox:
             return output
         ending = f"exit code {result.return_code}" if result.outcome is ExecOutcome.EXITED else result.outcome.value
         raise PreparationError(
-            f"{self._what}: {step} failed ({ending}): {cause_of(output) or 'no output'}",
+            f"{self.what}: {step} failed ({ending}): {cause_of(output) or 'no output'}",
             retryable=result.outcome is ExecOutcome.LOST,
         )
 
@@ -186,7 +185,7 @@ class BuildBox:
     async def open_registries(self) -> None:
         """Create the files that `online` commands need in addition to their environment variables."""
         await self.run(["mkdir", "-p", BUILD_DIR], step="making the build directory")
-        bundle = self._registries.ca_bundle
+        bundle = self.registries.ca_bundle
         if bundle is not None:
             text = await asyncio.to_thread(bundle.read_text, encoding="utf-8", errors="surrogateescape")
             await self.put_files({CA_FILE: (text, 0o644)})

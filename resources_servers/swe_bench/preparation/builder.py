@@ -63,6 +63,7 @@ class Prepared:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
+@dataclass
 class ImageBuilder:
     """Prepares rows on one provider.
 
@@ -73,41 +74,30 @@ class ImageBuilder:
         controls_budget_s: the time budget for the controls of one row.
     """
 
-    def __init__(
-        self,
-        provider: SandboxProvider,
-        repositories: Repositories,
-        registries: RegistryAccess,
-        *,
-        run_id: str,
-        base_image: str | None = None,
-        force: bool = False,
-        report: Report = lambda instance, step: None,
-        controls: ControlStore | None = None,
-        controls_budget_s: float = BUDGET_S,
-    ) -> None:
-        require(provider, SupportsSnapshot, why="to keep prepared images")
-        self._provider = provider
+    provider: SandboxProvider
+    repositories: Repositories
+    registries: RegistryAccess
+    run_id: str
+    base_image: str | None = None
+    force: bool = False
+    report: Report = lambda instance, step: None
+    controls: ControlStore | None = None
+    controls_budget_s: float = BUDGET_S
+
+    def __post_init__(self) -> None:
+        require(self.provider, SupportsSnapshot, why="to keep prepared images")
         # Providers that share an image store also share the prepared images.
-        self._store = str(getattr(provider, "image_store", provider.name))
-        self._snapshots = cast(SupportsSnapshot, provider)
-        self._repositories = repositories
-        self._registries = registries
-        self._run_id = run_id
-        self._base_image = base_image
-        self._force = force
-        self._report = report
-        self._controls = controls
-        self._controls_budget_s = controls_budget_s
+        self._store = str(getattr(self.provider, "image_store", self.provider.name))
+        self._snapshots = cast(SupportsSnapshot, self.provider)
         self._environments: dict[str, asyncio.Task[str]] = {}
 
     def source(self, plan: RowPlan) -> Source:
         """Return the source of the row's image: a local repository if there is one, else the published image."""
-        return "official" if self._repositories.find(plan.row.repo) is None else "repository"
+        return "official" if self.repositories.find(plan.row.repo) is None else "repository"
 
     def _environment_key(self, environment: Environment) -> str:
         return content_digest(
-            [PREPARATION_VERSION, self._store, self._base_image, environment.as_data(), shims_digest_parts()]
+            [PREPARATION_VERSION, self._store, self.base_image, environment.as_data(), shims_digest_parts()]
         )
 
     def _content_key(self, plan: RowPlan) -> str:
@@ -123,11 +113,11 @@ class ImageBuilder:
         status: Literal["built", "cached"] = "cached"
         controls: dict[str, Any] = {}
         async with self._exclusive(key, waiting_instance=instance):
-            if self._force or not await self._is_current(plan.image, key):
+            if self.force or not await self._is_current(plan.image, key):
                 status = "built"
                 await (self._from_official(plan, key) if source == "official" else self._from_repository(plan, key))
-            if self._controls is not None:
-                made_now, found = await self._ensure_controls(self._controls, plan, key)
+            if self.controls is not None:
+                made_now, found = await self._ensure_controls(self.controls, plan, key)
                 status = "built" if made_now else status
                 controls = {"controls": found.strength, "tests": found.counts(), "left_out": found.left_out or None}
         seconds = round(time.monotonic() - started, 2)
@@ -147,21 +137,21 @@ class ImageBuilder:
                     break
                 except BlockingIOError:
                     if waiting_instance is not None and not reported:
-                        self._report(waiting_instance, "waits for another process that prepares it")
+                        self.report(waiting_instance, "waits for another process that prepares it")
                         reported = True
                     await asyncio.sleep(_POLL_S)
             yield
 
     async def _ensure_controls(self, store: ControlStore, plan: RowPlan, key: str) -> tuple[bool, RowControls]:
         """Return whether the row's controls were made now, and the controls."""
-        stored = None if self._force else await asyncio.to_thread(store.load, plan.row, key)
+        stored = None if self.force else await asyncio.to_thread(store.load, plan.row, key)
         if stored is not None:
             return False, stored
-        self._report(plan.row.instance_id, "controls")
-        image = await resolve_image(self._provider, vars(plan.row))
-        labels = box_labels(run=self._run_id, rollout=plan.row.instance_id, attempt=1, role=SandboxRole.EVAL)
-        site = EvalSite(self._provider, image.name, image.env, labels)
-        made = await Maker(site, plan.row, key, budget_s=self._controls_budget_s).make()
+        self.report(plan.row.instance_id, "controls")
+        image = await resolve_image(self.provider, vars(plan.row))
+        labels = box_labels(run=self.run_id, rollout=plan.row.instance_id, attempt=1, role=SandboxRole.EVAL)
+        site = EvalSite(self.provider, image.name, image.env, labels)
+        made = await Maker(site, plan.row, key, budget_s=self.controls_budget_s).make()
         await asyncio.to_thread(store.save, plan.row, made)
         return True, made
 
@@ -171,33 +161,33 @@ class ImageBuilder:
 
     async def _from_repository(self, plan: RowPlan, key: str) -> None:
         row, instance = plan.row, plan.row.instance_id
-        self._report(instance, "environment")
+        self.report(instance, "environment")
         environment_image = await self._environment_image(plan.environment)
-        self._report(instance, "repository")
-        async with self._repositories.clone(row.repo, row.base_commit) as git_dir:
+        self.report(instance, "repository")
+        async with self.repositories.clone(row.repo, row.base_commit) as git_dir:
             async with build_box(
-                self._provider, environment_image, self._registries, run_id=self._run_id, what=instance
+                self.provider, environment_image, self.registries, run_id=self.run_id, what=instance
             ) as box:
-                self._report(instance, "project")
+                self.report(instance, "project")
                 await build_instance(box, plan, git_dir)
-                self._report(instance, "scrub")
+                self.report(instance, "scrub")
                 try:
                     # The clone should hold only this history, so verify that first. Scrubbing copies the history once
                     # more, which takes long for large repositories.
-                    await verify_box(self._provider, box.handle, TESTBED, row.base_commit)
+                    await verify_box(self.provider, box.handle, TESTBED, row.base_commit)
                 except ScrubError:
-                    await scrub_box(self._provider, box.handle, TESTBED, row.base_commit)
-                self._report(instance, "commit")
+                    await scrub_box(self.provider, box.handle, TESTBED, row.base_commit)
+                self.report(instance, "commit")
                 await self._commit(box.handle, plan, key, image_env(plan))
 
     async def _from_official(self, plan: RowPlan, key: str) -> None:
         row, instance = plan.row, plan.row.instance_id
         image = official_image(vars(row))
-        self._report(instance, "official image")
+        self.report(instance, "official image")
         async with contextlib.AsyncExitStack() as stack:
             try:
                 box_context = build_box(
-                    self._provider, image, self._registries, run_id=self._run_id, what=instance, online=False
+                    self.provider, image, self.registries, run_id=self.run_id, what=instance, online=False
                 )
                 box = await stack.enter_async_context(box_context)
             except SandboxCreateError as error:
@@ -206,11 +196,11 @@ class ImageBuilder:
                     f"{instance}: no local repository of '{row.repo}' (give repos=DIR with {name} in it), and its "
                     f"published image cannot be used: {error}"
                 ) from error
-            self._report(instance, "scrub")
+            self.report(instance, "scrub")
             # The makers of the image may have committed their own changes on top of the base commit.
             head = await box.run(f"git -c safe.directory='*' -C {TESTBED} rev-parse HEAD", step="reading HEAD")
-            await scrub_box(self._provider, box.handle, TESTBED, row.base_commit, head=head.strip())
-            self._report(instance, "commit")
+            await scrub_box(self.provider, box.handle, TESTBED, row.base_commit, head=head.strip())
+            self.report(instance, "commit")
             await self._commit(box.handle, plan, key, {})
 
     async def _commit(self, handle: SandboxHandle, plan: RowPlan, key: str, env: dict[str, str]) -> None:
@@ -233,7 +223,7 @@ class ImageBuilder:
             if not await self._is_current(image, key):
                 what = f"environment {environment.runtime} {key[:8]}"
                 async with build_box(
-                    self._provider, self._base_image, self._registries, run_id=self._run_id, what=what
+                    self.provider, self.base_image, self.registries, run_id=self.run_id, what=what
                 ) as box:
                     await build_environment(box, environment)
                     await self._snapshots.commit(box.handle, image, {CONTENT_LABEL: key})

@@ -81,17 +81,7 @@ class _HostPython:
 
 def _candidates() -> Iterator[str]:
     yield sys.executable
-    names = (
-        "python3.15",
-        "python3.14",
-        "python3.13",
-        "python3.12",
-        "python3.11",
-        "python3.10",
-        "python3.9",
-        "python3",
-    )
-    for name in names:
+    for name in (*(f"python3.{minor}" for minor in range(15, 8, -1)), "python3"):
         if executable := shutil.which(name):
             yield executable
     roots = [os.environ.get("PYENV_ROOT", ""), str(Path.home() / ".pyenv")]

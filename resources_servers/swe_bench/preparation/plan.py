@@ -171,8 +171,7 @@ class RowPlan:
 
     @property
     def image(self) -> str:
-        row = self.row
-        return prepared_image({"instance_id": row.instance_id, "repo": row.repo, "base_commit": row.base_commit})
+        return prepared_image(vars(self.row))
 
     @property
     def pretended_version(self) -> str:

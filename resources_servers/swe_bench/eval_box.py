@@ -139,7 +139,7 @@ async def run_evaluation(site: EvalSite, eval_script: str, patch: bytes) -> Eval
             timeout_s=site.timeout_s,
             max_output_bytes=MAX_LOG_BYTES,
         )
-        log = result.stdout_bytes.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+        log = grading.log_text(result.stdout_bytes)
         return dataclasses.replace(
             run,
             log=log,

@@ -132,6 +132,11 @@ def grade_stored_log(row: SweBenchRow, log: str) -> LogGrade:
     return _grade_of(row, answer)[0]
 
 
+def log_text(output: bytes) -> str:
+    """Return the output of a run as a log, with the line ends that the official harness reads."""
+    return output.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+
+
 def close_readers() -> None:
     """Stop the reader processes. The next log starts new ones."""
     _readers.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.contract.errors import NemoGymError, RowError
-from resources_servers.swe_bench.grading import LogGrade, grade_stored_log
+from resources_servers.swe_bench.grading import LogGrade, grade_stored_log, log_text
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
 
 LOG_NAME = "test_output.txt"
@@ -46,9 +46,8 @@ def regrade(rows: dict[str, SweBenchRow], logs: Path) -> Iterator[tuple[str, int
                 f"{path}: no row for instance '{instance_id}'; add the file that has it with another --rows",
                 path=str(path),
             )
-        log = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
         n = int(attempt) if attempt.isdigit() else attempt
-        yield instance_id, n, grade_stored_log(rows[instance_id], log)
+        yield instance_id, n, grade_stored_log(rows[instance_id], log_text(path.read_bytes()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -140,12 +140,6 @@ async def judge(
     return Judgement(verdict, run.log)
 
 
-async def gold_resolves(site: EvalSite, row: SweBenchRow) -> bool:
-    """Whether the row's own solution still resolves it here."""
-    run = await run_evaluation(site, row.eval_script, row.gold)
-    return run.applied and run.outcome is ExecOutcome.EXITED and (await graded(row, run.log))[0].official_resolved
-
-
 async def _official_run(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:
     """Make the official run. If it hangs or its box is lost, run the gold patch to find out whether the patch is to
     blame. Return ``None`` if the box is lost twice with this patch and not with the gold patch."""
@@ -168,7 +162,10 @@ async def _official_run(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalR
 
 
 async def _require_gold(site: EvalSite, row: SweBenchRow, cause: str, log_text: str | None = None) -> None:
-    if not await gold_resolves(site, row):
+    """Raise `VerifierError` unless the row's own solution still resolves it here."""
+    run = await run_evaluation(site, row.eval_script, row.gold)
+    ended = run.applied and run.outcome is ExecOutcome.EXITED
+    if not ended or not (await graded(row, run.log))[0].official_resolved:
         raise VerifierError(
             f"no verdict on {row.instance_id}: {cause}, and the gold patch does not resolve the instance here either;"
             " prepare the instance again, or exclude it",
@@ -202,14 +199,11 @@ def _log_findings(grade: LogGrade, run: EvalRun) -> list[Finding]:
     if grade.markers is MarkerState.NO_TEST_PATCH and grade.official_resolved:
         detail = "the patch keeps the row's own tests from being put in place"
         return [Finding(kind="tests_not_in_place", detail=detail)]
-    if run.test_exit_code not in (0, None) and grade.official_resolved and not _reports_failure(grade):
+    reports_failure = not {"FAILED", "ERROR"}.isdisjoint(grade.status_map.values())
+    if run.test_exit_code not in (0, None) and grade.official_resolved and not reports_failure:
         detail = "the test command failed while its output reports no failure"
         return [Finding(kind="exit_code_contradicts_log", detail=detail, evidence={"exit_code": run.test_exit_code})]
     return []
-
-
-def _reports_failure(grade: LogGrade) -> bool:
-    return any(status in ("FAILED", "ERROR") for status in grade.status_map.values())
 
 
 def _official(grade: LogGrade, run: EvalRun, patch: bytes, *, resolved: bool) -> dict[str, Any]:
@@ -488,9 +482,11 @@ async def _confirm(site: EvalSite, row: SweBenchRow, patch: bytes, controls: Row
     if gold.problems:
         gold = await _once(site, row, row.gold, controls)
     if gold.problems:
+        test, reason = min(gold.problems.items())
+        problem = f"{test.partition('|test:')[2]}: {reason}" if test else reason
         raise VerifierError(
             f"no verdict on {row.instance_id}: its controls do not confirm the gold patch here either"
-            f" ({_first_problem(gold.problems)}); prepare the instance again with force=true, or exclude it",
+            f" ({problem}); prepare the instance again with force=true, or exclude it",
             kind=FailureKind.CONTROL_RUN_FAILED,
         )
     return replace(last, seconds=_total_seconds(*runs, gold))
@@ -532,7 +528,11 @@ async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowCon
         for (twin, mutated), passed in zip(dealt_twins, passed_by_twin, strict=True):
             look_at(twins, twin, passed, mutated=mutated)
         if twins.passes_wrong_expectations:
-            return _Confirmation(_wrongly_passed(twins), seconds, lies=True)
+            wrongly_passed = {
+                test: f"passes with another expectation of: {', '.join(sorted({kind for kind, _ in passed}))}"
+                for test, passed in twins.passed.items()
+            }
+            return _Confirmation(wrongly_passed, seconds, lies=True)
         problems = await _value_problems(controls, recorded) if name == "confirmed" else {}
         if problems := problems | twins.problems:
             return _Confirmation(problems, seconds)
@@ -551,21 +551,9 @@ async def _value_problems(controls: RowControls, recorded: Recorded) -> dict[str
     return problems
 
 
-def _wrongly_passed(twins: TwinRun) -> dict[str, str]:
-    return {
-        test: f"passes with another expectation of: {', '.join(sorted({kind for kind, _ in passed}))}"
-        for test, passed in twins.passed.items()
-    }
-
-
 def _result(name: str, confirmation: _Confirmation, finding: Finding) -> ControlResult:
     if not confirmation.problems:
         return ControlResult(name, confirmation.spent)
     problems = dict(sorted(confirmation.problems.items())[:MAX_NAMED_TESTS])
     evidence = {"count": len(confirmation.problems), "tests": problems}
     return ControlResult(name, confirmation.spent, finding.model_copy(update={"evidence": evidence}))
-
-
-def _first_problem(problems: dict[str, str]) -> str:
-    test, reason = next(iter(sorted(problems.items())))
-    return f"{test.partition('|test:')[2]}: {reason}" if test else reason

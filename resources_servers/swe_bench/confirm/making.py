@@ -14,7 +14,6 @@ import random
 import secrets
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import TypeVar
 
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, ControlledTest, RowControls, Strength
@@ -29,7 +28,7 @@ from resources_servers.swe_bench.confirm.telling import (
     may_be_strong,
     without_surplus,
 )
-from resources_servers.swe_bench.confirm.twins import TWIN_RENDERERS, TWINS, TWINS_BESIDE, Twin, TwinMaker
+from resources_servers.swe_bench.confirm.twins import TWINS, TWINS_BESIDE, Twin, TwinMaker
 from resources_servers.swe_bench.confirm.wording import Varied, Words, find_variation, find_words
 from resources_servers.swe_bench.eval_box import EvalSite, Steps
 from resources_servers.swe_bench.row import SweBenchRow
@@ -184,7 +183,7 @@ class Maker:
         """Make twins for the tests that the renderings do not control well. Tests with twins alone become ``weak``."""
         chosen: dict[str, Chosen] = {}
         for path in self._material.sources:
-            if PurePosixPath(path).suffix not in TWIN_RENDERERS:
+            if not path.endswith(".py"):
                 continue
             one = Chosen.of(path, self._material.fixed)
             strong = {test for test, strength in strengths.items() if strength == "strong"}

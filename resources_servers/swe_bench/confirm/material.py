@@ -11,7 +11,7 @@ import math
 import random
 import re
 import tarfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -48,9 +48,8 @@ _LOCK_FILES = ("package-lock.json", "npm-shrinkwrap.json", "yarn.lock", "pnpm-lo
 Call = list[tuple[str, list[Value]]]
 Calls = dict[str, list[Call]]
 """Test → its invocations. Each is a list of ``(key, values)``."""
-Renderer = Callable[[str, Chosen, Order], Rendered | None]
-RENDERERS: Mapping[str, Renderer] = {".py": render, **dict.fromkeys(JAVASCRIPT, render_javascript)}
-"""Suffix of a test file → the function that renders it."""
+RENDERED = (".py", *JAVASCRIPT)
+"""The suffixes of the test files that can be rendered."""
 
 
 @dataclass
@@ -144,7 +143,7 @@ class Material:
             SandboxError, VerifierError: the box failed.
         """
         patched = sorted(paths_of(self.row.test_diff))
-        named = sorted({test.path for test in self.fixed if renderer_of(test.path)} - set(patched))
+        named = sorted({test.path for test in self.fixed if test.path.endswith(RENDERED)} - set(patched))
         gold_paths = paths_of(self.gold)
 
         def is_product(path: str) -> bool:
@@ -159,8 +158,7 @@ class Material:
         for path, content in pristine.sources.items():
             if content is None:
                 continue
-            renderer = renderer_of(path)
-            if renderer is None:
+            if not path.endswith(RENDERED):
                 if not path.endswith(".snap"):  # snapshot files hold expected values
                     self.support[path] = content
                 continue
@@ -169,7 +167,7 @@ class Material:
                 fixed, kept = self._tests_in(path, text)
                 sample = self.rng.sample(kept, min(len(kept), SAMPLED_TESTS))
                 chosen = Chosen(fixed.names | frozenset(sample), fixed.docstrings)
-                if renderer(text, chosen, Order("discover", random.Random(0), "/nowhere", path)) is None:
+                if render_file(text, chosen, Order("discover", random.Random(0), "/nowhere", path)) is None:
                     raise ValueError("holds no expected test")
             except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError) as error:
                 self.notes.append(f"{path}: {error}")
@@ -214,8 +212,6 @@ class Material:
         for path, source in self.sources.items():
             if plain and path != plain:
                 continue
-            renderer = renderer_of(path)
-            assert renderer is not None
             chosen = self.chosen[path]
             labels: Labels | Variation | None = None
             if kinds is not None:
@@ -225,7 +221,7 @@ class Material:
                 chosen = Chosen.named(file_kinds)
                 labels = Variation(random.Random(seed), ast.parse(source), file_kinds, self.vocabulary)
             elif pinned is not None:
-                discovered = renderer(source, chosen, Order("discover", random.Random(0), records, path))
+                discovered = render_file(source, chosen, Order("discover", random.Random(0), records, path))
                 assert discovered is not None
                 labels = Labels(random.Random(seed), discovered.words, self.vocabulary, pinned)
             order = Order(
@@ -238,7 +234,7 @@ class Material:
                 plain=bool(plain),
                 keeps_titles=bool(SELECTS_BY_TITLE.search(self._test_command)),
             )
-            rendered = renderer(source, chosen, order)
+            rendered = render_file(source, chosen, order)
             if rendered is not None:
                 files[path] = rendered
         if not files:
@@ -297,9 +293,10 @@ class Material:
         )
 
 
-def renderer_of(path: str) -> Renderer | None:
-    """Return the function that renders a test file, or ``None`` for an unsupported language."""
-    return RENDERERS.get(PurePosixPath(path).suffix)
+def render_file(source: str, chosen: Chosen, order: Order) -> Rendered | None:
+    """Render a test file in its language. Return ``None`` if nothing in it can be rendered. Raises as `render` and
+    `render_javascript` do."""
+    return (render_javascript if order.path.endswith(JAVASCRIPT) else render)(source, chosen, order)
 
 
 def _vocabulary(product: bytes) -> set[str]:

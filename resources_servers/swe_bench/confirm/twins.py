@@ -6,7 +6,7 @@ else. Gold passes the true rendering and fails the mutated tests; base fails the
 attempt's patch, in separate boxes and in random order, and differ only in the expectation. If both are reported as
 passed, the report does not depend on the code's answers.
 
-The renderer of a language makes twins in the form of `TwinFile`. This module only handles texts, ids and logs.
+`expectations` makes twins of Python files. This module handles texts, ids and logs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import PurePosixPath
 
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.canary import FIXTURE_SUFFIXES
-from resources_servers.swe_bench.confirm.expectations import Origin, TwinFile, Wrong, near_texts, twin_of
+from resources_servers.swe_bench.confirm.expectations import Origin, Wrong, near_texts, twin_of
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
-from resources_servers.swe_bench.confirm.material import Material, renderer_of
+from resources_servers.swe_bench.confirm.material import Material, render_file
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order
 from resources_servers.swe_bench.confirm.runs import Rendering, read_records, word_in_command
 from resources_servers.swe_bench.confirm.values import Value
@@ -44,8 +44,6 @@ _MUTATION_ROUNDS = 3
 _TRIED_AT_ONCE = 3
 _MAX_TEXT_FILE = 200_000
 _EXPECTED_FILES = (*FIXTURE_SUFFIXES, ".md", ".rst", ".csv", ".ambr", ".expected", ".log")
-TWIN_RENDERERS = {".py": twin_of}
-"""Suffix of a test file → the function that makes twins of it."""
 _PASSED = ("PASSED", "XFAIL")
 
 
@@ -201,7 +199,7 @@ async def passed_in(row: SweBenchRow, log: str) -> list[str]:
     markers."""
     module = grading.grading()
     start, end = (f"+ : '{marker}'" for marker in (module.START_TEST_OUTPUT, module.END_TEST_OUTPUT))
-    text = log.encode("latin-1").decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+    text = grading.log_text(log.encode("latin-1"))
     parse_row = dataclasses.replace(row, fail_to_pass=(), pass_to_pass=(), eval_script="")
     grade, _ = await grading.graded(parse_row, f"{start}\n{text}\n{end}\n")
     if grade.markers is not MarkerState.GENUINE:
@@ -330,15 +328,18 @@ class TwinMaker:
     def _draft(self, labels: Labels | None, base: Mapping[str, Sequence[Value]]) -> _Draft | None:
         draft = _Draft({}, {}, {})
         for path, source in self.material.sources.items():
-            chosen, make = self.chosen.get(path), TWIN_RENDERERS.get(PurePosixPath(path).suffix)
-            if chosen is None or make is None:
+            if path not in self.chosen:
                 continue
             prefix = f"{path}|"
             sides = {key.removeprefix(prefix): side for key, side in self.material.sides.items()}
             answers = {key.removeprefix(prefix): values for key, values in base.items()}
-            twin = make(source, chosen, rng=self.rng, labels=labels, sides=sides, base=answers)
-            if twin is not None:
-                self._add(draft, path, twin)
+            twin = twin_of(source, self.chosen[path], rng=self.rng, labels=labels, sides=sides, base=answers)
+            if twin is None:
+                continue
+            draft.texts[path] = twin.text
+            draft.names |= {name: f"{path}|{test}" for name, test in twin.names.items()}
+            for test, wrongs in twin.wrongs.items():
+                draft.wrongs.setdefault(f"{path}|{test}", []).extend((path, wrong) for wrong in wrongs)
         # Expectations in the test itself are more certain. Only a test without any gets expectations in other files.
         bare = [test for test in dict.fromkeys(draft.names.values()) if not draft.wrongs.get(test)]
         for path, content in self.material.support.items():
@@ -346,12 +347,6 @@ class TwinMaker:
             if text is not None:
                 self._add_text(draft, path, labels.text(text) if labels is not None else text, bare)
         return draft if draft.names else None
-
-    def _add(self, draft: _Draft, path: str, twin: TwinFile) -> None:
-        draft.texts[path] = twin.text
-        draft.names |= {name: f"{path}|{test}" for name, test in twin.names.items()}
-        for test, wrongs in twin.wrongs.items():
-            draft.wrongs.setdefault(f"{path}|{test}", []).extend((path, wrong) for wrong in wrongs)
 
     def _add_text(self, draft: _Draft, path: str, text: str, bare: Sequence[str]) -> None:
         """Add a file that is not Python. It is either a test itself (a document with examples), or may hold what the
@@ -366,12 +361,9 @@ class TwinMaker:
 
     def _labels(self, *, pin_numbers: bool) -> Labels:
         tokens: set[str] = set()
-        for path, source in self.material.sources.items():
-            chosen = self.chosen.get(path)
-            render = renderer_of(path)
-            rendered = (
-                render(source, chosen, Order("discover", random.Random(0), "/nowhere")) if render and chosen else None
-            )
+        for path, chosen in self.chosen.items():
+            order = Order("discover", random.Random(0), "/nowhere", path)
+            rendered = render_file(self.material.sources[path], chosen, order)
             tokens |= rendered.words if rendered is not None else set()
         for path, content in self.material.support.items():
             tokens |= tokens_of_text(_text_of(path, content) or "")
@@ -383,6 +375,8 @@ class TwinMaker:
 
     async def _base_answers(self, labels: Sequence[Labels | None]) -> list[dict[str, list[Value]]]:
         """Return base's answers at the tests' assertions, in the words of each of ``labels``."""
+        if not self.chosen:
+            return [{} for _ in labels]
         renderings: list[Rendering] = []
         for label_set in labels:
             records = f"/var/tmp/{random_name(self.rng)}"
@@ -392,19 +386,16 @@ class TwinMaker:
                 if (text := _text_of(path, content)) is not None
             }
             for path, chosen in self.chosen.items():
-                renderer = renderer_of(path)
                 order = Order("discover", random.Random(0), records, path, label_set)
-                rendered = renderer(self.material.sources[path], chosen, order) if renderer is not None else None
+                rendered = render_file(self.material.sources[path], chosen, order)
                 if rendered is not None:
                     texts[path] = rendered.source
             renderings.append(Rendering(texts, records))
-        if not self.chosen:
-            return [{} for _ in labels]
         run = await self.material.run(b"", renderings)
         answers: list[dict[str, list[Value]]] = []
-        for number in range(len(labels)):
+        for records in run.records:
             by_key: dict[str, list[Value]] = {}
-            for key, values in read_records(run.records[number]):
+            for key, values in read_records(records):
                 if values:
                     left_out = self.material.sides.get(key, "right") == "left" and len(values) > 1
                     by_key.setdefault(key, []).append(values[1] if left_out else values[0])

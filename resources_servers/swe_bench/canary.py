@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from nemo_gym.contract.errors import VerifierError
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import SandboxHandle
+from resources_servers.swe_bench.confirm.slicing import FunctionNode, definitions_of
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     EvalSite,
@@ -35,8 +36,6 @@ from resources_servers.swe_bench.test_ids import TestId
 FIXTURE_SUFFIXES = (".html", ".json", ".txt", ".css", ".svg", ".xml", ".snap", ".out", ".yml", ".yaml", ".golden")
 SCRIPT_SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".tsx")
 _WORDS = ("alpha", "count", "first", "index", "items", "label", "limit", "order", "other", "ready", "state", "total")
-
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
@@ -98,7 +97,10 @@ def rewrite_python(
     changed = False
     # Split as the parser does: a form feed or another separator inside a string does not start a new line.
     lines = text.split("\n")
-    for classes, node in _functions(tree, canary):
+    for classes, node, _ in definitions_of(tree):
+        if isinstance(node, ast.ClassDef):
+            canary.bases[*classes, node.name] = tuple(base.id for base in node.bases if isinstance(base, ast.Name))
+            continue
         docstring = (ast.get_docstring(node) or "").split("\n")[0].strip()
         if node.name not in names and docstring not in docstrings:
             continue
@@ -161,27 +163,6 @@ def _marks_failure(decorator: ast.expr) -> bool:
     names = {node.attr for node in ast.walk(decorator) if isinstance(node, ast.Attribute)}
     names |= {node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)}
     return not names.isdisjoint({"xfail", "XFAIL", "expectedFailure"})
-
-
-def _functions(tree: ast.Module, canary: CanaryFile) -> list[tuple[tuple[str, ...], FunctionNode]]:
-    functions: list[tuple[tuple[str, ...], FunctionNode]] = []
-
-    def visit(body: Iterable[ast.stmt], classes: tuple[str, ...]) -> None:
-        for node in body:
-            if isinstance(node, FunctionNode):
-                functions.append((classes, node))
-            elif isinstance(node, ast.ClassDef):
-                inner = (*classes, node.name)
-                canary.bases[inner] = tuple(base.id for base in node.bases if isinstance(base, ast.Name))
-                visit(node.body, inner)
-            elif isinstance(node, ast.If | ast.Try | ast.With):
-                visit(node.body, classes)
-                for handler in getattr(node, "handlers", ()):
-                    visit(handler.body, classes)
-                visit(getattr(node, "orelse", ()), classes)
-
-    visit(tree.body, ())
-    return functions
 
 
 def _ends(node: FunctionNode, lines: list[str]) -> list[tuple[int, str]] | None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from resources_servers.swe_bench.confirm.labels import random_name
+from resources_servers.swe_bench.confirm.labels import name_of, random_name
 
 Side = Literal["left", "right"]
 Mode = Literal["discover", "blind"]
@@ -147,12 +147,12 @@ class AssertionRewriter(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         if node.msg is not None:
             self.blinding.leave_out(node.msg)
-        return self._statements(node, self._parts(node.test, _key(node)))
+        return self._statements(node, self._parts(node.test, key_of(node)))
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
         call = node.value
         if isinstance(call, ast.Call):
-            parts = self._asserting_call(call, _key(node))
+            parts = self._asserting_call(call, key_of(node))
             if parts is not None:
                 return self._statements(node, parts)
         self.generic_visit(node)
@@ -166,9 +166,9 @@ class AssertionRewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        name = _name(node.func)
+        name = name_of(node.func)
         if name in ("raises", "assertRaises") and len(node.args) > 1:
-            key = _key(node)
+            key = key_of(node)
             self._probe(key, "raises", "right")
             inner = ast.Call(node.args[1], node.args[2:], [one for one in node.keywords if one.arg != "match"])
             nothing = ast.arguments([], [], None, [], [], None, [])
@@ -196,7 +196,7 @@ class AssertionRewriter(ast.NodeTransformer):
         negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
         inner = test.operand if isinstance(test, ast.UnaryOp) and negated else test
         if isinstance(inner, ast.Call):
-            name = _name(inner.func)
+            name = name_of(inner.func)
             if name == "isinstance" and len(inner.args) == 2:
                 return [self._two(key, "not isinstance" if negated else "isinstance", *inner.args)]
             if name in ("startswith", "endswith") and len(inner.args) == 1 and isinstance(inner.func, ast.Attribute):
@@ -205,7 +205,7 @@ class AssertionRewriter(ast.NodeTransformer):
         return [self.blinding.call("truth", key, self.visit(inner))]
 
     def _asserting_call(self, call: ast.Call, key: str) -> list[ast.expr] | None:
-        name = _name(call.func)
+        name = name_of(call.func)
         if name == "match" and isinstance(call.func, ast.Attribute) and len(call.args) == 1:
             holder = call.func.value
             if isinstance(holder, ast.Name) and holder.id in self._caught:
@@ -245,7 +245,7 @@ class AssertionRewriter(ast.NodeTransformer):
     ) -> ast.expr:
         if op == "==":
             for side in (left, right):
-                if isinstance(side, ast.Call) and _name(side.func) == "approx":
+                if isinstance(side, ast.Call) and name_of(side.func) == "approx":
                     op, extra = _nearness("approx", side, "close")
                     if side.args:
                         left, right = (side.args[0], right) if side is left else (left, side.args[0])
@@ -266,14 +266,14 @@ class AssertionRewriter(ast.NodeTransformer):
         call = item.context_expr
         if not isinstance(call, ast.Call):
             return item
-        name = _name(call.func)
+        name = name_of(call.func)
         if name == "subTest":
             self.blinding.leave_out(*call.args, *(one.value for one in call.keywords))
             call.args, call.keywords = [], []
             return item
         if name not in _RAISES or len(call.args) > 2:
             return item
-        key = _key(call)
+        key = key_of(call)
         pattern = [one.value for one in call.keywords if one.arg in ("match", "expected_regex", "expected_message")]
         expected = [*call.args, *pattern]
         if isinstance(item.optional_vars, ast.Name):
@@ -310,7 +310,7 @@ def is_constant(node: ast.expr, names: Collection[str]) -> bool:
         inside = [*node.args, *(one.value for one in node.keywords)]
         if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Name):
             inside.append(node.func.value)
-        return _name(node.func) in _PURE_CALLS and all(is_constant(one, names) for one in inside)
+        return name_of(node.func) in _PURE_CALLS and all(is_constant(one, names) for one in inside)
     if isinstance(
         node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.UnaryOp | ast.BinOp | ast.JoinedStr | ast.FormattedValue
     ):
@@ -340,15 +340,10 @@ def _nearness(name: str, call: ast.Call, op: str) -> tuple[str, float | None]:
     return op, None
 
 
-def _name(function: ast.expr) -> str:
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
-
-
 def _names_of(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
-def _key(node: ast.expr | ast.stmt) -> str:
+def key_of(node: ast.expr | ast.stmt) -> str:
+    """Return the key of an assertion: its place in the pristine file."""
     return f"{node.lineno}.{node.col_offset}"

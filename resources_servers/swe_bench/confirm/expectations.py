@@ -10,16 +10,23 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, PythonBlinding, Side
-from resources_servers.swe_bench.confirm.labels import Labels
+from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, PythonBlinding, Side, key_of
+from resources_servers.swe_bench.confirm.labels import Labels, name_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, relayout
-from resources_servers.swe_bench.confirm.slicing import FunctionNode, case_rows, functions_of, parametrisation
+from resources_servers.swe_bench.confirm.slicing import (
+    FunctionNode,
+    case_rows,
+    functions_of,
+    parametrisation,
+    test_key,
+)
 from resources_servers.swe_bench.confirm.values import Value
 
 Origin = Literal["input", "base", "sibling", "near"]
@@ -112,9 +119,7 @@ def twin_of(
     tree = ast.parse(source)
     places = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)}
     tests = {
-        id(node): ("test:" + ".".join((*classes, node.name)), node)
-        for classes, node, _ in functions_of(tree)
-        if chosen.holds(node)
+        id(node): (test_key(classes, node), node) for classes, node, _ in functions_of(tree) if chosen.holds(node)
     }
     if not tests:
         return None
@@ -225,7 +230,7 @@ class _Collector(AssertionRewriter):
         return result
 
     def _asserting_call(self, call: ast.Call, key: str) -> list[ast.expr] | None:
-        name = self._name = _called(call)
+        name = self._name = name_of(call.func)
         result = super()._asserting_call(call, key)
         if name in _OPPOSITE_OF:
             self._note(key, "truth" if name in ("assertTrue", "assertFalse") else "negation", flip=_place(call.func))
@@ -241,8 +246,8 @@ class _Collector(AssertionRewriter):
     def visit_With(self, node: ast.With) -> ast.stmt:  # noqa: N802
         for item in node.items:
             call = item.context_expr
-            if isinstance(call, ast.Call) and _called(call) in ("raises", "assertRaises", "assertRaisesRegex"):
-                key = f"{call.lineno}.{call.col_offset}"
+            if isinstance(call, ast.Call) and name_of(call.func) in ("raises", "assertRaises", "assertRaisesRegex"):
+                key = key_of(call)
                 self._note(key, "raises", *call.args[:1])
                 if len(node.items) == 1 and item.optional_vars is None:
                     self._note(key, "silence", silence=_place(node))
@@ -260,7 +265,7 @@ class _Collector(AssertionRewriter):
             sides = [test.left, test.comparators[0]]
             input_node, expected_node = reversed(sides) if self._expected(*sides) == "left" else sides
             op = {ast.NotEq: "==", ast.IsNot: "is", ast.NotIn: "in"}.get(type(test.ops[0]), "compared")
-            key = f"{node.lineno}.{node.col_offset}"
+            key = key_of(node)
             self._note(key, op, expected_node)
             if op in _EXCLUDING:
                 self._note(key, "input", input_node)
@@ -268,11 +273,7 @@ class _Collector(AssertionRewriter):
 
 
 def _fails(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called(node.value) == "fail"
-
-
-def _called(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and name_of(node.value.func) == "fail"
 
 
 def _expectations(tree: ast.Module, sides: Mapping[str, Side]) -> Iterator[_Expectation]:
@@ -313,7 +314,7 @@ class _Finder:
                     ast.unparse(call.args[0])
                     for call in ast.walk(tree)
                     if isinstance(call, ast.Call)
-                    and _called(call) in ("raises", "assertRaises")
+                    and name_of(call.func) in ("raises", "assertRaises")
                     and call.args
                     and isinstance(call.args[0], ast.Name | ast.Attribute)
                 }
@@ -364,7 +365,7 @@ class _Finder:
             if isinstance(name, ast.Name) and name.id in arguments
         }
         for call in ast.walk(test):
-            if isinstance(call, ast.Call) and _called(call) == helper.name:
+            if isinstance(call, ast.Call) and name_of(call.func) == helper.name:
                 passed_arguments = dict(zip(arguments, call.args, strict=False))
                 passed_arguments |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
                 for name in expected_names & set(passed_arguments):
@@ -556,31 +557,24 @@ def _flipped(node: ast.expr) -> ast.expr:
 
 def _expression(value: Value) -> ast.expr | None:
     """Return a recorded plain value as an expression, or ``None`` if it cannot be written as one."""
-    kind = value[0]
-    if kind == "none":
-        return ast.Constant(None)
-    if kind == "bool":
-        return ast.Constant(bool(value[1]))
-    if kind == "int":
-        return ast.Constant(int(value[1]))
-    if kind == "float":
-        number = float.fromhex(value[1])
-        return ast.Constant(number) if number - number == 0 else None
-    if kind == "str":
-        return ast.Constant(str(value[1]))
-    if kind == "bytes":
-        return ast.Constant(bytes.fromhex(value[1]))
-    if kind in ("list", "tuple"):
-        elements_or_none = [_expression(one) for one in value[1]]
-        if any(one is None for one in elements_or_none):
-            return None
-        elements = cast(list[ast.expr], elements_or_none)
-        return ast.List(elements, ast.Load()) if kind == "list" else ast.Tuple(elements, ast.Load())
-    if kind == "dict":
-        pairs = [(_expression(key), _expression(one)) for key, one in value[1]]
-        if any(key is None or one is None for key, one in pairs):
-            return None
-        return ast.Dict([key for key, _ in pairs], cast(list[ast.expr], [one for _, one in pairs]))
+    match value:
+        case ["none"]:
+            return ast.Constant(None)
+        case ["bool" | "int" | "str" as kind, content]:
+            return ast.Constant({"bool": bool, "int": int, "str": str}[kind](content))
+        case ["bytes", content]:
+            return ast.Constant(bytes.fromhex(content))
+        case ["float", content]:
+            number = float.fromhex(content)
+            return ast.Constant(number) if math.isfinite(number) else None
+        case ["list" | "tuple" as kind, members]:
+            elements = [one for one in map(_expression, members) if one is not None]
+            make = ast.List if kind == "list" else ast.Tuple
+            return make(elements, ast.Load()) if len(elements) == len(members) else None
+        case ["dict", pairs]:
+            keys = [one for key, _ in pairs if (one := _expression(key)) is not None]
+            values = [one for _, item in pairs if (one := _expression(item)) is not None]
+            return ast.Dict([*keys], values) if len(keys) == len(values) == len(pairs) else None
     return None
 
 

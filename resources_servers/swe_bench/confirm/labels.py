@@ -69,12 +69,19 @@ def _is_constant(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
+def name_of(function: ast.expr) -> str:
+    """Return the bare name of a called function or method; empty if the expression has none."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
 def naming_constants(tree: ast.AST) -> set[int]:
     """Return the ids of constants that are names: of parametrised arguments, attributes or probes."""
     constant_ids: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = name_of(node.func)
             if name in _NAMING_CALLS:
                 constant_ids.update(id(inner) for argument in node.args[:1] for inner in ast.walk(argument))
             if name.startswith("_ng_") and node.args:
@@ -101,7 +108,7 @@ def tokens_of(tree: ast.AST) -> set[str]:
     """Return the words (lower case) and numbers in the data of ``tree``, from texts only numbers of several digits."""
     tokens: set[str] = set()
     for node in literals(tree):
-        tokens |= tokens_of_text(_text(node), single_digits=type(node.value) is int)
+        tokens |= tokens_of_text(text_of(node), single_digits=type(node.value) is int)
     return tokens
 
 
@@ -182,7 +189,8 @@ class Labels:
         return "".join(a.upper() if b.isupper() else a for a, b in zip(replacement, token, strict=True))
 
 
-def _text(node: ast.Constant) -> str:
+def text_of(node: ast.Constant) -> str:
+    """Return the data of a literal as text; of a number without its sign."""
     if isinstance(node.value, bytes):
         return node.value.decode("latin-1")
     return str(abs(node.value)) if isinstance(node.value, int) else str(node.value)

@@ -27,6 +27,7 @@ from resources_servers.swe_bench.confirm.slicing import (
     parametrisation,
     slice_away,
     strip_ids,
+    test_key,
 )
 from resources_servers.swe_bench.confirm.varying import Variation
 from resources_servers.swe_bench.test_ids import TestId
@@ -102,9 +103,8 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
     tests = [(classes, node) for classes, node, _ in functions_of(tree) if chosen.holds(node)]
     if not tests:
         return None
-    keys = {id(node): "test:" + ".".join((*classes, node.name)) for classes, node in tests}
+    keys = {id(node): test_key(classes, node) for classes, node in tests}
     _keep_chosen(tree, {id(node) for _, node in tests})
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in loads_in(node.test))]
     blinding = PythonBlinding(order.mode, order.rng, order.path, order.dropped_sides)
     constants = _constants(tree.body)
     for _, function, _ in list(functions_of(tree)):
@@ -150,7 +150,6 @@ def relayout(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random
     named by their positions. ``tree`` is changed in the same way."""
     chosen = {id(node) for node in tests}
     _keep_chosen(tree, chosen)
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in loads_in(node.test))]
     _strip_docstrings(tree)
     for _, function, _ in functions_of(tree):
         strip_ids(function)
@@ -174,12 +173,17 @@ def _number_cases(tree: ast.Module, function: FunctionNode) -> None:
 
 
 def _keep_chosen(tree: ast.Module, chosen: Collection[int]) -> None:
-    """Remove all tests that are not chosen."""
+    """Remove all tests that are not chosen, and what the file does when it is run as a program."""
     for _, function, body in list(functions_of(tree)):
         if function.name.startswith("test") and id(function) not in chosen:
-            body.remove(function)
-            if not body:
-                body.append(ast.Pass())
+            _remove(function, body)
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in loads_in(node.test))]
+
+
+def _remove(function: FunctionNode, body: list[ast.stmt]) -> None:
+    body.remove(function)
+    if not body:
+        body.append(ast.Pass())
 
 
 def _drop_unused_helpers(tree: ast.Module, chosen: Collection[int]) -> None:
@@ -200,9 +204,7 @@ def _drop_unused_helpers(tree: ast.Module, chosen: Collection[int]) -> None:
             foreign = bool(classes) and not (name.startswith("_") or name.startswith("assert"))
             if id(function) in chosen or used or special or automatic or foreign:
                 continue
-            body.remove(function)
-            if not body:
-                body.append(ast.Pass())
+            _remove(function, body)
             removed = True
         if not removed:
             return
@@ -301,9 +303,7 @@ def _plain_driver(tree: ast.Module, tests: Sequence[tuple[tuple[str, ...], Funct
             body = holders[0].body
         if call is None:
             if function in body:
-                body.remove(function)
-                if not body:
-                    body.append(ast.Pass())
+                _remove(function, body)
             continue
         function.decorator_list = [one for one in function.decorator_list if "pytest" not in ast.dump(one)]
         calls.append(call)
@@ -313,9 +313,7 @@ def _plain_driver(tree: ast.Module, tests: Sequence[tuple[tuple[str, ...], Funct
         if _is_plain_fixture(function):
             function.decorator_list = []
         if "'pytest'" in ast.dump(function) and function in body:
-            body.remove(function)
-            if not body:
-                body.append(ast.Pass())
+            _remove(function, body)
     if "id='pytest'" in ast.dump(tree):
         return None
     for node in list(tree.body):
@@ -334,7 +332,7 @@ def _needs_runner(function: FunctionNode) -> bool:
 
 
 def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNode) -> str | None:
-    arguments = [row_values.arg for row_values in function.args.args if row_values.arg != "self"]
+    arguments = [one.arg for one in function.args.args if one.arg != "self"]
     cases: list[dict[str, str]] = [{}]
     for decorator in function.decorator_list:
         parametrised = parametrisation(decorator)
@@ -353,8 +351,7 @@ def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNo
                 return None
             row_cases.append({name: ast.unparse(value) for name, value in zip(names, row_values, strict=True)})
         cases = [{**case, **new} for new in row_cases for case in cases]
-    defaults = len(function.args.defaults)
-    needed = arguments[: len(arguments) - defaults] if defaults else arguments
+    needed = arguments[: len(arguments) - len(function.args.defaults)]
     fixture_names = [name for name in needed if name not in (cases[0] if cases else {})]
     fixtures = _plain_fixtures(tree)
     if not fixtures.keys() >= set(fixture_names):
@@ -362,7 +359,7 @@ def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNo
     lines: list[str] = []
     name = function.name
     for case in cases:
-        values = {**case, **{row_values: fixtures[row_values] for row_values in fixture_names}}
+        values = {**case, **{fixture: fixtures[fixture] for fixture in fixture_names}}
         arguments_text = ", ".join(f"{key}={value}" for key, value in values.items())
         if classes:
             lines += [

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+Body = list[ast.stmt]
 
 
-PlacedFunction = tuple[tuple[str, ...], FunctionNode, list[ast.stmt]]
-
-
-def functions_of(tree: ast.Module) -> Iterator[PlacedFunction]:
-    """Yield for every function at module or class level its classes, the function, and the body that holds it."""
+def definitions_of(tree: ast.Module) -> Iterator[tuple[tuple[str, ...], FunctionNode | ast.ClassDef, Body]]:
+    """Yield for every function and class at module or class level its classes, its node, and the body with it."""
 
     def visit(
-        body: list[ast.stmt], classes: tuple[str, ...]
-    ) -> Iterator[tuple[tuple[str, ...], FunctionNode, list[ast.stmt]]]:
+        body: Body, classes: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[str, ...], FunctionNode | ast.ClassDef, Body]]:
         for node in list(body):
-            if isinstance(node, FunctionNode):
+            if isinstance(node, FunctionNode | ast.ClassDef):
                 yield classes, node, body
-            elif isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef):
                 yield from visit(node.body, (*classes, node.name))
             elif isinstance(node, ast.If | ast.Try | ast.With):
                 for inner in ("body", "orelse", "finalbody"):
@@ -32,10 +31,25 @@ def functions_of(tree: ast.Module) -> Iterator[PlacedFunction]:
     yield from visit(tree.body, ())
 
 
-def loads_in(node: ast.AST) -> Counter[str]:
-    """Return how often each name is read below ``node``."""
+def functions_of(tree: ast.Module) -> Iterator[tuple[tuple[str, ...], FunctionNode, Body]]:
+    """Yield the functions among the definitions."""
+    for classes, node, body in definitions_of(tree):
+        if not isinstance(node, ast.ClassDef):
+            yield classes, node, body
+
+
+def test_key(classes: Sequence[str], function: FunctionNode) -> str:
+    """Return the key of a test: ``test:`` and its qualified name."""
+    return "test:" + ".".join((*classes, function.name))
+
+
+def loads_in(*nodes: ast.AST) -> Counter[str]:
+    """Return how often each name is read in ``nodes`` and below."""
     return Counter(
-        one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Store)
+        one.id
+        for node in nodes
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Store)
     )
 
 
@@ -44,16 +58,14 @@ def slice_away(tree: ast.Module, dropped: set[str]) -> None:
 
     The names that the removed parts read are added to ``dropped``.
     """
-    changed = True
-    rounds = 0
-    while changed and rounds < 20:
-        rounds += 1
+    for _ in range(20):
         changed = False
         for _, function, _ in functions_of(tree):
             changed = _slice_function(function, dropped) or changed
             changed = _slice_cases(tree, function, dropped) or changed
             changed = _slice_parameters(tree, function, dropped) or changed
-        changed = _slice_module(tree, dropped) or changed
+        if not (_slice_module(tree, dropped) or changed):
+            return
 
 
 def _slice_function(function: FunctionNode, dropped: set[str]) -> bool:
@@ -71,7 +83,7 @@ def _slice_function(function: FunctionNode, dropped: set[str]) -> bool:
 class _Cleaner(ast.NodeTransformer):
     """Removes assignments and loop columns whose targets are gone."""
 
-    def __init__(self, gone, dropped: set[str]) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, gone: Callable[[ast.expr], bool], dropped: set[str]) -> None:
         self.gone, self.dropped, self.changed = gone, dropped, False
 
     def clean(self, function: FunctionNode) -> None:
@@ -99,17 +111,13 @@ class _Cleaner(ast.NodeTransformer):
             return None
         return node
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt | None:
+    def _one_target(self, node: Any) -> Any:
         if self.gone(node.target):
             self._remove(node.value)
             return None
         return node
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt | None:
-        if self.gone(node.target):
-            self._remove(node.value)
-            return None
-        return node
+    visit_AnnAssign = visit_AugAssign = _one_target  # noqa: N815
 
     def visit_For(self, node: ast.For) -> ast.stmt | None:
         self.generic_visit(node)
@@ -154,20 +162,12 @@ class _Cleaner(ast.NodeTransformer):
         node.body = node.body or [ast.Pass()]
         return node
 
-    def visit_Try(self, node: ast.Try) -> ast.stmt:
+    def _with_body(self, node: Any) -> Any:
         self.generic_visit(node)
         node.body = node.body or [ast.Pass()]
         return node
 
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
-        self.generic_visit(node)
-        node.body = node.body or [ast.Pass()]
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
-        self.generic_visit(node)
-        node.body = node.body or [ast.Pass()]
-        return node
+    visit_Try = visit_ExceptHandler = visit_FunctionDef = _with_body  # noqa: N815
 
 
 def parametrisation(decorator: ast.expr) -> tuple[list[str], ast.expr] | None:
@@ -200,9 +200,7 @@ def case_rows(tree: ast.Module, cases: ast.expr) -> list[ast.expr] | None:
 
 def _slice_cases(tree: ast.Module, function: FunctionNode, dropped: set[str]) -> bool:
     changed = False
-    loads = Counter[str]()
-    for statement in function.body:
-        loads += loads_in(statement)
+    loads = loads_in(*function.body)
     for decorator in function.decorator_list:
         parametrised = parametrisation(decorator)
         if parametrised is None:
@@ -267,9 +265,7 @@ def strip_ids(function: FunctionNode) -> None:
 
 def _slice_parameters(tree: ast.Module, function: FunctionNode, dropped: set[str]) -> bool:
     """Remove helpers' parameters that only passed on an expectation, and the arguments that callers pass for them."""
-    loads = Counter[str]()
-    for statement in function.body:
-        loads += loads_in(statement)
+    loads = loads_in(*function.body)
     arguments = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
     gone = [name for name in arguments if name in dropped and not loads[name] and name not in ("self", "cls")]
     if not gone or function.args.vararg or function.args.kwarg:

@@ -13,8 +13,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, cast, get_args
 
-from resources_servers.swe_bench.confirm.labels import PYTHON_WORDS, TOKEN, naming_constants, other_words
-from resources_servers.swe_bench.confirm.slicing import functions_of
+from resources_servers.swe_bench.confirm.labels import PYTHON_WORDS, TOKEN, naming_constants, other_words, text_of
+from resources_servers.swe_bench.confirm.slicing import functions_of, test_key
 
 Kind = Literal["words", "known words", "more words", "numbers", "zero and one", "fractions", "spaces"]
 """What is varied: words that the product does not know, words that it knows, the number of words, integers above 1,
@@ -46,7 +46,11 @@ class Variation:
         vocabulary: Collection[str],
     ) -> None:
         self.kinds = kinds
-        texts = [_text(node) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        texts = [
+            text_of(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+        ]
         tokens = sorted({token.lower() for text in texts for token in TOKEN.findall(text)})
         words = [token for token in tokens if not token.isdigit() and token not in PYTHON_WORDS]
         replacements = other_words(rng, words, {*tokens, *vocabulary}, lambda word: _other_length(rng, word))
@@ -68,7 +72,7 @@ class Variation:
         tests = {
             id(function): frozenset(self.kinds[key])
             for classes, function, _ in (functions_of(tree) if isinstance(tree, ast.Module) else ())
-            if (key := "test:" + ".".join((*classes, function.name))) in self.kinds
+            if (key := test_key(classes, function)) in self.kinds
         }
         shared = frozenset(KINDS).intersection(*tests.values())
         self._visit(tree, shared, tests, skipped)
@@ -145,9 +149,3 @@ def _other_numbers(rng: random.Random, tree: ast.AST, numbers_in_text: Iterable[
 
 def _is_number(token: str) -> bool:
     return token.isdigit() and token.isascii() and len(token) > 1 and token[0] != "0"
-
-
-def _text(node: ast.Constant) -> str:
-    if isinstance(node.value, bytes):
-        return node.value.decode("latin-1")
-    return node.value if isinstance(node.value, str) else ""

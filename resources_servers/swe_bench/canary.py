@@ -94,7 +94,6 @@ def rewrite_python(
     fixed_names = {test.function for test in fixed if test.function and test.may_be_in(path)}
     canary = CanaryFile(path, source, xfails=_marked_as_failing(tree))
     insertions: list[tuple[int, str]] = []
-    changed = False
     # Split as the parser does: a form feed or another separator inside a string does not start a new line.
     lines = text.split("\n")
     for classes, node, _ in definitions_of(tree):
@@ -109,13 +108,12 @@ def rewrite_python(
             continue
         if node.name in fixed_names and not _returns(node) and (literal := _expected_literal(node, rng)):
             _replace(literal, lines, rng)
-            changed = True
         else:
             insertions += [(line, indent + _assertion(rng)) for line, indent in places]
         canary.functions.add((classes, node.name))
         if docstring:
             canary.docstrings.add(docstring)
-    if not insertions and not changed:
+    if not canary.functions:
         return None
     for line, inserted in sorted(insertions, reverse=True):
         ending = "\r" if lines[line - 1 if line else 0].endswith("\r") else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,15 @@ Record = tuple[str, list[Value]]
 """A site and the values recorded there."""
 
 _UNKNOWN = object()
+_ON_PLAIN_VALUES: dict[str, Callable[[Any, Any], Any]] = {
+    "in": lambda a, b: a in b,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "startswith": lambda a, b: a.startswith(b),
+    "endswith": lambda a, b: a.endswith(b),
+}
 _PLAIN_KINDS = {"none": 0, "cut": 0, "int": 1, "float": 1, "complex": 2, "str": 1, "bytes": 1, "number": 1, "text": 2}
 MAX_PATTERN_TEXT = 100_000
 _TINY = 1e-9
@@ -253,19 +263,7 @@ def _on_plain_values(op: str, left: Value, right: Value) -> bool:
     if a is _UNKNOWN or b is _UNKNOWN:
         return True
     try:
-        answers: dict[str, Any] = {
-            "in": lambda: a in b,
-            "not in": lambda: a not in b,
-            "<": lambda: a < b,
-            "<=": lambda: a <= b,
-            ">": lambda: a > b,
-            ">=": lambda: a >= b,
-            "startswith": lambda: a.startswith(b),
-            "endswith": lambda: a.endswith(b),
-            "not startswith": lambda: not a.startswith(b),
-            "not endswith": lambda: not a.endswith(b),
-        }
-        return bool(answers[op]())
+        return bool(_ON_PLAIN_VALUES[op.removeprefix("not ")](a, b)) is not op.startswith("not ")
     except (TypeError, AttributeError):
         return False
 
@@ -282,9 +280,9 @@ def _plain(value: Value) -> Any:
         return value[-1]
     if kind == "bytes":
         return bytes.fromhex(value[1])
-    if kind in ("list", "tuple", "set", "array"):
-        if kind == "array":
-            return _plain(value[1])
+    if kind == "array":
+        return _plain(value[1])
+    if kind in ("list", "tuple", "set"):
         members = [_plain(one) for one in value[1]]
         if any(part is _UNKNOWN for part in members):
             return _UNKNOWN

@@ -230,15 +230,18 @@ def _empty_column(code: Code, name: Node, dropped: _Dropped) -> Iterator[Edit]:
             key = node.child_by_field_name("key") if node.type == "pair_pattern" else name
             steps.insert(0, code.text(key if key is not None else name))
         node, above = above, above.parent
+    yield from _empty_binding(code, node, steps, dropped)
+
+
+def _empty_binding(code: Code, node: Node, steps: list[int | str], dropped: _Dropped) -> Iterator[Edit]:
+    """Yield edits that remove the values that reach a binding, or of those the parts at ``steps``."""
+    above = node.parent
     if above is None:
         return
-    if above.type == "formal_parameters" or (
-        above.type == "arrow_function" and node == above.child_by_field_name("parameter")
-    ):
-        place = _place(above, node) if above.type == "formal_parameters" else 0
-        function = above.parent if above.type == "formal_parameters" else above
-        if function is not None:
-            yield from _empty_argument(code, function, place, steps, dropped)
+    if above.type == "formal_parameters" and above.parent is not None:
+        yield from _empty_argument(code, above.parent, _place(above, node), steps, dropped)
+    elif above.type == "arrow_function" and node == above.child_by_field_name("parameter"):
+        yield from _empty_argument(code, above, 0, steps, dropped)
     elif above.type == "for_in_statement" and steps:
         table = above.child_by_field_name("right")
         if table is not None:
@@ -328,23 +331,8 @@ def _empty_at(code: Code, node: Node, steps: list[int | str], dropped: _Dropped)
 def _empty_property(code: Code, owner: str, part: str, dropped: _Dropped) -> Iterator[Edit]:
     """Yield edits that remove the values of ``owner.part``, if ``owner`` is a constant or iterates over a table."""
     for node in walk(code.root):
-        if node.type != "identifier" or code.text(node) != owner or not _is_binding(node):
-            continue
-        above = node.parent
-        assert above is not None
-        if above.type == "variable_declarator":
-            value = above.child_by_field_name("value")
-            if value is not None:
-                yield from _empty_at(code, _resolved(code, value), [part], dropped)
-        elif above.type == "for_in_statement":
-            table = above.child_by_field_name("right")
-            if table is not None:
-                yield from _empty_rows(code, table, [part], dropped)
-        elif above.type in ("formal_parameters", "arrow_function"):
-            function = above.parent if above.type == "formal_parameters" else above
-            place = _place(above, node) if above.type == "formal_parameters" else 0
-            if function is not None:
-                yield from _empty_argument(code, function, place, [part], dropped)
+        if node.type == "identifier" and code.text(node) == owner and _is_binding(node):
+            yield from _empty_binding(code, node, [part], dropped)
 
 
 def _place(holder: Node, node: Node) -> int:

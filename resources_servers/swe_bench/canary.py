@@ -30,10 +30,9 @@ from resources_servers.swe_bench.eval_box import (
     read_file,
 )
 from resources_servers.swe_bench.row import TESTBED, SweBenchRow
-from resources_servers.swe_bench.signs import paths_of
+from resources_servers.swe_bench.signs import FIXTURE_SUFFIXES, paths_of
 from resources_servers.swe_bench.test_ids import TestId
 
-FIXTURE_SUFFIXES = (".html", ".json", ".txt", ".css", ".svg", ".xml", ".snap", ".out", ".yml", ".yaml", ".golden")
 SCRIPT_SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".tsx")
 _WORDS = ("alpha", "count", "first", "index", "items", "label", "limit", "order", "other", "ready", "state", "total")
 

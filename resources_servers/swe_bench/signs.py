@@ -195,6 +195,8 @@ RUNNER_FILES = frozenset(
         ".npmrc",
     }
 )
+FIXTURE_SUFFIXES = (".html", ".json", ".txt", ".css", ".svg", ".xml", ".snap", ".out", ".yml", ".yaml", ".golden")
+"""The suffixes of files that may hold what tests expect."""
 _RUNNER_MODULES = frozenset(
     {
         *("pytest", "_pytest", "unittest", "pluggy", "xdist", "nose", "hypothesis", "py"),

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from resources_servers.swe_bench import grading
-from resources_servers.swe_bench.canary import FIXTURE_SUFFIXES
 from resources_servers.swe_bench.confirm.expectations import Origin, Wrong, near_texts, twin_of
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
 from resources_servers.swe_bench.confirm.material import Material, render_file
@@ -30,7 +29,7 @@ from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.eval_box import Steps
 from resources_servers.swe_bench.grading import MarkerState
 from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.signs import paths_of
+from resources_servers.swe_bench.signs import FIXTURE_SUFFIXES, paths_of
 from resources_servers.swe_bench.test_ids import TestId
 
 TWINS = 3

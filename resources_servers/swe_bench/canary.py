@@ -293,7 +293,6 @@ async def make_canary_script(site: EvalSite, row: SweBenchRow, rng: random.Rando
         return None
     lines, place = row.eval_script.split("\n"), steps.patch_lines
     setup = [
-        "set -e",
         *filter(_STEP.match, steps.before.split("\n")),
         *lines[place.start - 1 : place.stop + 1],
         *filter(_STEP.match, steps.after.split("\n")),

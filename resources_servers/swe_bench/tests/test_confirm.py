@@ -20,6 +20,7 @@ from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.facade import create_provider
+from resources_servers.swe_bench.canary import make_canary_script
 from resources_servers.swe_bench.confirm import making, runs
 from resources_servers.swe_bench.confirm.controls import ControlledTest, ControlStore, RowControls
 from resources_servers.swe_bench.confirm.labels import Labels, words_of
@@ -29,6 +30,7 @@ from resources_servers.swe_bench.confirm.values import Check, equal, same_form
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.prepare import Options, prepare
 from resources_servers.swe_bench.row import SweBenchRow, read_rows, resolve_image
+from resources_servers.swe_bench.test_ids import TestId
 from resources_servers.swe_bench.verdicts import judge
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "example.jsonl"
@@ -394,6 +396,22 @@ async def test_solution_is_confirmed_when_the_script_checks_out_a_file_that_the_
     for patch, reward in ((row.patch.encode(), 1.0), (b"", 0.0)):
         verdict = (await judge(site, row, Artifact.of("patch", "git_diff", patch), controls)).verdict
         assert (verdict.reward, verdict.findings) == (reward, [])
+
+
+@pytest.mark.timeout(600)
+async def test_canary_holds_the_new_tests_when_the_script_checks_out_a_file_that_the_test_patch_adds(
+    provider: SandboxProvider,
+) -> None:
+    raw = next(row for _, row in read_rows(EXAMPLES) if row["instance_id"] == "examples__inifold-1")
+    words = [f"rows={EXAMPLES}", "sandbox=local", "instances=examples__inifold-1", "controls=off"]
+    await prepare(Options.parse(words))
+    checkout = f"git checkout {raw['base_commit']} "
+    script = raw["eval_script"].replace(checkout, f"{checkout}tests/added.txt ")
+    row = SweBenchRow.from_mapping({**raw, "eval_script": script})
+    site, _ = await site_of(provider, raw)
+    canary = await make_canary_script(site, row, random.Random(1))
+    assert canary is not None
+    assert all(canary.must_fail(TestId.parse(test)) for test in row.fail_to_pass)
 
 
 @pytest.mark.timeout(600)

@@ -70,7 +70,7 @@ async def makespan(workload: StagedWorkload, stages: SimulatedStages, directory:
             **{"init_workers": init, "run_workers": run, "eval_workers": evaluation},
         }
     )
-    store = Timeless(SqliteJobStore(directory / "store.sqlite"))
+    store: Any = Timeless(SqliteJobStore(directory / "store.sqlite"))
     await store.submit(
         [
             JobSpec(f"run.{n}-0", "run", f"t{n}", f"run.{n}", 0, n, "simulated", orjson.dumps({"times": times}))

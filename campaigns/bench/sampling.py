@@ -84,7 +84,7 @@ async def simulated_sampler(
     """Yield a sampler over the real dispatcher and store. Its rollouts take the times in their rows."""
     keys = {"input": directory / "in.jsonl", "output": directory / "out.jsonl", "concurrency": stages.run.workers}
     config = RolloutRunConfig.parse({**keys, **(run or {})})
-    store = Timeless(SqliteJobStore(directory / "store.sqlite"))
+    store: Any = Timeless(SqliteJobStore(directory / "store.sqlite"))
     ledger: Any = Timeless(SamplerLedger(directory / "sampler.sqlite"))
 
     async def check(number: int, row: Any) -> tuple[dict[str, Any], str]:
@@ -151,7 +151,7 @@ async def rounds(workload: SamplingWorkload, size: int, directory: Path) -> floa
         if not left:
             done.set()
 
-    store = Timeless(SqliteJobStore(directory / "store.sqlite"))
+    store: Any = Timeless(SqliteJobStore(directory / "store.sqlite"))
     dispatcher = AsyncDispatcher(store, _stages(workload).in_order, config, lambda _: ROUTE, listener=ended)
     clock, groups, serial = asyncio.get_running_loop().time, workload.groups(), 0
     await dispatcher.start()

@@ -22,9 +22,10 @@ from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind, StageError, S
 from nemo_gym.prorl.client import ProRLClient
 from nemo_gym.prorl.registry import data_source_of
 from nemo_gym.rollout import Servers, failure_of
-from nemo_gym.rollouts.interfaces import JobAttempt, JobListener, JobStore, Stage, StageResult
+from nemo_gym.rollouts.interfaces import JobAttempt, JobListener, Stage, StageResult
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.result_rows import result_row
+from nemo_gym.rollouts.store import SqlJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, GroupFilter
 from nemo_gym.sampling.opening import BlockingSampler, loader_row, run_config, sampler_at
 from nemo_gym.sampling.sampler import RolloutSampler
@@ -145,7 +146,7 @@ class _ProRLServers:
         return checked, agent
 
     def dispatcher(
-        self, store: JobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
+        self, store: SqlJobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
     ) -> AsyncDispatcher:
         config = self._config
         init, run, eval_ = config.workers

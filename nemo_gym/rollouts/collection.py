@@ -22,7 +22,7 @@ from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.contract.verdict import new_run_id
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import JobListener, JobSelector, JobState, JobStore
+from nemo_gym.rollouts.interfaces import JobListener, JobSelector, JobState
 from nemo_gym.rollouts.nemo_gym_runs import NemoGymRun, take_over
 from nemo_gym.rollouts.report import (
     aggregate,
@@ -39,7 +39,7 @@ from nemo_gym.rollouts.result_rows import RolloutSummary, RunProgress, Tally
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles, show_running
 from nemo_gym.rollouts.routing import agent_instances, rows_without_prompt
 from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
-from nemo_gym.rollouts.store import SqliteJobStore
+from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.rollouts.store.sql import LOGS_KEY, store_error
 
 log = structlog.get_logger(__name__)
@@ -164,7 +164,7 @@ class Collection:
 
     # Before
 
-    async def _open(self, store: JobStore, inputs: MaterializedInputs) -> tuple[str, int]:
+    async def _open(self, store: SqlJobStore, inputs: MaterializedInputs) -> tuple[str, int]:
         """Record the run and its jobs, or continue the recorded run."""
         config = self._config
         info = {
@@ -199,7 +199,7 @@ class Collection:
         except OSError as error:
             raise store_error(self._files.configuration, error) from error
 
-    async def _tally(self, store: JobStore) -> Tally:
+    async def _tally(self, store: SqlJobStore) -> Tally:
         tally = Tally()
         done = JobSelector(states=frozenset(state for state in JobState if state.terminal))
         async for record in store.iterate(done):
@@ -209,7 +209,7 @@ class Collection:
 
     # During
 
-    async def _drive(self, store: JobStore, tally: Tally, total: int) -> None:
+    async def _drive(self, store: SqlJobStore, tally: Tally, total: int) -> None:
         with RunProgress(total, tally, self._console) as progress:
             listener: JobListener = progress
             dispatcher = self._core.dispatcher(
@@ -227,7 +227,7 @@ class Collection:
 
     # After
 
-    async def _conclude(self, store: JobStore, run_id: str, start: float) -> CollectionResult:
+    async def _conclude(self, store: SqlJobStore, run_id: str, start: float) -> CollectionResult:
         summaries: list[RolloutSummary] = []
         rows: dict[str, list[dict[str, Any]]] = {agent: [] for agent in self._core.routes}
         tally = Tally()

@@ -15,11 +15,12 @@ from nemo_gym.contract.errors import reject_unknown_keys
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import Peers
 from nemo_gym.rollout import Servers
-from nemo_gym.rollouts.interfaces import JobListener, JobStore, Stage
+from nemo_gym.rollouts.interfaces import JobListener, Stage
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.routing import agent_instances, checked_servers, preflight, servers_of
 from nemo_gym.rollouts.server_pool import ServerPool
 from nemo_gym.rollouts.stages import http_stages
+from nemo_gym.rollouts.store import SqlJobStore
 
 
 class RolloutCore:
@@ -71,7 +72,7 @@ class RolloutCore:
 
     def dispatcher(
         self,
-        store: JobStore,
+        store: SqlJobStore,
         *,
         listener: JobListener | None = None,
         logs: Path | None = None,

@@ -22,7 +22,7 @@ from nemo_gym.contract.verdict import (
 )
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import JobSpec, JobStore
+from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.routing import agent_instances
 from nemo_gym.rollouts.store import SqliteJobStore
 
@@ -133,7 +133,7 @@ class ExampleRun:
 
     async def _drive(self) -> None:
         core = RolloutCore(self._client, self._config)
-        store: JobStore = SqliteJobStore(MEMORY, sink=self._sink)
+        store = SqliteJobStore(MEMORY, sink=self._sink)
         try:
             for agent in {spec.agent for spec in self._specs}:
                 await core.add_route(agent, preflights=False)

@@ -1,17 +1,15 @@
-"""The interfaces of the pipeline: what a stage, a job store and a dispatcher promise to each other.
+"""What the parts of the pipeline pass to each other: jobs, attempts at them, and how they ended.
 
-    caller ──submit──▶ JobStore ◀──claim/record/complete── Dispatcher ──run──▶ Stage INIT → RUN → EVAL
+    caller ──submit──▶ SqlJobStore ◀──claim/record/complete── AsyncDispatcher ──run──▶ Stage INIT → RUN → EVAL
 
-A store may be a file or a database server, a dispatcher one event loop or a cluster, a stage an HTTP call or a
-function: each can be replaced without a change to the others. *Results are recorded exactly once; execution is at
-least once and fenced.*
+*Results are recorded exactly once; execution is at least once and fenced.*
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -319,114 +317,6 @@ FailureRenderer = Callable[[Job, StageFailure], bytes]
 
 
 @runtime_checkable
-class JobStore(Protocol):
-    """The durable record of all jobs. Every awaited write is durable when it returns.
-
-    Writes by a claimer name the job's lease epoch and raise `FencedError` when the claimer no longer holds the job. A
-    store that cannot write (disk full, server gone) raises `StoreError`; no acknowledged write is lost, and the run
-    can be resumed.
-    """
-
-    def is_shared(self) -> bool:
-        """Whether other processes may work on the same jobs."""
-        ...
-
-    async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Record the run's description once. Return the recorded one: on a resume this is the first description, with
-        the ``server_logs`` of both."""
-        ...
-
-    async def submit(self, specs: Sequence[JobSpec]) -> int:
-        """Record jobs, and return how many were new. A known ``job_id`` with the same content is the same job; with
-        different content it raises `ContractError`."""
-        ...
-
-    async def offer(self, specs: Sequence[JobSpec]) -> list[Offer]:
-        """Like `submit`, but job by job: a job whose id belongs to different content is refused, and the others are
-        recorded."""
-        ...
-
-    async def claim(self, owner: str, limit: int, lease_s: float, room: Room | None = None) -> list[Job]:
-        """Claim up to ``limit`` queued jobs, highest priority first, each with a new lease epoch, and a new attempt
-        unless its stage is EVAL. Jobs whose lease has expired are queued again first. With ``room``, claim only jobs
-        that fit into it."""
-        ...
-
-    async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
-        """Claim queued jobs whose deadline has passed or which were cancelled; the claimer records how they ended."""
-        ...
-
-    async def asked_to_end(self, owner: str) -> dict[str, str]:
-        """Return the jobs of ``owner`` that another process cancelled, each with the reason."""
-        ...
-
-    async def renew(self, owner: str, lease_s: float, job_ids: Collection[str]) -> frozenset[str]:
-        """Extend the leases of ``owner`` on these jobs, and return the ids of those it still holds. Leases of jobs
-        not in ``job_ids`` expire, because nobody works on those jobs."""
-        ...
-
-    def record_stage(self, job: Job, result: StageResult) -> Awaitable[None]:
-        """Store a stage's result, so that a later claim starts after that stage. The write is ordered by the time of
-        the call, not of the await."""
-        ...
-
-    async def complete(self, job: Job, result: bytes) -> None:
-        """Record the result row, exactly once; the job is then `DONE`."""
-        ...
-
-    async def fail(self, job: Job, failure: StageFailure, result: bytes) -> None:
-        """Record the failure row; the job is then `FAILED` (or `CANCELLED`, by the failure's kind)."""
-        ...
-
-    async def record_ended(self, results: Sequence[tuple[str, JobState, bytes]]) -> None:
-        """Record how unclaimed jobs ended, as ``(job id, DONE or FAILED, row)``. The caller knows that nobody works
-        on these jobs and that the result files hold their rows. A recorded verdict is not replaced."""
-        ...
-
-    async def requeue(self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0) -> None:
-        """Queue the job again, to be claimed after ``delay_s``. A ``failure`` counts against the retry budget; if it
-        needs no new attempt, the job resumes at EVAL with its stored RUN result."""
-        ...
-
-    async def reset(self, selector: JobSelector) -> int:
-        """Queue terminal or abandoned jobs again with a fresh retry budget, and remove their results. Attempt numbers
-        continue to grow, so older attempts stay fenced."""
-        ...
-
-    async def cancel(self, selector: JobSelector, failure: StageFailure, render: FailureRenderer) -> list[Job]:
-        """Record queued jobs as cancelled and return them. Mark claimed jobs: their dispatcher stops them, or else
-        their next claimer does."""
-        ...
-
-    async def release(self, owner: str | None = None) -> int:
-        """Queue the jobs again that ``owner`` (``None``: any owner) has claimed. For a caller that knows the owner is
-        gone; this does not count against a retry budget."""
-        ...
-
-    async def next_due_s(self) -> float | None:
-        """Return the seconds until a queued job may be claimed: 0 if one may be now, ``None`` if none is queued."""
-        ...
-
-    async def counts(self) -> dict[JobState, int]: ...
-
-    def iterate(self, selector: JobSelector) -> AsyncIterator[JobRecord]:
-        """Yield every matching job in order of submission, reading a page at a time."""
-        ...
-
-    async def page(self, selector: JobSelector, after: int, limit: int, *, results: bool = True) -> list[JobRecord]:
-        """Return up to ``limit`` matching jobs after place ``after`` in the order of submission; if ``results`` is
-        false, without their results."""
-        ...
-
-    async def results(self, selector: JobSelector, after: int, limit: int) -> list[JobRecord]:
-        """Return up to ``limit`` matching jobs that have ended, after place ``after`` in the order in which results
-        were recorded. A result recorded later has a later place."""
-        ...
-
-    async def aclose(self) -> None: ...
-
-
-@runtime_checkable
 class Stage(Protocol):
     """One step of a rollout, with its own queue, worker pool, active set, timeout and error handler."""
 
@@ -474,27 +364,3 @@ class JobEvent:
 
 JobListener = Callable[[JobEvent], None]
 """Called on the event loop; must not block and must not raise."""
-
-
-@runtime_checkable
-class Dispatcher(Protocol):
-    """Claims jobs from a store, drives each through the stages, and records its result."""
-
-    async def start(self) -> None: ...
-
-    def notify(self) -> None:
-        """Tell the dispatcher that the store may have new jobs."""
-        ...
-
-    async def drain(self) -> None:
-        """Return when no job is queued or running. If an error stopped the dispatcher, raise it."""
-        ...
-
-    async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
-        """End matching jobs: stop their harnesses, release their sandboxes, and record the jobs as `CANCELLED`."""
-        ...
-
-    async def stop(self) -> None:
-        """Claim no more jobs, stop the running ones, release everything they hold, and queue them for a later
-        resume."""
-        ...

@@ -30,9 +30,10 @@ from nemo_gym.contract.verdict import (
     TASK_INDEX_KEY,
     decide_validity,
 )
-from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState, JobStore
+from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.rollouts.rows import MaterializedInputs
+from nemo_gym.rollouts.store import SqlJobStore
 
 Key = tuple[int, int]
 """Task index and rollout index, which identify a rollout for NeMo Gym."""
@@ -107,7 +108,7 @@ class NemoGymRun:
         )
 
 
-async def take_over(files: RunFiles, store: JobStore, *, failures: bool = True) -> int:
+async def take_over(files: RunFiles, store: SqlJobStore, *, failures: bool = True) -> int:
     """Record the rollouts that NeMo Gym wrote to a run's files, and return the number of their lines.
 
     A rollout with a line in the output is not run again: with a valid verdict it is done, without one it has failed.

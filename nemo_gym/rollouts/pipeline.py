@@ -54,7 +54,6 @@ from nemo_gym.rollouts.interfaces import (
     JobListener,
     JobSelector,
     JobState,
-    JobStore,
     SameFailureError,
     Stage,
     StageResult,
@@ -62,6 +61,7 @@ from nemo_gym.rollouts.interfaces import (
 )
 from nemo_gym.rollouts.result_rows import failure_row, same_way
 from nemo_gym.rollouts.server_pool import ServerPool
+from nemo_gym.rollouts.store import SqlJobStore
 
 OnResult = Callable[[JobAttempt, StageResult], Awaitable[None]]
 OnFailure = Callable[[JobAttempt, StageFailure], Awaitable[None]]
@@ -461,11 +461,11 @@ class FailureStreak:
 
 
 class AsyncDispatcher:
-    """See `Dispatcher`."""
+    """Claims jobs from a store, drives each through the stages, and records its result."""
 
     def __init__(
         self,
-        store: JobStore,
+        store: SqlJobStore,
         stages: Sequence[Stage],
         config: PipelineConfig,
         servers: Callable[[str], Servers],
@@ -505,7 +505,6 @@ class AsyncDispatcher:
         self._background: list[asyncio.Task[None]] = []
         self._streak = FailureStreak(config.stop_after_same_failure)
         self._fatal: BaseException | None = None
-        self._stopping = False
         self._idle = False
 
     # Lifecycle
@@ -518,6 +517,7 @@ class AsyncDispatcher:
             self._background.append(asyncio.create_task(self._guard(work), name=work.__name__))
 
     def notify(self) -> None:
+        """Tell the dispatcher that the store may have new jobs."""
         self._idle = False
         self._wake.set()
 
@@ -568,6 +568,7 @@ class AsyncDispatcher:
             await self._changed.wait()
 
     async def drain(self) -> None:
+        """Return when no job is queued or running. If an error stopped the dispatcher, raise it."""
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -577,7 +578,8 @@ class AsyncDispatcher:
             await self._changed.wait()
 
     async def stop(self) -> None:
-        self._stopping = True
+        """Claim no more jobs, stop the running ones, release everything they hold, and queue them for a later
+        resume."""
         remove_source(self)
         for handle in self._deadlines.values():
             handle.cancel()
@@ -591,6 +593,7 @@ class AsyncDispatcher:
             await self._abandoned(attempt)
 
     async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
+        """End matching jobs: stop their harnesses, release their sandboxes, and record the jobs as `CANCELLED`."""
         start = time.perf_counter()
         failure = StageFailure(StageName.INIT, FailureKind.CANCELLED, reason, retryable=False)
         queued = await self._store.cancel(selector, failure, self._failure_row)

@@ -28,9 +28,9 @@ from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import ROLLOUT_ID_KEY, StageName
 from nemo_gym.http.client import ServerClient
-from nemo_gym.rollouts.interfaces import JobAttempt, JobSelector, JobState, JobStore
+from nemo_gym.rollouts.interfaces import JobAttempt, JobSelector, JobState
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.store import SqliteJobStore
+from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.rollouts.store.sql import store_error
 
 
@@ -273,7 +273,7 @@ class ResultFiles:
             fd = self._open[path] = open_lines(path)
         return fd
 
-    async def recover(self, store: JobStore) -> None:
+    async def recover(self, store: SqlJobStore) -> None:
         """Make both files hold exactly what the store holds, each rollout once."""
         for path, states in (
             (self._files.output, frozenset({JobState.DONE})),
@@ -284,7 +284,7 @@ class ResultFiles:
             except OSError as error:
                 raise store_error(path, error) from error
 
-    async def _recover(self, path: Path, store: JobStore, selector: JobSelector) -> None:
+    async def _recover(self, path: Path, store: SqlJobStore, selector: JobSelector) -> None:
         present, is_irregular = _scan(path)
         missing: list[bytes] = []
         async for record in store.iterate(selector):
@@ -299,7 +299,7 @@ class ResultFiles:
             self._file(path)  # opening the file cuts off a torn last line
         self._append(path, missing)
 
-    async def _rewrite(self, path: Path, store: JobStore, selector: JobSelector) -> None:
+    async def _rewrite(self, path: Path, store: SqlJobStore, selector: JobSelector) -> None:
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as out:

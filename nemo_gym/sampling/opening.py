@@ -27,14 +27,13 @@ from nemo_gym.rollouts.interfaces import (
     JobListener,
     JobSelector,
     JobState,
-    JobStore,
     Stage,
     StageResult,
 )
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
 from nemo_gym.rollouts.rows import RowChecker
-from nemo_gym.rollouts.store import SqliteJobStore
+from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, Batch, GroupFilter
 from nemo_gym.sampling.ledger import SamplerLedger
 from nemo_gym.sampling.loader import LoaderCursor, RowFile
@@ -86,7 +85,7 @@ class Workplace(Protocol):
         ...
 
     def dispatcher(
-        self, store: JobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
+        self, store: SqlJobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
     ) -> AsyncDispatcher:
         """Return a dispatcher over ``store``; the caller starts and stops it. ``observed`` wraps its RUN stage."""
         ...

@@ -18,7 +18,9 @@ import orjson
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, group_id_of, rollout_id_of, task_id_of
-from nemo_gym.rollouts.interfaces import Dispatcher, Job, JobEvent, JobSelector, JobSpec, JobState, JobStore
+from nemo_gym.rollouts.interfaces import Job, JobEvent, JobSelector, JobSpec, JobState
+from nemo_gym.rollouts.pipeline import AsyncDispatcher
+from nemo_gym.rollouts.store import SqlJobStore
 from nemo_gym.sampling.groups import (
     DEFAULT_FILTERS,
     Batch,
@@ -57,9 +59,9 @@ class RolloutSampler:
 
     def __init__(
         self,
-        store: JobStore,
+        store: SqlJobStore,
         ledger: SamplerLedger,
-        dispatcher: Dispatcher,
+        dispatcher: AsyncDispatcher,
         cursor: LoaderCursor,
         check: CheckedRow,
         *,

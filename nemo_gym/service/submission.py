@@ -18,9 +18,10 @@ from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import NO_PROMPT, PARAMS_KEY, TASK_INDEX_KEY, has_prompt, task_id_of
 from nemo_gym.http.requests import validated
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import JobSpec, JobStore, Offer
+from nemo_gym.rollouts.interfaces import JobSpec, Offer
 from nemo_gym.rollouts.routing import unworded
 from nemo_gym.rollouts.rows import RowChecker
+from nemo_gym.rollouts.store import SqlJobStore
 
 PROMPT_BATCH = 256
 """How many rows one request to an environment asks about."""
@@ -103,7 +104,7 @@ class Submissions:
     def __init__(
         self,
         core: RolloutCore,
-        store: JobStore,
+        store: SqlJobStore,
         config: PipelineConfig,
         *,
         run_id: str,

@@ -15,7 +15,7 @@ import structlog
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import Dispatcher, JobEvent, JobSelector, JobState, Stop
+from nemo_gym.rollouts.interfaces import JobEvent, JobSelector, JobState, Stop
 from nemo_gym.rollouts.rows import job_specs, materialize
 from nemo_gym.rollouts.store import SqliteJobStore
 from tests.rollouts.chain_process import ChainServer
@@ -45,7 +45,6 @@ class Running:
         await core.add_route("trivial")
         self.dispatcher = core.dispatcher(self.store, listener=self.events.append, sweeps=self.sweeps)
         self.core = core
-        assert isinstance(self.dispatcher, Dispatcher)
         await self.dispatcher.start()
         return self
 

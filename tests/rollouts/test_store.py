@@ -14,7 +14,7 @@ import pytest
 
 from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
-from nemo_gym.rollouts.interfaces import JobSelector, JobSpec, JobState, JobStore, Room, StageResult, StoreError
+from nemo_gym.rollouts.interfaces import JobSelector, JobSpec, JobState, Room, StageResult, StoreError
 from nemo_gym.rollouts.result_rows import failure_row
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.rollouts.store.postgres import PostgresJobStore
@@ -56,10 +56,6 @@ async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
 @pytest.fixture
 async def store(open_store: OpenStore) -> SqlJobStore:
     return open_store()
-
-
-async def test_stores_keep_their_protocol(store: SqlJobStore) -> None:
-    assert isinstance(store, JobStore)
 
 
 async def test_submit_again_is_the_same_job(store: SqlJobStore) -> None:

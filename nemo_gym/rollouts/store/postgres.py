@@ -25,7 +25,7 @@ POSTGRES = Dialect(
 
 
 class PostgresJobStore(SqlJobStore):
-    """See `JobStore`.
+    """See `SqlJobStore`.
 
     Args:
         url: ``postgresql://user@host/database``.

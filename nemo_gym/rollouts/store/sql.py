@@ -83,7 +83,12 @@ class Writer(Protocol):
 
 
 class SqlJobStore:
-    """See `JobStore`."""
+    """The durable record of all jobs. Every awaited write is durable when it returns.
+
+    Writes by a claimer name the job's lease epoch and raise `FencedError` when the claimer no longer holds the job. A
+    store that cannot write (disk full, server gone) raises `StoreError`; no acknowledged write is lost, and the run
+    can be resumed.
+    """
 
     def __init__(self, writer: Writer, dialect: Dialect) -> None:
         self._writer = writer
@@ -94,6 +99,8 @@ class SqlJobStore:
         return self._dialect.alone is not None
 
     async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the run's description once. Return the recorded one: on a resume this is the first description, with
+        the ``server_logs`` of both."""
         blob = orjson.dumps(dict(info), default=str)
         logs = [str(each) for each in info.get(LOGS_KEY) or ()]
 
@@ -119,6 +126,8 @@ class SqlJobStore:
     # Submitting
 
     async def submit(self, specs: Sequence[JobSpec]) -> int:
+        """Record jobs, and return how many were new. A known ``job_id`` with the same content is the same job; with
+        different content it raises `ContractError`."""
         digests = [spec.row_digest for spec in specs]
 
         def operation(connection: Connection) -> int:
@@ -138,6 +147,8 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     async def offer(self, specs: Sequence[JobSpec]) -> list[Offer]:
+        """Like `submit`, but job by job: a job whose id belongs to different content is refused, and the others are
+        recorded."""
         digests = [spec.row_digest for spec in specs]
 
         def operation(connection: Connection) -> list[Offer]:
@@ -198,6 +209,9 @@ class SqlJobStore:
     # Claiming
 
     async def claim(self, owner: str, limit: int, lease_s: float, room: Room | None = None) -> list[Job]:
+        """Claim up to ``limit`` queued jobs, highest priority first, each with a new lease epoch, and a new attempt
+        unless its stage is EVAL. Jobs whose lease has expired are queued again first. With ``room``, claim only jobs
+        that fit into it."""
         claimed: list[Job] = []
 
         def operation(connection: Connection) -> list[Job]:
@@ -228,6 +242,7 @@ class SqlJobStore:
         return room.pick(candidates, limit)
 
     async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
+        """Claim queued jobs whose deadline has passed or which were cancelled; the claimer records how they ended."""
         claimed: list[Job] = []
 
         def operation(connection: Connection) -> list[Job]:
@@ -267,6 +282,8 @@ class SqlJobStore:
         ]
 
     async def renew(self, owner: str, lease_s: float, job_ids: Collection[str]) -> frozenset[str]:
+        """Extend the leases of ``owner`` on these jobs, and return the ids of those it still holds. Leases of jobs
+        not in ``job_ids`` expire, because nobody works on those jobs."""
         held_ids = self._several(sorted(job_ids))
 
         def operation(connection: Connection) -> frozenset[str]:
@@ -280,6 +297,8 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     async def asked_to_end(self, owner: str) -> dict[str, str]:
+        """Return the jobs of ``owner`` that another process cancelled, each with the reason."""
+
         def operation(connection: Connection) -> dict[str, str]:
             cursor = connection.execute(
                 "SELECT job_id, cancel_reason FROM jobs WHERE cancel_reason IS NOT NULL AND state = 'claimed'"
@@ -293,14 +312,18 @@ class SqlJobStore:
     # Recording
 
     def record_stage(self, job: Job, result: StageResult) -> Awaitable[None]:
+        """Store a stage's result, so that a later claim starts after that stage. The write is ordered by the time of
+        the call, not of the await."""
         return self._writer.call(
             lambda connection: _update(connection, job, "run_result = ?, eval_tries = 0", (result.payload,))
         )
 
     async def complete(self, job: Job, result: bytes) -> None:
+        """Record the result row, exactly once; the job is then `DONE`."""
         await self._finish(job, JobState.DONE, job.failures, result)
 
     async def fail(self, job: Job, failure: StageFailure, result: bytes) -> None:
+        """Record the failure row; the job is then `FAILED` (or `CANCELLED`, by the failure's kind)."""
         await self._finish(job, _failed_state(failure), (*job.failures, failure), result)
 
     async def _finish(self, job: Job, state: JobState, failures: tuple[StageFailure, ...], result: bytes) -> None:
@@ -327,6 +350,9 @@ class SqlJobStore:
         await self._writer.call(operation, row=(state.value, result))
 
     async def record_ended(self, results: Sequence[tuple[str, JobState, bytes]]) -> None:
+        """Record how unclaimed jobs ended, as ``(job id, DONE or FAILED, row)``. The caller knows that nobody works
+        on these jobs and that the result files hold their rows. A recorded verdict is not replaced."""
+
         def operation(connection: Connection) -> None:
             for job_id, state, result in results:
                 counted = connection.execute(
@@ -349,6 +375,8 @@ class SqlJobStore:
         return connection.execute(query, (job.job_id, job.lease_epoch, state.value)).fetchone() is not None
 
     async def requeue(self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0) -> None:
+        """Queue the job again, to be claimed after ``delay_s``. A ``failure`` counts against the retry budget; if it
+        needs no new attempt, the job resumes at EVAL with its stored RUN result."""
         keep = failure is not None and not failure.new_attempt
         failures = job.failures if failure is None else (*job.failures, failure)
         # A job queued again without a failure keeps its RUN result, if it has one: no failure speaks against it.
@@ -363,6 +391,8 @@ class SqlJobStore:
     # Ending and restarting jobs
 
     async def reset(self, selector: JobSelector) -> int:
+        """Queue terminal or abandoned jobs again with a fresh retry budget, and remove their results. Attempt numbers
+        continue to grow, so older attempts stay fenced."""
         where, values = self._where(selector)
 
         def operation(connection: Connection) -> int:
@@ -376,6 +406,8 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     async def cancel(self, selector: JobSelector, failure: StageFailure, render: FailureRenderer) -> list[Job]:
+        """Record queued jobs as cancelled and return them. Mark claimed jobs: their dispatcher stops them, or else
+        their next claimer does."""
         where, values = self._where(selector)
         cancelled: list[Job] = []
 
@@ -407,6 +439,8 @@ class SqlJobStore:
                 return cancelled
 
     async def release(self, owner: str | None = None) -> int:
+        """Queue the jobs again that ``owner`` (``None``: any owner) has claimed. For a caller that knows the owner is
+        gone; this does not count against a retry budget."""
         whose, values = ("", ()) if owner is None else (" AND lease_owner = ?", (owner,))
 
         def operation(connection: Connection) -> int:
@@ -421,6 +455,8 @@ class SqlJobStore:
     # Queries
 
     async def next_due_s(self) -> float | None:
+        """Return the seconds until a queued job may be claimed: 0 if one may be now, ``None`` if none is queued."""
+
         def operation(connection: Connection) -> float | None:
             now = self._now(connection)
             (due,) = connection.execute("SELECT min(not_before) FROM jobs WHERE state = 'queued'").fetchone()
@@ -429,15 +465,8 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     async def counts(self) -> dict[JobState, int]:
-        return await self.counts_of(JobSelector())
-
-    async def counts_of(self, selector: JobSelector) -> dict[JobState, int]:
-        """Return `counts` of the matching jobs."""
-        where, values = self._where(selector)
-
         def operation(connection: Connection) -> dict[JobState, int]:
-            query = f"SELECT state, count(*) FROM jobs WHERE {where} GROUP BY state"
-            counts = dict(connection.execute(query, values).fetchall())
+            counts = dict(connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall())
             return {state: counts.get(state.value, 0) for state in JobState}
 
         return await self._writer.call(operation)
@@ -475,6 +504,7 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     async def iterate(self, selector: JobSelector) -> AsyncIterator[JobRecord]:
+        """Yield every matching job in order of submission, reading a page at a time."""
         last = 0
         while True:
             records = await self.page(selector, last, PAGE_ROWS)
@@ -485,10 +515,14 @@ class SqlJobStore:
             last = records[-1].place
 
     async def page(self, selector: JobSelector, after: int, limit: int, *, results: bool = True) -> list[JobRecord]:
+        """Return up to ``limit`` matching jobs after place ``after`` in the order of submission; if ``results`` is
+        false, without their results."""
         columns = RECORD_COLUMNS if results else RECORD_COLUMNS_WITHOUT_RESULT
         return await self._records(columns, "seq", selector, after, limit)
 
     async def results(self, selector: JobSelector, after: int, limit: int) -> list[JobRecord]:
+        """Return up to ``limit`` matching jobs that have ended, after place ``after`` in the order in which results
+        were recorded. A result recorded later has a later place."""
         return await self._records(RECORD_COLUMNS, "result_seq", selector, after, limit)
 
     async def _records(
@@ -558,7 +592,7 @@ SQLITE = Dialect(
 
 
 class SqliteJobStore(SqlJobStore):
-    """See `JobStore`. One process at a time writes; the caller holds the run's lock."""
+    """See `SqlJobStore`. One process at a time writes; the caller holds the run's lock."""
 
     def __init__(self, path: Path, *, sink: ResultSink | None = None) -> None:
         self.path = path

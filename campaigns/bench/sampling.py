@@ -45,7 +45,6 @@ from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, GroupFilter
 from nemo_gym.sampling.ledger import SamplerLedger
 from nemo_gym.sampling.loader import LoaderCursor
-from nemo_gym.sampling.opening import ObservedStage
 from nemo_gym.sampling.sampler import RolloutSampler
 
 ROUNDS_AT_LEAST = 2.7
@@ -90,13 +89,13 @@ async def simulated_sampler(
     async def check(number: int, row: Any) -> tuple[dict[str, Any], str]:
         return dict(row), "simulated"
 
-    observed = ObservedStage(stages.run, lambda job, session: sampler.job_started(job, session))
     dispatcher = AsyncDispatcher(
         store,
-        (stages.init, observed, stages.eval),
+        stages.in_order,
         config,
         lambda _: ROUTE,
         listener=lambda event: sampler.job_ended(event),
+        on_run=lambda attempt: sampler.job_started(attempt),
     )
     sampling = SamplingConfig.parse(options)
     sampler = RolloutSampler(

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import orjson
 
 from nemo_gym.contract.verdict import StageFailure, StageName
-from nemo_gym.rollouts.interfaces import JobAttempt, StageResult
+from nemo_gym.rollouts.interfaces import JobAttempt
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ class SimulatedStage:
         self.timeout_s = 1e6
         self.busy_s = 0.0
 
-    async def run(self, attempt: JobAttempt) -> StageResult:
+    async def run(self, attempt: JobAttempt) -> bytes:
         row, sample = orjson.loads(attempt.job.spec.row), attempt.job.spec.sample_index
         seconds = self._seconds(row, sample)
         if seconds:
@@ -212,7 +212,7 @@ class SimulatedStage:
         self.busy_s += seconds
         attempt.timings[f"{self.name}_s"] = seconds
         result = {"reward": _of_sample(row.get("rewards", [1.0]), sample), "valid": True}
-        return StageResult(self.name, orjson.dumps({**result, "timings": attempt.timings}), seconds)
+        return orjson.dumps({**result, "timings": attempt.timings})
 
     def classify(self, error: BaseException) -> StageFailure:
         raise error

@@ -17,7 +17,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind, StageError, StageFailure, StageName
 from nemo_gym.prorl.registry import AgentHandler, JobDetails, call_optional
 from nemo_gym.rollout import Servers, failure_of
-from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobSpec, JobState, StageResult, Stop
+from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobSpec, JobState, Stop
 from nemo_gym.rollouts.pipeline import StagePool
 
 CLOSE_TIMEOUT_S = 60.0
@@ -70,7 +70,7 @@ class HandlerStage:
     def __init__(self, name: StageName, workers: int, work: Callable[[HandlerJob], Awaitable[None]]):
         self.name, self.workers, self._work = name, workers, work
 
-    async def run(self, attempt: JobAttempt) -> StageResult:
+    async def run(self, attempt: JobAttempt) -> bytes:
         job = _as_handler_job(attempt)
         job.place = f"active_{self.name}"
         left_s = job.timeout_s - sum(job.timings.values())
@@ -85,7 +85,7 @@ class HandlerStage:
             raise StageError(StageFailure(self.name, FailureKind.DEADLINE, reason, retryable=False)) from error
         finally:
             job.timings[f"{self.name}_s"] = time.perf_counter() - start
-        return StageResult(self.name, b"", job.timings[f"{self.name}_s"])
+        return b""
 
     def classify(self, error: BaseException) -> StageFailure:
         return failure_of(self.name, error)
@@ -178,10 +178,10 @@ class JobPools:
         results = _mapping(returned, job.handler, "eval")
         details.eval_results = _mapping(results["report"], job.handler, "eval") if "report" in results else results
 
-    async def _ready(self, attempt: JobAttempt, _: StageResult) -> None:
+    async def _ready(self, attempt: JobAttempt, _: bytes) -> None:
         await self._hand_on(attempt, 1, "run_queue")
 
-    async def _ran(self, attempt: JobAttempt, _: StageResult) -> None:
+    async def _ran(self, attempt: JobAttempt, _: bytes) -> None:
         await self._hand_on(attempt, 2, "eval_queue")
 
     async def _hand_on(self, attempt: JobAttempt, number: int, place: str) -> None:
@@ -190,7 +190,7 @@ class JobPools:
         if not await pool.put(attempt) and (failure := pool.stopped(attempt)) is not None:
             await self._failed(attempt, failure)
 
-    async def _evaluated(self, attempt: JobAttempt, _: StageResult) -> None:
+    async def _evaluated(self, attempt: JobAttempt, _: bytes) -> None:
         await self._complete(_as_handler_job(attempt), None)
 
     async def _failed(self, attempt: JobAttempt, failure: StageFailure) -> None:

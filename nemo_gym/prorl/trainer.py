@@ -6,9 +6,9 @@ with prorl_sampler(loader, {"output": "results/train.jsonl"}, sampling_params={.
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind, StageError, S
 from nemo_gym.prorl.client import ProRLClient
 from nemo_gym.prorl.registry import data_source_of
 from nemo_gym.rollout import Servers, failure_of
-from nemo_gym.rollouts.interfaces import JobAttempt, JobListener, Stage, StageResult
+from nemo_gym.rollouts.interfaces import JobAttempt, JobListener
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.result_rows import result_row
 from nemo_gym.rollouts.store import SqlJobStore
@@ -33,27 +33,9 @@ from nemo_gym.sampling.sampler import RolloutSampler
 log = structlog.get_logger(__name__)
 
 
-def prorl_sampler(
-    loader: Iterable[Any],
-    run: RolloutRunConfig | Mapping[str, Any],
-    *,
-    urls: str | Iterable[str] | None = None,
-    llm_servers: Iterable[str] | None = None,
-    sampling_params: Mapping[str, Any] | None = None,
-    sampling: SamplingConfig | Mapping[str, Any] | None = None,
-    filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
-) -> BlockingSampler:
+def prorl_sampler(loader: Iterable[Any], run: RolloutRunConfig | Mapping[str, Any], **options: Any) -> BlockingSampler:
     """`open_prorl_sampler` for blocking trainers, such as NeMo RL's; it takes the same arguments."""
-    return BlockingSampler(
-        loader,
-        run,
-        opened_by=open_prorl_sampler,
-        urls=urls,
-        llm_servers=llm_servers,
-        sampling_params=sampling_params,
-        sampling=sampling,
-        filters=filters,
-    )
+    return BlockingSampler(loader, run, opened_by=open_prorl_sampler, **options)
 
 
 @asynccontextmanager
@@ -93,17 +75,14 @@ async def open_prorl_sampler(
             yield sampler
 
 
+@dataclass(frozen=True, slots=True)
 class _Step:
     """A stage of a pipeline whose work is done by ProRL servers; see `Stage`."""
 
-    def __init__(
-        self, name: StageName, workers: int, timeout_s: float, work: Callable[[JobAttempt], Awaitable[bytes]]
-    ) -> None:
-        self.name, self.workers, self.timeout_s, self._work = name, workers, timeout_s, work
-
-    async def run(self, attempt: JobAttempt) -> StageResult:
-        start = time.perf_counter()
-        return StageResult(self.name, await self._work(attempt), time.perf_counter() - start)
+    name: StageName
+    workers: int
+    timeout_s: float
+    run: Callable[[JobAttempt], Coroutine[Any, Any, bytes]]
 
     def classify(self, error: BaseException) -> StageFailure:
         if isinstance(error, ConfigError):
@@ -146,19 +125,21 @@ class _ProRLServers:
         return checked, agent
 
     def dispatcher(
-        self, store: SqlJobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
+        self, store: SqlJobStore, *, listener: JobListener, logs: Path, on_run: Callable[[JobAttempt], None]
     ) -> AsyncDispatcher:
         config = self._config
         init, run, eval_ = config.workers
         stages = (
             _Step(StageName.INIT, init, config.init_timeout_s, self._init),
-            observed(_Step(StageName.RUN, run, config.run_timeout_s, self._run)),
+            _Step(StageName.RUN, run, config.run_timeout_s, self._run),
             _Step(StageName.EVAL, eval_, config.eval_timeout_s, self._eval),
         )
-        return AsyncDispatcher(store, stages, config, lambda agent: Servers(agent, None, None), listener=listener)
+        return AsyncDispatcher(
+            store, stages, config, lambda agent: Servers(agent, None, None), listener=listener, on_run=on_run
+        )
 
     async def _init(self, attempt: JobAttempt) -> bytes:
-        return b"{}"
+        return b""
 
     async def _run(self, attempt: JobAttempt) -> bytes:
         instance = orjson.loads(attempt.row)

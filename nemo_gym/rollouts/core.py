@@ -15,7 +15,7 @@ from nemo_gym.contract.errors import reject_unknown_keys
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import Peers
 from nemo_gym.rollout import Servers
-from nemo_gym.rollouts.interfaces import JobListener, Stage
+from nemo_gym.rollouts.interfaces import JobAttempt, JobListener
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.routing import agent_instances, checked_servers, preflight, servers_of
 from nemo_gym.rollouts.server_pool import ServerPool
@@ -76,7 +76,7 @@ class RolloutCore:
         *,
         listener: JobListener | None = None,
         logs: Path | None = None,
-        observed: Callable[[Stage], Stage] | None = None,
+        on_run: Callable[[JobAttempt], None] | None = None,
         pooled: bool | None = None,
         owner: str | None = None,
         sweeps: bool = False,
@@ -87,16 +87,15 @@ class RolloutCore:
         Args:
             logs: the folder for the logs of evaluations.
             server_logs: the folder of the servers' logs, which failure rows name.
-            observed: wraps the RUN stage.
+            on_run: called when an attempt enters RUN.
             pooled: claim only jobs whose servers have a free place; by default, if the configuration sets caps.
         """
         config = self.config
-        init, run, evaluation = http_stages(self.peers, config, self._topology, logs=logs)
         has_pool = bool(config.agent_caps or config.environment_caps) if pooled is None else pooled
         self.pool = self._pool() if has_pool else None
         self._dispatcher = AsyncDispatcher(
             store,
-            (init, run if observed is None else observed(run), evaluation),
+            http_stages(self.peers, config, self._topology, logs=logs),
             config,
             self.routes.__getitem__,
             listener=listener,
@@ -104,6 +103,7 @@ class RolloutCore:
             owner=owner,
             sweeps=sweeps,
             server_logs=server_logs,
+            on_run=on_run,
         )
         return self._dispatcher
 

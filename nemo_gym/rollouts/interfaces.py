@@ -12,12 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import orjson
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, FailureKind, StageFailure, StageName
 from nemo_gym.rollout import Attempt, ModelSession, Servers
 
@@ -139,16 +138,6 @@ class Room:
         return picked
 
 
-@dataclass(frozen=True, slots=True)
-class StageResult:
-    """What a stage produced, as it is stored and passed to the next stage."""
-
-    stage: StageName
-    payload: bytes
-    """One JSON object. For RUN: what EVAL needs (response, outcome, artifacts). For EVAL: the result row."""
-    duration_s: float
-
-
 @dataclass(slots=True)
 class Job:
     """A claimed job. Every later write of its claimer names ``lease_epoch``, so the store can fence it."""
@@ -172,18 +161,6 @@ class Job:
     @property
     def job_id(self) -> str:
         return self.spec.job_id
-
-    @property
-    def rollout(self) -> RolloutIdentity:
-        spec = self.spec
-        return RolloutIdentity(
-            rollout_id=spec.job_id,
-            task_id=spec.task_id,
-            group_id=spec.group_id,
-            sample_index=spec.sample_index,
-            attempt=self.attempt,
-            run_id=spec.run_id,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +293,6 @@ FailureRenderer = Callable[[Job, StageFailure], bytes]
 """Makes the failure row of a job."""
 
 
-@runtime_checkable
 class Stage(Protocol):
     """One step of a rollout, with its own queue, worker pool, active set, timeout and error handler."""
 
@@ -331,8 +307,9 @@ class Stage(Protocol):
         """The deadline of one execution; time in the queue does not count."""
         ...
 
-    async def run(self, attempt: JobAttempt) -> StageResult:
-        """Run the stage for one attempt, which holds what earlier stages opened."""
+    async def run(self, attempt: JobAttempt, /) -> bytes:
+        """Run the stage for one attempt, which holds what earlier stages opened. Return what is stored of it: for RUN
+        what EVAL needs (`JobAttempt.stored_run`), for EVAL the result row, for INIT nothing."""
         ...
 
     def classify(self, error: BaseException) -> StageFailure:
@@ -353,11 +330,10 @@ class CancelReport:
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """A change of a job's state, for listeners. ``result`` is set when the job is `DONE`, ``failure`` otherwise."""
+    """How a job ended, for listeners. ``result`` is set when the job is `DONE`, ``failure`` otherwise."""
 
     job: Job
     state: JobState
-    stage: StageName
     result: Mapping[str, Any] | None = None
     failure: StageFailure | None = None
 

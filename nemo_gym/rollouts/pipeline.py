@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,13 @@ from nemo_gym.rollouts.interfaces import (
     JobState,
     SameFailureError,
     Stage,
-    StageResult,
     Stop,
 )
 from nemo_gym.rollouts.result_rows import failure_row, same_way
 from nemo_gym.rollouts.server_pool import ServerPool
 from nemo_gym.rollouts.store import SqlJobStore
 
-OnResult = Callable[[JobAttempt, StageResult], Awaitable[None]]
+OnResult = Callable[[JobAttempt, bytes], Awaitable[None]]
 OnFailure = Callable[[JobAttempt, StageFailure], Awaitable[None]]
 OnAbandon = Callable[[JobAttempt], Awaitable[None]]
 
@@ -93,10 +92,17 @@ class StagePool:
     """``stage.workers`` workers over a queue of ``buffer`` places.
 
     ``on_result`` and ``on_failure`` run in the worker, so a worker that cannot pass its attempt on takes no new one.
+    ``on_start`` is called when a worker starts an attempt.
     """
 
     def __init__(
-        self, stage: Stage, buffer: int, on_result: OnResult, on_failure: OnFailure, on_abandon: OnAbandon
+        self,
+        stage: Stage,
+        buffer: int,
+        on_result: OnResult,
+        on_failure: OnFailure,
+        on_abandon: OnAbandon,
+        on_start: Callable[[JobAttempt], None] | None = None,
     ) -> None:
         self._stage = stage
         self._buffer = buffer
@@ -113,6 +119,7 @@ class StagePool:
         self._ending = BackgroundTasks()
         self._stopping = False
         self._on_result, self._on_failure, self._on_abandon = on_result, on_failure, on_abandon
+        self._on_start = on_start
 
     def start(self) -> None:
         self._workers = [
@@ -249,7 +256,7 @@ class StagePool:
                 await self._end_stopped(attempt)
                 continue
             failure: StageFailure | None = None
-            result: StageResult | None = None
+            result: bytes | None = None
             self._active[id(attempt)] = (task, time.monotonic())
             try:
                 job_id = attempt.job.job_id
@@ -257,6 +264,8 @@ class StagePool:
                 context = attempt.span.context if attempt.span is not None else None
                 with rollout_context(job_id if ROLLOUT_ID_PATTERN.match(job_id) else None), within(context):
                     async with asyncio.timeout(self._stage.timeout_s):
+                        if self._on_start is not None:
+                            self._on_start(attempt)
                         result = await self._stage.run(attempt)
             except asyncio.CancelledError:
                 if self._stopping:
@@ -331,29 +340,18 @@ def attempt_ends(attempt: Attempt) -> None:
         telemetry.end(span, None if attempt.verified is not None else span.error or "given up")
 
 
-def stage_readings(stages: Sequence[StageStatus]) -> Iterable[Reading]:
-    """The metrics of a pipeline's stages."""
-
-    def family(name: str, documentation: str, value: Callable[[StageStatus], float]) -> Reading:
-        samples = [({"stage": str(stage.stage)}, value(stage)) for stage in stages]
-        return Reading(f"{PREFIX}stage_{name}", documentation, samples)
-
-    yield family("queued", "Attempts that wait for a worker", lambda stage: stage.queued)
-    yield family("active", "Attempts that are worked on", lambda stage: stage.active)
-    yield family("workers", "Workers", lambda stage: stage.workers)
-    yield family("oldest_s", "Age of the oldest active attempt", lambda stage: stage.oldest_s)
-
-
-def server_readings(servers: Sequence[Mapping[str, Any]]) -> Iterable[Reading]:
-    """The metrics of a pipeline's servers, from `PooledServer.as_dict`."""
-
-    def family(name: str, documentation: str, value: Callable[[Mapping[str, Any]], float]) -> Reading:
-        samples = [({"server": str(server["server_id"])}, value(server)) for server in servers]
-        return Reading(f"{PREFIX}server_{name}", documentation, samples)
-
-    yield family("busy", "Rollouts at a server", lambda server: server["busy"])
-    yield family("done", "Rollouts that a server finished", lambda server: server["done"])
-    yield family("ready", "Whether a server gets jobs", lambda server: server["health"] == "ready")
+STAGE_METRICS = {
+    "queued": "Attempts that wait for a worker",
+    "active": "Attempts that are worked on",
+    "workers": "Workers",
+    "oldest_s": "Age of the oldest active attempt",
+}
+"""The fields of `StageStatus` that are metrics."""
+SERVER_METRICS = {
+    "busy": "Rollouts at a server",
+    "done": "Rollouts that a server finished",
+    "ready": "Whether a server gets jobs",
+}
 
 
 @asynccontextmanager
@@ -475,9 +473,11 @@ class AsyncDispatcher:
         owner: str | None = None,
         sweeps: bool = False,
         server_logs: Path | None = None,
+        on_run: Callable[[JobAttempt], None] | None = None,
     ) -> None:
         """
         Args:
+            on_run: called when an attempt enters RUN.
             server_logs: the folder of the servers' logs, which failure rows name.
             pool: the servers' places; without a pool every queued job may be claimed.
             owner: names this dispatcher in the store's leases.
@@ -497,8 +497,9 @@ class AsyncDispatcher:
         init, run, eval_ = stages
         buffer = config.ready_buffer or max(1, run.workers // 4)
         self._eval = StagePool(eval_, max(1, eval_.workers // 4), self._evaluated, self._failed, self._abandoned)
-        self._run = StagePool(run, buffer, self._ran, self._failed, self._abandoned)
+        self._run = StagePool(run, buffer, self._ran, self._failed, self._abandoned, on_run)
         self._init = StagePool(init, init.workers, self._ready, self._failed, self._abandoned)
+        self._pools = (self._init, self._run, self._eval)
         self._attempts: dict[str, JobAttempt] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -510,7 +511,7 @@ class AsyncDispatcher:
     # Lifecycle
 
     async def start(self) -> None:
-        for pool in (self._eval, self._run, self._init):
+        for pool in self._pools:
             pool.start()
         add_source(self, self._readings)
         for work in (self._feed, self._renew, *((self._sweep,) if self._sweeps else ())):
@@ -545,11 +546,11 @@ class AsyncDispatcher:
     @property
     def stages(self) -> list[StageStatus]:
         """The current load of the stages, in their order."""
-        return [pool.status for pool in (self._init, self._run, self._eval)]
+        return [pool.status for pool in self._pools]
 
     def place_of(self, attempt: JobAttempt) -> StagePlace | None:
         """Return the stage of a running attempt; ``None`` while its end is being recorded."""
-        places = (pool.place_of(attempt) for pool in (self._init, self._run, self._eval))
+        places = (pool.place_of(attempt) for pool in self._pools)
         return next((place for place in places if place is not None), None)
 
     async def stopped(self) -> None:
@@ -587,7 +588,7 @@ class AsyncDispatcher:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         # From the first stage to the last, so that no later stage takes up what an earlier one gives up.
-        for pool in (self._init, self._run, self._eval):
+        for pool in self._pools:
             await pool.stop()
         for attempt in list(self._attempts.values()):
             await self._abandoned(attempt)
@@ -598,7 +599,7 @@ class AsyncDispatcher:
         failure = StageFailure(StageName.INIT, FailureKind.CANCELLED, reason, retryable=False)
         queued = await self._store.cancel(selector, failure, self._failure_row)
         for job in queued:
-            self._tell(JobEvent(job, JobState.CANCELLED, StageName.INIT, failure=failure))
+            self._tell(JobEvent(job, JobState.CANCELLED, failure=failure))
         active = [attempt for attempt in self._attempts.values() if selector.matches(attempt.job)]
         released = sum(len(attempt.closers) for attempt in active)
         for attempt in active:
@@ -611,7 +612,7 @@ class AsyncDispatcher:
     def interrupt(self, attempt: JobAttempt, stop: Stop) -> None:
         """Stop an attempt in whichever stage it is; the first reason counts."""
         attempt.stop = attempt.stop or stop
-        for pool in (self._init, self._run, self._eval):
+        for pool in self._pools:
             pool.interrupt(attempt)
 
     # Feeding
@@ -636,9 +637,9 @@ class AsyncDispatcher:
 
     async def _claim(self, free: int) -> tuple[list[Job], bool]:
         """Claim jobs. Return them, and whether due jobs may have to wait for a place at a server."""
-        room = self._pool.room() if self._pool is not None else None
-        if room is None:
+        if self._pool is None:
             return await self._store.claim(self._owner, free, self._config.lease_s), False
+        room = self._pool.room()
         if not any(room.agents.values()):
             return [], True
         return await self._store.claim(self._owner, free, self._config.lease_s, room), True
@@ -689,20 +690,20 @@ class AsyncDispatcher:
                 if self._attempts.get(attempt.job.job_id) is attempt:
                     log.warning("lease lost", rollout_id=attempt.job.job_id)
                     attempt.lost = True
-                    for pool in (self._init, self._run, self._eval):
+                    for pool in self._pools:
                         pool.interrupt(attempt)
 
     # Hand-over
 
-    async def _ready(self, attempt: JobAttempt, _: StageResult) -> None:
+    async def _ready(self, attempt: JobAttempt, _: bytes) -> None:
         if not self._idle:
             self._wake.set()
         await self._hand_on(attempt, self._run)
 
-    async def _ran(self, attempt: JobAttempt, result: StageResult) -> None:
+    async def _ran(self, attempt: JobAttempt, result: bytes) -> None:
         self._streak.passed(StageName.RUN)
         # Not awaited: the writer keeps order, so the result row is never recorded before this result or without it.
-        recorded = asyncio.ensure_future(self._store.record_stage(attempt.job, result))
+        recorded = asyncio.ensure_future(self._store.record_run(attempt.job, result))
         recorded.add_done_callback(self._recorded)
         if self._pool is not None:
             self._pool.ran(attempt)
@@ -718,12 +719,12 @@ class AsyncDispatcher:
         if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, FencedError):
             self._stop_for(error)
 
-    async def _evaluated(self, attempt: JobAttempt, result: StageResult) -> None:
+    async def _evaluated(self, attempt: JobAttempt, row: bytes) -> None:
         self._streak.passed(StageName.EVAL)
         attempt.has_result = True
         attempt_succeeds(attempt)
-        if await self._recording(self._store.complete(attempt.job, result.payload)):
-            self._tell(JobEvent(attempt.job, JobState.DONE, StageName.EVAL, result=attempt.verified))
+        if await self._recording(self._store.complete(attempt.job, row)):
+            self._tell(JobEvent(attempt.job, JobState.DONE, result=attempt.verified))
         if self._pool is not None:
             self._pool.succeeded(attempt)
         await attempt.close(self._config.close_timeout_s)
@@ -776,7 +777,7 @@ class AsyncDispatcher:
         """Record that the job ends without a verdict."""
         if await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, salvaged))):
             state = JobState.CANCELLED if failure.kind is FailureKind.CANCELLED else JobState.FAILED
-            self._tell(JobEvent(job, state, failure.stage, failure=failure))
+            self._tell(JobEvent(job, state, failure=failure))
 
     async def _abandoned(self, attempt: JobAttempt) -> None:
         """Release everything and queue the job again, because the dispatcher stops or the lease was lost."""
@@ -816,13 +817,22 @@ class AsyncDispatcher:
         return failure_row(job, failure, validation=self._config.validation, kept=kept, server_logs=self._server_logs)
 
     def _readings(self) -> Iterable[Reading]:
-        yield from stage_readings(self.stages)
-        if self._pool is not None:
-            yield from server_readings([server.as_dict() for server in self._pool.all()])
+        stages = [({"stage": str(status.stage)}, asdict(status)) for status in self.stages]
+        for name, documentation in STAGE_METRICS.items():
+            values = [(labels, status[name]) for labels, status in stages]
+            yield Reading(f"{PREFIX}stage_{name}", documentation, values)
+        if self._pool is None:
+            return
+        servers = [
+            ({"server": server.server_id}, {"busy": server.busy, "done": server.done, "ready": server.is_ready})
+            for server in self._pool.all()
+        ]
+        for name, documentation in SERVER_METRICS.items():
+            values = [(labels, status[name]) for labels, status in servers]
+            yield Reading(f"{PREFIX}server_{name}", documentation, values)
 
     def _tell(self, event: JobEvent) -> None:
-        if event.state.terminal:
-            FINISHED.add(event.state.value)
+        FINISHED.add(event.state.value)
         if self._listener is not None:
             self._listener(event)
 

@@ -451,7 +451,7 @@ class Tally:
     def add(self, event: JobEvent) -> None:
         if event.state is JobState.DONE:
             self.add_row(event.job.spec.agent, event.result or {})
-        elif event.state.terminal and event.failure is not None:
+        elif event.failure is not None:
             self.add_row(event.job.spec.agent, {"reward": None, "failure_kind": event.failure.kind})
 
     def describe(self) -> str:
@@ -501,8 +501,6 @@ class RunProgress:
             self._bar.stop()
 
     def __call__(self, event: JobEvent) -> None:
-        if not event.state.terminal:
-            return
         self._tally.add(event)
         self._show()
 

@@ -75,9 +75,13 @@ class PooledServer:
         return f"{self.instance}.{self.number}"
 
     @property
+    def is_ready(self) -> bool:
+        return self.state is ServerState.READY
+
+    @property
     def free(self) -> int | None:
         """The number of free places; ``None`` if there is no limit."""
-        if self.state is not ServerState.READY:
+        if not self.is_ready:
             return 0
         return None if self.capacity is None else max(0, self.capacity - self.busy)
 
@@ -194,7 +198,7 @@ class ServerPool:
 
     # Places
 
-    def room(self) -> Room | None:
+    def room(self) -> Room:
         """Return the free places of all agents and environments."""
         agents: dict[str, int] = {}
         environments: dict[str, int] = {}
@@ -238,7 +242,7 @@ class ServerPool:
         servers = self.replicas(instance)
         if number is not None and number < len(servers):
             return servers[number]  # the replica that holds the attempt's session
-        ready = [server for server in servers if server.state is ServerState.READY] or servers
+        ready = [server for server in servers if server.is_ready] or servers
 
         def load(server: PooledServer) -> tuple[bool, float, int]:
             capacity = server.capacity or max((each.capacity or 1) for each in servers)
@@ -271,7 +275,7 @@ class ServerPool:
                 continue
             server.strikes += 1
             others = [each for each in self.replicas(server.instance) if each is not server]
-            if server.strikes >= STRIKES and any(each.state is ServerState.READY for each in others):
+            if server.strikes >= STRIKES and any(each.is_ready for each in others):
                 self.drain(server, f"{server.strikes} rollouts in a row ran into their deadline")
                 log.warning("server drained", server=server.server_id, reason=server.reason)
 

@@ -30,7 +30,7 @@ from nemo_gym.contract.verdict import (
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.http.telemetry import SpanKind, step
 from nemo_gym.rollout import RolloutSettings, RolloutSteps, failure_of, required
-from nemo_gym.rollouts.interfaces import JobAttempt, StageResult
+from nemo_gym.rollouts.interfaces import JobAttempt
 from nemo_gym.rollouts.pipeline import STAGE_SECONDS
 from nemo_gym.rollouts.result_rows import OWN_FIELDS, result_row
 
@@ -42,28 +42,18 @@ class HttpStage(ABC):
 
     name: StageName
 
-    def __init__(self, peers: Peers, steps: RolloutSteps, *, workers: int, timeout_s: float) -> None:
-        self._peers = peers
-        self._steps = steps
-        self._workers = workers
-        self._timeout_s = timeout_s
+    def __init__(self, peers: Peers, steps: RolloutSteps, workers: int, timeout_s: float) -> None:
+        self._peers, self._steps = peers, steps
+        self.workers, self.timeout_s = workers, timeout_s
 
-    @property
-    def workers(self) -> int:
-        return self._workers
-
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
-
-    async def run(self, attempt: JobAttempt) -> StageResult:
+    async def run(self, attempt: JobAttempt, /) -> bytes:
         """Run the stage and time it. See `classify` for what its exceptions mean."""
         start = time.perf_counter()
-        payload = await self._run(attempt)
+        result = await self._run(attempt)
         duration_s = time.perf_counter() - start
         attempt.timings[f"{self.name}_s"] = duration_s
         STAGE_SECONDS.observe(duration_s, str(self.name))
-        return StageResult(self.name, payload, duration_s)
+        return result
 
     @abstractmethod
     async def _run(self, attempt: JobAttempt) -> bytes: ...
@@ -82,21 +72,17 @@ class InitStage(HttpStage):
         servers = attempt.servers
         if not servers.own_run:
             await self._steps.prepare(attempt)
-            return b"{}"
+            return b""
         if servers.model is not None:
             with step("open_session", has_span=False):
-                await self._open_session(attempt, servers.model)
+                try:
+                    await self._steps.open_session(attempt, servers.model)
+                except PeerError as error:
+                    if error.status not in (404, 405):  # these mean that the model server has no sessions
+                        raise
         if servers.environment is not None:
             await self._deposit_row(attempt, servers.environment)
-        return b"{}"
-
-    async def _open_session(self, attempt: JobAttempt, model: str) -> None:
-        """Open a session for the model calls of an agent's own ``run()``, if its model server has sessions."""
-        try:
-            await self._steps.open_session(attempt, model)
-        except PeerError as error:
-            if error.status not in (404, 405):
-                raise
+        return b""
 
     async def _deposit_row(self, attempt: JobAttempt, environment: str) -> None:
         """Leave the row with the environment, for an agent that seeds and verifies by itself."""
@@ -187,27 +173,35 @@ class RunStage(HttpStage):
 
 
 class EvalStage(HttpStage):
+    """Grades. The logs of evaluations move from verify responses into files, and the result rows name the files.
+
+    Args:
+        logs: the folder of these files; ``None`` discards the logs.
+        log_chars: how many characters of each log are kept, from its end.
+    """
+
     name = StageName.EVAL
 
     def __init__(
         self,
         peers: Peers,
         steps: RolloutSteps,
-        *,
         workers: int,
         timeout_s: float,
+        *,
         validation: str | None,
-        logs: EvaluationLogs,
+        logs: Path | None,
+        log_chars: int,
     ) -> None:
-        super().__init__(peers, steps, workers=workers, timeout_s=timeout_s)
+        super().__init__(peers, steps, workers, timeout_s)
         self._validation = validation
-        self._keep_log = logs.keep
+        self._logs = logs if log_chars else None
+        self._log_chars = log_chars
 
-    async def run(self, attempt: JobAttempt) -> StageResult:
-        result = await super().run(attempt)
+    async def run(self, attempt: JobAttempt, /) -> bytes:
+        await super().run(attempt)
         # The row holds its own EVAL time, so it is built after the stage.
-        row = result_row(attempt, attempt.verified or {}, validation=self._validation)
-        return StageResult(StageName.EVAL, row, result.duration_s)
+        return result_row(attempt, attempt.verified or {}, validation=self._validation)
 
     async def _run(self, attempt: JobAttempt) -> bytes:
         # A failed grader costs the verdict, but the policy's work up to then is kept.
@@ -223,21 +217,8 @@ class EvalStage(HttpStage):
         kept_log = {"evaluation_log": attempt.evaluation_log} if attempt.evaluation_log else {}
         return {**kept_log, **await self._steps.finalize(attempt, {})}
 
-
-class EvaluationLogs:
-    """Moves the logs of evaluations from verify responses into files, and puts the file names into the result rows.
-
-    Args:
-        directory: the folder of the files; ``None`` discards the logs.
-        max_chars: how many characters of each log are kept, from its end.
-    """
-
-    def __init__(self, directory: Path | None, max_chars: int) -> None:
-        self._directory = directory if max_chars else None
-        self._max_chars = max_chars
-
-    async def keep(self, attempt: JobAttempt, verified: dict[str, Any]) -> None:
-        text, directory, spec = verified.get("evaluation_log"), self._directory, attempt.job.spec
+    async def _keep_log(self, attempt: JobAttempt, verified: dict[str, Any]) -> None:
+        text, directory, spec = verified.get("evaluation_log"), self._logs, attempt.job.spec
         if text is None or attempt.row_with().get("evaluation_log") == text:
             return  # no log, or a field that the dataset row itself has
         del verified["evaluation_log"]
@@ -245,7 +226,7 @@ class EvaluationLogs:
             return
         file = directory / f"{spec.task_index}-{spec.sample_index}-{spec.task_id}.log"
         try:
-            await asyncio.to_thread(_write_log, file, text[-self._max_chars :])
+            await asyncio.to_thread(_write_log, file, text[-self._log_chars :])
         except OSError as error:
             log.warning("evaluation log not kept", rollout_id=spec.job_id, path=str(file), error=str(error))
             return
@@ -278,14 +259,15 @@ def http_stages(
     steps = RolloutSteps(peers, settings)
     init, run, eval_ = config.workers
     return (
-        InitStage(peers, steps, workers=init, timeout_s=config.init_timeout_s),
-        RunStage(peers, steps, workers=run, timeout_s=config.run_timeout_s),
+        InitStage(peers, steps, init, config.init_timeout_s),
+        RunStage(peers, steps, run, config.run_timeout_s),
         EvalStage(
             peers,
             steps,
-            workers=eval_,
-            timeout_s=config.eval_timeout_s,
+            eval_,
+            config.eval_timeout_s,
             validation=config.validation,
-            logs=EvaluationLogs(logs, config.evaluation_log_chars),
+            logs=logs,
+            log_chars=config.evaluation_log_chars,
         ),
     )

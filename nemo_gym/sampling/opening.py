@@ -17,19 +17,10 @@ from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, RowError
-from nemo_gym.contract.verdict import TASK_INDEX_KEY, StageFailure, StageName, new_run_id
+from nemo_gym.contract.verdict import TASK_INDEX_KEY, new_run_id
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import (
-    Job,
-    JobAttempt,
-    JobEvent,
-    JobListener,
-    JobSelector,
-    JobState,
-    Stage,
-    StageResult,
-)
+from nemo_gym.rollouts.interfaces import JobAttempt, JobListener, JobSelector, JobState
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
 from nemo_gym.rollouts.rows import RowChecker
@@ -47,32 +38,6 @@ INPUTS = "rows of a data loader"
 T = TypeVar("T")
 
 
-class ObservedStage:
-    """A stage that reports when an attempt enters it, with the attempt's model session."""
-
-    def __init__(self, stage: Stage, on_start: Callable[[Job, str | None], None]) -> None:
-        self._stage, self._on_start = stage, on_start
-
-    @property
-    def name(self) -> StageName:
-        return self._stage.name
-
-    @property
-    def workers(self) -> int:
-        return self._stage.workers
-
-    @property
-    def timeout_s(self) -> float:
-        return self._stage.timeout_s
-
-    async def run(self, attempt: JobAttempt) -> StageResult:
-        self._on_start(attempt.job, attempt.session.session_id if attempt.session is not None else None)
-        return await self._stage.run(attempt)
-
-    def classify(self, error: BaseException) -> StageFailure:
-        return self._stage.classify(error)
-
-
 class Workplace(Protocol):
     """The servers that run a sampler's rollouts."""
 
@@ -85,9 +50,10 @@ class Workplace(Protocol):
         ...
 
     def dispatcher(
-        self, store: SqlJobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
+        self, store: SqlJobStore, *, listener: JobListener, logs: Path, on_run: Callable[[JobAttempt], None]
     ) -> AsyncDispatcher:
-        """Return a dispatcher over ``store``; the caller starts and stops it. ``observed`` wraps its RUN stage."""
+        """Return a dispatcher over ``store``; the caller starts and stops it. It calls ``on_run`` when an attempt
+        enters RUN."""
         ...
 
 
@@ -154,13 +120,12 @@ async def sampler_at(
         await store.release()  # the jobs' earlier owner is gone: this process holds the output's lock
         await sink.recover(store)
 
-        def ended(event: JobEvent) -> None:
-            sampler.job_ended(event)
-
-        def observed(stage: Stage) -> Stage:
-            return ObservedStage(stage, lambda job, session: sampler.job_started(job, session))
-
-        dispatcher = workplace.dispatcher(store, listener=ended, logs=files.logs, observed=observed)
+        dispatcher = workplace.dispatcher(
+            store,
+            listener=lambda event: sampler.job_ended(event),
+            logs=files.logs,
+            on_run=lambda attempt: sampler.job_started(attempt),
+        )
         sampler = RolloutSampler(
             store,
             ledger,

@@ -18,7 +18,7 @@ import orjson
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, group_id_of, rollout_id_of, task_id_of
-from nemo_gym.rollouts.interfaces import Job, JobEvent, JobSelector, JobSpec, JobState
+from nemo_gym.rollouts.interfaces import JobAttempt, JobEvent, JobSelector, JobSpec, JobState
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.store import SqlJobStore
 from nemo_gym.sampling.groups import (
@@ -53,8 +53,8 @@ class RolloutSampler:
     """Samples batches, as the module describes. `open_sampler` makes it. The first requested batch starts the
     dispatcher, so that nothing runs before a checkpoint is loaded and the weights are known; its owner stops it.
 
-    ``workers`` are the pipeline's INIT, RUN and EVAL workers. The dispatcher's listener calls `job_ended`, its RUN
-    stage `job_started`.
+    ``workers`` are the pipeline's INIT, RUN and EVAL workers. The dispatcher calls `job_started` as its ``on_run``,
+    and `job_ended` as its listener.
     """
 
     def __init__(
@@ -184,19 +184,18 @@ class RolloutSampler:
 
     # For the pipeline
 
-    def job_started(self, job: Job, session_id: str | None) -> None:
+    def job_started(self, attempt: JobAttempt) -> None:
         """Record that an attempt enters RUN."""
-        spec = job.spec
+        spec, session = attempt.job.spec, attempt.session
+        session_id = session.session_id if session is not None else None
         self._running[spec.job_id] = Carried(
-            spec.job_id, spec.group_id, job.attempt, session_id, self._weights_version
+            spec.job_id, spec.group_id, attempt.job.attempt, session_id, self._weights_version
         )
         self._ledger.started(spec.job_id, self._weights_version)
         self._wake.set()
 
     def job_ended(self, event: JobEvent) -> None:
         """Record that a job ended; a `JobListener`."""
-        if not event.state.terminal:
-            return
         spec = event.job.spec
         self._running.pop(spec.job_id, None)
         self._ledger.ended(spec.job_id, self._weights_version)

@@ -321,11 +321,10 @@ class RolloutService:
         return int(place)
 
     def _on_event(self, event: JobEvent) -> None:
-        if event.state.terminal:
-            for waiter in self._waiters.get(event.job.job_id, ()):
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._wake_all()
+        for waiter in self._waiters.get(event.job.job_id, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+        self._wake_all()
 
     def _wake_all(self) -> None:
         new_results, self._new_results = self._new_results, asyncio.Event()

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
-from nemo_gym.rollouts.interfaces import JobSelector, JobSpec, JobState, Room, StageResult, StoreError
+from nemo_gym.rollouts.interfaces import JobSelector, JobSpec, JobState, Room, StoreError
 from nemo_gym.rollouts.result_rows import failure_row
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.rollouts.store.postgres import PostgresJobStore
@@ -114,7 +114,7 @@ async def test_lease_that_is_not_renewed_gives_its_job_to_others(store: SqlJobSt
 async def test_requeue_keeps_attempt_and_artifact_when_only_eval_failed(store: SqlJobStore) -> None:
     await store.submit([spec(0)])
     (job,) = await store.claim("w", 1, 60)
-    await store.record_stage(job, StageResult(StageName.RUN, b'{"patch":1}', 1.0))
+    await store.record_run(job, b'{"patch":1}')
     grader = StageFailure(StageName.EVAL, FailureKind.VERIFIER_FAILED, "broke", new_attempt=False)
     await store.requeue(job, grader)
     (again,) = await store.claim("w", 1, 60)
@@ -141,7 +141,7 @@ async def test_jobs_and_results_are_there_after_a_new_start(open_store: OpenStor
     await store.submit([spec(0), spec(1)])
     first, second = await store.claim("w", 2, 60)
     await store.complete(first, b"{}")
-    await store.record_stage(second, StageResult(StageName.RUN, b"{}", 0.1))
+    await store.record_run(second, b"{}")
     await store.aclose()
     again = open_store()
     assert (await again.open_run({"run_id": "second"}))["run_id"] == "first"

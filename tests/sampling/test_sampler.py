@@ -16,7 +16,7 @@ from campaigns.bench.sampling import sampled, simulated_sampler
 from campaigns.bench.workloads import SamplingWorkload, SimulatedStage, SimulatedStages, Timeless, simulate
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
-from nemo_gym.rollouts.interfaces import JobAttempt, JobSelector, JobState, SameFailureError, StageResult
+from nemo_gym.rollouts.interfaces import JobAttempt, JobSelector, JobState, SameFailureError
 from nemo_gym.sampling import Batch, MixedOutcomes, NoEffectiveGroupsError, ValidSamples
 from nemo_gym.sampling.ledger import GroupRecord, SamplerLedger
 from nemo_gym.sampling.loader import RowFile
@@ -42,7 +42,7 @@ class Breaking(SimulatedStage):
         super().__init__(StageName.RUN, workers, plain._seconds)
         self.tries: dict[str, int] = {}
 
-    async def run(self, attempt: JobAttempt) -> StageResult:
+    async def run(self, attempt: JobAttempt) -> bytes:
         spec = attempt.job.spec
         tried = self.tries[spec.job_id] = self.tries.get(spec.job_id, 0) + 1
         if spec.sample_index in orjson.loads(spec.row).get("breaks", ()) and tried <= self.times:

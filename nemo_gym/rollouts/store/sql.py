@@ -29,7 +29,6 @@ from nemo_gym.rollouts.interfaces import (
     Offer,
     Room,
     RunCounts,
-    StageResult,
     StoreError,
     body_digest,
 )
@@ -311,11 +310,11 @@ class SqlJobStore:
 
     # Recording
 
-    def record_stage(self, job: Job, result: StageResult) -> Awaitable[None]:
-        """Store a stage's result, so that a later claim starts after that stage. The write is ordered by the time of
-        the call, not of the await."""
+    def record_run(self, job: Job, result: bytes) -> Awaitable[None]:
+        """Store the result of RUN, so that a later claim starts at EVAL. The write is ordered by the time of the call,
+        not of the await."""
         return self._writer.call(
-            lambda connection: _update(connection, job, "run_result = ?, eval_tries = 0", (result.payload,))
+            lambda connection: _update(connection, job, "run_result = ?, eval_tries = 0", (result,))
         )
 
     async def complete(self, job: Job, result: bytes) -> None:

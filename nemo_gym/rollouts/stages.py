@@ -49,14 +49,18 @@ class HttpStage(ABC):
     async def run(self, attempt: JobAttempt, /) -> bytes:
         """Run the stage and time it. See `classify` for what its exceptions mean."""
         start = time.perf_counter()
-        result = await self._run(attempt)
+        await self._run(attempt)
         duration_s = time.perf_counter() - start
         attempt.timings[f"{self.name}_s"] = duration_s
         STAGE_SECONDS.observe(duration_s, str(self.name))
-        return result
+        return self._result(attempt)
 
     @abstractmethod
-    async def _run(self, attempt: JobAttempt) -> bytes: ...
+    async def _run(self, attempt: JobAttempt) -> None: ...
+
+    def _result(self, attempt: JobAttempt) -> bytes:
+        """Return what is stored of an attempt that has passed the stage, including the time of the stage."""
+        return b""
 
     def _peers_of(self, attempt: JobAttempt) -> Peers:
         return self._peers.of_attempt(attempt.replicas)
@@ -68,11 +72,11 @@ class HttpStage(ABC):
 class InitStage(HttpStage):
     name = StageName.INIT
 
-    async def _run(self, attempt: JobAttempt) -> bytes:
+    async def _run(self, attempt: JobAttempt) -> None:
         servers = attempt.servers
         if not servers.own_run:
             await self._steps.prepare(attempt)
-            return b""
+            return
         if servers.model is not None:
             with step("open_session", has_span=False):
                 try:
@@ -82,7 +86,6 @@ class InitStage(HttpStage):
                         raise
         if servers.environment is not None:
             await self._deposit_row(attempt, servers.environment)
-        return b""
 
     async def _deposit_row(self, attempt: JobAttempt, environment: str) -> None:
         """Leave the row with the environment, for an agent that seeds and verifies by itself."""
@@ -108,13 +111,16 @@ class InitStage(HttpStage):
 class RunStage(HttpStage):
     name = StageName.RUN
 
-    async def _run(self, attempt: JobAttempt) -> bytes:
+    async def _run(self, attempt: JobAttempt) -> None:
         if attempt.servers.own_run:
-            return await self._own_run(attempt)
-        await self._steps.work(attempt)
+            await self._own_run(attempt)
+        else:
+            await self._steps.work(attempt)
+
+    def _result(self, attempt: JobAttempt) -> bytes:
         return attempt.stored_run()
 
-    async def _own_run(self, attempt: JobAttempt) -> bytes:
+    async def _own_run(self, attempt: JobAttempt) -> None:
         servers, spec = attempt.servers, attempt.job.spec
         try:
             reply = await self._own_reply(attempt)
@@ -133,7 +139,6 @@ class RunStage(HttpStage):
             if (failure := failure_of_reply(StageName.RUN, reply)) is not None:
                 raise StageError(failure)
         attempt.verified = reply
-        return attempt.stored_run()
 
     async def _own_reply(self, attempt: JobAttempt) -> dict[str, Any]:
         agent = attempt.servers.agent
@@ -198,12 +203,10 @@ class EvalStage(HttpStage):
         self._logs = logs if log_chars else None
         self._log_chars = log_chars
 
-    async def run(self, attempt: JobAttempt, /) -> bytes:
-        await super().run(attempt)
-        # The row holds its own EVAL time, so it is built after the stage.
+    def _result(self, attempt: JobAttempt) -> bytes:
         return result_row(attempt, attempt.verified or {}, validation=self._validation)
 
-    async def _run(self, attempt: JobAttempt) -> bytes:
+    async def _run(self, attempt: JobAttempt) -> None:
         # A failed grader costs the verdict, but the policy's work up to then is kept.
         attempt.salvage = lambda: self._salvage(attempt)
         try:
@@ -211,7 +214,6 @@ class EvalStage(HttpStage):
         finally:
             if (graded := attempt.reply or attempt.verified) is not None:
                 await self._keep_log(attempt, graded)
-        return b""
 
     async def _salvage(self, attempt: JobAttempt) -> dict[str, Any]:
         kept_log = {"evaluation_log": attempt.evaluation_log} if attempt.evaluation_log else {}

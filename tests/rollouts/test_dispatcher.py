@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 import structlog
 
@@ -169,6 +170,18 @@ async def test_every_verification_that_paused_is_tried_again(make_chain: MakeCha
         await running.dispatcher.drain()
         assert (await running.store.counts())[JobState.DONE] == 12
     assert len(chain.notes("verify")) == 24
+
+
+async def test_row_has_the_time_of_run_when_another_dispatcher_verifies(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"verify_failures": 1})
+    async with Running(chain, 1, retry_delay_s=60) as first:
+        await first.wait(lambda: len(chain.notes("verify")) == 1, "the first verification to fail")
+    async with Running(chain, 1) as second:
+        await second.dispatcher.drain()
+        (record,) = [record async for record in second.store.iterate(JobSelector())]
+    assert record.state is JobState.DONE and record.result is not None
+    assert set(orjson.loads(record.result)["timings"]) == {"init_s", "run_s", "eval_s"}
+    assert len(chain.notes("act")) == 1
 
 
 async def test_deadline_ends_a_job_wherever_it_is(make_chain: MakeChain) -> None:

@@ -15,7 +15,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import orjson
@@ -134,9 +133,7 @@ class OpenHandsServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     # LLM servers

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -145,9 +144,7 @@ class ProRLClient:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

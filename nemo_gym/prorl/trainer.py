@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config.sampling import SamplingConfig
-from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind, StageError, StageFailure, StageName
 from nemo_gym.prorl.client import ProRLClient
 from nemo_gym.prorl.registry import data_source_of
@@ -27,10 +26,8 @@ from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.result_rows import result_row
 from nemo_gym.rollouts.store import SqlJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, GroupFilter
-from nemo_gym.sampling.opening import BlockingSampler, loader_row, run_config, sampler_at
+from nemo_gym.sampling.opening import BlockingSampler, run_config, sampler_at
 from nemo_gym.sampling.sampler import RolloutSampler
-
-log = structlog.get_logger(__name__)
 
 
 def prorl_sampler(loader: Iterable[Any], run: RolloutRunConfig | Mapping[str, Any], **options: Any) -> BlockingSampler:
@@ -112,17 +109,9 @@ class _ProRLServers:
                 )
         self._checked_agents.add(agent)
 
-    async def check(self, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-        try:
-            agent = data_source_of(row)
-            checked: dict[str, Any] = orjson.loads(loader_row(number, row))
-        except RowError as error:
-            if not self._config.skip_bad_rows:
-                raise
-            log.warning("row left out", error=error.message)
-            return None
-        await self.prepare(agent)
-        return checked, agent
+    def check(self, number: int, line: bytes, /) -> tuple[dict[str, Any], str]:
+        row: dict[str, Any] = orjson.loads(line)
+        return row, data_source_of(row)
 
     def dispatcher(
         self, store: SqlJobStore, *, listener: JobListener, logs: Path, on_run: Callable[[JobAttempt], None]

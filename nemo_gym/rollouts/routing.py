@@ -14,14 +14,14 @@ from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import NO_PROMPT
+from nemo_gym.contract.verdict import NO_PROMPT, PARAMS_KEY, has_prompt
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines
 
-PROMPT_BATCH_BYTES = 1 << 20
-"""The size of the rows in one request to an environment, at which a batch is sent."""
+PROMPT_BATCH, PROMPT_BATCH_BYTES = 256, 1 << 20
+"""The number and the size of the rows at which a request to an environment is sent."""
 
 
 def agent_instances(config: Mapping[str, Any]) -> list[str]:
@@ -175,9 +175,41 @@ async def rows_without_prompt(
 ) -> dict[int, str]:
     """Return the rows for which neither the dataset nor the environment has a prompt: line numbers with reasons."""
     refused: dict[int, str] = {}
-    for environment, rows in _without_prompt(config, inputs, servers, refused):
-        refused |= await unworded(peers, environment, rows)
+    lines = numbered_lines(config.input, inputs.without_prompt)
+    rows = ((number, inputs.without_prompt[number].agent, line) for number, line in lines)
+    for environment, batch in prompt_batches(rows, servers, refused):
+        refused |= await unworded(peers, environment, batch)
     return refused
+
+
+def prompt_batches(
+    rows: Iterable[tuple[int, str, bytes]], servers: Mapping[str, Servers], refused: dict[int, str]
+) -> Iterator[tuple[str, dict[int, dict[str, Any]]]]:
+    """Yield batches of those ``rows`` that have no prompt and whose agents need one, by number, to ask their
+    environment about (`unworded`). Rows whose environment writes no prompts are added to ``refused``.
+
+    Args:
+        rows: the number, agent and JSON object of each row.
+    """
+    batches: dict[str, dict[int, dict[str, Any]]] = {}
+    sizes: Counter[str] = Counter()
+    for number, agent, line in rows:
+        route = servers[agent]
+        if not route.needs_prompt or route.environment is None:
+            continue
+        row = orjson.loads(line)
+        if has_prompt(row.get(PARAMS_KEY)):
+            continue
+        if not route.words_prompts:
+            refused[number] = NO_PROMPT
+            continue
+        batch = batches.setdefault(route.environment, {})
+        batch[number] = row
+        sizes[route.environment] += len(line)
+        if len(batch) >= PROMPT_BATCH or sizes[route.environment] >= PROMPT_BATCH_BYTES:
+            yield route.environment, batches.pop(route.environment)
+            del sizes[route.environment]
+    yield from batches.items()
 
 
 async def unworded(peers: Peers, environment: str, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
@@ -191,26 +223,3 @@ async def unworded(peers: Peers, environment: str, rows: Mapping[int, Mapping[st
         ) from error
     numbers = list(rows)
     return {numbers[int(position)]: str(why) for position, why in without.items()}
-
-
-def _without_prompt(
-    config: RolloutRunConfig, inputs: MaterializedInputs, servers: Mapping[str, Servers], refused: dict[int, str]
-) -> Iterator[tuple[str, dict[int, dict[str, Any]]]]:
-    """Yield batches of rows, by line number, to ask their environment about. Rows whose environment writes no prompts
-    are added to ``refused``."""
-    batches: dict[str, dict[int, dict[str, Any]]] = {}
-    sizes: Counter[str] = Counter()
-    for number, line in numbered_lines(config.input, inputs.without_prompt):
-        route = servers[inputs.without_prompt[number].agent]
-        if not route.needs_prompt or route.environment is None:
-            continue
-        if not route.words_prompts:
-            refused[number] = NO_PROMPT
-            continue
-        batch = batches.setdefault(route.environment, {})
-        batch[number] = orjson.loads(line)
-        sizes[route.environment] += len(line)
-        if sizes[route.environment] >= PROMPT_BATCH_BYTES:
-            yield route.environment, batches.pop(route.environment)
-            del sizes[route.environment]
-    yield from batches.items()

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import orjson
@@ -28,7 +27,7 @@ from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, Batch, GroupFilter
 from nemo_gym.sampling.ledger import SamplerLedger
 from nemo_gym.sampling.loader import LoaderCursor, RowFile
-from nemo_gym.sampling.sampler import CheckedRow, RolloutSampler
+from nemo_gym.sampling.sampler import RolloutSampler
 
 log = structlog.get_logger(__name__)
 
@@ -41,8 +40,9 @@ T = TypeVar("T")
 class Workplace(Protocol):
     """The servers that run a sampler's rollouts."""
 
-    @property
-    def check(self) -> CheckedRow: ...
+    def check(self, number: int, line: bytes, /) -> tuple[dict[str, Any], str]:
+        """Return a loader's row as it is submitted, and its agent. Raises `RowError`."""
+        ...
 
     async def prepare(self, agent: str | None) -> None:
         """Prepare for an agent's rollouts. Called before the first of them, and once with ``None``, which stands for
@@ -120,6 +120,17 @@ async def sampler_at(
         await store.release()  # the jobs' earlier owner is gone: this process holds the output's lock
         await sink.recover(store)
 
+        async def check(number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+            try:
+                checked, agent = workplace.check(number, _loader_row(number, row))
+            except RowError as error:
+                if not config.skip_bad_rows:
+                    raise
+                log.warning("row left out", error=error.message)
+                return None
+            await workplace.prepare(agent)
+            return checked, agent
+
         dispatcher = workplace.dispatcher(
             store,
             listener=lambda event: sampler.job_ended(event),
@@ -131,7 +142,7 @@ async def sampler_at(
             ledger,
             dispatcher,
             cursor,
-            workplace.check,
+            check,
             run_id=run_id,
             workers=config.workers,
             config=chosen,
@@ -151,7 +162,8 @@ class _Stack:
     def __init__(self, client: ServerClient, config: RolloutRunConfig) -> None:
         self._config = config
         self._core = RolloutCore(client, config, say=lambda text: log.info(text))
-        self._checker = RowChecker(config.input, config, self._core.agents)
+        # Rows of a loader are checked like those of a file.
+        self.check = RowChecker(config.input, config, self._core.agents).row_and_agent
         self.dispatcher = self._core.dispatcher
 
     async def prepare(self, agent: str | None) -> None:
@@ -160,20 +172,8 @@ class _Stack:
         if agent is not None:
             await self._core.add_route(agent)
 
-    async def check(self, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-        """Check a loader's row as `materialize` checks the rows of a file."""
-        try:
-            checked, agent = self._checker.row_and_agent(number, loader_row(number, row))
-        except RowError as error:
-            if not self._config.skip_bad_rows:
-                raise
-            log.warning("row left out", error=error.message)
-            return None
-        await self.prepare(agent)
-        return checked, agent
 
-
-def loader_row(number: int, row: Mapping[str, Any]) -> bytes:
+def _loader_row(number: int, row: Mapping[str, Any]) -> bytes:
     """Return a loader's row as JSON, without its own task index. Raises `RowError`."""
     fields = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
     try:
@@ -250,9 +250,7 @@ class BlockingSampler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:

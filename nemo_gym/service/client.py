@@ -12,7 +12,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -151,9 +150,7 @@ class AsyncRolloutClient:
         self._session = new_session(aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=None))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
@@ -440,15 +437,13 @@ class RolloutClient:
     def close(self) -> None:
         """Close the connection and the thread; idempotent."""
         if not self._thread.loop.is_closed():
-            self._call(self._client.__aexit__(None, None, None))
+            self._call(self._client.__aexit__())
             self._thread.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _each(self, items: AsyncIterator[T]) -> Iterator[T]:

@@ -141,9 +141,9 @@ class RolloutService:
         if (failure := self.dispatcher.failure) is not None:
             raise StoppedError(f"the pipeline has stopped ({failure}); fix that and start the service again")
         outcomes = await self.submissions.submit(bodies)
-        if any(outcome.offer is not None for outcome in outcomes):
+        if any("error" not in outcome for outcome in outcomes):
             self.dispatcher.notify()
-        return [outcome.as_dict() for outcome in outcomes]
+        return outcomes
 
     async def job(self, job_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Return a job once it has ended or ``wait_s`` seconds have passed. Raises `NoSuchJobError`."""

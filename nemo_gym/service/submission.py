@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,13 @@ from nemo_gym._util.suggest import nearest
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
 from nemo_gym.contract.session import IDENTIFIER
-from nemo_gym.contract.verdict import NO_PROMPT, PARAMS_KEY, TASK_INDEX_KEY, has_prompt, task_id_of
+from nemo_gym.contract.verdict import TASK_INDEX_KEY, task_id_of
 from nemo_gym.http.requests import validated
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobSpec, Offer
-from nemo_gym.rollouts.routing import unworded
+from nemo_gym.rollouts.routing import prompt_batches, unworded
 from nemo_gym.rollouts.rows import RowChecker
 from nemo_gym.rollouts.store import SqlJobStore
-
-PROMPT_BATCH = 256
-"""How many rows one request to an environment asks about."""
 
 
 class JobConflictError(ContractError):
@@ -73,26 +69,6 @@ class _JobRow(RowChecker):
         return "row"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of submitting one job: an offer or an error."""
-
-    job_id: str
-    offer: Offer | None = None
-    error: NemoGymError | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        if self.offer is None:
-            assert self.error is not None
-            return {"job_id": self.job_id, "error": self.error.as_problem()}
-        return {
-            "job_id": self.job_id,
-            "state": self.offer.state.value,
-            "new": self.offer.is_new,
-            "digest": self.offer.digest,
-        }
-
-
 class Submissions:
     """Checks jobs and puts them into a store.
 
@@ -119,22 +95,26 @@ class Submissions:
         self._offsets: dict[str, list[int]] = {}
         self._checker = _JobRow(Path("row"), config, core.agents)
 
-    async def submit(self, bodies: Sequence[Any]) -> list[Outcome]:
-        """Submit jobs, and return an outcome for each, in order. Raises `StoreError` if the store cannot write."""
-        outcomes: dict[int, Outcome] = {}
+    async def submit(self, bodies: Sequence[Any]) -> list[dict[str, Any]]:
+        """Submit jobs, and return an outcome for each, in order: ``{job_id, state, new, digest}``, or
+        ``{job_id, error}`` for a refused one. Raises `StoreError` if the store cannot write."""
+        outcomes: dict[int, dict[str, Any]] = {}
         specs: dict[int, JobSpec] = {}
         for number, body in enumerate(bodies):
             try:
                 specs[number] = await self._spec(body, number)
             except NemoGymError as error:
-                outcomes[number] = Outcome(_id_of(body, number), error=error)
+                job_id = body.get("job_id") if isinstance(body, Mapping) else None
+                outcomes[number] = _refused(job_id if isinstance(job_id, str) else f"jobs[{number}]", error)
         for number, why in (await self._jobs_without_prompt(specs)).items():
-            outcomes[number] = Outcome(specs.pop(number).job_id, error=why)
+            outcomes[number] = _refused(specs.pop(number).job_id, why)
         offers = await self._store.offer(list(specs.values())) if specs else []
         for number, offer in zip(specs, offers, strict=True):
-            outcomes[number] = Outcome(offer.job_id, offer=offer)
             if offer.is_refused:
-                outcomes[number] = Outcome(offer.job_id, error=_conflict(offer))
+                outcomes[number] = _refused(offer.job_id, _conflict(offer))
+                continue
+            state = offer.state.value
+            outcomes[number] = {"job_id": offer.job_id, "state": state, "new": offer.is_new, "digest": offer.digest}
         return [outcomes[number] for number in range(len(bodies))]
 
     async def _spec(self, body: Any, number: int) -> JobSpec:
@@ -212,34 +192,20 @@ class Submissions:
     async def _jobs_without_prompt(self, specs: Mapping[int, JobSpec]) -> dict[int, NemoGymError]:
         """Return the errors of jobs for which neither the row nor the environment has a prompt."""
         refused: dict[int, NemoGymError] = {}
-        to_ask: dict[str, dict[int, dict[str, Any]]] = {}
-        for number, spec in specs.items():
-            route = self._core.routes[spec.agent]
-            if not route.needs_prompt or route.environment is None:
+        without: dict[int, str] = {}
+        rows = ((number, spec.agent, spec.row) for number, spec in specs.items())
+        for environment, batch in prompt_batches(rows, self._core.routes, without):
+            try:
+                reasons = await unworded(self._core.peers, environment, batch)
+            except ConfigError as error:
+                refused |= dict.fromkeys(batch, error)
                 continue
-            row = orjson.loads(spec.row)
-            if has_prompt(row.get(PARAMS_KEY)):
-                continue
-            if route.words_prompts:
-                to_ask.setdefault(route.environment, {})[number] = row
-            else:
-                refused[number] = RowError(NO_PROMPT)
-        for environment, rows in to_ask.items():
-            numbers = list(rows)
-            for start in range(0, len(numbers), PROMPT_BATCH):
-                batch = {number: rows[number] for number in numbers[start : start + PROMPT_BATCH]}
-                try:
-                    reasons = await unworded(self._core.peers, environment, batch)
-                except ConfigError as error:
-                    refused |= dict.fromkeys(batch, error)
-                    continue
-                refused |= {number: RowError(f"row: {why}") for number, why in reasons.items()}
-        return refused
+            refused |= {number: RowError(f"row: {why}") for number, why in reasons.items()}
+        return refused | {number: RowError(why) for number, why in without.items()}
 
 
-def _id_of(body: Any, number: int) -> str:
-    job_id = body.get("job_id") if isinstance(body, Mapping) else None
-    return job_id if isinstance(job_id, str) else f"jobs[{number}]"
+def _refused(job_id: str, error: NemoGymError) -> dict[str, Any]:
+    return {"job_id": job_id, "error": error.as_problem()}
 
 
 def _conflict(offer: Offer) -> JobConflictError:

@@ -19,7 +19,6 @@ from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, finished_result, run_collection
-from nemo_gym.rollouts.results import OutputLock
 from nemo_gym.stack.background import BackgroundStack
 from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
 
@@ -204,7 +203,8 @@ async def run_async(*settings: str, input: Rows | None = None, show: bool = Fals
     planned = await asyncio.to_thread(_plan, words, input)
     try:
         if planned.outlook.finished:
-            return RunResult(await _finished(planned))
+            assert planned.outlook.recorded is not None
+            return RunResult(await finished_result(planned.config, planned.outlook.recorded))
         background = await asyncio.to_thread(_start, words)
         try:
             return await _collect(planned, background, show=show)
@@ -291,16 +291,6 @@ def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     return file
-
-
-async def _finished(planned: _Planned) -> CollectionResult:
-    assert planned.outlook.recorded is not None
-    lock = OutputLock(planned.outlook.recorded.files)
-    lock.acquire()
-    try:
-        return await finished_result(planned.config, planned.outlook.recorded)
-    finally:
-        lock.release()
 
 
 async def _collect(planned: _Planned, background: BackgroundStack, *, show: bool) -> RunResult:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.contract.verdict import new_run_id
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import JobListener, JobSelector, JobState
+from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
 from nemo_gym.rollouts.nemo_gym_runs import NemoGymRun, take_over
 from nemo_gym.rollouts.report import (
     aggregate,
@@ -36,7 +36,7 @@ from nemo_gym.rollouts.report import (
     write_aggregates,
 )
 from nemo_gym.rollouts.result_rows import RolloutSummary, RunProgress, Tally
-from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles, show_running
+from nemo_gym.rollouts.results import RecordedRun, ResultFiles, RunFiles, check_output, output_lock, show_running
 from nemo_gym.rollouts.routing import agent_instances, rows_without_prompt
 from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
@@ -53,17 +53,30 @@ class CollectionResult:
 
     run_id: str
     files: RunFiles
-    tasks: int
-    rollouts: int
-    valid: int
-    invalid: int
-    seconds: float | None
+    tally: Tally
+    summaries: list[RolloutSummary]
+    aggregates: list[dict[str, Any]]
+    seconds: float | None = None
     """``None`` if the run was already finished."""
     server_logs: Path | None = None
     left_out: tuple[RowError, ...] = ()
     """Rows of the input that could not be used."""
-    aggregates: list[dict[str, Any]] = field(default_factory=list)
-    summaries: list[RolloutSummary] = field(default_factory=list)
+
+    @property
+    def tasks(self) -> int:
+        return len({item.task_index for item in self.summaries})
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.summaries)
+
+    @property
+    def valid(self) -> int:
+        return sum(counts.valid for counts in self.tally.agents.values())
+
+    @property
+    def invalid(self) -> int:
+        return sum(counts.invalid for counts in self.tally.agents.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +114,16 @@ class Collection:
         return None if self._configuration is None else (self._configuration.parent / "logs").resolve()
 
     async def run(self) -> CollectionResult:
-        lock = OutputLock(self._files)
-        lock.acquire()
-        collector = gc.get_threshold()
-        gc.set_threshold(*GC_THRESHOLDS)  # the interpreter's defaults cost a sixth of the pipeline's time
-        try:
-            result = await self._run_locked()
-            result.server_logs = self._server_logs
-        finally:
-            gc.set_threshold(*collector)
-            lock.release()
-            if self._inputs is not None:
-                self._inputs.close()
+        with output_lock(self._files):
+            collector = gc.get_threshold()
+            gc.set_threshold(*GC_THRESHOLDS)  # the interpreter's defaults cost a sixth of the pipeline's time
+            try:
+                result = await self._run_locked()
+                result.server_logs = self._server_logs
+            finally:
+                gc.set_threshold(*collector)
+                if self._inputs is not None:
+                    self._inputs.close()
         if self._console is not None:
             show(self._console, result, self._config)
         return result
@@ -133,7 +144,7 @@ class Collection:
         if recorded is not None:
             recorded.require_same(config, inputs.digest)
             if is_finished(config, recorded):
-                return await finished_result(config, recorded)
+                return await _finished_result(config, recorded)
         for agent in inputs.agents:
             await core.add_route(agent, preflights=False)
         refused = await rows_without_prompt(config, inputs, core.routes, core.peers)
@@ -202,18 +213,16 @@ class Collection:
     async def _tally(self, store: SqlJobStore) -> Tally:
         tally = Tally()
         done = JobSelector(states=frozenset(state for state in JobState if state.terminal))
-        async for record in store.iterate(done):
-            if record.result is not None:
-                tally.add_row(record.spec.agent, orjson.loads(record.result))
+        async for record, row in _rows(store, done):
+            tally.add_row(record.spec.agent, row)
         return tally
 
     # During
 
     async def _drive(self, store: SqlJobStore, tally: Tally, total: int) -> None:
         with RunProgress(total, tally, self._console) as progress:
-            listener: JobListener = progress
             dispatcher = self._core.dispatcher(
-                store, listener=listener, logs=self._files.logs, server_logs=self._server_logs
+                store, listener=progress, logs=self._files.logs, server_logs=self._server_logs
             )
             await dispatcher.start()
             try:
@@ -231,10 +240,7 @@ class Collection:
         summaries: list[RolloutSummary] = []
         rows: dict[str, list[dict[str, Any]]] = {agent: [] for agent in self._core.routes}
         tally = Tally()
-        async for record in store.iterate(JobSelector()):
-            row = orjson.loads(record.result) if record.result is not None else {}
-            if not row:
-                continue
+        async for record, row in _rows(store, JobSelector()):
             summaries.append(RolloutSummary.of_row(row))
             tally.add_row(record.spec.agent, row)
             if record.state is JobState.DONE and not self._config.disable_aggregation:
@@ -247,7 +253,7 @@ class Collection:
                 aggregates.append(await aggregate(self._core.peers, servers, rows[agent], counts, items))
             await asyncio.to_thread(write_aggregates, self._files.aggregate_metrics, aggregates)
         seconds = asyncio.get_running_loop().time() - start
-        return _result(run_id, self._files, tally, summaries, aggregates, seconds=seconds)
+        return CollectionResult(run_id, self._files, tally, summaries, aggregates, seconds)
 
     def _say(self, text: str) -> None:
         if self._console is not None:
@@ -261,7 +267,7 @@ async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any], *, kee
     that `run_collection` would raise, and leaves no files behind."""
     files = RunFiles(config.output, config.store)
     config.check_input()
-    OutputLock(files).check()
+    check_output(files)
     begun = await asyncio.to_thread(NemoGymRun.of, config, files)
     recorded = None if begun is not None else await RecordedRun.of(config, files)
     inputs = await asyncio.to_thread(materialize, config, agent_instances(servers), keep=keep)
@@ -286,8 +292,13 @@ def is_finished(config: RolloutRunConfig, recorded: RecordedRun) -> bool:
 
 
 async def finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> CollectionResult:
-    """Return the results of a finished run from its files, after repairing incomplete ones. The caller holds the
-    output's lock."""
+    """Return the results of a finished run from its files, without a request to any server. Incomplete files are
+    repaired."""
+    with output_lock(recorded.files):
+        return await _finished_result(config, recorded)
+
+
+async def _finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> CollectionResult:
     files = recorded.files
     sink = ResultFiles(files)
     store = SqliteJobStore(files.store, sink=sink)
@@ -295,50 +306,28 @@ async def finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> Co
     try:
         await take_over(files, store)
         await sink.recover(store)
-        async for record in store.iterate(JobSelector()):
-            if record.result is not None:
-                row = orjson.loads(record.result)
-                summaries.append(RolloutSummary.of_row(row))
-                tally.add_row(record.spec.agent, row)
+        async for record, row in _rows(store, JobSelector()):
+            summaries.append(RolloutSummary.of_row(row))
+            tally.add_row(record.spec.agent, row)
     finally:
         await store.aclose()
         sink.close()
     aggregates = [] if config.disable_aggregation else orjson.loads(files.aggregate_metrics.read_bytes())
-    return _result(recorded.run_id, files, tally, summaries, aggregates, seconds=None)
+    return CollectionResult(recorded.run_id, files, tally, summaries, aggregates)
+
+
+async def _rows(store: SqlJobStore, selector: JobSelector) -> AsyncIterator[tuple[JobRecord, dict[str, Any]]]:
+    """Yield the matching jobs that have ended, with their result or failure rows."""
+    async for record in store.iterate(selector):
+        if record.result is not None:
+            yield record, orjson.loads(record.result)
 
 
 async def show_finished(config: RolloutRunConfig, recorded: RecordedRun, console: Console) -> CollectionResult:
     """Show a finished run again, without a request to any server."""
-    lock = OutputLock(recorded.files)
-    lock.acquire()
-    try:
-        result = await finished_result(config, recorded)
-    finally:
-        lock.release()
+    result = await finished_result(config, recorded)
     show(console, result, config)
     return result
-
-
-def _result(
-    run_id: str,
-    files: RunFiles,
-    tally: Tally,
-    summaries: list[RolloutSummary],
-    aggregates: list[dict[str, Any]],
-    *,
-    seconds: float | None,
-) -> CollectionResult:
-    return CollectionResult(
-        run_id=run_id,
-        files=files,
-        tasks=len({item.task_index for item in summaries}),
-        rollouts=len(summaries),
-        valid=sum(counted.valid for counted in tally.agents.values()),
-        invalid=sum(counted.invalid for counted in tally.agents.values()),
-        seconds=seconds,
-        aggregates=aggregates,
-        summaries=summaries,
-    )
 
 
 def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -> None:
@@ -355,10 +344,7 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
             console.print(Text(f"  {error.message}"), soft_wrap=True)
         if len(left_out) > MAX_LISTED:
             console.print(f"  … and {len(left_out) - MAX_LISTED} more, named when the run began")
-    tally = Tally()
-    for item in result.summaries:
-        tally.add_row(item.agent, {"reward": item.reward, "failure_kind": item.outcome, "findings": item.findings})
-    print_agents(console, tally)
+    print_agents(console, result.tally)
     print_key_metrics(console, result.aggregates)
     warn_of_context(console, result.summaries)
     files = result.files

@@ -15,7 +15,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,16 @@ from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.rollouts.store.sql import store_error
 
 
+class _Beside:
+    """The path beside an output whose name is the output's, with this ending instead of ``.jsonl``."""
+
+    def __init__(self, ending: str) -> None:
+        self._ending = ending
+
+    def __get__(self, files: RunFiles, _: type[RunFiles]) -> Path:
+        return files.output.with_name(f"{files.output.stem}{self._ending}")
+
+
 @dataclass(frozen=True, slots=True)
 class RunFiles:
     """The paths of a run's files, named as NeMo Gym names them."""
@@ -41,57 +51,29 @@ class RunFiles:
     output: Path
     store_path: Path | None = None
 
-    def _beside(self, suffix: str) -> Path:
-        return self.output.with_name(f"{self.output.stem}{suffix}")
-
-    @property
-    def materialized_inputs(self) -> Path:
-        return self._beside("_materialized_inputs.jsonl")
-
-    @property
-    def failures(self) -> Path:
-        return self._beside("_failures.jsonl")
-
-    @property
-    def aggregate_metrics(self) -> Path:
-        return self._beside("_aggregate_metrics.json")
-
-    @property
-    def configuration(self) -> Path:
-        """The configuration of the servers that the run used, without secrets."""
-        return self._beside("_config.yaml")
-
-    @property
-    def reverified(self) -> Path:
-        return self._beside("_reverified.jsonl")
-
-    @property
-    def index(self) -> Path:
-        """The index of the result files for viewers; a cache."""
-        return self._beside("_index.sqlite")
-
-    @property
-    def running(self) -> Path:
-        """The running attempts, while a collector works on the run."""
-        return self._beside("_running.json")
-
-    @property
-    def logs(self) -> Path:
-        """The folder with the output of grading, one file per rollout."""
-        return self._beside("_logs")
+    materialized_inputs = _Beside("_materialized_inputs.jsonl")
+    failures = _Beside("_failures.jsonl")
+    aggregate_metrics = _Beside("_aggregate_metrics.json")
+    configuration = _Beside("_config.yaml")
+    """The configuration of the servers that the run used, without secrets."""
+    reverified = _Beside("_reverified.jsonl")
+    index = _Beside("_index.sqlite")
+    """The index of the result files for viewers; a cache."""
+    running = _Beside("_running.json")
+    """The running attempts, while a collector works on the run."""
+    logs = _Beside("_logs")
+    """The folder with the output of grading, one file per rollout."""
+    lock = _Beside(".lock")
+    _default_store = _Beside("_store.sqlite")
 
     @property
     def store(self) -> Path:
-        return self.store_path or self._beside("_store.sqlite")
+        return self.store_path or self._default_store
 
     @property
     def sampler(self) -> Path:
         """The database in which a sampler for RL records its groups."""
         return self.store.with_name(f"{self.store.stem}_sampler.sqlite")
-
-    @property
-    def lock(self) -> Path:
-        return self._beside(".lock")
 
     def discard(self) -> None:
         """Remove the files of an earlier run."""
@@ -193,56 +175,51 @@ def existing_folder(path: Path) -> Path:
     return folder
 
 
-class OutputLock:
-    """Ensures that an output has one collector. The kernel holds the lock for this process, so the lock cannot outlive
-    the process."""
+def locked_file(path: Path) -> BinaryIO:
+    """Open a file with an exclusive lock. The kernel holds the lock for this process until the file is closed, so the
+    lock cannot outlive the process. Raises `BlockingIOError` if another process holds it, and other `OSError`s."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
-    def __init__(self, files: RunFiles) -> None:
-        self._path = files.lock
-        self._output = files.output
-        self._file: BinaryIO | None = None
 
-    def check(self) -> None:
-        """Raise the error that `acquire` would raise now, without leaving a file behind."""
-        folder = existing_folder(self._path)
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            why = "cannot be written to" if folder.is_dir() else "is not a directory"
-            raise ConfigError(f"output '{self._output}' cannot be written: '{folder}' {why}", key="output")
-        if self._path.exists():
-            self.acquire()
-            self.release()
+def check_output(files: RunFiles) -> None:
+    """Raise the error that `output_lock` would raise now, without leaving a file behind."""
+    folder = existing_folder(files.lock)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "cannot be written to" if folder.is_dir() else "is not a directory"
+        raise ConfigError(f"output '{files.output}' cannot be written: '{folder}' {why}", key="output")
+    if files.lock.exists():
+        with output_lock(files):
+            pass
 
-    def acquire(self) -> None:
-        """Take the lock. Raises `ConfigError` if another collector writes to the same output."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._path.open("a+b")
-        except OSError as error:
-            raise ConfigError(f"output '{self._output}' cannot be written: {error}", key="output") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read(32).decode(errors="replace").strip() or "unknown"
-            file.close()
-            raise ConfigError(
-                f"another collector (process {holder}) is writing to '{self._output}'; wait for it, stop it, or choose"
-                " another 'output'",
-                key="output",
-            ) from None
-        file.seek(0)
-        file.truncate()
-        try:
+
+@contextlib.contextmanager
+def output_lock(files: RunFiles) -> Iterator[None]:
+    """Ensure that an output has one collector. Raises `ConfigError` if another one writes to it."""
+    try:
+        file = locked_file(files.lock)
+    except BlockingIOError:
+        with files.lock.open("rb") as held:
+            holder = held.read(32).decode(errors="replace").strip() or "unknown"
+        raise ConfigError(
+            f"another collector (process {holder}) is writing to '{files.output}'; wait for it, stop it, or choose"
+            " another 'output'",
+            key="output",
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"output '{files.output}' cannot be written: {error}", key="output") from error
+    with file:
+        file.truncate(0)
+        with contextlib.suppress(OSError):  # the number only serves error messages; the lock also holds on a full disk
             file.write(f"{os.getpid()}\n".encode())
             file.flush()
-        except OSError:
-            pass  # the number only serves error messages; the lock also holds on a full disk
-        self._file = file
-
-    def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        yield
 
 
 class ResultFiles:

@@ -90,7 +90,7 @@ class MaterializedInputs:
 
 @dataclass(slots=True)
 class RowChecker:
-    """Checks rows one by one; errors name ``path`` and the row's number."""
+    """Checks rows one by one; errors name ``path`` and the row's number, which is 0 for a row without one."""
 
     path: Path
     config: PipelineConfig
@@ -139,11 +139,8 @@ class RowChecker:
     def _choices(self) -> str:
         return ", ".join(sorted(self.agents)) or "none"
 
-    def _place(self, number: int) -> str:
-        return f"{self.path}:{number}"
-
     def _error(self, number: int, column: int | None, problem: str) -> RowError:
-        where = self._place(number) + (f":{column}" if column else "")
+        where = ":".join(str(each) for each in (self.path, number, column) if each)
         return RowError(f"{where}: {problem}", path=str(self.path), line=number, column=column)
 
 

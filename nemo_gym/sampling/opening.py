@@ -21,7 +21,7 @@ from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobAttempt, JobListener, JobSelector, JobState
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
+from nemo_gym.rollouts.results import RecordedRun, ResultFiles, RunFiles, output_lock
 from nemo_gym.rollouts.rows import RowChecker
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, Batch, GroupFilter
@@ -100,9 +100,7 @@ async def sampler_at(
     files = RunFiles(config.output, config.store)
     cursor = LoaderCursor(RowFile(config.input) if loader is None else loader, chosen.epochs)
     async with AsyncExitStack() as undo:
-        lock = OutputLock(files)
-        lock.acquire()
-        undo.callback(lock.release)
+        undo.enter_context(output_lock(files))
         recorded = await RecordedRun.of(config, files)
         await workplace.prepare(None)
         if recorded is None:

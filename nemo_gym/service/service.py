@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 from collections import defaultdict
@@ -11,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 import structlog
@@ -24,7 +23,7 @@ from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import CancelReport, JobEvent, JobRecord, JobSelector, RunCounts
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.results import under_way
+from nemo_gym.rollouts.results import locked_file, under_way
 from nemo_gym.rollouts.server_pool import PooledServer, ServerPool, ServerState
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.service.submission import Submissions
@@ -368,29 +367,19 @@ async def _open_store(config: ServiceConfig, state_dir: Path, undo: AsyncExitSta
         store = PostgresJobStore(str(config.store), pipeline=config.pipeline)
     else:
         path = Path(config.store).expanduser() if config.store is not None else state_dir / "jobs.sqlite"
-        undo.callback(_locked(path).close)
+        try:
+            undo.callback(locked_file(path.with_name(f"{path.name}.lock")).close)
+        except BlockingIOError:
+            raise ConfigError(
+                f"store '{path}' is another service's on this machine; stop it, or choose another store (several"
+                " services share postgresql://…)",
+                key="store",
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"store '{path}' cannot be used ({error.strerror})", key="store") from error
         store = SqliteJobStore(path)
     undo.push_async_callback(store.aclose)
     return store
-
-
-def _locked(path: Path) -> BinaryIO:
-    """Take the lock of a store's file, which the kernel holds for this process. Raises `ConfigError`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_name(f"{path.name}.lock").open("a+b")
-    except OSError as error:
-        raise ConfigError(f"store '{path}' cannot be used ({error.strerror})", key="store") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ConfigError(
-            f"store '{path}' is another service's on this machine; stop it, or choose another store (several services"
-            " share postgresql://…)",
-            key="store",
-        ) from None
-    return file
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:

@@ -62,13 +62,6 @@ class JobBody(BaseModel):
         return self
 
 
-class _JobRow(RowChecker):
-    """Checks the row of a job."""
-
-    def _place(self, number: int) -> str:
-        return "row"
-
-
 class Submissions:
     """Checks jobs and puts them into a store.
 
@@ -93,7 +86,7 @@ class Submissions:
         self._datasets = datasets
         self._check_s = check_s
         self._offsets: dict[str, list[int]] = {}
-        self._checker = _JobRow(Path("row"), config, core.agents)
+        self._checker = RowChecker(Path("row"), config, core.agents)
 
     async def submit(self, bodies: Sequence[Any]) -> list[dict[str, Any]]:
         """Submit jobs, and return an outcome for each, in order: ``{job_id, state, new, digest}``, or

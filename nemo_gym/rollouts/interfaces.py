@@ -48,6 +48,11 @@ class JobState(StrEnum):
     def terminal(self) -> bool:
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
+    @classmethod
+    def of(cls, failure: StageFailure) -> JobState:
+        """Return the state of a job that ended with this failure."""
+        return cls.CANCELLED if failure.kind is FailureKind.CANCELLED else cls.FAILED
+
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:

@@ -776,8 +776,7 @@ class AsyncDispatcher:
     async def _end(self, job: Job, failure: StageFailure, salvaged: Mapping[str, Any] | None = None) -> None:
         """Record that the job ends without a verdict."""
         if await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, salvaged))):
-            state = JobState.CANCELLED if failure.kind is FailureKind.CANCELLED else JobState.FAILED
-            self._tell(JobEvent(job, state, failure=failure))
+            self._tell(JobEvent(job, JobState.of(failure), failure=failure))
 
     async def _abandoned(self, attempt: JobAttempt) -> None:
         """Release everything and queue the job again, because the dispatcher stops or the lease was lost."""

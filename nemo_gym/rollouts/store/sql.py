@@ -11,7 +11,7 @@ import asyncio
 import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -130,18 +130,17 @@ class SqlJobStore:
         digests = [spec.row_digest for spec in specs]
 
         def operation(connection: Connection) -> int:
-            fresh: dict[str, tuple[JobSpec, bytes]] = {}
-            for spec, digest, recorded in self._with_recorded(connection, specs, digests, fresh):
+            new = 0
+            for spec, digest, recorded in self._submitted(connection, specs, digests):
                 if recorded is None:
-                    fresh[spec.job_id] = (spec, digest)
+                    new += 1
                 elif (recorded[1], *recorded[2][:3]) != (digest, *spec.identity[:3]):
                     raise ContractError(
                         f"job '{spec.job_id}' already exists with different content; a job id is permanently bound to"
                         " one row, agent and sample: submit the changed job under another id",
                         job_id=spec.job_id,
                     )
-            self._insert(connection, fresh)
-            return len(fresh)
+            return new
 
         return await self._writer.call(operation)
 
@@ -151,29 +150,20 @@ class SqlJobStore:
         digests = [spec.row_digest for spec in specs]
 
         def operation(connection: Connection) -> list[Offer]:
-            fresh: dict[str, tuple[JobSpec, bytes]] = {}
             offers = []
-            for spec, digest, recorded in self._with_recorded(connection, specs, digests, fresh):
-                if recorded is None:
-                    fresh[spec.job_id] = (spec, digest)
-                state, recorded_digest = (JobState.QUEUED, spec.digest) if recorded is None else (recorded[0], "")
-                if recorded is not None:
-                    recorded_digest = body_digest(recorded[1], recorded[2])
-                offers.append(Offer(spec.job_id, recorded is None, state, spec.digest, recorded_digest))
-            self._insert(connection, fresh)
+            for spec, digest, recorded in self._submitted(connection, specs, digests):
+                state, known, identity = recorded or (JobState.QUEUED, digest, spec.identity)
+                offers.append(Offer(spec.job_id, recorded is None, state, spec.digest, body_digest(known, identity)))
             return offers
 
         return await self._writer.call(operation)
 
-    def _with_recorded(
-        self,
-        connection: Connection,
-        specs: Sequence[JobSpec],
-        digests: Sequence[bytes],
-        fresh: Mapping[str, tuple[JobSpec, bytes]],
-    ) -> Iterable[tuple[JobSpec, bytes, tuple[JobState, bytes, tuple[Any, ...]] | None]]:
+    def _submitted(
+        self, connection: Connection, specs: Sequence[JobSpec], digests: Sequence[bytes]
+    ) -> Iterator[tuple[JobSpec, bytes, tuple[JobState, bytes, tuple[Any, ...]] | None]]:
         """Yield each job with its row's digest and the record under its id: state, row's digest and identity, or
-        ``None``."""
+        ``None`` for a new job. New jobs are inserted after the last one, so a caller that raises inserts none."""
+        fresh: dict[str, tuple[JobSpec, bytes]] = {}
         if self._dialect.alone is not None:
             connection.execute(self._dialect.alone)
         query = (
@@ -184,11 +174,11 @@ class SqlJobStore:
             if (duplicate := fresh.get(spec.job_id)) is not None:
                 yield spec, digest, (JobState.QUEUED, duplicate[1], duplicate[0].identity)
                 continue
-            row = connection.execute(query, (spec.job_id,)).fetchone()
-            recorded = None if row is None else (JobState(row[0]), bytes(row[1]), tuple(row[2:]))
-            yield spec, digest, recorded
-
-    def _insert(self, connection: Connection, fresh: Mapping[str, tuple[JobSpec, bytes]]) -> None:
+            if (row := connection.execute(query, (spec.job_id,)).fetchone()) is None:
+                fresh[spec.job_id] = (spec, digest)
+                yield spec, digest, None
+            else:
+                yield spec, digest, (JobState(row[0]), bytes(row[1]), tuple(row[2:]))
         connection.executemany(
             "INSERT INTO rows (digest, data) VALUES (?, ?) ON CONFLICT DO NOTHING",
             [(digest, spec.row) for spec, digest in fresh.values()],
@@ -211,21 +201,16 @@ class SqlJobStore:
         """Claim up to ``limit`` queued jobs, highest priority first, each with a new lease epoch, and a new attempt
         unless its stage is EVAL. Jobs whose lease has expired are queued again first. With ``room``, claim only jobs
         that fit into it."""
-        claimed: list[Job] = []
 
-        def operation(connection: Connection) -> list[Job]:
-            now = self._now(connection)
-            if still := self._still_claimed(connection, claimed, owner, now + lease_s):
-                return still
+        def best(connection: Connection, now: float) -> list[int]:
             connection.execute(
                 "UPDATE jobs SET state = 'queued', lease_owner = NULL WHERE seq IN (SELECT seq FROM jobs"
                 f" WHERE state = 'claimed' AND lease_until < ?{self._dialect.locking})",
                 (now,),
             )
-            claimed[:] = self._claimed(connection, self._best(connection, limit, now, room), owner, now, lease_s)
-            return list(claimed)
+            return self._best(connection, limit, now, room)
 
-        return await self._writer.call(operation)
+        return await self._claim(owner, lease_s, best)
 
     def _best(self, connection: Connection, limit: int, now: float, room: Room | None) -> list[int]:
         """Return the places of the queued jobs to claim."""
@@ -242,31 +227,34 @@ class SqlJobStore:
 
     async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
         """Claim queued jobs whose deadline has passed or which were cancelled; the claimer records how they ended."""
+
+        def overdue(connection: Connection, now: float) -> list[int]:
+            due = "SELECT seq FROM jobs WHERE state = 'queued' AND {} LIMIT ?" + self._dialect.locking
+            rows = connection.execute(due.format("deadline_at <= ?"), (now, limit)).fetchall()
+            rows += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
+            return list(dict.fromkeys(seq for (seq,) in rows))
+
+        return await self._claim(owner, lease_s, overdue)
+
+    async def _claim(self, owner: str, lease_s: float, choose: Callable[[Connection, float], list[int]]) -> list[Job]:
+        """Claim the jobs at the places in the queue that ``choose`` returns, given the current time."""
         claimed: list[Job] = []
 
         def operation(connection: Connection) -> list[Job]:
             now = self._now(connection)
             if still := self._still_claimed(connection, claimed, owner, now + lease_s):
                 return still
-            due = "SELECT seq FROM jobs WHERE state = 'queued' AND {} LIMIT ?" + self._dialect.locking
-            rows = connection.execute(due.format("deadline_at <= ?"), (now, limit)).fetchall()
-            rows += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
-            places = list(dict.fromkeys(seq for (seq,) in rows))
-            claimed[:] = self._claimed(connection, places, owner, now, lease_s)
+            places = choose(connection, now)
+            connection.executemany(
+                "UPDATE jobs SET state = 'claimed', attempt = attempt + CASE WHEN run_result IS NULL THEN 1 ELSE 0"
+                " END, lease_owner = ?, lease_epoch = lease_epoch + 1, lease_until = ?, claimed_at = ? WHERE seq = ?",
+                [(owner, now + lease_s, now, seq) for seq in places],
+            )
+            query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
+            claimed[:] = [_job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
             return list(claimed)
 
         return await self._writer.call(operation)
-
-    def _claimed(
-        self, connection: Connection, places: Sequence[int], owner: str, now: float, lease_s: float
-    ) -> list[Job]:
-        connection.executemany(
-            "UPDATE jobs SET state = 'claimed', attempt = attempt + CASE WHEN run_result IS NULL THEN 1 ELSE 0 END,"
-            " lease_owner = ?, lease_epoch = lease_epoch + 1, lease_until = ?, claimed_at = ? WHERE seq = ?",
-            [(owner, now + lease_s, now, seq) for seq in places],
-        )
-        query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
-        return [_job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
 
     def _still_claimed(self, connection: Connection, jobs: Sequence[Job], owner: str, lease_until: float) -> list[Job]:
         """Return the jobs of an earlier call of the same claim whose commit took effect without an acknowledgement."""
@@ -323,7 +311,7 @@ class SqlJobStore:
 
     async def fail(self, job: Job, failure: StageFailure, result: bytes) -> None:
         """Record the failure row; the job is then `FAILED` (or `CANCELLED`, by the failure's kind)."""
-        await self._finish(job, _failed_state(failure), (*job.failures, failure), result)
+        await self._finish(job, JobState.of(failure), (*job.failures, failure), result)
 
     async def _finish(self, job: Job, state: JobState, failures: tuple[StageFailure, ...], result: bytes) -> None:
         blob = _failures_blob(failures)
@@ -334,16 +322,13 @@ class SqlJobStore:
             if is_again and self._is_recorded(connection, job, state):
                 return
             is_again = True
-            # The transaction locks the counter's row until it ends, so results become visible in the order of numbers.
-            counted = connection.execute(
-                "UPDATE counters SET value = value + 1 WHERE name = 'results' RETURNING value"
-            ).fetchone()
+            place = _next_result(connection)
             _update(
                 connection,
                 job,
                 "state = ?, failures = ?, result = ?, result_seq = ?, run_result = NULL, lease_owner = NULL,"
                 f" cancel_reason = NULL, finished_at = {self._dialect.now}",
-                (state.value, blob, result, counted[0]),
+                (state.value, blob, result, place),
             )
 
         await self._writer.call(operation, row=(state.value, result))
@@ -354,16 +339,13 @@ class SqlJobStore:
 
         def operation(connection: Connection) -> None:
             for job_id, state, result in results:
-                counted = connection.execute(
-                    "UPDATE counters SET value = value + 1 WHERE name = 'results' RETURNING value"
-                ).fetchone()
                 # A verdict replaces a failure; a failure replaces nothing.
                 replaced = ("queued", "failed", "cancelled") if state is JobState.DONE else ("queued",)
                 connection.execute(
                     "UPDATE jobs SET state = ?, result = ?, result_seq = ?, attempt = attempt + 1, run_result = NULL,"
                     f" lease_epoch = lease_epoch + 1, cancel_reason = NULL, finished_at = {self._dialect.now}"
                     f" WHERE job_id = ? AND {self._dialect.one_of.format('state')}",
-                    (state.value, result, counted[0], job_id, self._several(sorted(replaced))),
+                    (state.value, result, _next_result(connection), job_id, self._several(sorted(replaced))),
                 )
 
         if results:
@@ -561,8 +543,11 @@ class SqlJobStore:
         return values
 
 
-def _failed_state(failure: StageFailure) -> JobState:
-    return JobState.CANCELLED if failure.kind is FailureKind.CANCELLED else JobState.FAILED
+def _next_result(connection: Connection) -> int:
+    """Return the next place in the order of results. The transaction locks the counter's row until it ends, so results
+    become visible in the order of their places."""
+    query = "UPDATE counters SET value = value + 1 WHERE name = 'results' RETURNING value"
+    return int(connection.execute(query).fetchone()[0])
 
 
 def _update(connection: Connection, job: Job, assignments: str, values: tuple[Any, ...]) -> None:
@@ -690,19 +675,4 @@ def _failures_of(blob: bytes | None) -> tuple[StageFailure, ...]:
 
 
 def _failures_blob(failures: tuple[StageFailure, ...]) -> bytes | None:
-    if not failures:
-        return None
-    return orjson.dumps(
-        [
-            {
-                "stage": failure.stage,
-                "kind": failure.kind,
-                "reason": failure.reason,
-                "retryable": failure.retryable,
-                "new_attempt": failure.new_attempt,
-                "details": dict(failure.details),
-            }
-            for failure in failures
-        ],
-        default=str,
-    )
+    return orjson.dumps(failures, default=str) if failures else None

@@ -21,17 +21,11 @@ create table if not exists rows (
     fields blob not null,
     primary key (partition, key)
 ) without rowid;
-create table if not exists states (
-    partition text not null,
-    uid text not null,
-    tag blob not null,
-    primary key (partition, uid)
-) without rowid;
 """
 
 
 class TrajectoryArchive:
-    """A SQLite file of rows and of the states of prompts. One process writes it, and reads only its own rows."""
+    """A SQLite file of rows. One process writes it, and reads only its own rows."""
 
     def __init__(self, path: Path) -> None:
         """Create the file if necessary. Raises `ConfigError` if that fails."""
@@ -50,15 +44,6 @@ class TrajectoryArchive:
 
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany("insert or replace into rows values (?, ?, ?, ?)", packed)
-
-        await self._started().call(write)
-
-    async def add_state(self, partition: str, uid: str, tag: dict[str, Any]) -> None:
-        """Store a prompt's latest state."""
-        packed = (partition, uid, _packed(tag))
-
-        def write(connection: sqlite3.Connection) -> None:
-            connection.execute("insert or replace into states values (?, ?, ?)", packed)
 
         await self._started().call(write)
 

@@ -17,7 +17,7 @@ import secrets
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import structlog
@@ -30,7 +30,6 @@ from nemo_gym.framework.agent_server import AgentServerRunner
 from nemo_gym.framework.batch import Batch, PromptSample, read_batch, uids_of
 from nemo_gym.framework.config import CONFIG_PATH, FrameworkConfig, RolloutConfig, RunnerConfig, framework_block
 from nemo_gym.framework.gateways import GatewayPool, OpenSession, SessionLostError
-from nemo_gym.framework.media import MediaColumns
 from nemo_gym.framework.runners import RayDispatch, Runner, call_runner, load_runner
 from nemo_gym.framework.samples import TrajectoryRow, trajectory_row
 from nemo_gym.framework.scoring import RewardScorer, Score, finished, score_session
@@ -122,7 +121,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
         self._config = config
         self._rollout = rollout
         self._scorer = scorer if config.use_reward_loop_worker else None
-        self._media = MediaColumns(processor) if processor is not None else None
+        self._processor = processor
         # Load all runners here, so that a failed import is reported before a session opens.
         self._runners: dict[str, Runner] = {}
         self._agent_servers: dict[str, AgentServerRunner] = {}
@@ -152,16 +151,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
         every session.
         """
         summary = await self.run_batch(prompts)
-        log.info(
-            "batch ended",
-            prompts=summary.prompts,
-            failed_prompts=summary.failed_prompts,
-            sessions=summary.sessions,
-            failed_sessions=summary.failed_sessions,
-            unfinished_sessions=summary.unfinished_sessions,
-            trajectories=summary.trajectories,
-            reasons=summary.reasons[:3],
-        )
+        log.info("batch ended", **{**asdict(summary), "reasons": summary.reasons[:3]})
         if not summary.trajectories:
             raise AllSessionsFailedError(
                 f"all {summary.sessions} sessions of {summary.prompts} prompts failed;"
@@ -301,7 +291,11 @@ class OpenAICompatibleAgentFramework(AgentFramework):
             await self._write_log(batch, rollout, chosen)
         unfinished = finished(chosen[-1]) is False
         masked = unfinished and self._config.mask_unfinished_episode
-        rows = [self._row(batch, sample, index, place, each, score, masked) for place, each in enumerate(chosen)]
+        steps, processor = batch.global_steps, self._processor
+        rows = [
+            trajectory_row(sample, index, place, each, score, global_steps=steps, masked=masked, processor=processor)
+            for place, each in enumerate(chosen)
+        ]
         await self._sink.put(batch.partition, rows)
         return BatchSummary(trajectories=len(rows), unfinished_sessions=int(unfinished))
 
@@ -322,29 +316,6 @@ class OpenAICompatibleAgentFramework(AgentFramework):
         else:
             await call_runner(self._runners[name], call)
         return None
-
-    def _row(
-        self,
-        batch: Batch,
-        sample: PromptSample,
-        session_index: int,
-        index: int,
-        trajectory: Trajectory,
-        score: Score,
-        masked: bool,
-    ) -> TrajectoryRow:
-        positions, inputs = self._media.of(trajectory) if self._media is not None else (None, {})
-        return trajectory_row(
-            sample,
-            session_index,
-            index,
-            trajectory,
-            score,
-            global_steps=batch.global_steps,
-            masked=masked,
-            positions=positions,
-            multi_modal_inputs=inputs,
-        )
 
     async def _write_log(self, batch: Batch, rollout: RolloutIdentity, trajectories: Iterable[Trajectory]) -> None:
         """Write trajectories to the log folder, for people. An error is logged and does not fail the session."""

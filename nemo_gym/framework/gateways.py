@@ -43,8 +43,6 @@ class Gateway:
     peers: Peers = field(repr=False)
     active: int = 0
     """The number of sessions that are open or being opened."""
-    opened: int = 0
-    """The number of sessions opened so far."""
     alive: bool = True
     orphans: list[tuple[str, str]] = field(default_factory=list, repr=False)
     """The sessions, with their control tokens, that are to be aborted when the gateway is back."""
@@ -119,13 +117,12 @@ class GatewayPool:
                 gateway.active -= 1
                 if not _is_gateway_failure(error):
                     raise
-                self._mark_lost(gateway, str(error))
+                self._mark_lost(gateway, error)
                 continue
             except BaseException:
                 # A session may have been opened. Its tokens are lost, so it stays open until its deadline.
                 gateway.active -= 1
                 raise
-            gateway.opened += 1
             if self._observe is not None:
                 self._observe(self.counts)
             return opened
@@ -139,9 +136,9 @@ class GatewayPool:
             async with asyncio.timeout(FINALIZE_TIMEOUT_S):
                 rows = (await self._control(session, "finalize", body))["trajectories"]
         except (PeerError, TimeoutError) as error:
-            if isinstance(error, PeerError) and not _is_gateway_failure(error):
+            if not _is_gateway_failure(error):
                 raise
-            self._mark_lost(session.gateway, str(error) or "timed out")
+            self._mark_lost(session.gateway, error)
             raise SessionLostError(
                 f"gateway '{session.gateway.name}' was lost with session '{session.session_id}': {error}",
                 retryable=True,
@@ -165,9 +162,9 @@ class GatewayPool:
                 return
             await finish(self._control(session, "abort", {}), timeout_s=ABORT_TIMEOUT_S)
         except (PeerError, TimeoutError) as error:
-            if not isinstance(error, PeerError) or _is_gateway_failure(error):
+            if _is_gateway_failure(error):
                 session.gateway.orphans.append((session.session_id, session.control_token))
-                self._mark_lost(session.gateway, str(error) or "timed out")
+                self._mark_lost(session.gateway, error)
             else:
                 log.warning("session not aborted", session_id=session.session_id, error=str(error))
         finally:
@@ -181,7 +178,7 @@ class GatewayPool:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await gateway.peers.get(gateway.name, "/health")
         except (PeerError, TimeoutError) as error:
-            self._mark_lost(gateway, str(error) or "timed out")
+            self._mark_lost(gateway, error)
         return gateway.alive
 
     async def aclose(self) -> None:
@@ -226,9 +223,10 @@ class GatewayPool:
         )
         return reply.json()
 
-    def _mark_lost(self, gateway: Gateway, reason: str) -> None:
+    def _mark_lost(self, gateway: Gateway, error: PeerError | TimeoutError) -> None:
         if gateway.alive:
             gateway.alive = False
+            reason = str(error) or "timed out"
             log.warning("gateway lost", gateway=gateway.name, reason=reason, sessions=gateway.active)
             self._probing.start(self._until_ready(gateway), name=f"probe {gateway.name}")
 
@@ -253,6 +251,6 @@ class GatewayPool:
             log.info("gateway is back", gateway=gateway.name)
 
 
-def _is_gateway_failure(error: PeerError) -> bool:
+def _is_gateway_failure(error: PeerError | TimeoutError) -> bool:
     """Return whether the gateway itself failed, rather than refused the request."""
-    return error.status == 0 or error.status >= 500
+    return isinstance(error, TimeoutError) or error.status == 0 or error.status >= 500

@@ -14,13 +14,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from nemo_gym.framework.batch import CARRIED, PromptSample
+from nemo_gym.framework.media import media_columns
 from nemo_gym.framework.scoring import Score
 from nemo_gym.gateway.tokens.trajectories import Trajectory
 
@@ -44,11 +44,10 @@ def trajectory_row(
     *,
     global_steps: int | None,
     masked: bool,
-    positions: Any = None,
-    multi_modal_inputs: Mapping[str, Any] | None = None,
+    processor: Any = None,
 ) -> TrajectoryRow:
-    """Return the row of a trajectory. ``masked`` leaves it out of the loss and keeps its reward. ``positions`` are
-    the position ids of a conversation with images, computed by the model's processor."""
+    """Return the row of a trajectory. ``masked`` leaves it out of the loss and keeps its reward. ``processor`` is the
+    policy's, for conversations with images."""
     prompts = np.asarray(trajectory.prompt_ids, dtype=np.int64)
     responses = np.asarray(trajectory.response_ids, dtype=np.int64)
     mask = np.frombuffer(trajectory.response_mask, dtype=np.uint8).astype(np.int64)
@@ -59,6 +58,7 @@ def trajectory_row(
     if len(responses):
         scores[-1] = score.reward
     first, last = _steps(trajectory, global_steps)
+    positions, media = media_columns(processor, trajectory)
     fields: dict[str, Any] = {
         "prompts": prompts,
         "responses": responses,
@@ -68,7 +68,7 @@ def trajectory_row(
         "response_mask": mask,
         "loss_mask": mask.copy(),
         "rm_scores": scores,
-        "multi_modal_inputs": dict(multi_modal_inputs or {}),
+        "multi_modal_inputs": media,
         "num_turns": len(trajectory.turns) * 2 if not trajectory.message_count else trajectory.message_count + 1,
         "reward_extra_info": dict(score.extra),
         "extra_fields": {

@@ -78,8 +78,6 @@ class TransferQueueSink:
 
     async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
         """Set a prompt's state, leaving other fields of its tag unchanged. Raises `TransferQueueError`."""
-        if self._archive is not None:
-            await self._archive.add_state(partition, uid, dict(tag))
         await self._call("tag", lambda: self._tq.async_kv_put(key=uid, partition_id=partition, tag=dict(tag)))
 
     async def get(self, partition: str, keys: Sequence[str], columns: Sequence[str] | None = None) -> Any:

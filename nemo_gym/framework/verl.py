@@ -177,9 +177,9 @@ class AgentFrameworkRolloutAdapter:
         earlier batch, unless all of its sessions failed: the states of its prompts show that."""
         import ray
 
-        done, self._running = (
-            ray.wait(self._running, num_returns=len(self._running), timeout=0) if (self._running) else ([], [])
-        )
+        done: list[Any] = []
+        if self._running:
+            done, self._running = ray.wait(self._running, num_returns=len(self._running), timeout=0)
         for reference in done:
             try:
                 ray.get(reference)

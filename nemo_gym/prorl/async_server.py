@@ -33,6 +33,7 @@ from nemo_gym.prorl.registry import (
     DEFAULT_MAX_ITERATIONS,
     AgentHandler,
     JobDetails,
+    at_least_one,
     call_optional,
     data_source_of,
     handler_of,
@@ -86,10 +87,10 @@ class OpenHandsServer:
         *,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.max_init_workers = _at_least_one("max_init_workers", max_init_workers)
-        self.max_run_workers = _at_least_one("max_run_workers", max_run_workers)
+        self.max_init_workers = at_least_one("max_init_workers", max_init_workers)
+        self.max_run_workers = at_least_one("max_run_workers", max_run_workers)
         eval_workers = max_run_workers if max_eval_workers is None else max_eval_workers
-        self.max_eval_workers = _at_least_one("max_eval_workers", eval_workers)
+        self.max_eval_workers = at_least_one("max_eval_workers", eval_workers)
         if not isinstance(allow_skip_eval, bool):
             raise ConfigError(f"allow_skip_eval must be True or False, got {allow_skip_eval!r}", key="allow_skip_eval")
         self.allow_skip_eval = allow_skip_eval
@@ -260,7 +261,7 @@ class OpenHandsServer:
         self, instance: Any, sampling_params: Mapping[str, Any] | None, job_id: str | None, timeout_s: float | None
     ) -> dict[str, Any]:
         params = _parameters(sampling_params)
-        iterations = _at_least_one("max_iterations", params.pop("max_iterations", DEFAULT_MAX_ITERATIONS))
+        iterations = at_least_one("max_iterations", params.pop("max_iterations", DEFAULT_MAX_ITERATIONS))
         limit_s = self.timeout_s if timeout_s is None else _positive("timeout", timeout_s)
         handler, instance_id = handler_of(data_source_of(instance)), instance_id_of(instance)
         digest: str | None = None
@@ -355,12 +356,6 @@ def _check_job_id(job_id: Any) -> None:
             f" {job_id!r}",
             key="job_id",
         )
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number from 1, got {value!r}", key=name)
-    return value
 
 
 def _positive(name: str, value: Any) -> float:

@@ -22,7 +22,7 @@ import structlog
 from nemo_gym._util.tasks import BackgroundTasks, Backoff
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.http.client import new_session
-from nemo_gym.prorl.registry import instance_id_of, row_of
+from nemo_gym.prorl.registry import at_least_one, instance_id_of, row_of
 
 URLS_ENV = "PRORL_SERVER_URLS"
 TOKEN_ENV = "PRORL_SERVER_TOKEN"
@@ -124,12 +124,10 @@ class ProRLClient:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._servers = [_Server(url) for url in server_urls(urls)]
-        for name, value in (("places", places), ("max_tries", max_tries)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} must be a whole number from 1, got {value!r}", key=name)
         bearer_token = token or os.environ.get(TOKEN_ENV)
         self._headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
-        self._places, self._max_tries, self._patience_s = places, max_tries, patience_s
+        self._places = None if places is None else at_least_one("places", places)
+        self._max_tries, self._patience_s = at_least_one("max_tries", max_tries), patience_s
         self._free: asyncio.Queue[_Place] = asyncio.Queue()
         self._tasks = BackgroundTasks()
         self._http: aiohttp.ClientSession | None = None

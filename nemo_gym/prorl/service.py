@@ -39,6 +39,7 @@ from nemo_gym.http.webserver import LISTEN_BACKLOG, SERVER_KEEPALIVE_S, WebServe
 from nemo_gym.prorl.async_server import OpenHandsServer
 from nemo_gym.prorl.client import TOKEN_ENV
 from nemo_gym.prorl.registry import registered_handlers
+from nemo_gym.rollouts.results import replaced
 
 STOP_GRACE_S = 30
 
@@ -161,9 +162,8 @@ class Listening:
             return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_name(f".{file.name}.partial")
-            partial.write_text(self.url + "\n", encoding="utf-8")
-            partial.replace(file)
+            with replaced(file) as out:
+                out.write(f"{self.url}\n".encode())
         except OSError as error:
             raise ConfigError(f"url_file={file} cannot be written: {error}", key="url_file") from error
 

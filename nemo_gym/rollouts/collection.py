@@ -33,11 +33,18 @@ from nemo_gym.rollouts.report import (
     print_reasons,
     print_table,
     warn_of_context,
-    write_aggregates,
 )
 from nemo_gym.rollouts.result_rows import RolloutSummary, RunProgress, Tally
-from nemo_gym.rollouts.results import RecordedRun, ResultFiles, RunFiles, check_output, output_lock, show_running
-from nemo_gym.rollouts.routing import agent_instances, rows_without_prompt
+from nemo_gym.rollouts.results import (
+    RecordedRun,
+    ResultFiles,
+    RunFiles,
+    check_output,
+    output_lock,
+    replaced,
+    show_running,
+)
+from nemo_gym.rollouts.routing import agent_instances, rows_without_prompt, servers_of
 from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.rollouts.store.sql import LOGS_KEY, store_error
@@ -135,7 +142,7 @@ class Collection:
         recorded = None if begun is not None else await RecordedRun.of(config, files)
         core = self._core
         if config.agent_name is not None:
-            core.require_agent(config.agent_name)
+            servers_of(self._client.global_config_dict, config.agent_name)  # its servers must be configured
         if self._inputs is None:
             self._inputs = await asyncio.to_thread(materialize, config, core.agents)
         inputs = self._inputs
@@ -251,13 +258,18 @@ class Collection:
                 items = [item for item in summaries if item.agent == agent]
                 servers = self._core.routes[agent]
                 aggregates.append(await aggregate(self._core.peers, servers, rows[agent], counts, items))
-            await asyncio.to_thread(write_aggregates, self._files.aggregate_metrics, aggregates)
+            await asyncio.to_thread(_write_json, self._files.aggregate_metrics, aggregates)
         seconds = asyncio.get_running_loop().time() - start
         return CollectionResult(run_id, self._files, tally, summaries, aggregates, seconds)
 
     def _say(self, text: str) -> None:
         if self._console is not None:
             self._console.print(Text(text), soft_wrap=True)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    with replaced(path) as file:
+        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
 
 
 async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any], *, keep: bool) -> RunOutlook:

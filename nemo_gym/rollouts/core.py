@@ -62,10 +62,6 @@ class RolloutCore:
             self.routes[agent] = route
         return route
 
-    def require_agent(self, agent: str) -> None:
-        """Raise `ConfigError` if the agent or one of its servers is not configured."""
-        servers_of(self.client.global_config_dict, agent)
-
     async def preflight(self) -> None:
         """Have the model servers of all routes check their engines once."""
         await preflight(self.routes.values(), self.peers, self._say, reachable=self._needs_engines)
@@ -91,11 +87,12 @@ class RolloutCore:
             pooled: claim only jobs whose servers have a free place; by default, if the configuration sets caps.
         """
         config = self.config
+        topology = (self.client.global_config_dict.get("composition") or {}).get("topology")
         has_pool = bool(config.agent_caps or config.environment_caps) if pooled is None else pooled
         self.pool = self._pool() if has_pool else None
         self._dispatcher = AsyncDispatcher(
             store,
-            http_stages(self.peers, config, self._topology, logs=logs),
+            http_stages(self.peers, config, None if topology is None else str(topology), logs=logs),
             config,
             self.routes.__getitem__,
             listener=listener,
@@ -107,19 +104,11 @@ class RolloutCore:
         )
         return self._dispatcher
 
-    @property
-    def _topology(self) -> str | None:
-        """The topology that the composition sets; ``None`` lets the environment use its default."""
-        topology = (self.client.global_config_dict.get("composition") or {}).get("topology")
-        return str(topology) if topology is not None else None
-
     def _pool(self) -> ServerPool:
         config = self.config
-        for key, caps, names in (
-            ("agent_caps", config.agent_caps, self.agents),
-            ("environment_caps", config.environment_caps, self._environments()),
-        ):
-            reject_unknown_keys(caps, names, where=key)
+        environments = [servers_of(self.client.global_config_dict, agent).environment for agent in self.agents]
+        reject_unknown_keys(config.agent_caps, self.agents, where="agent_caps")
+        reject_unknown_keys(config.environment_caps, [each for each in environments if each], where="environment_caps")
         return ServerPool(
             self.client,
             self.routes,
@@ -127,7 +116,3 @@ class RolloutCore:
             environment_caps=config.environment_caps,
             on_lost=lambda attempt, stop: self._dispatcher.interrupt(attempt, stop),
         )
-
-    def _environments(self) -> list[str]:
-        environments = (servers_of(self.client.global_config_dict, agent).environment for agent in self.agents)
-        return [environment for environment in environments if environment is not None]

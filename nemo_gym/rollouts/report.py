@@ -116,12 +116,6 @@ def _groups(answered: Sequence[dict[str, Any]], tasks: Mapping[int, Sequence[Rol
     return groups
 
 
-def write_aggregates(path: Path, aggregates: list[dict[str, Any]]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(orjson.dumps(aggregates, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
-    partial.replace(path)
-
-
 MAX_TABLE_ROWS = 60
 MAX_NAMED = 3
 """How many rollouts are named beside a reason."""

@@ -175,6 +175,18 @@ def existing_folder(path: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Give a new file to write, which replaces ``path`` if the block ends without an error."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def locked_file(path: Path) -> BinaryIO:
     """Open a file with an exclusive lock. The kernel holds the lock for this process until the file is closed, so the
     lock cannot outlive the process. Raises `BlockingIOError` if another process holds it, and other `OSError`s."""
@@ -277,17 +289,12 @@ class ResultFiles:
         self._append(path, missing)
 
     async def _rewrite(self, path: Path, store: SqlJobStore, selector: JobSelector) -> None:
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as out:
-                async for record in store.iterate(selector):
-                    if record.result is not None:
-                        out.write(record.result + b"\n")
-                out.flush()
-                os.fsync(out.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replaced(path) as out:
+            async for record in store.iterate(selector):
+                if record.result is not None:
+                    out.write(record.result + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
 
     def close(self) -> None:
         for fd in self._open.values():
@@ -355,7 +362,9 @@ async def show_running(path: Path, dispatcher: AsyncDispatcher, client: ServerCl
     async def keep_writing() -> None:
         while True:
             content = {"at": time.time(), "running": under_way(dispatcher, client)}
-            _replace(path, orjson.dumps(content))  # a few kilobytes, without fsync
+            # A few kilobytes, without fsync. If the disk cannot be written, the store's error ends the run.
+            with contextlib.suppress(OSError), replaced(path) as file:
+                file.write(orjson.dumps(content))
             await asyncio.sleep(WRITE_EVERY_S)
 
     writer = asyncio.create_task(keep_writing(), name="tell what is under way")
@@ -366,14 +375,6 @@ async def show_running(path: Path, dispatcher: AsyncDispatcher, client: ServerCl
         await asyncio.wait({writer})
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    # Errors are ignored here: if the disk cannot be written, the store's error ends the run.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        partial.write_bytes(content)
-        partial.replace(path)
 
 
 def read_running(path: Path) -> list[dict[str, Any]] | None:

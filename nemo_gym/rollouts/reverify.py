@@ -36,7 +36,7 @@ from nemo_gym.contract.verdict import (
 )
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollouts.result_rows import artifacts_digest, is_masked, without_tokens
-from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.rollouts.results import RunFiles, replaced
 
 UNSUPPORTED = "unsupported"
 
@@ -227,8 +227,7 @@ async def reverify(
     inputs = Inputs(files.materialized_inputs)
     result = Reverification(files.reverified)
     works = stored_work(files.output)
-    partial = files.reverified.with_name(f"{files.reverified.name}.partial")
-    with partial.open("wb") as out:
+    with replaced(files.reverified) as out:
 
         async def worker() -> None:
             for work in works:
@@ -245,7 +244,6 @@ async def reverify(
                     group.create_task(worker())
         except ExceptionGroup as errors:
             raise first_of(errors, ConfigError) from None
-    partial.replace(files.reverified)
     return result
 
 

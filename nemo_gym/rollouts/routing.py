@@ -71,11 +71,7 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
     """Return the servers of an agent. Raises `ConfigError` if the agent is not ready, has no environment to grade it,
     cannot enforce the run's limits, or does not fit the run's validation mode."""
     servers = servers_of(client.global_config_dict, agent)
-    try:
-        ready = (await peers.get(agent, "/ready")).json()
-    except PeerError as error:
-        raise ConfigError(f"agent '{agent}' is not ready: {error}", key=agent) from error
-    agent_facts = ready if isinstance(ready, dict) else {}
+    agent_facts = await _facts(peers, "agent", agent)
     own_run = bool(agent_facts.get("overrides_run"))
     if servers.environment is None and not own_run:
         raise ConfigError(
@@ -94,7 +90,7 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
     if own_run or servers.environment is None:
         _check_limits(agent, agent_facts, config, owns_boxes=False)
         return replace(servers, own_run=own_run)
-    facts = await _facts(peers, servers.environment)
+    facts = await _facts(peers, "environment", servers.environment)
     owns_boxes = bool(facts.get("owns_boxes"))
     _check_limits(agent, agent_facts, config, owns_boxes=owns_boxes)
     return replace(
@@ -120,11 +116,12 @@ def _check_limits(agent: str, agent_facts: Mapping[str, Any], config: PipelineCo
         )
 
 
-async def _facts(peers: Peers, environment: str) -> Mapping[str, Any]:
+async def _facts(peers: Peers, kind: str, server: str) -> Mapping[str, Any]:
+    """Return what a server reports when it is ready. Raises `ConfigError` if it is not."""
     try:
-        facts = (await peers.get(environment, "/ready")).json()
+        facts = (await peers.get(server, "/ready")).json()
     except PeerError as error:
-        raise ConfigError(f"environment '{environment}' is not ready: {error}", key=environment) from error
+        raise ConfigError(f"{kind} '{server}' is not ready: {error}", key=server) from error
     return facts if isinstance(facts, dict) else {}
 
 

@@ -6,7 +6,6 @@ Every problem is reported before any task runs, with its file, line and column.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -33,7 +32,7 @@ from nemo_gym.contract.verdict import (
     task_id_of,
 )
 from nemo_gym.rollouts.interfaces import JobSpec
-from nemo_gym.rollouts.results import existing_folder
+from nemo_gym.rollouts.results import existing_folder, replaced
 from nemo_gym.rollouts.store.sql import store_error
 
 MAX_LISTED = 10
@@ -69,19 +68,15 @@ class MaterializedInputs:
     def write(self, target: Path) -> None:
         """Write the lines to ``target``; raise `StoreError` if that fails."""
         assert self.lines is not None
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         self.lines.seek(0)
         try:
-            with partial.open("wb") as out:
+            with replaced(target) as out:
                 if self.left_out:
                     out.writelines(line for at, line in enumerate(self.lines) if at not in self.left_out)
                 else:
                     shutil.copyfileobj(self.lines, out, COPY_BYTES)
-            partial.replace(target)
         except OSError as error:
             raise store_error(target, error) from error
-        finally:
-            partial.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self.lines is not None:

@@ -90,7 +90,7 @@ class RolloutSampler:
         self._tasks: list[asyncio.Task[None]] = []
         self._fatal: BaseException | None = None
         self._turn = asyncio.Lock()
-        self._wake, self._full, self._submitted = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._wake, self._full = asyncio.Event(), asyncio.Event()
 
     # For the trainer
 
@@ -212,7 +212,7 @@ class RolloutSampler:
                 await self._dispatcher.start()
                 self._tasks = [
                     asyncio.create_task(self._guard(work), name=f"sampler{work.__name__}")
-                    for work in (self._pump, self._watch)
+                    for work in (self._pump, self._dispatcher.stopped)
                 ]
 
     async def _recover(self) -> None:
@@ -263,13 +263,6 @@ class RolloutSampler:
         except Exception as error:  # noqa: BLE001 - nobody awaits the background tasks; next_batch raises for them
             self._fatal = self._fatal or error
             self._full.set()
-
-    async def _watch(self) -> None:
-        """Raise the error that stops the dispatcher."""
-        while True:
-            await self._submitted.wait()
-            self._submitted.clear()
-            await self._dispatcher.drain()
 
     async def _pump(self) -> None:
         while True:
@@ -357,7 +350,6 @@ class RolloutSampler:
         ]
         await self._store.submit(specs)
         self._dispatcher.notify()
-        self._submitted.set()
 
     async def _settle(self, record: GroupRecord) -> None:
         """Settle a group whose last sample has ended: make it ready, leave it out, or run it again."""

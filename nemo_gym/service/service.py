@@ -103,7 +103,8 @@ class RolloutService:
         for agent in self.core.agents:
             try:
                 self.pool.replicas(agent)
-                await self._routed(agent)
+                async with asyncio.timeout(self.config.check_s):
+                    await self.core.add_route(agent, preflights=False)
             except NemoGymError as error:
                 log.warning("agent is not ready yet", agent=agent, error=str(error))
         for instance, capacity in self.config.capacities.items():
@@ -116,10 +117,6 @@ class RolloutService:
         await self.dispatcher.start()
         watching = self.pool.watch(every_s=self.config.watch_s, silent_s=self.config.silent_s)
         self._watching = asyncio.create_task(watching, name="watch servers")
-
-    async def _routed(self, agent: str) -> None:
-        async with asyncio.timeout(self.config.check_s):
-            await self.core.add_route(agent, preflights=False)
 
     def end_streams(self) -> None:
         """End all streams and waiting requests, because the service stops."""
@@ -227,17 +224,20 @@ class RolloutService:
 
     async def register(self, instance: str, url: str, capacity: int | None, credential: str | None) -> PooledServer:
         server = self.pool.register(instance, url, capacity=capacity, credential=credential)
-        entries = [each for each in _entries(self._state_file) if each["url"] != server.url]
-        entries.append({"instance": instance, "url": server.url, "capacity": capacity, "credential": credential})
-        await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
+        entry = {"instance": instance, "url": server.url, "capacity": capacity, "credential": credential}
+        await self._write_entries(server.url, entry)
         self.dispatcher.notify()
         return server
 
     async def remove(self, server: PooledServer, reason: str) -> int:
         """Remove a server, and return how many of its attempts were given back."""
-        entries = [each for each in _entries(self._state_file) if each["url"] != server.url]
-        await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
+        await self._write_entries(server.url)
         return self.pool.remove(server, reason)
+
+    async def _write_entries(self, url: str, *entry: dict[str, Any]) -> None:
+        """Replace the entry of the server with this URL in the state file."""
+        entries = [*(each for each in _entries(self._state_file) if each["url"] != url), *entry]
+        await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
 
     # Status
 

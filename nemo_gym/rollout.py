@@ -269,12 +269,10 @@ class RolloutSteps:
             body["engine"] = self._settings.engine
         if self._settings.model_limits:
             body["limits"] = self._settings.model_limits
-        opened = (await self._peers_of(attempt).post(model, "/sessions", body)).json()
+        opened = (await self.peers_of(attempt).post(model, "/sessions", body)).json()
+        facts = ("session_id", "base_url", "inference_token", "control_token")
         attempt.session = session = ModelSession(
-            session_id=required(opened, "session_id", model, "/sessions", StageName.INIT),
-            base_url=required(opened, "base_url", model, "/sessions", StageName.INIT),
-            inference_token=required(opened, "inference_token", model, "/sessions", StageName.INIT),
-            control_token=required(opened, "control_token", model, "/sessions", StageName.INIT),
+            **{name: required(opened, name, model, "/sessions", StageName.INIT) for name in facts},
             model=opened.get("model") or "policy",
             request_timeout_s=opened.get("request_timeout_s") or REQUEST_TIMEOUT_S,
         )
@@ -283,7 +281,7 @@ class RolloutSteps:
             if attempt.session is not None:  # not finalized
                 path = f"/sessions/{session.session_id}/abort"
                 token = session.control_token
-                await self._peers_of(attempt).post(model, path, {}, control_token=token, idempotent=True)
+                await self.peers_of(attempt).post(model, path, {}, control_token=token, idempotent=True)
                 attempt.session = None
 
         attempt.closers["model session"] = abort
@@ -309,8 +307,10 @@ class RolloutSteps:
             attempt.control_token = required(seeded, "control_token", environment, path, StageName.INIT)
         attempt.cookies = {**attempt.cookies, **reply.cookies}
         attempt.closes_with_verdict = seeded.get("closes_with_verdict") is True
-        if isinstance(beat_s := seeded.get("heartbeat_s"), int | float):
-            self._start_heartbeat(attempt, beat_s)
+        if isinstance(beat_s := seeded.get("heartbeat_s"), int | float) and attempt.heartbeat is None:
+            name = f"heartbeat {attempt.rollout['rollout_id']}"
+            attempt.heartbeat = asyncio.create_task(self._beat(attempt, beat_s), name=name)
+            attempt.closers["heartbeat"] = lambda: stop_heartbeat(attempt)
         public = seeded.get("public_row")
         if isinstance(public, dict) and PARAMS_KEY in public:
             attempt.public_params = public[PARAMS_KEY]
@@ -389,7 +389,7 @@ class RolloutSteps:
         path, body, token = f"/sessions/{session.session_id}/finalize", reward_of(verdict), session.control_token
         try:
             async with asyncio.timeout(self._settings.finalize_timeout_s):
-                reply = await self._peers_of(attempt).post(model, path, body, control_token=token, idempotent=True)
+                reply = await self.peers_of(attempt).post(model, path, body, control_token=token, idempotent=True)
         except (PeerError, TimeoutError) as error:
             log.warning("session not finalized", rollout_id=attempt.rollout["rollout_id"], error=str(error))
             return {"ng_model_session": {"error": str(error) or "timed out"}}
@@ -410,11 +410,11 @@ class RolloutSteps:
 
     # Requests
 
-    def _peers_of(self, attempt: Attempt) -> Peers:
+    def peers_of(self, attempt: Attempt) -> Peers:
         return self._peers.of_attempt(attempt.replicas)
 
     async def _post_environment(self, attempt: Attempt, path: str, body: Mapping[str, Any]) -> Reply:
-        return await self._peers_of(attempt).post(
+        return await self.peers_of(attempt).post(
             attempt.servers.environment or "",
             path,
             body,
@@ -425,16 +425,10 @@ class RolloutSteps:
 
     async def _post_act(self, attempt: Attempt, body: dict[str, Any]) -> Reply:
         agent = attempt.servers.agent
-        return await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
+        return await self.peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
 
     # Heartbeats tell an environment that owns the sandbox that the attempt is still alive, from seed to harvest, also
     # while it is queued. They stop with this process, and then the lease of the sandbox expires too.
-
-    def _start_heartbeat(self, attempt: Attempt, every_s: float) -> None:
-        if attempt.heartbeat is None:
-            name = f"heartbeat {attempt.rollout['rollout_id']}"
-            attempt.heartbeat = asyncio.create_task(self._beat(attempt, every_s), name=name)
-            attempt.closers["heartbeat"] = lambda: stop_heartbeat(attempt)
 
     async def _beat(self, attempt: Attempt, every_s: float) -> None:
         while True:

@@ -24,7 +24,7 @@ from nemo_gym.config.keys import COMPOSITION
 from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
-from nemo_gym.service.hosting import host
+from nemo_gym.service.routes import host
 from nemo_gym.stack.stack import PIPELINE
 from nemo_gym.storage.group_commit import SqliteWriter
 from nemo_gym.storage.postgres import PostgresWriter

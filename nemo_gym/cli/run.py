@@ -336,7 +336,7 @@ def _serving(composition: Composition) -> Work:
     async def serve_rollouts(supervisor: Supervisor) -> int:
         from nemo_gym.cli.collect_rollouts import stack_telemetry
         from nemo_gym.http.client import close_global_aiohttp_client
-        from nemo_gym.service.hosting import host
+        from nemo_gym.service.routes import host
         from nemo_gym.stack.stack import pipeline_client
 
         _print_table(supervisor)

@@ -41,7 +41,7 @@ def _attach(run_dir: Path, words: Sequence[str]) -> int:
     from nemo_gym.config.overrides import given_values
     from nemo_gym.config.service import ServiceConfig
     from nemo_gym.http.client import close_global_aiohttp_client
-    from nemo_gym.service.hosting import host
+    from nemo_gym.service.routes import host
     from nemo_gym.stack.endpoints import find_stack
     from nemo_gym.stack.stack import pipeline_client
 

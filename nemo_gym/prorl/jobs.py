@@ -70,8 +70,7 @@ class HandlerStage:
     def __init__(self, name: StageName, workers: int, work: Callable[[HandlerJob], Awaitable[None]]):
         self.name, self.workers, self._work = name, workers, work
 
-    async def run(self, attempt: JobAttempt) -> bytes:
-        job = _as_handler_job(attempt)
+    async def run(self, job: HandlerJob, /) -> bytes:
         job.place = f"active_{self.name}"
         left_s = job.timeout_s - sum(job.timings.values())
         start = time.perf_counter()
@@ -116,7 +115,7 @@ class JobPools:
             (StageName.EVAL, self._eval, self._evaluated),
         )
         init, run, eval_ = (
-            StagePool(HandlerStage(name, count, work), max(1, count // 4), done, self._failed, self._abandoned)
+            StagePool(HandlerStage(name, count, work), max(1, count // 4), done, self._complete, self._abandoned)
             for (name, work, done), count in zip(steps, workers, strict=True)
         )
         self._pools = (init, run, eval_)
@@ -178,28 +177,25 @@ class JobPools:
         results = _mapping(returned, job.handler, "eval")
         details.eval_results = _mapping(results["report"], job.handler, "eval") if "report" in results else results
 
-    async def _ready(self, attempt: JobAttempt, _: bytes) -> None:
-        await self._hand_on(attempt, 1, "run_queue")
+    async def _ready(self, job: HandlerJob, _: bytes) -> None:
+        await self._hand_on(job, 1, "run_queue")
 
-    async def _ran(self, attempt: JobAttempt, _: bytes) -> None:
-        await self._hand_on(attempt, 2, "eval_queue")
+    async def _ran(self, job: HandlerJob, _: bytes) -> None:
+        await self._hand_on(job, 2, "eval_queue")
 
-    async def _hand_on(self, attempt: JobAttempt, number: int, place: str) -> None:
-        _as_handler_job(attempt).place = place
+    async def _hand_on(self, job: HandlerJob, number: int, place: str) -> None:
+        job.place = place
         pool = self._pools[number]
-        if not await pool.put(attempt) and (failure := pool.stopped(attempt)) is not None:
-            await self._failed(attempt, failure)
+        if not await pool.put(job) and (failure := pool.stopped(job)) is not None:
+            await self._complete(job, failure)
 
-    async def _evaluated(self, attempt: JobAttempt, _: bytes) -> None:
-        await self._complete(_as_handler_job(attempt), None)
+    async def _evaluated(self, job: HandlerJob, _: bytes) -> None:
+        await self._complete(job, None)
 
-    async def _failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
-        await self._complete(_as_handler_job(attempt), failure)
-
-    async def _abandoned(self, attempt: JobAttempt) -> None:
+    async def _abandoned(self, job: HandlerJob) -> None:
         """Complete a job that was cancelled while it waited, or whose handler cancelled itself."""
-        reason = f"the handler of '{attempt.job.spec.agent}' was cancelled from within"
-        await self._complete(_as_handler_job(attempt), StageFailure(StageName.RUN, FailureKind.INTERNAL, reason))
+        reason = f"the handler of '{job.job.spec.agent}' was cancelled from within"
+        await self._complete(job, StageFailure(StageName.RUN, FailureKind.INTERNAL, reason))
 
     async def _complete(self, job: HandlerJob, failure: StageFailure | None) -> None:
         if job.result.done() or (job.completing and not self.stopping):
@@ -277,11 +273,6 @@ async def _closed(close: Callable[[], Any]) -> None:
         closing = await asyncio.to_thread(close)  # OpenHands' own ``close`` blocks
         if inspect.isawaitable(closing):
             await closing
-
-
-def _as_handler_job(attempt: JobAttempt) -> HandlerJob:
-    assert isinstance(attempt, HandlerJob)
-    return attempt
 
 
 def _mapping(value: Any, handler: AgentHandler, stage: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 
@@ -298,7 +298,10 @@ FailureRenderer = Callable[[Job, StageFailure], bytes]
 """Makes the failure row of a job."""
 
 
-class Stage(Protocol):
+A_contra = TypeVar("A_contra", bound=JobAttempt, contravariant=True)
+
+
+class Stage(Protocol[A_contra]):
     """One step of a rollout, with its own queue, worker pool, active set, timeout and error handler."""
 
     @property
@@ -312,7 +315,7 @@ class Stage(Protocol):
         """The deadline of one execution; time in the queue does not count."""
         ...
 
-    async def run(self, attempt: JobAttempt, /) -> bytes:
+    async def run(self, attempt: A_contra, /) -> bytes:
         """Run the stage for one attempt, which holds what earlier stages opened. Return what is stored of it: for RUN
         what EVAL needs (`JobAttempt.stored_run`), for EVAL the result row, for INIT nothing."""
         ...

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -62,9 +62,7 @@ from nemo_gym.rollouts.result_rows import failure_row, same_way
 from nemo_gym.rollouts.server_pool import ServerPool
 from nemo_gym.rollouts.store import SqlJobStore
 
-OnResult = Callable[[JobAttempt, bytes], Awaitable[None]]
-OnFailure = Callable[[JobAttempt, StageFailure], Awaitable[None]]
-OnAbandon = Callable[[JobAttempt], Awaitable[None]]
+A = TypeVar("A", bound=JobAttempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ class StagePlace:
     """When a worker took it, by the monotonic clock; ``None`` while it waits."""
 
 
-class StagePool:
+class StagePool(Generic[A]):
     """``stage.workers`` workers over a queue of ``buffer`` places.
 
     ``on_result`` and ``on_failure`` run in the worker, so a worker that cannot pass its attempt on takes no new one.
@@ -97,16 +95,16 @@ class StagePool:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: Stage[A],
         buffer: int,
-        on_result: OnResult,
-        on_failure: OnFailure,
-        on_abandon: OnAbandon,
-        on_start: Callable[[JobAttempt], None] | None = None,
+        on_result: Callable[[A, bytes], Awaitable[None]],
+        on_failure: Callable[[A, StageFailure], Awaitable[None]],
+        on_abandon: Callable[[A], Awaitable[None]],
+        on_start: Callable[[A], None] | None = None,
     ) -> None:
         self._stage = stage
         self._buffer = buffer
-        self._waiting: dict[int, JobAttempt] = {}
+        self._waiting: dict[int, A] = {}
         self._filled = asyncio.Semaphore(0)
         """Counts the attempts that were put in, including those that `interrupt` removed from the queue."""
         self._blocked: dict[int, asyncio.Future[None]] = {}
@@ -157,7 +155,7 @@ class StagePool:
         queued = len(self._waiting) + len(self._blocked) + len(self._pauses)
         return StageStatus(self._stage.name, queued, len(self._active), self._stage.workers, oldest_s)
 
-    def place_of(self, attempt: JobAttempt) -> StagePlace | None:
+    def place_of(self, attempt: A) -> StagePlace | None:
         """Return where the attempt is in this stage, or ``None`` if it is not in this stage."""
         key = id(attempt)
         if (active := self._active.get(key)) is not None:
@@ -165,7 +163,7 @@ class StagePool:
         is_queued = key in self._waiting or key in self._blocked or key in self._pauses
         return StagePlace(self._stage.name, None) if is_queued else None
 
-    async def put(self, attempt: JobAttempt) -> bool:
+    async def put(self, attempt: A) -> bool:
         """Queue an attempt, waiting for a free place. Return ``False`` if it was stopped before it got one."""
         key = id(attempt)
         while self._is_full():
@@ -192,20 +190,20 @@ class StagePool:
         held = len(self._waiting) + len(self._active) + len(self._pauses)
         return len(self._waiting) >= self._buffer or held >= self._buffer + self._stage.workers
 
-    def put_now(self, attempt: JobAttempt) -> None:
+    def put_now(self, attempt: A) -> None:
         """Queue an attempt even if the queue is full: for the feeder, and for attempts that resume at EVAL."""
         self._waiting[id(attempt)] = attempt
         self._filled.release()
 
-    def put_later(self, attempt: JobAttempt, delay_s: float) -> None:
+    def put_later(self, attempt: A, delay_s: float) -> None:
         """Queue an attempt as `put_now` does, after a pause. No worker waits meanwhile."""
         self._pauses[id(attempt)] = asyncio.get_running_loop().call_later(delay_s, self._end_pause, attempt)
 
-    def _end_pause(self, attempt: JobAttempt) -> None:
+    def _end_pause(self, attempt: A) -> None:
         del self._pauses[id(attempt)]
         self.put_now(attempt)
 
-    def interrupt(self, attempt: JobAttempt) -> None:
+    def interrupt(self, attempt: A) -> None:
         """Stop the attempt if it is in this stage: active, waiting, or in a pause before its next try."""
         key = id(attempt)
         if (active := self._active.get(key)) is not None:
@@ -220,13 +218,13 @@ class StagePool:
             self._offer_place()
             self._ending.start(self._end_stopped(attempt), name=f"end {attempt.job.job_id}")
 
-    async def _end_stopped(self, attempt: JobAttempt) -> None:
+    async def _end_stopped(self, attempt: A) -> None:
         if attempt.lost or (failure := self.stopped(attempt)) is None:
             await self._on_abandon(attempt)
         else:
             await self._on_failure(attempt, failure)
 
-    def stopped(self, attempt: JobAttempt) -> StageFailure | None:
+    def stopped(self, attempt: A) -> StageFailure | None:
         """Return why the attempt was stopped, as a failure in this stage."""
         if (stop := attempt.stop) is None:
             return None
@@ -239,7 +237,7 @@ class StagePool:
                 place.set_result(None)
                 return
 
-    async def _next(self) -> JobAttempt:
+    async def _next(self) -> A:
         while True:
             await self._filled.acquire()
             if self._waiting:
@@ -464,7 +462,7 @@ class AsyncDispatcher:
     def __init__(
         self,
         store: SqlJobStore,
-        stages: Sequence[Stage],
+        stages: Sequence[Stage[JobAttempt]],
         config: PipelineConfig,
         servers: Callable[[str], Servers],
         *,
@@ -710,7 +708,7 @@ class AsyncDispatcher:
             self._wake.set()
         await self._hand_on(attempt, self._eval)
 
-    async def _hand_on(self, attempt: JobAttempt, pool: StagePool) -> None:
+    async def _hand_on(self, attempt: JobAttempt, pool: StagePool[JobAttempt]) -> None:
         if not await pool.put(attempt):
             failure = None if attempt.lost else pool.stopped(attempt)
             await (self._abandoned(attempt) if failure is None else self._failed(attempt, failure))

@@ -42,9 +42,8 @@ class HttpStage(ABC):
 
     name: StageName
 
-    def __init__(self, peers: Peers, steps: RolloutSteps, workers: int, timeout_s: float) -> None:
-        self._peers, self._steps = peers, steps
-        self.workers, self.timeout_s = workers, timeout_s
+    def __init__(self, steps: RolloutSteps, workers: int, timeout_s: float) -> None:
+        self._steps, self.workers, self.timeout_s = steps, workers, timeout_s
 
     async def run(self, attempt: JobAttempt, /) -> bytes:
         """Run the stage and time it. See `classify` for what its exceptions mean."""
@@ -61,9 +60,6 @@ class HttpStage(ABC):
     def _result(self, attempt: JobAttempt) -> bytes:
         """Return what is stored of an attempt that has passed the stage, including the time of the stage."""
         return b""
-
-    def _peers_of(self, attempt: JobAttempt) -> Peers:
-        return self._peers.of_attempt(attempt.replicas)
 
     def classify(self, error: BaseException) -> StageFailure:
         return failure_of(self.name, error, f"{self.timeout_s:g} s ({self.name}_timeout_s)")
@@ -92,14 +88,14 @@ class InitStage(HttpStage):
         access = attempt.servers.row_access
         row = attempt.row_with(**{ROLLOUT_ID_KEY: attempt.job.job_id})
         body = {"row": row, "rollout": attempt.rollout, "access": "full" if access == "full" else "public"}
-        reply = (await self._peers_of(attempt).post(environment, "/rows", body, idempotent=True)).json()
+        reply = (await self._steps.peers_of(attempt).post(environment, "/rows", body, idempotent=True)).json()
         attempt.row_ref = required(reply, "row_ref", environment, "/rows", StageName.INIT)
         public = required(reply, "public_row", environment, "/rows", StageName.INIT)
         attempt.public_row = row if access == "full" else public
 
         async def close() -> None:
             # Repeat the agent's seed with the same reference: it is idempotent and returns the token that closes.
-            peers, session = self._peers_of(attempt), {SESSION_KEY: attempt.envelope()}
+            peers, session = self._steps.peers_of(attempt), {SESSION_KEY: attempt.envelope()}
             seeded = (await peers.post(environment, "/seed_session", session, idempotent=True)).json()
             token = required(seeded, "control_token", environment, "/seed_session", StageName.INIT)
             body = {"rollout": attempt.rollout}
@@ -145,7 +141,7 @@ class RunStage(HttpStage):
         body = {**(attempt.public_row or attempt.row_with()), SESSION_KEY: attempt.envelope()}
         token = attempt.session.inference_token if attempt.session is not None else None
         with step("run", kind=SpanKind.CLIENT, peer=agent):
-            sent = self._peers_of(attempt).post(agent, "/run", body, inference_token=token, from_agent=True)
+            sent = self._steps.peers_of(attempt).post(agent, "/run", body, inference_token=token, from_agent=True)
             reply = (await sent).json()
         if not isinstance(reply, dict):
             reason = f"{agent}/run answered no JSON object"
@@ -166,7 +162,7 @@ class RunStage(HttpStage):
 
     async def _verdict(self, attempt: JobAttempt, environment: str) -> dict[str, Any]:
         try:
-            reply = await self._peers_of(attempt).post(environment, "/verdict", {"rollout": attempt.rollout})
+            reply = await self._steps.peers_of(attempt).post(environment, "/verdict", {"rollout": attempt.rollout})
         except PeerError as error:
             if error.status != 409:
                 raise
@@ -189,7 +185,6 @@ class EvalStage(HttpStage):
 
     def __init__(
         self,
-        peers: Peers,
         steps: RolloutSteps,
         workers: int,
         timeout_s: float,
@@ -198,7 +193,7 @@ class EvalStage(HttpStage):
         logs: Path | None,
         log_chars: int,
     ) -> None:
-        super().__init__(peers, steps, workers, timeout_s)
+        super().__init__(steps, workers, timeout_s)
         self._validation = validation
         self._logs = logs if log_chars else None
         self._log_chars = log_chars
@@ -261,10 +256,9 @@ def http_stages(
     steps = RolloutSteps(peers, settings)
     init, run, eval_ = config.workers
     return (
-        InitStage(peers, steps, init, config.init_timeout_s),
-        RunStage(peers, steps, run, config.run_timeout_s),
+        InitStage(steps, init, config.init_timeout_s),
+        RunStage(steps, run, config.run_timeout_s),
         EvalStage(
-            peers,
             steps,
             eval_,
             config.eval_timeout_s,

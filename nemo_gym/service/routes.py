@@ -14,8 +14,11 @@ GET  /metrics             Prometheus' text                        read
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TypeVar
 
 import orjson
@@ -24,15 +27,20 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from nemo_gym.config.service import ServiceConfig
+from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.contract.session import IDENTIFIER
+from nemo_gym.http.client import ServerClient
 from nemo_gym.http.middleware import Application, BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
 from nemo_gym.http.problems import install_problem_handlers
 from nemo_gym.http.requests import JsonResponse, parse_json_object, validated
 from nemo_gym.http.telemetry import CONTENT_TYPE, Reading, render
+from nemo_gym.http.webserver import served
 from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
 from nemo_gym.service.access import ServiceRole, ServiceTokens
-from nemo_gym.service.service import RolloutService
+from nemo_gym.service.client import ADDRESS_FILE
+from nemo_gym.service.service import RolloutService, open_service, write_address
 from nemo_gym.service.submission import jobs_of
 
 MAX_WAIT_S = 3600.0
@@ -76,6 +84,26 @@ class ServerBody(_Body):
     capacity: int | None = Field(None, ge=1)
     credential: str | None = Field(None, max_length=4000, repr=False)
     """The credential with which the pipeline calls the server, if it is not part of this service's stack."""
+
+
+async def host(client: ServerClient, config: ServiceConfig, run_dir: Path, say: Callable[[str], None]) -> None:
+    """Serve until cancelled, or until an error stops the pipeline; then raise that error."""
+    tokens = ServiceTokens.load(config.tokens)
+    async with AsyncExitStack() as undo:
+        service = await undo.enter_async_context(open_service(client, config, run_dir))
+
+        async def end_streams() -> None:
+            service.end_streams()
+
+        address = BaseServerConfig(host=config.host, port=config.port)
+        app = application(service, tokens)
+        url = await undo.enter_async_context(served(app, address, on_stop=end_streams))
+        path = run_dir / ADDRESS_FILE
+        role_tokens = {role.value: tokens.one_of(role) for role in ServiceRole}
+        await asyncio.to_thread(write_address, path, url, role_tokens, service.store_id)
+        undo.callback(path.unlink, missing_ok=True)
+        say(f"rollouts are served at {url}; tokens in {path}")
+        await service.dispatcher.stopped()
 
 
 def application(service: RolloutService, tokens: ServiceTokens) -> Application:

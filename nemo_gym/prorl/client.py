@@ -274,27 +274,20 @@ class ProRLClient:
                 return
 
     async def _place(self) -> _Place:
-        try:
-            while True:
-                nobody = all(server.problem is not None for server in self._servers)
-                async with asyncio.timeout(self._patience_s if nobody else None):
-                    place = await self._next_place(nobody)
-                if place is not None and place.is_there:
-                    return place
-        except TimeoutError:
-            listed = "; ".join(f"{server.url}: {server.problem}" for server in self._servers)
-            raise ServerError(
-                f"no ProRL server was there for {self._patience_s:g} s: {listed}", retryable=True
-            ) from None
-
-    async def _next_place(self, nobody: bool) -> _Place | None:
-        if nobody:
-            return await self._free.get()
-        try:  # with a timeout, because the last server may be given up meanwhile
-            async with asyncio.timeout(LOOK_AGAIN_S):
-                return await self._free.get()
-        except TimeoutError:
-            return None
+        while True:
+            nobody = all(server.problem is not None for server in self._servers)
+            try:
+                async with asyncio.timeout(self._patience_s if nobody else LOOK_AGAIN_S):
+                    place = await self._free.get()
+            except TimeoutError:
+                if not nobody:
+                    continue  # look again: the last server may have been given up meanwhile
+                listed = "; ".join(f"{server.url}: {server.problem}" for server in self._servers)
+                raise ServerError(
+                    f"no ProRL server was there for {self._patience_s:g} s: {listed}", retryable=True
+                ) from None
+            if place.is_there:
+                return place
 
     def _put_back(self, place: _Place) -> None:
         if place.is_there:

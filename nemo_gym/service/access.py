@@ -25,9 +25,6 @@ class ServiceRole(StrEnum):
     OPERATE = "operate"
     """May do everything, also cancel, drain and change servers."""
 
-    def covers(self, other: ServiceRole) -> bool:
-        return self.rank >= other.rank
-
     @property
     def rank(self) -> int:
         return list(ServiceRole).index(self)
@@ -68,7 +65,7 @@ class ServiceTokens:
         if not roles:
             raise CredentialError("the bearer token is not valid for this service")
         granted = max(roles, key=lambda each: each.rank)  # a token may be listed under several roles
-        if not granted.covers(role):
+        if granted.rank < role.rank:
             raise RoleError(f"{route} needs a token of role '{role}'; this one is of role '{granted}'", route=route)
         return granted
 

@@ -7,12 +7,13 @@ A stream of results resumes after the last result that was read.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import aiohttp
 import orjson
@@ -32,6 +33,7 @@ WAIT_AT_ONCE_S = 60.0
 MAX_EVENT_BYTES = 1 << 30
 TERMINAL = frozenset({"done", "failed", "cancelled"})
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Progress = Callable[["JobView"], None]
 """Receives each result as it arrives."""
@@ -379,6 +381,30 @@ def _refused(path: str, status: int, content: bytes) -> ServiceError:
     return error
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RolloutClient, P], T]:
+    """Return a method of `AsyncRolloutClient` for programs without an event loop."""
+
+    @functools.wraps(method)
+    def call(client: RolloutClient, /, *given: P.args, **named: P.kwargs) -> T:
+        return client._call(method(client._client, *given, **named))
+
+    return call
+
+
+def _blocking_each(
+    method: Callable[Concatenate[AsyncRolloutClient, P], AsyncIterator[T]],
+) -> Callable[Concatenate[RolloutClient, P], Iterator[T]]:
+    """`_blocking` for a method that yields."""
+
+    @functools.wraps(method)
+    def each(client: RolloutClient, /, *given: P.args, **named: P.kwargs) -> Iterator[T]:
+        return client._each(method(client._client, *given, **named))
+
+    return each
+
+
 class RolloutClient:
     """`AsyncRolloutClient` for programs without an event loop; thread-safe."""
 
@@ -388,51 +414,17 @@ class RolloutClient:
         self._call = self._thread.run
         self._call(self._client.__aenter__())
 
-    def submit(self, jobs: Iterable[Mapping[str, Any]]) -> Submission:
-        """See `AsyncRolloutClient.submit`."""
-        return self._call(self._client.submit(jobs))
-
-    def job(self, job_id: str, *, wait_s: float = 0.0) -> JobView:
-        """See `AsyncRolloutClient.job`."""
-        return self._call(self._client.job(job_id, wait_s=wait_s))
-
-    def jobs(self, **chosen: str | None) -> Iterator[JobView]:
-        """See `AsyncRolloutClient.jobs`."""
-        return self._each(self._client.jobs(**chosen))
-
-    def results(
-        self, *, after: str | None = None, group: str | None = None, run: str | None = None, follow: bool = True
-    ) -> Iterator[JobView]:
-        """See `AsyncRolloutClient.results`."""
-        return self._each(self._client.results(after=after, group=group, run=run, follow=follow))
-
-    def wait(self, **chosen: Any) -> dict[str, int]:
-        """See `AsyncRolloutClient.wait`."""
-        return self._call(self._client.wait(**chosen))
-
-    def cancel(self, **chosen: Any) -> Cancelled:
-        """See `AsyncRolloutClient.cancel`."""
-        return self._call(self._client.cancel(**chosen))
-
-    def drain(self, *, wait_s: float = 0.0, resume: bool = False) -> dict[str, Any]:
-        """See `AsyncRolloutClient.drain`."""
-        return self._call(self._client.drain(wait_s=wait_s, resume=resume))
-
-    def runs(self) -> dict[str, Any]:
-        """See `AsyncRolloutClient.runs`."""
-        return self._call(self._client.runs())
-
-    def status(self) -> dict[str, Any]:
-        """See `AsyncRolloutClient.status`."""
-        return self._call(self._client.status())
-
-    def register_server(self, instance: str, url: str, **options: Any) -> dict[str, Any]:
-        """See `AsyncRolloutClient.register_server`."""
-        return self._call(self._client.register_server(instance, url, **options))
-
-    def remove_server(self, server_id: str) -> dict[str, Any]:
-        """See `AsyncRolloutClient.remove_server`."""
-        return self._call(self._client.remove_server(server_id))
+    submit = _blocking(AsyncRolloutClient.submit)
+    job = _blocking(AsyncRolloutClient.job)
+    jobs = _blocking_each(AsyncRolloutClient.jobs)
+    results = _blocking_each(AsyncRolloutClient.results)
+    wait = _blocking(AsyncRolloutClient.wait)
+    cancel = _blocking(AsyncRolloutClient.cancel)
+    drain = _blocking(AsyncRolloutClient.drain)
+    runs = _blocking(AsyncRolloutClient.runs)
+    status = _blocking(AsyncRolloutClient.status)
+    register_server = _blocking(AsyncRolloutClient.register_server)
+    remove_server = _blocking(AsyncRolloutClient.remove_server)
 
     def close(self) -> None:
         """Close the connection and the thread; idempotent."""

@@ -37,7 +37,7 @@ from nemo_gym.http.problems import install_problem_handlers
 from nemo_gym.http.requests import JsonResponse, parse_json_object, validated
 from nemo_gym.http.telemetry import CONTENT_TYPE, Reading, render
 from nemo_gym.http.webserver import served
-from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
+from nemo_gym.rollouts.interfaces import JobSelector, JobState
 from nemo_gym.service.access import ServiceRole, ServiceTokens
 from nemo_gym.service.client import ADDRESS_FILE
 from nemo_gym.service.service import RolloutService, open_service, write_address
@@ -195,12 +195,12 @@ class _Routes:
     async def _events(self, selector: JobSelector, after: str | None, follow: bool) -> AsyncIterator[bytes]:
         yield b": results\n\n"
         async for record in self._service.results(selector, after, follow=follow, idle_s=SSE_IDLE_S):
-            yield b": idle\n\n" if record is None else self._event(record)
-
-    def _event(self, record: JobRecord) -> bytes:
-        cursor = self._service.cursor(record.result_place or 0)
-        data = orjson.dumps(self._service.view(record))
-        return b"id: %b\nevent: result\ndata: %b\n\n" % (cursor.encode(), data)
+            if record is None:
+                yield b": idle\n\n"
+                continue
+            cursor = self._service.cursor(record.result_place or 0)
+            data = orjson.dumps(self._service.view(record))
+            yield b"id: %b\nevent: result\ndata: %b\n\n" % (cursor.encode(), data)
 
     async def cancel(self, request: Request) -> Response:
         body = await _body(CancelBody, request)

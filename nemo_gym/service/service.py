@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections import defaultdict
@@ -88,7 +89,7 @@ class RolloutService:
         )
         self._counted: list[RunCounts] = []
         self._counted_until = 0.0
-        self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._waiters: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._new_results = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
@@ -146,22 +147,20 @@ class RolloutService:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + wait_s
         selector = JobSelector(job_ids=frozenset({job_id}))
-        waiter: asyncio.Future[None] | None = None
+        ended = asyncio.Event()
+        self._waiters[job_id].add(ended)
         try:
             while True:
-                waiter = loop.create_future()
-                self._waiters[job_id].add(waiter)
+                ended.clear()
                 records = await self.store.page(selector, 0, 1)
                 if not records:
                     raise NoSuchJobError(f"no job has the id '{job_id}'", job_id=job_id)
                 left_s = give_up - loop.time()
                 if records[0].state.terminal or left_s <= 0 or self.closing.is_set():
                     return self.view(records[0])
-                await asyncio.wait({waiter}, timeout=min(left_s, POLL_S) if self.store.is_shared() else left_s)
-                self._waiters[job_id].discard(waiter)
+                await self._wait_for(ended, left_s)
         finally:
-            if waiter is not None:
-                self._waiters[job_id].discard(waiter)
+            self._waiters[job_id].discard(ended)
             if not self._waiters[job_id]:
                 del self._waiters[job_id]
 
@@ -199,11 +198,13 @@ class RolloutService:
                 idle_since = now
                 yield None
                 continue
-            try:
-                async with asyncio.timeout(min(left_s, POLL_S) if self.store.is_shared() else left_s):
-                    await new_results.wait()
-            except TimeoutError:
-                pass
+            await self._wait_for(new_results, left_s)
+
+    async def _wait_for(self, event: asyncio.Event, left_s: float) -> None:
+        """Wait for an event of this process, or until another process may have changed a shared store."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(left_s, POLL_S) if self.store.is_shared() else left_s):
+                await event.wait()
 
     async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
         report = await self.dispatcher.cancel(selector, reason)
@@ -320,19 +321,17 @@ class RolloutService:
         return int(place)
 
     def _on_event(self, event: JobEvent) -> None:
-        for waiter in self._waiters.get(event.job.job_id, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+        for ended in self._waiters.get(event.job.job_id, ()):
+            ended.set()
         self._wake_all()
 
     def _wake_all(self) -> None:
         new_results, self._new_results = self._new_results, asyncio.Event()
         new_results.set()
         if self.closing.is_set():
-            for waiters in self._waiters.values():
-                for waiter in waiters:
-                    if not waiter.done():
-                        waiter.set_result(None)
+            for waiting in self._waiters.values():
+                for ended in waiting:
+                    ended.set()
 
 
 @asynccontextmanager

@@ -127,12 +127,13 @@ class RolloutConfig:
     @classmethod
     def of(cls, rollout: Any) -> Self:
         """Read the trainer's configuration, a mapping or an OmegaConf node."""
-        val = _get(rollout, "val_kwargs") or {}
-        sampling = {name: _get(rollout, name) for name in ("temperature", "top_p", "top_k")}
-        limit = _get(rollout, "response_length")
+
+        def sampling(node: Any) -> dict[str, Any]:
+            given = {name: _get(node, name) for name in ("temperature", "top_p", "top_k")}
+            return {name: value for name, value in given.items() if value is not None}
+
+        val, limit = _get(rollout, "val_kwargs") or {}, _get(rollout, "response_length")
         bound = {} if limit is None else {"max_output_tokens": int(limit)}
-        chosen = {name: value for name, value in sampling.items() if value is not None}
-        differing = {name: _get(val, name) for name in ("temperature", "top_p", "top_k")}
         n, val_n = _get(rollout, "n"), _get(val, "n")
         for key, value in (("n", n), ("val_kwargs.n", val_n)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -140,8 +141,8 @@ class RolloutConfig:
         return cls(
             n=n or 1,
             val_n=val_n or 1,
-            sampling={**chosen, **bound},
-            val_sampling={**chosen, **{k: v for k, v in differing.items() if v is not None}, **bound},
+            sampling={**sampling(rollout), **bound},
+            val_sampling={**sampling(rollout), **sampling(val), **bound},
         )
 
     def sessions(self, partition: str) -> int:

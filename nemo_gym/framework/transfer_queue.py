@@ -54,12 +54,9 @@ class TransferQueueSink:
         conf: TransferQueue's own configuration, used if this process starts it. A running one is joined.
     """
 
-    def __init__(
-        self, archive: TrajectoryArchive | None = None, *, conf: Any = None, call_timeout_s: float = CALL_TIMEOUT_S
-    ) -> None:
+    def __init__(self, archive: TrajectoryArchive | None = None, *, conf: Any = None) -> None:
         self._tq = _package()
         self._archive = archive
-        self._call_timeout_s = call_timeout_s
         self._background = BackgroundTasks()
         self._recovery: asyncio.Task[None] | None = None
         self._epoch = 0
@@ -138,8 +135,9 @@ class TransferQueueSink:
                 f"TransferQueue: {operation} failed twice: {type(error).__name__}: {error}", retryable=True
             ) from error
 
-    async def _in_time(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        async with asyncio.timeout(self._call_timeout_s):
+    @staticmethod
+    async def _in_time(call: Callable[[], Awaitable[Any]]) -> Any:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
             return await call()
 
     def _start_recovery(self) -> asyncio.Task[None]:

@@ -363,37 +363,30 @@ async def pipeline_telemetry(
         if config.metrics_port is None:
             yield
             return
-        async with _served(config.metrics_port, token) as url:
-            from nemo_gym.stack.scraping import added_target
+        from starlette.requests import Request
+        from starlette.responses import Response
+        from starlette.routing import Route
 
+        from nemo_gym.http.middleware import Application
+        from nemo_gym.http.otlp import require_scraper
+        from nemo_gym.http.problems import install_problem_handlers
+        from nemo_gym.http.telemetry import CONTENT_TYPE, render
+        from nemo_gym.http.webserver import served
+        from nemo_gym.stack.scraping import added_target
+
+        async def metrics(request: Request) -> Response:
+            require_scraper(request, None, token, secured=True)
+            return Response(render(), media_type=CONTENT_TYPE)
+
+        app = Application(title=PIPELINE, openapi_url=None, docs_url=None, redoc_url=None)
+        install_problem_handlers(app)
+        app.router.routes.append(Route(METRICS_PATH, metrics, methods=["GET"]))
+        async with served(app, BaseServerConfig(host="127.0.0.1", port=config.metrics_port)) as url:
             say(f"metrics of the pipeline: {url}{METRICS_PATH}")
             with added_target(run_dir, PIPELINE, url, run_id):
                 yield
     finally:
         await finish(telemetry.shut_down())
-
-
-@asynccontextmanager
-async def _served(port: int, token: str) -> AsyncIterator[str]:
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import Route
-
-    from nemo_gym.http.middleware import Application
-    from nemo_gym.http.otlp import require_scraper
-    from nemo_gym.http.problems import install_problem_handlers
-    from nemo_gym.http.telemetry import CONTENT_TYPE, render
-    from nemo_gym.http.webserver import served
-
-    async def metrics(request: Request) -> Response:
-        require_scraper(request, None, token, secured=True)
-        return Response(render(), media_type=CONTENT_TYPE)
-
-    app = Application(title=PIPELINE, openapi_url=None, docs_url=None, redoc_url=None)
-    install_problem_handlers(app)
-    app.router.routes.append(Route(METRICS_PATH, metrics, methods=["GET"]))
-    async with served(app, BaseServerConfig(host="127.0.0.1", port=port)) as url:
-        yield url
 
 
 log = structlog.get_logger(__name__)

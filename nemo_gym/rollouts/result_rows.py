@@ -36,7 +36,7 @@ from nemo_gym.contract.verdict import (
     public_params,
 )
 from nemo_gym.openai_types.tokens import TOKEN_FIELDS
-from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent, JobState
+from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent
 from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
 
 _VARIABLE = re.compile(r"(?i)0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]{8,}\b|(?<![\d.])(?![1-5]\d\d(?![\d.]))\d+(\.\d+)?")
@@ -192,13 +192,13 @@ def with_tokens(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, RESPONSE_KEY: {**response, "output": _with_turns(items, _turns(trajectory))}}
 
 
-def masked_response(failure: str, *, created_at: float = 0.0) -> dict[str, Any]:
+def masked_response(failure: str) -> dict[str, Any]:
     """Return a placeholder response for a rollout that has none. It is complete, so that a trainer can read it, and
     has one token, which stays out of the loss because the row is masked. ``failure`` is the kind of failure."""
     return {
         "id": "resp_masked",
         "object": "response",
-        "created_at": created_at,
+        "created_at": 0.0,
         "model": "",
         "status": "incomplete",
         "metadata": {MASKED: failure},
@@ -447,12 +447,6 @@ class Tally:
             tally.failures[str(row.get("failure_kind"))] += 1
         tally.findings += bool(row.get("findings"))
 
-    def add(self, event: JobEvent) -> None:
-        if event.state is JobState.DONE:
-            self.add_row(event.job.spec.agent, event.result or {})
-        elif event.failure is not None:
-            self.add_row(event.job.spec.agent, {"reward": None, "failure_kind": event.failure.kind})
-
     def describe(self) -> str:
         """``<agent>: reward 0.417 (12), 1 without verdict; …``"""
         parts = []
@@ -498,8 +492,9 @@ class RunProgress:
             self._bar.stop()
 
     def __call__(self, event: JobEvent) -> None:
-        self._tally.add(event)
-        self._show()
+        failure = event.failure
+        row = event.result if failure is None else {"reward": None, "failure_kind": failure.kind}
+        self.add_row(event.job.spec.agent, row or {})
 
     def add_row(self, agent: str, row: Mapping[str, Any]) -> None:
         """Count a result that did not arrive as an event."""

@@ -7,6 +7,7 @@ import gc
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +195,9 @@ class Collection:
         }
         run_id = str((await store.open_run(info))["run_id"])
         self._keep_configuration()
-        batch = []
-        for spec in job_specs(self._files.materialized_inputs, run_id):
-            batch.append(spec)
-            if len(batch) == SUBMIT_BATCH:
-                await store.submit(batch)
-                batch = []
-        await store.submit(batch)
+        specs = job_specs(self._files.materialized_inputs, run_id)
+        while batch := list(islice(specs, SUBMIT_BATCH)):
+            await store.submit(batch)
         # The jobs' earlier owner is gone, because this process holds the lock of the output.
         await store.release()
         if config.retry_failed:

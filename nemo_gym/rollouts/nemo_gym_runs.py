@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -108,34 +109,30 @@ class NemoGymRun:
         )
 
 
-async def take_over(files: RunFiles, store: SqlJobStore, *, failures: bool = True) -> int:
-    """Record the rollouts that NeMo Gym wrote to a run's files, and return the number of their lines.
+async def take_over(files: RunFiles, store: SqlJobStore, *, failures: bool = True) -> None:
+    """Record the rollouts that NeMo Gym wrote to a run's files.
 
     A rollout with a line in the output is not run again: with a valid verdict it is done, without one it has failed.
     A rollout in the failures file has failed if NeMo Gym marks it terminal and ``failures`` is true; the others stay
     queued, as they do for NeMo Gym. The caller then repairs the files from the store."""
-    output = [key for _, key in _nemo_gym_rows(files.output)]
-    if not output and next(_nemo_gym_rows(files.failures), None) is None:
-        return 0
+    if all(next(_nemo_gym_rows(path), None) is None for path in (files.output, files.failures)):
+        return
     jobs = {
         (record.spec.task_index, record.spec.sample_index): record async for record in store.iterate(JobSelector())
     }
-    line_count = 0
-    batch: list[tuple[str, JobState, bytes]] = []
-    for path in (files.output, files.failures):
-        for row, key in _nemo_gym_rows(path):
-            line_count += 1
-            if (job := jobs.get(key)) is None:
-                continue
-            state = JobState.DONE if path == files.output and decide_validity(row).valid else JobState.FAILED
-            if path == files.failures and not (failures and row.get(NG_TERMINAL_KEY)):
-                continue
-            batch.append((job.job_id, state, _as_result_row(row, job, state)))
-            if len(batch) == RECORDED_AT_ONCE:
-                await store.record_ended(batch)
-                batch = []
-    await store.record_ended(batch)
-    return line_count
+
+    def ended() -> Iterator[tuple[str, JobState, bytes]]:
+        for path in (files.output, files.failures):
+            for row, key in _nemo_gym_rows(path):
+                if (job := jobs.get(key)) is None:
+                    continue
+                state = JobState.DONE if path == files.output and decide_validity(row).valid else JobState.FAILED
+                if path == files.output or (failures and row.get(NG_TERMINAL_KEY)):
+                    yield job.job_id, state, _as_result_row(row, job, state)
+
+    rows = ended()
+    while batch := list(islice(rows, RECORDED_AT_ONCE)):
+        await store.record_ended(batch)
 
 
 def _as_result_row(row: dict[str, Any], job: JobRecord, state: JobState) -> bytes:

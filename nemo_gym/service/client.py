@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -161,7 +162,8 @@ class AsyncRolloutClient:
         they do not affect the others."""
         accepted = known = 0
         refused: list[Refusal] = []
-        for batch in _batches(jobs):
+        left = iter(jobs)
+        while batch := list(islice(left, BATCH)):
             response = await self._call("POST", "/v1/jobs", {"jobs": batch}, accepts=lambda body: "jobs" in body)
             accepted += response["accepted"]
             known += response["known"]
@@ -343,17 +345,6 @@ class AsyncRolloutClient:
             f"the service at {self.address.url} cannot be reached ({path}: {type(error).__name__}: {error})",
             retryable=True,
         )
-
-
-def _batches(jobs: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    batch: list[Mapping[str, Any]] = []
-    for job in jobs:
-        batch.append(job)
-        if len(batch) == BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _view_of(event: bytes) -> JobView | None:

@@ -84,9 +84,7 @@ class RolloutService:
             sweeps=True,
             server_logs=(state_dir / "logs").resolve(),
         )
-        self.submissions = Submissions(
-            core, store, config, run_id=store_id, datasets=config.datasets, check_s=config.check_s
-        )
+        self.submissions = Submissions(core, store, config, run_id=store_id)
         self._counted: list[RunCounts] = []
         self._counted_until = 0.0
         self._waiters: defaultdict[str, set[asyncio.Event]] = defaultdict(set)

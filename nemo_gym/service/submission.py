@@ -11,7 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym._util.suggest import nearest
-from nemo_gym.config.pipeline import PipelineConfig
+from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
 from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, task_id_of
@@ -67,24 +67,13 @@ class Submissions:
 
     Args:
         run_id: the run of jobs that name none.
-        check_s: how many seconds an agent's servers may take to report that they are ready.
     """
 
-    def __init__(
-        self,
-        core: RolloutCore,
-        store: SqlJobStore,
-        config: PipelineConfig,
-        *,
-        run_id: str,
-        datasets: Mapping[str, Path],
-        check_s: float,
-    ) -> None:
+    def __init__(self, core: RolloutCore, store: SqlJobStore, config: ServiceConfig, *, run_id: str) -> None:
         self._core = core
         self._store = store
+        self._config = config
         self._run_id = run_id
-        self._datasets = datasets
-        self._check_s = check_s
         self._offsets: dict[str, list[int]] = {}
         self._checker = RowChecker(Path("row"), config, core.agents)
 
@@ -140,19 +129,20 @@ class Submissions:
         if agent in self._core.preflighted:
             return
         try:
-            async with asyncio.timeout(self._check_s):
+            async with asyncio.timeout(self._config.check_s):
                 await self._core.add_route(agent)
         except TimeoutError:
             raise ConfigError(
-                f"agent '{agent}': its servers were not ready within {self._check_s:g} s (check_s); see GET"
+                f"agent '{agent}': its servers were not ready within {self._config.check_s:g} s (check_s); see GET"
                 " /v1/status, and submit the job again when they are",
                 key="agent",
             ) from None
 
     async def _row_of(self, dataset: DatasetRow) -> dict[str, Any]:
-        path = self._datasets.get(dataset.name)
+        datasets = self._config.datasets
+        path = datasets.get(dataset.name)
         if path is None:
-            names = list(self._datasets)
+            names = list(datasets)
             raise ConfigError(
                 f"dataset.name: the service has no data set '{dataset.name}'{nearest(dataset.name, names)}; it has:"
                 f" {', '.join(names) or 'none (datasets in the serve block)'}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,19 @@ mean reward of the group's other rollouts (0 if none has a reward). The mean cha
 has ``reward_source`` ``group_mean``."""
 
 
+@dataclass(slots=True, eq=False)
+class _Rollout:
+    row: dict[str, Any]
+    spec: JobSpec
+    future: asyncio.Future[Example]
+    result: dict[str, Any] = field(default_factory=dict)
+    """The result row; empty until the rollout ends."""
+
+    def hand_out(self) -> None:
+        if not self.future.done():
+            self.future.set_result((self.row, self.result))
+
+
 class ExampleRun:
     """One call of `run_examples`: a future per row that resolves when its rollout ends."""
 
@@ -47,25 +61,20 @@ class ExampleRun:
     ) -> None:
         self._client = client
         self._config = config
-        self._rows = rows
         self._loop = asyncio.get_running_loop()
-        run_id = config.run_id or new_run_id()
-        self._specs = [self._spec(run_id, number, row) for number, row in enumerate(rows)]
-        self._futures: dict[str, asyncio.Future[Example]] = {
-            spec.job_id: self._loop.create_future() for spec in self._specs
-        }
         self._masked_reward = masked_reward
-        self._groups: dict[str, list[str]] = {}
-        for spec in self._specs:
-            self._groups.setdefault(spec.group_id, []).append(spec.job_id)
-        self._group_of = {spec.job_id: spec.group_id for spec in self._specs}
-        self._results: dict[str, dict[str, Any]] = {}
-        self._given = {spec.job_id: row for spec, row in zip(self._specs, rows, strict=True)}
+        self._rollouts: dict[str, _Rollout] = {}
+        self._groups: dict[str, list[_Rollout]] = {}
+        run_id = config.run_id or new_run_id()
+        for number, row in enumerate(rows):
+            spec = self._spec(run_id, number, row)
+            rollout = self._rollouts[spec.job_id] = _Rollout(row, spec, self._loop.create_future())
+            self._groups.setdefault(spec.group_id, []).append(rollout)
         self._driver = asyncio.create_task(self._drive(), name=f"examples-{run_id}")
 
     def as_completed(self) -> Iterator[asyncio.Future[Example]]:
         """Return the futures in the order in which rollouts end."""
-        return asyncio.as_completed(self._futures.values())
+        return asyncio.as_completed([each.future for each in self._rollouts.values()])
 
     async def aclose(self) -> None:
         """Stop the running rollouts, and wait until every rollout has released its resources: a result is handed out
@@ -103,41 +112,30 @@ class ExampleRun:
         self._loop.call_soon_threadsafe(self._resolve, [row for _, row in rows])
 
     def _resolve(self, rows: list[bytes]) -> None:
+        """Hand out results. With ``group_mean``, those without a reward wait until their group has ended."""
         for data in rows:
             result = orjson.loads(data)
-            job_id = result[ROLLOUT_ID_KEY]
-            if self._masked_reward == "group_mean":
-                self._fill(job_id, result)
-            else:
-                self._hand_out(job_id, result)
-
-    def _hand_out(self, job_id: str, result: dict[str, Any]) -> None:
-        if not (future := self._futures[job_id]).done():
-            future.set_result((self._given[job_id], result))
-
-    def _fill(self, job_id: str, result: dict[str, Any]) -> None:
-        """Hand out a result with a reward at once, and results without a reward when their group has ended."""
-        self._results[job_id] = result
-        if result["reward"] is not None:
-            self._hand_out(job_id, result)
-        group = self._groups[self._group_of[job_id]]
-        if not all(each in self._results for each in group):
-            return
-        results = [self._results.pop(each) for each in group]
-        rewards = [each["reward"] for each in results if each["reward"] is not None]
-        mean = sum(rewards) / len(rewards) if rewards else 0.0
-        for each in results:
-            if each["reward"] is None:
-                filled = {**each, "reward": mean, "reward_source": "group_mean"}
-                self._hand_out(each[ROLLOUT_ID_KEY], filled)
+            rollout = self._rollouts[result[ROLLOUT_ID_KEY]]
+            rollout.result = result
+            if self._masked_reward == "null" or result["reward"] is not None:
+                rollout.hand_out()
+            group = self._groups[rollout.spec.group_id]
+            if self._masked_reward == "null" or not all(each.result for each in group):
+                continue
+            rewards = [each.result["reward"] for each in group if each.result["reward"] is not None]
+            mean = sum(rewards) / len(rewards) if rewards else 0.0
+            for each in group:
+                if each.result["reward"] is None:
+                    each.result |= {"reward": mean, "reward_source": "group_mean"}
+                    each.hand_out()
 
     async def _drive(self) -> None:
         core = RolloutCore(self._client, self._config)
         store = SqliteJobStore(MEMORY, sink=self._sink)
         try:
-            for agent in {spec.agent for spec in self._specs}:
+            for agent in {each.spec.agent for each in self._rollouts.values()}:
                 await core.add_route(agent, preflights=False)
-            await store.submit(self._specs)
+            await store.submit([each.spec for each in self._rollouts.values()])
             dispatcher = core.dispatcher(store)
             await dispatcher.start()
             try:
@@ -145,12 +143,11 @@ class ExampleRun:
             finally:
                 await dispatcher.stop()
         except BaseException as error:
-            for future in self._futures.values():
-                if not future.done():
-                    if isinstance(error, asyncio.CancelledError):
-                        future.cancel()
-                    else:
-                        future.set_exception(error)
+            for future in (each.future for each in self._rollouts.values()):
+                if isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                elif not future.done():
+                    future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
         finally:

@@ -178,16 +178,12 @@ class JobPools:
         details.eval_results = _mapping(results["report"], job.handler, "eval") if "report" in results else results
 
     async def _ready(self, job: HandlerJob, _: bytes) -> None:
-        await self._hand_on(job, 1, "run_queue")
+        job.place = "run_queue"
+        await self._pools[1].put(job)
 
     async def _ran(self, job: HandlerJob, _: bytes) -> None:
-        await self._hand_on(job, 2, "eval_queue")
-
-    async def _hand_on(self, job: HandlerJob, number: int, place: str) -> None:
-        job.place = place
-        pool = self._pools[number]
-        if not await pool.put(job) and (failure := pool.stopped(job)) is not None:
-            await self._complete(job, failure)
+        job.place = "eval_queue"
+        await self._pools[2].put(job)
 
     async def _evaluated(self, job: HandlerJob, _: bytes) -> None:
         await self._complete(job, None)

@@ -163,8 +163,8 @@ class StagePool(Generic[A]):
         is_queued = key in self._waiting or key in self._blocked or key in self._pauses
         return StagePlace(self._stage.name, None) if is_queued else None
 
-    async def put(self, attempt: A) -> bool:
-        """Queue an attempt, waiting for a free place. Return ``False`` if it was stopped before it got one."""
+    async def put(self, attempt: A) -> None:
+        """Queue an attempt, waiting for a free place. If it is stopped before it gets one, it ends here."""
         key = id(attempt)
         while self._is_full():
             place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -180,9 +180,9 @@ class StagePool(Generic[A]):
                 self._blocked.pop(key, None)
             if attempt.stop is not None or attempt.lost:
                 self._offer_place()
-                return False
+                await self._end_stopped(attempt)
+                return
         self.put_now(attempt)
-        return True
 
     def _is_full(self) -> bool:
         """Whether the queue is, or the stage holds as many attempts as its queue and its workers would without pauses:
@@ -219,12 +219,12 @@ class StagePool(Generic[A]):
             self._ending.start(self._end_stopped(attempt), name=f"end {attempt.job.job_id}")
 
     async def _end_stopped(self, attempt: A) -> None:
-        if attempt.lost or (failure := self.stopped(attempt)) is None:
+        if attempt.lost or (failure := self._failure_of_stop(attempt)) is None:
             await self._on_abandon(attempt)
         else:
             await self._on_failure(attempt, failure)
 
-    def stopped(self, attempt: A) -> StageFailure | None:
+    def _failure_of_stop(self, attempt: A) -> StageFailure | None:
         """Return why the attempt was stopped, as a failure in this stage."""
         if (stop := attempt.stop) is None:
             return None
@@ -269,7 +269,7 @@ class StagePool(Generic[A]):
                 if self._stopping:
                     raise
                 task.uncancel()
-                failure = self.stopped(attempt)
+                failure = self._failure_of_stop(attempt)
             except Exception as error:  # noqa: BLE001 - the stage's boundary: every failure becomes typed
                 failure = self._stage.classify(error)
             finally:
@@ -689,7 +689,7 @@ class AsyncDispatcher:
     async def _ready(self, attempt: JobAttempt, _: bytes) -> None:
         if not self._idle:
             self._wake.set()
-        await self._hand_on(attempt, self._run)
+        await self._run.put(attempt)
 
     async def _ran(self, attempt: JobAttempt, result: bytes) -> None:
         self._streak.passed(StageName.RUN)
@@ -699,12 +699,7 @@ class AsyncDispatcher:
         if self._pool is not None:
             self._pool.ran(attempt)
             self._wake.set()
-        await self._hand_on(attempt, self._eval)
-
-    async def _hand_on(self, attempt: JobAttempt, pool: StagePool[JobAttempt]) -> None:
-        if not await pool.put(attempt):
-            failure = None if attempt.lost else pool.stopped(attempt)
-            await (self._abandoned(attempt) if failure is None else self._failed(attempt, failure))
+        await self._eval.put(attempt)
 
     def _recorded(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, FencedError):

@@ -252,24 +252,31 @@ class ServerPool:
 
     def ran(self, attempt: JobAttempt) -> None:
         """Free the attempt's place at its agent server, because RUN is over."""
-        if (entry := self._places.get(id(attempt))) is not None:
-            for place in [each for each in entry[1] if each.server.kind == AGENT_TYPE]:
-                entry[1].remove(place)
-                self._leave(place, is_done=True)
+        self._finish(attempt, AGENT_TYPE)
 
     def succeeded(self, attempt: JobAttempt) -> None:
-        if (entry := self._places.get(id(attempt))) is not None:
-            while entry[1]:
-                self._leave(entry[1].pop(), is_done=True)
+        self._finish(attempt)
+
+    def _finish(self, attempt: JobAttempt, kind: str | None = None) -> None:
+        """Free the places at servers of a kind, or all, and count the rollout as done there."""
+        _, places = self._places.get(id(attempt), (attempt, []))
+        for place in [each for each in places if kind in (None, each.server.kind)]:
+            places.remove(place)
+            server, seconds = place.server, time.monotonic() - place.since
+            mean_s = seconds if server.seconds is None else server.seconds
+            server.seconds = mean_s + SPEED_WEIGHT * (seconds - mean_s)
+            server.busy -= 1
+            server.done += 1
+            server.strikes = 0
 
     def failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
         """Count an exceeded deadline against the attempt's servers: a stage's deadline, or the job's own if at least
         half of it passed at that server. Drain a server after `STRIKES` in a row, if another replica is ready."""
-        entry = self._places.get(id(attempt))
-        if entry is None or failure.kind is not FailureKind.DEADLINE:
+        if failure.kind is not FailureKind.DEADLINE:
             return
+        _, places = self._places.get(id(attempt), (attempt, []))
         job_deadline_s = 0.0 if attempt.stop is None else (attempt.job.spec.deadline_s or 0.0)
-        for place in entry[1]:
+        for place in places:
             server = place.server
             if time.monotonic() - place.since < job_deadline_s / 2:
                 continue
@@ -283,19 +290,7 @@ class ServerPool:
         """Free the remaining places of an attempt that is over; idempotent."""
         _, places = self._places.pop(id(attempt), (attempt, []))
         for place in places:
-            self._leave(place, is_done=False)
-
-    def _leave(self, place: _Place, *, is_done: bool) -> None:
-        server = place.server
-        server.busy -= 1
-        if not is_done:
-            return
-        seconds = time.monotonic() - place.since
-        server.done += 1
-        server.strikes = 0
-        server.seconds = (
-            seconds if server.seconds is None else server.seconds + SPEED_WEIGHT * (seconds - server.seconds)
-        )
+            place.server.busy -= 1
 
     def _give_back(self, server: PooledServer, reason: str) -> int:
         stop = Stop(LOST_KINDS.get(server.kind, FailureKind.MODEL_UNREACHABLE), reason, retryable=True)

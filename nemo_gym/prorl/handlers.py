@@ -57,7 +57,7 @@ class _OfLoop:
     servers: ComposedServers
     run_id: str = field(default_factory=lambda: f"prorl-{secrets.token_hex(4)}")
     """The run id of the rollouts; it labels their sandboxes."""
-    told: set[str] = field(default_factory=set)
+    warned_of: set[str] = field(default_factory=set)
     """The ignored parameters that a warning has named."""
 
 
@@ -97,8 +97,8 @@ class SuiteHandler(AgentHandler):
     ) -> tuple[World, Rollout, dict[str, Any]]:
         here, row = self._here, self.row(instance)
         llm = await here.servers.access(llm_config)
-        if new := {*llm.unused} - here.told:
-            here.told |= new
+        if new := {*llm.unused} - here.warned_of:
+            here.warned_of |= new
             log.warning("sampling parameters that mean nothing here", names=sorted(new), handler=self.name)
         running = await here.servers.running(llm)
         limits = {"max_turns": max_iterations}

@@ -59,7 +59,7 @@ from nemo_gym.rollouts.interfaces import (
     Stop,
 )
 from nemo_gym.rollouts.result_rows import failure_row, same_way
-from nemo_gym.rollouts.server_pool import ServerPool
+from nemo_gym.rollouts.server_pool import LOST_KINDS, ServerPool
 from nemo_gym.rollouts.store import SqlJobStore
 
 A = TypeVar("A", bound=JobAttempt)
@@ -395,7 +395,7 @@ log = structlog.get_logger(__name__)
 MAX_RETRY_DELAY_S = 30.0
 NOT_IN_A_ROW = frozenset({FailureKind.CANCELLED, FailureKind.CONTROLS_WEAK})
 """Failures that the caller asked for. `FailureStreak` does not count them."""
-LOST = frozenset({FailureKind.AGENT_LOST, FailureKind.ENVIRONMENT_LOST})
+LOST = frozenset(LOST_KINDS.values())
 """Failures of a server, not of the work."""
 IDLE_POLL_S = 1.0
 """How often an idle dispatcher looks for jobs that other processes submitted or queued again."""
@@ -490,7 +490,7 @@ class AsyncDispatcher:
         self._eval = StagePool(eval_, max(1, eval_.workers // 4), self._evaluated, self._failed, self._abandoned)
         self._run = StagePool(run, buffer, self._ran, self._failed, self._abandoned, on_run)
         self._init = StagePool(init, init.workers, self._ready, self._failed, self._abandoned)
-        self._pools = (self._init, self._run, self._eval)
+        self._stage_pools = (self._init, self._run, self._eval)
         self._attempts: dict[str, JobAttempt] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -502,7 +502,7 @@ class AsyncDispatcher:
     # Lifecycle
 
     async def start(self) -> None:
-        for pool in self._pools:
+        for pool in self._stage_pools:
             pool.start()
         add_source(self, self._readings)
         for work in (self._feed, self._renew, *((self._sweep,) if self._sweeps else ())):
@@ -537,11 +537,11 @@ class AsyncDispatcher:
     @property
     def stages(self) -> list[StageStatus]:
         """The current load of the stages, in their order."""
-        return [pool.status for pool in self._pools]
+        return [pool.status for pool in self._stage_pools]
 
     def place_of(self, attempt: JobAttempt) -> StagePlace | None:
         """Return the stage of a running attempt; ``None`` while its end is being recorded."""
-        places = (pool.place_of(attempt) for pool in self._pools)
+        places = (pool.place_of(attempt) for pool in self._stage_pools)
         return next((place for place in places if place is not None), None)
 
     async def stopped(self) -> None:
@@ -579,7 +579,7 @@ class AsyncDispatcher:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         # From the first stage to the last, so that no later stage takes up what an earlier one gives up.
-        for pool in self._pools:
+        for pool in self._stage_pools:
             await pool.stop()
         for attempt in list(self._attempts.values()):
             await self._abandoned(attempt)
@@ -603,7 +603,7 @@ class AsyncDispatcher:
     def interrupt(self, attempt: JobAttempt, stop: Stop) -> None:
         """Stop an attempt in whichever stage it is; the first reason counts."""
         attempt.stop = attempt.stop or stop
-        for pool in self._pools:
+        for pool in self._stage_pools:
             pool.interrupt(attempt)
 
     # Feeding
@@ -681,7 +681,7 @@ class AsyncDispatcher:
                 if self._attempts.get(attempt.job.job_id) is attempt:
                     log.warning("lease lost", rollout_id=attempt.job.job_id)
                     attempt.lost = True
-                    for pool in self._pools:
+                    for pool in self._stage_pools:
                         pool.interrupt(attempt)
 
     # Hand-over

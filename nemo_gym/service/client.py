@@ -96,8 +96,8 @@ class JobView:
         return None if self.result is None else self.result.get("reward")
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], cursor: str | None = None) -> JobView:
-        return cls(**{**told, "failures": tuple(told["failures"])}, cursor=cursor)
+    def of(cls, described: Mapping[str, Any], cursor: str | None = None) -> JobView:
+        return cls(**{**described, "failures": tuple(described["failures"])}, cursor=cursor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -357,8 +357,9 @@ class TokenForest:
         another thread, while turns are committed but not while another request of this session is prepared."""
         if not messages:
             raise InvalidBodyError("messages: is empty; a request needs at least one message")
-        yield self._reader.reads_long(messages, tools)
-        reading = self._reader.read(messages, tools)
+        nearest, common = found = self._reader.nearest(messages)
+        yield nearest is None or nearest.offered != (tools or ()) or is_long(messages[common:])
+        reading = self._reader.read(messages, tools, found)
         parent, shared, other_tools = self._deepest_turn(reading)
         reason, detail = (SplitReason.TOOLS_CHANGED if other_tools else None), None
         if parent is not None:

@@ -411,14 +411,27 @@ class HistoryReader:
     def __init__(self) -> None:
         self._views: list[Reading] = []
 
-    def reads_long(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Return whether `read` may take more than some milliseconds."""
-        nearest, common = self._nearest(messages)
-        return nearest is None or nearest.offered != (tools or ()) or is_long(messages[common:])
+    def nearest(self, messages: Sequence[Message]) -> tuple[Reading | None, int]:
+        """Return the remembered request that shares the most first messages with this one, and their number."""
+        nearest: Reading | None = None
+        most = -1
+        for view in self._views:
+            common = view.messages.common(messages)
+            if common == len(view.messages):
+                return view, common
+            if common > most and (common or view.messages[1:2] == messages[1:2] != []):
+                nearest, most = view, common
+        return nearest, max(most, 0)
 
-    def read(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Reading:
-        """Read a request's history. ``messages`` and ``tools`` are kept and must not be changed afterwards."""
-        nearest, common = self._nearest(messages)
+    def read(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        found: tuple[Reading | None, int] | None = None,
+    ) -> Reading:
+        """Read a request's history. ``messages`` and ``tools`` are kept and must not be changed afterwards. ``found``:
+        what `nearest` returned for these messages, if it was called since the last request."""
+        nearest, common = found or self.nearest(messages)
         offered = tools or ()
         same_tools = next((view.tools for view in self._views if view.offered == offered), None)
         base = nearest or Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", ())
@@ -455,18 +468,6 @@ class HistoryReader:
         # The view that this request extends is no longer needed.
         self._views = [reading, *(view for view in self._views if view is not nearest)][:_VIEWS]
         return reading
-
-    def _nearest(self, messages: Sequence[Message]) -> tuple[Reading | None, int]:
-        """Return the remembered request that shares the most first messages with this one, and their number."""
-        nearest: Reading | None = None
-        most = -1
-        for view in self._views:
-            common = view.messages.common(messages)
-            if common == len(view.messages):
-                return view, common
-            if common > most and (common or view.messages[1:2] == messages[1:2] != []):
-                nearest, most = view, common
-        return nearest, max(most, 0)
 
 
 def roll(key: bytes, digest: bytes | None) -> bytes:

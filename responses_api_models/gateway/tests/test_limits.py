@@ -165,11 +165,11 @@ class HeldReader(HistoryReader):
 
     reached, go = threading.Event(), threading.Event()
 
-    def read(self, messages: Any, tools: Any) -> Any:
+    def read(self, messages: Any, tools: Any, found: Any = None) -> Any:
         if len(messages) > 500:
             self.reached.set()
             self.go.wait(10)
-        return super().read(messages, tools)
+        return super().read(messages, tools, found)
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ async def read_whole(reply: Reply, max_bytes: int = MAX_REPLY_BYTES) -> bytes:
     """Read the body, and close the reply. A body that came compressed unasked is inflated; ``max_bytes`` bounds the
     body both before and after."""
     try:
-        body = await reply.read(max_bytes)
+        body = bytes(await reply.read(max_bytes))
     finally:
         reply.close()
     coding = reply.headers.get("content-encoding", "identity")

@@ -49,8 +49,8 @@ class Reply:
         self._connection = connection
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self._fed_bytes = 0
-        self._parts: list[bytes] = []
-        self._unread = 0
+        self._unread = bytearray()
+        """Grows with each arrival: joining the pieces of a large body at its end would make its reader wait."""
         self._read_whole = False
         self._at_most = 0
         self._done = False
@@ -67,7 +67,7 @@ class Reply:
         while not self.status:
             await self._wait_for_data()
 
-    async def read(self, at_most: int) -> bytes:
+    async def read(self, at_most: int) -> bytearray:
         """Read the rest of the body. Raises `TooLongError` as soon as it is known to have more than ``at_most``
         bytes."""
         self._read_whole = True
@@ -76,12 +76,12 @@ class Reply:
         self._check_size()
         while not self._done:
             await self._wait_for_data()
-        return self._take_parts()
+        return self._take_unread()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
-            if self._parts:
-                yield self._take_parts()
+            if self._unread:
+                yield bytes(self._take_unread())
             elif self._done:
                 return
             else:
@@ -112,9 +112,9 @@ class Reply:
         value = self.headers.get("content-length", "")
         return int(value) if value.isdecimal() and len(value) < _LENGTH_DIGITS else 0
 
-    def _take_parts(self) -> bytes:
-        parts, self._parts, self._unread = self._parts, [], 0
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    def _take_unread(self) -> bytearray:
+        unread, self._unread = self._unread, bytearray()
+        return unread
 
     # -- from the connection -------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Reply:
             self._restart_idle_timer()
         if self._done or (self.status and not self._read_whole):
             self._wake()
-        return self._read_whole or self._unread <= _UNREAD_BYTES
+        return self._read_whole or len(self._unread) <= _UNREAD_BYTES
 
     def not_heard(self) -> None:
         """Stop the idle timer while reading is paused, since silence is then not the other end's fault."""
@@ -166,8 +166,8 @@ class Reply:
             self._idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self._fail, TimeoutError())
 
     def _check_size(self) -> None:
-        if self._unread > self._at_most or (self._content_length > self._at_most and not self._done):
-            self._parts = []
+        if len(self._unread) > self._at_most or (self._content_length > self._at_most and not self._done):
+            self._unread = bytearray()
             self._fail(TooLongError(f"a body of more than {self._at_most} bytes"))
 
     def _fail(self, error: Exception) -> None:
@@ -205,8 +205,7 @@ class Reply:
 
     def on_body(self, body: bytes) -> None:
         if self.status and not self._done:
-            self._parts.append(body)
-            self._unread += len(body)
+            self._unread += body
 
     def on_message_complete(self) -> None:
         if self._parser is not None and self.status and not self._done:

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import orjson
 import structlog
@@ -240,45 +240,6 @@ class CaptureDirectory:
             os.close(fd)
 
 
-# Where records of calls go.
-
-
-class CallCapture(Protocol):
-    """Stores one record per inference call. No method raises."""
-
-    @property
-    def bodies(self) -> bool:
-        """Whether records should hold request and answer bodies."""
-        ...
-
-    def record(self, record: CallRecord) -> None:
-        """Queue a finished record, which the caller must not change afterwards. Does not block."""
-        ...
-
-    def figures(self) -> dict[str, int]:
-        """Return counts since the start: ``taken``, ``written``, ``dropped``."""
-        ...
-
-    def close(self) -> None:
-        """Write the waiting records, and stop. Blocks for a few seconds at most."""
-        ...
-
-
-class NoCapture:
-    """Keeps nothing."""
-
-    bodies = False
-
-    def record(self, record: CallRecord) -> None:
-        pass
-
-    def figures(self) -> dict[str, int]:
-        return {"taken": 0, "written": 0, "dropped": 0}
-
-    def close(self) -> None:
-        pass
-
-
 # Records as JSON lines, one file per session, written by one thread.
 
 NO_SESSION = "no-session"
@@ -292,17 +253,15 @@ _PLAIN = [each.name for each in fields(CallRecord) if each.name not in (*_BODIES
 log = structlog.get_logger(__name__)
 
 
-def make_capture(config: CaptureConfig | None, *, secrets: Collection[str] = ()) -> CallCapture:
-    """Return the capture for ``config``. ``secrets`` are hidden wherever they appear, in addition to what is always
-    hidden. Raises `ConfigError` for a directory that cannot be created."""
-    return NoCapture() if config is None else FileCapture(config, secrets=secrets)
-
-
-class FileCapture:
-    """See `CallCapture`. A full, slow or missing disk loses records, but never fails a call."""
+class CallCapture:
+    """Stores one record per inference call. No method raises: a full, slow or missing disk loses records, but never
+    fails a call."""
 
     def __init__(self, config: CaptureConfig, *, secrets: Collection[str] = ()) -> None:
+        """``secrets`` are hidden wherever they appear, in addition to what is always hidden. Raises `ConfigError` for
+        a directory that cannot be created."""
         self.bodies = config.bodies
+        """Whether records should hold request and answer bodies."""
         self._config = config
         self._secrets = tuple(secrets)
         self._directory = CaptureDirectory(config)
@@ -316,6 +275,7 @@ class FileCapture:
         self._thread.start()
 
     def record(self, record: CallRecord) -> None:
+        """Queue a finished record, which the caller must not change afterwards. Does not block."""
         with self._changed:
             self._taken += 1
             full = len(self._waiting) >= self._config.max_waiting
@@ -329,10 +289,12 @@ class FileCapture:
         self._warn_sometimes("the disk is slower than the calls")
 
     def figures(self) -> dict[str, int]:
+        """Return counts since the start."""
         with self._changed:
             return {"taken": self._taken, "written": self._written, "dropped": self._dropped}
 
     def close(self) -> None:
+        """Write the waiting records, and stop. Blocks for a few seconds at most."""
         with self._changed:
             self._closing = True
             self._changed.notify()

@@ -214,9 +214,8 @@ log = structlog.get_logger(__name__)
 class KeepAlive:
     """The server-sent events of ``source``, with pings between them. ``source`` may cut its bytes anywhere.
 
-    First ``await started()``: a failure within the grace period is raised and can still become an HTTP status. Then
-    send the headers and iterate ``events()``: a failure there becomes the dialect's error event. Closing the iterator
-    closes the source, which ends the work behind it."""
+    A failure becomes the dialect's error event. Closing the iterator of ``events()`` closes the source, which ends the
+    work behind it."""
 
     def __init__(
         self,
@@ -225,39 +224,29 @@ class KeepAlive:
         *,
         opening: Mapping[str, Any] | None = None,
         interval_s: float = PING_INTERVAL_S,
-        grace_s: float = FIRST_EVENT_GRACE_S,
     ) -> None:
-        """``opening``: see `Pings`. ``interval_s``: silence before a ping. ``grace_s``: how long `started` waits for
-        the first bytes."""
+        """``opening``: see `Pings`. ``interval_s``: silence before a ping."""
         self._dialect = dialect
         self._source = source
         self._pings = Pings(dialect, opening)
         self._interval_s = interval_s
-        self._grace_s = grace_s
         self._next: asyncio.Task[bytes | None] | None = None
         self._incomplete_event = b""
         self.pings = 0
-
-    async def started(self) -> None:
-        """Wait for the first bytes or the end of the grace period. Raises what the source raises until then."""
-        try:
-            done = await self._wait(self._grace_s)
-            if done and self._next is not None and (error := self._next.exception()) is not None:
-                raise error
-        except BaseException:
-            await self.aclose()
-            raise
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Whole events and pings."""
         try:
             while True:
-                if not await self._wait(self._interval_s):
+                if self._next is None:
+                    self._next = asyncio.create_task(self._advance())
+                task = self._next
+                done, _ = await asyncio.wait({task}, timeout=self._interval_s)
+                if not done:
                     self.pings += 1
                     yield self._pings.ping()
                     continue
-                task, self._next = self._next, None
-                assert task is not None
+                self._next = None
                 chunk = task.result()
                 if chunk is None:
                     break
@@ -282,13 +271,6 @@ class KeepAlive:
         elif task is not None and not task.cancelled():
             task.exception()
         await self._source.aclose()
-
-    async def _wait(self, timeout_s: float) -> bool:
-        """Return whether the next bytes (or the end, or a failure) arrived within ``timeout_s``."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._advance())
-        done, _ = await asyncio.wait({self._next}, timeout=timeout_s)
-        return bool(done)
 
     async def _advance(self) -> bytes | None:
         return await anext(self._source, None)
@@ -390,15 +372,6 @@ _LARGE_BODY_BYTES = 1 << 20
 ROUTES = {dialect: path for path, dialect in PATHS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTiming:
-    """In seconds."""
-
-    ping_interval_s: float = PING_INTERVAL_S
-    first_event_grace_s: float = FIRST_EVENT_GRACE_S
-    """How long the headers of a stream wait for the answer; a failure within that time becomes an HTTP status."""
-
-
 class Inference(Generic[C, D]):
     """Answers the calls of one gateway."""
 
@@ -409,17 +382,21 @@ class Inference(Generic[C, D]):
         *,
         model: str,
         return_token_ids: bool = False,
-        timing: StreamTiming | None = None,
+        ping_interval_s: float = PING_INTERVAL_S,
+        first_event_grace_s: float = FIRST_EVENT_GRACE_S,
         capture: CallCapture | None = None,
         limits: CallLimits | None = None,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
-        """``return_token_ids``: replies carry the exact tokens, as NeMo Gym's models do for training."""
+        """``return_token_ids``: replies carry the exact tokens, as NeMo Gym's models do for training.
+        ``first_event_grace_s``: how long the headers of a stream wait for the answer; a failure within that time
+        becomes an HTTP status."""
         self._backend = backend
         self._sessions = sessions
         self._model = model
         self._return_token_ids = return_token_ids
-        self._timing = timing or StreamTiming()
+        self._ping_interval_s = ping_interval_s
+        self._first_event_grace_s = first_event_grace_s
         self._capture = capture
         self.limits = limits or CallLimits()
         self._request_timeout_s = request_timeout_s
@@ -462,9 +439,7 @@ class Inference(Generic[C, D]):
         """Return the reply to one call of the session ``live``. The sampling ends if the caller leaves or this task is
         cancelled, unless another caller waits for the same answer. Raises `CallerGoneError` if the caller left."""
         watch = DELIVERIES.watch(request.connection)
-        call = Call(dialect, ADAPTERS[dialect], body, live, request.connection, watch, None, self._on_sent)
-        call.taken_back = self._on_undelivered
-        call.body_bytes = request.body_bytes
+        call: Call[C] = Call(dialect, ADAPTERS[dialect], body, live, request.connection, watch, request.body_bytes)
         call.record = self._new_record(call, request)
         try:
             if not watch.watched:
@@ -583,12 +558,11 @@ class Inference(Generic[C, D]):
         call.large = large_texts(turn, pieces)
         size = size_of(pieces) - sum(text.length for text in call.large)
         live.share.worked(working)
-        index = await self._sessions.journal.commit_turn(
+        index, call.kept = await self._sessions.journal.commit_turn(
             live.session_id,
             pieces,
             fingerprint=call.fingerprint,
             key=key,
-            kept=call.is_kept if call.large else None,
             undo=partial(self._backend.take_back, conversations, facts.turn_id),
         )
         self._sessions.committed(live.session, Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
@@ -609,21 +583,24 @@ class Inference(Generic[C, D]):
     async def _reply(self, call: Call[C], work: Coroutine[Any, Any, None]) -> Response:
         if not call.lowered.stream:
             await work
-            return DeliveredJson(self._reply_body(call), call.sent)
+            return DeliveredJson(self._reply_body(call), partial(self._sent, call))
         task = asyncio.ensure_future(work)
         try:
-            done, _ = await asyncio.wait({task}, timeout=self._timing.first_event_grace_s)
+            done, _ = await asyncio.wait({task}, timeout=self._first_event_grace_s)
         except asyncio.CancelledError:
             task.cancel()
             raise
         if done:
             task.result()
             events = call.adapter.events(self._reply_body(call), usage=call.lowered.stream_usage)
-            return DeliveredEvents(b"".join(events), call.sent)
+            return DeliveredEvents(b"".join(events), partial(self._sent, call))
         return self._streamed_reply(call, task)
 
     def _streamed_reply(self, call: Call[C], task: asyncio.Future[None]) -> Response:
+        all_yielded = False
+
         async def source() -> AsyncGenerator[bytes, None]:
+            nonlocal all_yielded
             try:
                 await task
             except NemoGymError as error:
@@ -635,17 +612,15 @@ class Inference(Generic[C, D]):
             reply = self._reply_body(call, answer_id=call.call_id, created_at=opened_at)
             for piece in pieces(call.adapter.events(reply, usage=call.lowered.stream_usage)):
                 yield piece
-            call.all_yielded = True
+            all_yielded = True
 
         opened_at = time.time()
         opening = call.adapter.opening(call.call_id, opened_at, self._model, call.body)
-        stream = KeepAlive(
-            call.dialect, source(), opening=opening, interval_s=self._timing.ping_interval_s, grace_s=0.0
-        )
+        stream = KeepAlive(call.dialect, source(), opening=opening, interval_s=self._ping_interval_s)
 
         def ended() -> None:
-            if call.all_yielded:
-                call.sent()
+            if all_yielded:
+                self._sent(call)
                 return
             if call.record is not None:
                 call.record.client_gone = call.record.code is None
@@ -667,7 +642,9 @@ class Inference(Generic[C, D]):
             call.record.answer = reply
         return reply
 
-    def _on_sent(self, call: Call[C], delivered: bool) -> None:
+    def _sent(self, call: Call[C]) -> None:
+        """The last byte of the reply was handed over."""
+        delivered = call.delivery is None or call.watch.all_sent(partial(self._undelivered, call))
         if delivered and call.live is not None and call.delivery is not None and call.committed is not None:
             call.delivery.sent()
             call.live.sent_on(call.fingerprint, call.connection)
@@ -677,6 +654,8 @@ class Inference(Generic[C, D]):
             call.record.status, call.record.client_gone = 200, not delivered
             call.record.mark("sent")
             self._capture_record(call)
+        # The connection may stay open for long and hold on to this object.
+        call.body, call.lowered = {}, _NOTHING
 
     def _note_sent(self, call: Call[C], look_again_s: float) -> None:
         """Note a reply as sent in the journal, once the kernel has taken all of it. What is still in this process when
@@ -689,10 +668,16 @@ class Inference(Generic[C, D]):
             asyncio.get_running_loop().call_later(look_again_s, self._note_sent, call, later)
             return
         call.noted_as_sent = True
-        call.let_go()
+        if call.kept is not None:  # the answer has left, and its turn is durable
+            for text in call.large:
+                text.let_go(call.kept)
+        call.large = ()
         self._sessions.journal.sent(call.live.session_id, call.committed.index)
 
-    def _on_undelivered(self, call: Call[C]) -> None:
+    def _undelivered(self, call: Call[C]) -> None:
+        """The caller cannot have read the answer that was handed over."""
+        assert call.delivery is not None
+        call.delivery.undelivered()
         if call.noted_as_sent and call.live is not None and call.committed is not None:
             self._sessions.journal.undelivered(call.live.session_id, call.committed.index)
 
@@ -747,11 +732,9 @@ class Call(Generic[C]):
     """Its session; ``None`` for a caller that has none, such as a judge."""
     connection: Connection | None
     watch: AnswerWatch
-    record: CallRecord | None
+    body_bytes: int
+    record: CallRecord | None = None
     """For the capture, where there is one."""
-    handed_over: Callable[[Call[C], bool], None]
-    """Called when the last byte of the reply was handed over; the flag is whether the caller was still connected."""
-    body_bytes: int = 0
     call_id: str = field(default_factory=lambda: token_hex(16))
     lowered: PolicyRequest = _NOTHING
     fingerprint: str = ""
@@ -759,37 +742,12 @@ class Call(Generic[C]):
     committed: Committed | None = None
     conversations: C | None = None
     """Only for a call without a session."""
-    all_yielded: bool = False
-    taken_back: Callable[[Call[C]], None] = lambda call: None
-    """Called if it turns out that the caller cannot have read the answer that was handed over."""
     noted_as_sent: bool = False
     """Whether the journal has the answer as sent."""
     large: Sequence[LargeText] = ()
     """The large texts of its turn, which stay in memory until the answer has left."""
     kept: JournaledBody | None = None
-    """The journal's copy of them."""
-
-    def sent(self) -> None:
-        """The last byte of the reply was handed over."""
-        self.handed_over(self, self.delivery is None or self.watch.all_sent(self._undelivered))
-        # The connection may stay open for long and hold on to this object.
-        self.body, self.lowered = {}, _NOTHING
-
-    def _undelivered(self) -> None:
-        assert self.delivery is not None
-        self.delivery.undelivered()
-        self.taken_back(self)
-
-    def is_kept(self, body: JournaledBody) -> None:
-        """Remember the journal's copy of this call's turn, which exists now or once it is durable."""
-        self.kept = body
-
-    def let_go(self) -> None:
-        """Drop the large texts from memory: the answer has left, and its turn is durable."""
-        if self.kept is not None:
-            for text in self.large:
-                text.let_go(self.kept)
-        self.large, self.kept = (), None
+    """The journal's copy of its turn, once that is durable."""
 
     def answered(self, committed: Committed, *, repeated: bool) -> None:
         self.committed = committed

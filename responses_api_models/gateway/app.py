@@ -19,14 +19,14 @@ from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError
 from nemo_gym.gateway.backend import Backend
-from nemo_gym.gateway.capture import CallCapture, make_capture
+from nemo_gym.gateway.capture import CallCapture
 from nemo_gym.gateway.config import GatewayConfig
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.errors import dialect_of
 from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.inference import CallRequest, Inference, StreamTiming
+from nemo_gym.gateway.inference import CallRequest, Inference
 from nemo_gym.gateway.live_session import LiveSession
 from nemo_gym.gateway.model_server import reward_in
 from nemo_gym.gateway.routes import (
@@ -68,7 +68,7 @@ class Gateway(SimpleResponsesAPIModel):
     _backend: Backend[Any, Any] = PrivateAttr()
     _durable: DurableSessions[Any, Any] = PrivateAttr()
     _inference: Inference[Any, Any] = PrivateAttr()
-    _capture: CallCapture = PrivateAttr()
+    _capture: CallCapture | None = PrivateAttr(default=None)
 
     def _build(self) -> None:
         config = self.config
@@ -76,14 +76,16 @@ class Gateway(SimpleResponsesAPIModel):
         self._backend = self._make_backend()
         self._durable = DurableSessions(self._backend, ttl_s=config.session_ttl_s, keep_closed_s=config.keep_closed_s)
         keys = [engine.api_key for engine in config.engines if engine.api_key]
-        self._capture = make_capture(config.capture, secrets=keys)
+        if config.capture is not None:
+            self._capture = CallCapture(config.capture, secrets=keys)
         self._inference = Inference(
             self._backend,
             self._durable,
             model=config.model,
             return_token_ids=config.return_token_ids,
-            timing=StreamTiming(config.ping_interval_s, config.first_event_grace_s),
-            capture=self._capture if config.capture is not None else None,
+            ping_interval_s=config.ping_interval_s,
+            first_event_grace_s=config.first_event_grace_s,
+            capture=self._capture,
             limits=config.limits(),
             request_timeout_s=config.request_timeout_s,
         )
@@ -103,7 +105,8 @@ class Gateway(SimpleResponsesAPIModel):
     async def shutdown(self) -> None:
         await self._durable.aclose()
         await self._pool.aclose()
-        self._capture.close()
+        if self._capture is not None:
+            self._capture.close()
 
     async def ready(self) -> dict[str, Any] | None:
         if (refusal := self._durable.journal.log.refusal) is not None:

@@ -232,13 +232,12 @@ class SessionJournal:
         *,
         fingerprint: str,
         key: str | None = None,
-        kept: Callable[[JournaledBody], None] | None = None,
         undo: Callable[[], None] | None = None,
-    ) -> int:
-        """Commit one turn, whole or in pieces, and return its index. Cancelling the wait does not undo the turn.
-        ``kept`` is called at once with the place from which the body can be read after this method has returned. If
-        the turn does not become durable, ``undo`` is called before any other change to the session. Raises
-        `FencedError` if the session accepts no more turns, `JournalFullError` if the disk is full."""
+    ) -> tuple[int, JournaledBody]:
+        """Commit one turn, whole or in pieces, and return its index and the place from which the body can be read.
+        Cancelling the wait does not undo the turn. If the turn does not become durable, ``undo`` is called before any
+        other change to the session. Raises `FencedError` if the session accepts no more turns, `JournalFullError` if
+        the disk is full."""
         session = self._require_session(session_id)
         if session.state is not SessionState.OPEN:
             raise FencedError(f"session '{session_id}' is {session.state}", session_id=session_id)
@@ -253,11 +252,9 @@ class SessionJournal:
                 undo()
 
         durable = self._append(session_id, data, roll_back)
-        if kept is not None:
-            path, end = self._log.place
-            kept(JournaledBody(path, end - size_of(data[1:])))
+        path, end = self._log.place
         await durable
-        return index
+        return index, JournaledBody(path, end - size_of(data[1:]))
 
     def sent(self, session_id: str, index: int) -> None:
         """Record that the answer of a turn was handed to the network. Does not wait: if a crash loses this record, an

@@ -17,11 +17,9 @@ import pytest
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.capture import (
+    CallCapture,
     CallRecord,
     CaptureConfig,
-    FileCapture,
-    NoCapture,
-    make_capture,
     model_call,
     read_calls,
 )
@@ -41,11 +39,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., FileCapture]]:
-    made: list[FileCapture] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., CallCapture]]:
+    made: list[CallCapture] = []
 
-    def start(**settings: Any) -> FileCapture:
-        made.append(FileCapture(CaptureConfig(**{"directory": tmp_path / "calls", **settings})))
+    def start(**settings: Any) -> CallCapture:
+        made.append(CallCapture(CaptureConfig(**{"directory": tmp_path / "calls", **settings})))
         return made[-1]
 
     yield start
@@ -66,7 +64,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_calls_are_one_line_each_in_the_file_of_their_session(
-    start: Callable[..., FileCapture], tmp_path: Path
+    start: Callable[..., CallCapture], tmp_path: Path
 ) -> None:
     capture = start()
     for number in range(300):
@@ -81,7 +79,7 @@ def test_calls_are_one_line_each_in_the_file_of_their_session(
     assert capture.figures() == {"taken": 301, "written": 301, "dropped": 0}
 
 
-def test_captured_call_is_a_model_call_of_the_observations(start: Callable[..., FileCapture], tmp_path: Path) -> None:
+def test_captured_call_is_a_model_call_of_the_observations(start: Callable[..., CallCapture], tmp_path: Path) -> None:
     capture = start()
     usage = {"input_tokens": 11, "output_tokens": 3}  # as a call is recorded
     capture.record(record(request={"a": 1}, answer={"b": 2}, status=200, finish="stop", usage=usage))
@@ -92,7 +90,7 @@ def test_captured_call_is_a_model_call_of_the_observations(start: Callable[..., 
     assert made.response_metadata.status_code == 200 and made.duration_ms == call["milliseconds"]["sent"]
 
 
-def test_no_bodies_are_kept_when_they_are_not_asked_for(start: Callable[..., FileCapture], tmp_path: Path) -> None:
+def test_no_bodies_are_kept_when_they_are_not_asked_for(start: Callable[..., CallCapture], tmp_path: Path) -> None:
     capture = start(bodies=False)
     capture.record(record(request={"text": "private"}, answer=b'{"text":"private"}'))
     capture.close()
@@ -102,7 +100,7 @@ def test_no_bodies_are_kept_when_they_are_not_asked_for(start: Callable[..., Fil
 
 
 def test_record_beyond_its_bound_keeps_sizes_and_the_smaller_body(
-    start: Callable[..., FileCapture], tmp_path: Path
+    start: Callable[..., CallCapture], tmp_path: Path
 ) -> None:
     capture = start(max_record_bytes=8192)
     long, short = "long text " * 2000, "short text"
@@ -116,7 +114,7 @@ def test_record_beyond_its_bound_keeps_sizes_and_the_smaller_body(
     assert all(len(line) <= 8192 for line in path.read_bytes().splitlines(keepends=True))
 
 
-def test_file_is_rotated_and_the_directory_bounded(start: Callable[..., FileCapture], tmp_path: Path) -> None:
+def test_file_is_rotated_and_the_directory_bounded(start: Callable[..., CallCapture], tmp_path: Path) -> None:
     capture = start(max_file_bytes=1 << 16)
     for number in range(60):
         capture.record(record(number, request={"text": "some words " * 400}))
@@ -135,7 +133,7 @@ def test_file_is_rotated_and_the_directory_bounded(start: Callable[..., FileCapt
 
 
 def test_full_disk_costs_records_but_leaves_whole_lines_and_recovers(
-    start: Callable[..., FileCapture], small_disk: Path
+    start: Callable[..., CallCapture], small_disk: Path
 ) -> None:
     capture = start(directory=small_disk / "calls")
     for number in range(100):
@@ -152,7 +150,7 @@ def test_full_disk_costs_records_but_leaves_whole_lines_and_recovers(
     assert [call["request"] for call in read_calls(small_disk / "calls" / "s2.jsonl")] == [{"text": "after"}]
 
 
-def test_disk_that_hangs_blocks_no_call(start: Callable[..., FileCapture], tmp_path: Path) -> None:
+def test_disk_that_hangs_blocks_no_call(start: Callable[..., CallCapture], tmp_path: Path) -> None:
     capture = start(max_waiting=50, max_waiting_bytes=1 << 20)
     pipe = tmp_path / "calls" / "stuck.jsonl"
     os.mkfifo(pipe)
@@ -168,7 +166,7 @@ def test_disk_that_hangs_blocks_no_call(start: Callable[..., FileCapture], tmp_p
     os.close(reader)
 
 
-def _drained(reader: int, capture: FileCapture) -> bool:
+def _drained(reader: int, capture: CallCapture) -> bool:
     try:
         os.read(reader, 1 << 20)
     except BlockingIOError:
@@ -180,8 +178,8 @@ def _drained(reader: int, capture: FileCapture) -> bool:
 WRITER = """
 import sys
 from pathlib import Path
-from nemo_gym.gateway.capture import CallRecord, CaptureConfig, FileCapture
-capture = FileCapture(CaptureConfig(directory=Path(sys.argv[1]), max_record_bytes=1 << 24))
+from nemo_gym.gateway.capture import CallRecord, CaptureConfig, CallCapture
+capture = CallCapture(CaptureConfig(directory=Path(sys.argv[1]), max_record_bytes=1 << 24))
 print("ready", flush=True)
 for number in range(10**9):
     text = "some words " * 40_000
@@ -203,7 +201,7 @@ def test_killed_writer_leaves_whole_lines_and_its_successor_goes_on_after_them(t
             process.send_signal(signal.SIGKILL)
         before = len(list(read_calls(path)))
         assert before > 0
-        successor = FileCapture(CaptureConfig(directory=tmp_path))
+        successor = CallCapture(CaptureConfig(directory=tmp_path))
         successor.record(record(7, request={"n": -1}))
         successor.close()
         data = path.read_bytes()
@@ -218,14 +216,10 @@ def test_killed_writer_leaves_whole_lines_and_its_successor_goes_on_after_them(t
 def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"capture\.directory"):
-        FileCapture(CaptureConfig(directory=tmp_path / "file" / "calls"))
-    nothing = make_capture(None)
-    nothing.record(record())
-    nothing.close()
-    assert isinstance(nothing, NoCapture) and nothing.figures()["taken"] == 0
+        CallCapture(CaptureConfig(directory=tmp_path / "file" / "calls"))
 
 
-def test_session_id_cannot_leave_the_directory(start: Callable[..., FileCapture], tmp_path: Path) -> None:
+def test_session_id_cannot_leave_the_directory(start: Callable[..., CallCapture], tmp_path: Path) -> None:
     capture = start()
     for session in ("../outside", "a/b", ".hidden", "x" * 500):
         capture.record(record(session=session))

@@ -45,7 +45,9 @@ async def test_open_session_comes_back_with_its_turns(tmp_path: Path) -> None:
     async with life(tmp_path) as (journal, _):
         await journal.opened(record("a"))
         for index in range(3):
-            assert await journal.commit_turn("a", bytes([index, 10, 255]), fingerprint=f"f{index}", key="k") == index
+            assert (await journal.commit_turn("a", bytes([index, 10, 255]), fingerprint=f"f{index}", key="k"))[
+                0
+            ] == index
         journal.sent("a", 0)
     async with life(tmp_path) as (journal, sessions):
         found = sessions["a"]
@@ -55,7 +57,7 @@ async def test_open_session_comes_back_with_its_turns(tmp_path: Path) -> None:
             (b"\x01\n\xff", "f1", "k", False),
             (b"\x02\n\xff", "f2", "k", False),
         ]
-        assert await journal.commit_turn("a", b"more", fingerprint="f3") == 3
+        assert (await journal.commit_turn("a", b"more", fingerprint="f3"))[0] == 3
 
 
 async def test_bodies_are_read_again_where_the_journal_says_in_any_segment(tmp_path: Path) -> None:
@@ -67,7 +69,8 @@ async def test_bodies_are_read_again_where_the_journal_says_in_any_segment(tmp_p
                 await journal.opened(record("a"))
             for number in range(start, start + 6):
                 pieces = [bodies[number][:100], memoryview(bodies[number])[100:]]
-                await journal.commit_turn("a", pieces, fingerprint=f"f{number}", kept=kept.append)
+                _, body = await journal.commit_turn("a", pieces, fingerprint=f"f{number}")
+                kept.append(body)
                 assert kept[-1].read(0, 300) == bodies[number]
     assert len({body.path for body in kept}) > 3
     assert [body.read(90, 20) for body in kept] == [body[90:110] for body in bodies]
@@ -158,7 +161,7 @@ async def test_turn_stays_committed_when_its_caller_stops_waiting(tmp_path: Path
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert await journal.commit_turn("a", b"next", fingerprint="g") == 1
+        assert (await journal.commit_turn("a", b"next", fingerprint="g"))[0] == 1
     async with life(tmp_path) as (_, sessions):
         assert [turn.body for turn in sessions["a"].turns] == [b"kept", b"next"]
 
@@ -231,7 +234,7 @@ async def test_turn_that_cannot_be_written_leaves_no_gap(tmp_path: Path) -> None
         await journal.opened(record("a"))
         with pytest.raises(TypeError):
             await journal.commit_turn("a", b"x", fingerprint=object())  # type: ignore[arg-type]
-        assert await journal.commit_turn("a", b"x", fingerprint="f") == 0
+        assert (await journal.commit_turn("a", b"x", fingerprint="f"))[0] == 0
     async with life(tmp_path) as (_, sessions):
         assert len(sessions["a"].turns) == 1
 
@@ -261,7 +264,7 @@ async def test_steps_that_the_full_disk_did_not_take_can_be_made_again(tmp_path:
             assert (journal.state("a"), journal.state("b")) == (SessionState.OPEN, SessionState.OPEN)
             resize("1m")
             filling.unlink()
-            assert await journal.commit_turn("a", b"next", fingerprint="f") == 1
+            assert (await journal.commit_turn("a", b"next", fingerprint="f"))[0] == 1
             await journal.finalize("a", b"result")
             await journal.opened(record("d" * 4096))
         async with life(tmp_path / "disk") as (_, sessions):

@@ -28,7 +28,7 @@ async def main(directory: Path, round_number: int) -> None:
         if session_id not in known:
             await journal.opened(SessionRecord(session_id, {}, "i", "c", time.time(), time.time() + 3600))
         while True:
-            index = await journal.commit_turn(
+            index, _ = await journal.commit_turn(
                 session_id, body(round_number, session_id, journal.turns(session_id)), fingerprint=f"f{round_number}"
             )
             os.write(1, f"{round_number} {session_id} {index}\n".encode())

@@ -16,7 +16,6 @@ from aiohttp import web
 from nemo_gym.contract.errors import ModelError, NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS
-from nemo_gym.gateway.engines import EngineRateLimitedError
 from nemo_gym.gateway.engines.http import EventReader
 from nemo_gym.gateway.inference import KeepAlive, failure_event
 
@@ -89,14 +88,13 @@ class Source:
 
 
 def keepalive(dialect: Dialect, source: Source, **options: Any) -> KeepAlive:
-    made = KeepAlive(dialect, source(), interval_s=options.pop("interval_s", 0.003), grace_s=0.001, **options)
+    made = KeepAlive(dialect, source(), interval_s=options.pop("interval_s", 0.003), **options)
     source.keepalive = made
     return made
 
 
 async def sent(dialect: Dialect, source: Source, **options: Any) -> list[bytes]:
     made = keepalive(dialect, source, **options)
-    await made.started()
     return [event async for event in made.events()]
 
 
@@ -159,14 +157,6 @@ async def test_unfinished_rest_of_a_stream_is_passed_on() -> None:
     assert got == [b"data: 1\n\n", b"data: 2"]
 
 
-async def test_failure_within_the_grace_is_raised_so_that_it_can_be_a_status() -> None:
-    source = Source([], pings_before=lambda _: 0, error=EngineRateLimitedError("wait", retry_after_s=3))
-    made = KeepAlive(Dialect.CHAT, source(), grace_s=20.0)
-    with pytest.raises(EngineRateLimitedError):
-        await made.started()
-    assert source.closed
-
-
 @pytest.mark.parametrize("dialect", list(Dialect))
 async def test_failure_after_the_headers_is_the_last_event(dialect: Dialect) -> None:
     first = next(iter(ADAPTERS[dialect].events(REPLIES[dialect])))
@@ -194,7 +184,6 @@ async def test_source_is_closed_when_the_stream_is_left(moment: str) -> None:
     source = Source([b"data: 1\n\n"] * 3, pings_before=lambda number: 10**9 if number == 1 else 0)
     made = keepalive(Dialect.CHAT, source)
     if moment != "before started":
-        await made.started()
         events = made.events()
         assert await anext(events) == b"data: 1\n\n"
         if moment == "while pinging":
@@ -209,7 +198,6 @@ async def test_source_is_closed_when_the_stream_is_left(moment: str) -> None:
 async def served(dialect: Dialect, source: Source, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     async def handler(request: web.Request) -> web.StreamResponse:
         made = keepalive(dialect, source, **options)
-        await made.started()
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(request)
         async for piece in made.events():

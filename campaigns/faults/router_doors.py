@@ -17,7 +17,9 @@ from pydantic import TypeAdapter
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.engines import EngineConfig, Sampling, TokenRequest
-from nemo_gym.gateway.routing.pool import EnginePool, RetryConfig, RoutingConfig
+from nemo_gym.gateway.routing.calls import RetryConfig
+from nemo_gym.gateway.routing.pool import EnginePool
+from nemo_gym.gateway.routing.router import RoutingConfig
 from tests.servers.stack import rollout, running_stack
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)
@@ -83,10 +85,10 @@ class LibraryDoor:
         self.pool.add(CONFIG.validate_python(config))
 
     async def drain(self, name: str, timeout_s: float) -> None:
-        await self.pool.drain(name, timeout_s=timeout_s)
+        await self.pool.router.drain(name, timeout_s=timeout_s)
 
     async def undrain(self, name: str) -> None:
-        self.pool.undrain(name)
+        self.pool.router.undrain(name)
 
     async def remove(self, name: str, drain_timeout_s: float | None) -> None:
         await self.pool.remove(name, drain_timeout_s)

@@ -17,7 +17,9 @@ from nemo_gym.gateway.engines import EngineConfig
 from nemo_gym.gateway.inference import FIRST_EVENT_GRACE_S, PING_INTERVAL_S
 from nemo_gym.gateway.journal import Durability
 from nemo_gym.gateway.model_server import BaseResponsesAPIModelConfig
-from nemo_gym.gateway.routing.pool import EnginePool, RetryConfig, RoutingConfig
+from nemo_gym.gateway.routing.calls import RetryConfig
+from nemo_gym.gateway.routing.pool import EnginePool
+from nemo_gym.gateway.routing.router import RoutingConfig
 from nemo_gym.gateway.sessions import KEEP_CLOSED_S
 from nemo_gym.gateway.tokens import History
 

@@ -284,17 +284,17 @@ def engine_routes(pool: EnginePool, require_role: RequireRole) -> list[Route]:
     async def drain(request: Request) -> Response:
         name = known(request)
         body = _valid(TypeAdapter(_Drain), await parse_json_object(request))
-        await pool.drain(name, timeout_s=body.timeout_s)
+        await pool.router.drain(name, timeout_s=body.timeout_s)
         return JsonResponse(pool.engine_status(known(request)))  # it may have been removed meanwhile
 
     async def undrain(request: Request) -> Response:
         name = known(request)
-        pool.undrain(name)
+        pool.router.undrain(name)
         return JsonResponse(pool.engine_status(name))
 
     async def weight(request: Request) -> Response:
         name = known(request)
-        pool.set_weight(name, _valid(TypeAdapter(_Weight), await parse_json_object(request)).weight)
+        pool.router.set_weight(name, _valid(TypeAdapter(_Weight), await parse_json_object(request)).weight)
         return JsonResponse(pool.engine_status(name))
 
     async def weights(request: Request) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from nemo_gym.gateway.engines import (
     EngineFailedError,
     FinishReason,
     Generation,
-    Sampling,
     TokenRequest,
     asked_otherwise,
     pinned_sampling,
@@ -40,7 +39,6 @@ from nemo_gym.gateway.tokens.history import calls_of, is_long, text_of
 from nemo_gym.gateway.tokens.trajectories import FIRST_WEIGHTS, as_row, record_of, restore
 from nemo_gym.gateway.tokens.turns import Prompt, json_of
 
-_ANY_ROOM = 1 << 62
 PROBE_TEXT = "The quick brown fox jumps over 12345 lazy dogs.\n\tdef half(x): return x / 2  # naïve: 東京 🙂\n"
 """Words, digits, spaces, code and multi-byte letters: tokenizers that agree on all of it are taken to be the same."""
 _BYTES_PER_TOKEN = 16
@@ -56,18 +54,6 @@ class TokenConversations:
         self.forest = forest
         self.preparing = Preparing(forest)
         self._policy = policy
-        self._sampling: tuple[Mapping[str, Any], Mapping[str, Any], Sampling] | None = None
-
-    def sampling(
-        self, asked: Mapping[str, Any], pinned: Mapping[str, Any], room_tokens: int, stops: tuple[int, ...]
-    ) -> Sampling:
-        """Cached `pinned_sampling`: most requests pass the same two mapping objects as the request before."""
-        cached = self._sampling
-        if cached is None or cached[0] is not asked or cached[1] is not pinned:
-            resolved = pinned_sampling(asked, pinned, room_tokens=_ANY_ROOM, stop_token_ids=stops)
-            cached = self._sampling = (asked, pinned, resolved)
-        sampling = cached[2]
-        return sampling if sampling.max_tokens <= room_tokens else replace(sampling, max_tokens=room_tokens)
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
         restore(self.forest, records)
@@ -191,7 +177,7 @@ class TokenBackend:
             raise ContextOverflowError(len(prompt), context_tokens)
         if self._limits.answer is not None:
             room = min(room, self._limits.answer)
-        sampling = conversations.sampling(request.asked, context.pinned, room, self._stops)
+        sampling = pinned_sampling(request.asked, context.pinned, room_tokens=room, stop_token_ids=self._stops)
         tail = _Tail(self._policy, prompt)
         asyncio.get_running_loop().call_soon(tail.decode)  # after the request was sent, while the engine samples
         began = time.monotonic()

@@ -1,16 +1,10 @@
 """Engines that sample from the policy: adapters, requests, answers and errors."""
 
-from nemo_gym.gateway.engines.engine_config import (
-    EngineConfig,
-    OpenAIEngineConfig,
-    SglangEngineConfig,
-    VllmEngineConfig,
-)
+from nemo_gym.gateway.engines.engine_config import EngineConfig
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.openai import OpenAIEngine, SampledText, sampled_text
+from nemo_gym.gateway.engines.openai import OpenAIEngine
 from nemo_gym.gateway.engines.sglang import SglangEngine
 from nemo_gym.gateway.engines.types import (
-    Engine,
     EngineAnswerError,
     EngineAnswerTooLargeError,
     EngineCredentialError,
@@ -24,8 +18,6 @@ from nemo_gym.gateway.engines.types import (
     FinishReason,
     Generation,
     Sampling,
-    Segment,
-    TextEngine,
     TextReply,
     TokenDelta,
     TokenEngine,
@@ -38,7 +30,6 @@ from nemo_gym.gateway.engines.vllm import VllmEngine
 from nemo_gym.http.connections import Connections as EngineConnections
 
 __all__ = [
-    "Engine",
     "EngineAnswerError",
     "EngineAnswerTooLargeError",
     "EngineConfig",
@@ -56,21 +47,14 @@ __all__ = [
     "Generation",
     "HttpEngine",
     "OpenAIEngine",
-    "OpenAIEngineConfig",
-    "SampledText",
     "Sampling",
-    "Segment",
     "SglangEngine",
-    "SglangEngineConfig",
-    "TextEngine",
     "TextReply",
     "TokenDelta",
     "TokenEngine",
     "TokenRequest",
     "VllmEngine",
-    "VllmEngineConfig",
     "WeightsSpan",
     "asked_otherwise",
     "pinned_sampling",
-    "sampled_text",
 ]

@@ -165,7 +165,7 @@ class HttpEngine:
         return f"{type(self).__name__}({self.name!r}, {self.endpoint.base_url!r})"
 
     async def probe(self) -> None:
-        await self._whole("GET", self.health_route, b"", self._probe_patience, self.endpoint.max_answer_bytes)
+        await self._ask("GET", self.health_route)
         if self.tokenize_route is not None and not self._asked_for_context:  # text engines check their own context
             self._asked_for_context = True
             await self.check()
@@ -174,10 +174,7 @@ class HttpEngine:
         """Check once whether the engine accepts the API key and has the model, and how long its context is. Never
         raises for a response of the engine."""
         try:
-            raw, _ = await self._whole(
-                "GET", self.models_route, b"", self._probe_patience, self.endpoint.max_answer_bytes
-            )
-            models = _listed_models(self.parsed(raw))
+            models = _listed_models(self.parsed(await self._ask("GET", self.models_route)))
             if self.endpoint.model is None or (card := models.get(self.endpoint.model)) is not None:
                 if self.endpoint.model is None and len(models) == 1:
                     (card,) = models.values()
@@ -200,10 +197,7 @@ class HttpEngine:
         if self.endpoint.model:
             body["model"] = self.endpoint.model
         try:
-            raw, _ = await self._whole(
-                "POST", self.tokenize_route, orjson.dumps(body), self._probe_patience, self.endpoint.max_answer_bytes
-            )
-            tokens = self.parsed(raw).get("tokens")
+            tokens = self.parsed(await self._ask("POST", self.tokenize_route, orjson.dumps(body))).get("tokens")
         except EngineError:
             return None  # no problem: not every version has the route
         return tokens if isinstance(tokens, list) else None
@@ -232,16 +226,9 @@ class HttpEngine:
             "POST", route, data, self._patience_of_call(), self._answer_bytes(len(data), max_tokens)
         )
 
-    async def post_json(self, route: str, body: Mapping[str, Any], *, max_tokens: int | None = None) -> dict[str, Any]:
-        raw, _ = await self.post(route, body, max_tokens=max_tokens)
-        return self.parsed(raw)
-
-    async def post_stream(
-        self, route: str, body: Mapping[str, Any], *, at_most_bytes: int | None = None
-    ) -> AsyncGenerator[bytes, None]:
+    async def post_stream(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a 200 as they arrive. Closing the iterator closes the connection."""
         data = _written(body)
-        passed = 0
         head = self._request_heads.of("POST", route, len(data))
         try:
             reply = await self._http.send(self._request_heads.origin, head, data, self._patience_of_call())
@@ -250,9 +237,6 @@ class HttpEngine:
                     raise self._status_error(reply, await _error_body(reply))
                 self._check_encoding(reply)
                 async for chunk in reply:
-                    passed += len(chunk)
-                    if at_most_bytes is not None and passed > at_most_bytes:
-                        raise self._too_large(f"a stream of more than {at_most_bytes} bytes")
                     yield chunk
             finally:
                 reply.close()
@@ -344,6 +328,14 @@ class HttpEngine:
         return WeightsSpan(first if first is not None else self.weights_version, self.weights_version)
 
     # -- one call ------------------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, method: str, route: str, body: bytes = b"", request_heads: RequestHeads | None = None
+    ) -> bytes | bytearray:
+        """Send a request about the engine itself, within the time limit of probes, and return the body of a 200."""
+        patience, at_most_bytes = self._probe_patience, self.endpoint.max_answer_bytes
+        whole, _ = await self._whole(method, route, body, patience, at_most_bytes, request_heads)
+        return whole
 
     async def _whole(
         self,

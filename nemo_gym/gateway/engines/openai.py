@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,29 +44,21 @@ class OpenAIEngine(HttpEngine):
     async def _says_it_is_well(self) -> bool:
         root_request_heads = self._heads_at(self.endpoint.base_url.removesuffix("/v1"))
         try:
-            await self._whole(
-                "GET", "/health", b"", self._probe_patience, self.endpoint.max_answer_bytes, root_request_heads
-            )
+            await self._ask("GET", "/health", request_heads=root_request_heads)
         except EngineError:
             return False
         return True
 
     async def complete(self, route: str, body: Mapping[str, Any]) -> TextReply:
         first = self.weights_version
-        raw, headers = await self.post(route, self._body(route, body, stream=False), max_tokens=_budget(body))
+        raw, headers = await self.post(route, self._body(route, body), max_tokens=_budget(body))
         return TextReply(raw, self.name, headers, self.span(first))
-
-    def stream_text(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        return self.post_stream(
-            route, self._body(route, body, stream=True), at_most_bytes=self._answer_bytes(0, _budget(body))
-        )
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
         """Check a model's name by asking for one token: an endpoint may accept names that it does not list."""
         request = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         try:
-            data = orjson.dumps(self._body("/chat/completions", request, stream=False))
-            await self._whole("POST", "/chat/completions", data, self._probe_patience, self.endpoint.max_answer_bytes)
+            await self._ask("POST", "/chat/completions", orjson.dumps(self._body("/chat/completions", request)))
         except EngineCredentialError as error:
             return EngineCheck(self.name, problem=error.message)
         except EngineRefusedError as error:
@@ -77,18 +69,13 @@ class OpenAIEngine(HttpEngine):
             pass  # slow, busy or broken: the rollouts' own calls have patience and retries
         return EngineCheck(self.name)
 
-    def _body(self, route: str, body: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
-        sent = {**body, "stream": stream}
+    def _body(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        sent = {**body, "stream": False}
+        sent.pop("stream_options", None)
         if self.endpoint.model:
             sent["model"] = self.endpoint.model
-        chat = route == "/chat/completions"
-        if chat and self._logprobs:
+        if route == "/chat/completions" and self._logprobs:
             sent.setdefault("logprobs", True)
-        if not stream:
-            sent.pop("stream_options", None)
-        elif chat:
-            # The session counts tokens, even if the harness did not ask for usage.
-            sent["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         return sent
 
 
@@ -108,21 +95,6 @@ class SampledText:
     """The bytes of each token; joined they are the sampled text."""
     logprobs: tuple[float, ...]
     token_ids: tuple[int, ...] | None = None
-
-
-def sampled_text(choice: Mapping[str, Any]) -> SampledText | None:
-    """Return the sampled tokens of a chat completion's choice; ``None`` if the endpoint returned no logprobs."""
-    content = (choice.get("logprobs") or {}).get("content")
-    if not isinstance(content, Sequence) or not content:
-        return None
-    ids = choice.get("token_ids")
-    if ids is not None and len(ids) != len(content):
-        ids = None
-    return SampledText(
-        tuple(_token_bytes(entry) for entry in content),
-        tuple(float(entry["logprob"]) for entry in content),
-        tuple(ids) if ids is not None else None,
-    )
 
 
 def _token_bytes(entry: Mapping[str, Any]) -> bytes:
@@ -188,12 +160,18 @@ def completion_in(body: bytes | bytearray) -> Completion:
 
 
 def tokens_in(entries: JsonText, token_ids: JsonText | None) -> SampledText | None:
-    """Parse `Completion.entries` and ids. Raises `ValueError` if they have another form than the dialect's."""
-    choice = {
-        "logprobs": {"content": entries.value()},
-        "token_ids": token_ids.value() if token_ids else None,
-    }
+    """Parse `Completion.entries` and ids; ``None`` if the endpoint returned no logprobs. Raises `ValueError` if they
+    have another form than the dialect's."""
+    content, ids = entries.value() if entries else None, token_ids.value() if token_ids else None
+    if not isinstance(content, Sequence) or not content:
+        return None
     try:
-        return sampled_text(choice)
+        if ids is not None and len(ids) != len(content):
+            ids = None
+        return SampledText(
+            tuple(_token_bytes(entry) for entry in content),
+            tuple(float(entry["logprob"]) for entry in content),
+            tuple(ids) if ids is not None else None,
+        )
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

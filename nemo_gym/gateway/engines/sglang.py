@@ -112,12 +112,13 @@ class SglangEngine(HttpEngine):
     def _body(self, request: TokenRequest, *, stream: bool) -> dict[str, Any]:
         sampling = {
             **request.sampling.given(),
-            **_schema_fields(request.sampling.json_schema),
             "max_new_tokens": request.sampling.max_tokens,
             # The trajectory keeps all sampled tokens, including an end-of-sequence token or a matched stop string.
             "no_stop_trim": True,
             "skip_special_tokens": False,
         }
+        if request.sampling.json_schema is not None:
+            sampling["json_schema"] = request.sampling.json_schema
         if request.sampling.seed is not None:
             sampling["sampling_seed"] = request.sampling.seed
         if stream:
@@ -197,8 +198,3 @@ class SglangEngine(HttpEngine):
 def _pairs(meta: dict[str, Any]) -> list[tuple[int, float]]:
     """Return token id and logprob of each sampled token; SGLang's entries are logprob, token id and text."""
     return [(int(entry[1]), float(entry[0])) for entry in meta.get("output_token_logprobs") or ()]
-
-
-def _schema_fields(schema: str | None) -> dict[str, Any]:
-    """Return SGLang's ``sampling_params`` for a JSON schema."""
-    return {} if schema is None else {"json_schema": schema}

@@ -430,16 +430,3 @@ class TokenEngine(Engine, Protocol):
         """Yield the answer while it is sampled: deltas, and last the whole `Generation`, whose tokens are exactly
         those of the deltas. A stream never ends without a `Generation`: a broken stream raises."""
         ...
-
-
-@runtime_checkable
-class TextEngine(Engine, Protocol):
-    """Speaks an OpenAI dialect. Bodies are passed on as bytes, unparsed."""
-
-    async def complete(self, route: str, body: Mapping[str, Any]) -> TextReply:
-        """Send ``POST <base_url><route>`` without streaming; ``route`` is for example ``/chat/completions``."""
-        ...
-
-    def stream_text(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of the server-sent events as they arrive, cut anywhere."""
-        ...

@@ -219,8 +219,6 @@ class VllmEngine(HttpEngine):
         super().__init__(endpoint, http)
         self._route: VllmRoute = route
         self._stream_interval = stream_interval
-        self._parameters: tuple[Sampling, dict[str, Any]] | None = None
-        """Those of the latest request: most requests of a session have the same object."""
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
         # vLLM serves only the names that it lists.
@@ -229,28 +227,10 @@ class VllmEngine(HttpEngine):
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
         if self._route == "completions":
-            body = self._completions_body(request, stream=False)
-            raw, _ = await self.post("/v1/completions", body, max_tokens=request.sampling.max_tokens)
-            return self._completion_of(request, raw, first)
-        answer = await self.post_json(
-            "/inference/v1/generate", self._generate_body(request), max_tokens=request.sampling.max_tokens
-        )
-        with self.reading():
-            choice = _only_choice(answer)
-            self._check_prompt(request, choice)
-            token_ids, logprobs = _tokens(choice)
-            self.check_tokens(len(token_ids), request.sampling.max_tokens)
-            return Generation(
-                token_ids,
-                logprobs,
-                _FINISH[choice["finish_reason"]],
-                self.name,
-                choice.get("stop_reason"),
-                self.span(first),
-                _cached(answer.get("usage") or {}),
-            )
-
-    def _completion_of(self, request: TokenRequest, raw: bytes | bytearray, first: str | None) -> Generation:
+            route, body = "/v1/completions", self._completions_body(request, stream=False)
+        else:
+            route, body = "/inference/v1/generate", self._generate_body(request)
+        raw, _ = await self.post(route, body, max_tokens=request.sampling.max_tokens)
         with self.reading():
             prompt_json = request.prompt_json or b""
             # Skipping the echoed ids costs as much as parsing them; removing them costs a copy of the other bytes.
@@ -324,11 +304,13 @@ class VllmEngine(HttpEngine):
         yield Generation(tuple(token_ids), tuple(logprobs), finish, self.name, stop_reason, self.span(first), cached)
 
     def _completions_body(self, request: TokenRequest, *, stream: bool) -> dict[str, Any]:
-        self._refuse_images(request)
-        cached = self._parameters
-        if cached is None or cached[0] is not request.sampling:
-            cached = self._parameters = (request.sampling, self._completions_parameters(request.sampling))
-        body = {"prompt": prompt_of(request), **cached[1], "request_id": request.request_id}
+        body = {
+            **self._common(request),
+            **_parameters(request.sampling),
+            "prompt": prompt_of(request),
+            "return_token_ids": True,
+            "add_special_tokens": False,
+        }
         if stream:
             body |= {
                 "stream": True,
@@ -337,39 +319,18 @@ class VllmEngine(HttpEngine):
             }
         return body
 
-    def _completions_parameters(self, sampling: Sampling) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            **sampling.given(),
-            **_schema_fields(sampling.json_schema),
-            "max_tokens": sampling.max_tokens,
-            "logprobs": 0,  # of the sampled token, without alternatives
-            "return_token_ids": True,
-            "add_special_tokens": False,
-        }
-        if self.endpoint.model:
-            body["model"] = self.endpoint.model
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed
-        return body
-
     def _generate_body(self, request: TokenRequest) -> dict[str, Any]:
-        self._refuse_images(request)
-        sampling = {
-            **request.sampling.given(),
-            **_schema_fields(request.sampling.json_schema),
-            "max_tokens": request.sampling.max_tokens,
-            "logprobs": 0,
-        }
-        if request.sampling.seed is not None:
-            sampling["seed"] = request.sampling.seed
-        body: dict[str, Any] = {
-            "request_id": request.request_id,
-            "token_ids": prompt_of(request),
-            "sampling_params": sampling,
-        }
-        if self.endpoint.model:
-            body["model"] = self.endpoint.model
-        return body
+        sampling = _parameters(request.sampling)
+        return {**self._common(request), "token_ids": prompt_of(request), "sampling_params": sampling}
+
+    def _common(self, request: TokenRequest) -> dict[str, Any]:
+        """Return the fields that the bodies of both routes begin with."""
+        if request.image_data:
+            raise EngineRefusedError(
+                f"engine '{self.name}' (vLLM) takes no images beside token ids; use an SGLang engine", engine=self.name
+            )
+        model = {"model": self.endpoint.model} if self.endpoint.model else {}
+        return {**model, "request_id": request.request_id}
 
     def _status_error(self, reply: Reply, body: bytes, *, probe: bool = False) -> EngineError:
         if reply.status == 403 and self._route == "generate" and b"--enable-scale-out" in body:
@@ -380,12 +341,6 @@ class VllmEngine(HttpEngine):
                 upstream_status=reply.status,
             )
         return super()._status_error(reply, body, probe=probe)
-
-    def _refuse_images(self, request: TokenRequest) -> None:
-        if request.image_data:
-            raise EngineRefusedError(
-                f"engine '{self.name}' (vLLM) takes no images beside token ids; use an SGLang engine", engine=self.name
-            )
 
     def _check_prompt(self, request: TokenRequest, choice: Mapping[str, Any]) -> None:
         """Raise if the engine read another prompt than it was sent: it sampled from another distribution then."""
@@ -425,6 +380,13 @@ def _cached(usage: dict[str, Any]) -> int | None:
     return tokens_counted(value) if value is not None else None
 
 
-def _schema_fields(schema: str | None) -> dict[str, Any]:
-    """Return vLLM's parameters for a JSON schema, for a completion's body or for ``sampling_params``."""
-    return {} if schema is None else {"structured_outputs": {"json": json.loads(schema)}}
+def _parameters(sampling: Sampling) -> dict[str, Any]:
+    """Return vLLM's sampling parameters, for a completion's body or for ``sampling_params``."""
+    parameters = sampling.given()
+    parameters["max_tokens"] = sampling.max_tokens
+    parameters["logprobs"] = 0  # of the sampled token, without alternatives
+    if sampling.json_schema is not None:
+        parameters["structured_outputs"] = {"json": json.loads(sampling.json_schema)}
+    if sampling.seed is not None:
+        parameters["seed"] = sampling.seed
+    return parameters

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import structlog
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym._util.tasks import Backoff
 from nemo_gym.gateway.engines.types import (
@@ -35,7 +36,7 @@ class RetryBudget:
     the number at the start. If everything fails, engines get at most ``1 + ratio`` times the calls once the savings
     are spent."""
 
-    def __init__(self, *, ratio: float = 0.2, capacity: float = 20.0) -> None:
+    def __init__(self, *, ratio: float, capacity: float) -> None:
         self._ratio = ratio
         self._capacity = capacity
         self._saved = capacity
@@ -64,35 +65,45 @@ class RetryBudget:
 # same budget. Once it is spent, the response tells the harness not to try again.
 
 T = TypeVar("T")
-SESSION_RETRIES = 10.0
-"""Limit of a session's saved retries, which is also the number at its start."""
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RetryOptions:
-    max_tries: int = 3
-    first_backoff_s: float = 0.1
-    """Delay before the same engine is tried again, doubled each time; another engine is tried at once."""
-    max_backoff_s: float = 5.0
+class RetryConfig(BaseModel):
+    """How often a call is tried again. It is tried again only while no part of its answer has been handed on, and only
+    after failures that another try may overcome."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tries: int = Field(3, ge=1)
+    """Tries of one call, including the first; 1 means no retry."""
+    first_backoff_s: float = Field(0.1, ge=0)
+    """Seconds before the same engine is tried again, doubled each time; another engine is tried at once."""
+    max_backoff_s: float = Field(5.0, ge=0)
+    budget_ratio: float = Field(0.2, ge=0, le=1)
+    """Retries that each call's first try earns. If everything fails, engines get at most ``1 + budget_ratio`` times
+    the calls. Moving off an engine that has just gone out of service is free."""
+    budget_capacity: float = Field(20.0, ge=0)
+    """Limit of saved retries, which is also the number at the start."""
+    session_budget_capacity: float = Field(10.0, ge=0)
+    """The same for each session, whose answered calls earn ``budget_ratio`` each. Every failure at an engine in
+    service costs one retry, whether the gateway or the harness tries again. Once they are spent, failures are handed
+    on at once, with ``x-should-retry: false``."""
+    max_resumes: int = Field(16, ge=0)
+    """How often an answer that broke off after its first token is continued from there (token engines only)."""
+
+    keep_partial_answers: bool = False
+    """Whether answers are read from token engines while they are sampled, so that answers of a killed engine are
+    continued elsewhere instead of sampled again. Costs this process about 40 µs per token."""
 
 
 class EngineCalls(Generic[E]):
     """Calls through a router. ``operation`` makes one try on the engine it is given; each try must use another request
     id."""
 
-    def __init__(
-        self,
-        router: Router[E],
-        *,
-        options: RetryOptions | None = None,
-        budget: RetryBudget | None = None,
-        session_budget: Callable[[], RetryBudget] = lambda: RetryBudget(capacity=SESSION_RETRIES),
-    ) -> None:
+    def __init__(self, router: Router[E], config: RetryConfig | None = None) -> None:
         self.router = router
-        self.options = options or RetryOptions()
-        self.budget = budget or RetryBudget()
-        self._session_budget = session_budget
+        self.config = config or RetryConfig()
+        self.budget = RetryBudget(ratio=self.config.budget_ratio, capacity=self.config.budget_capacity)
         self._sessions: dict[str, RetryBudget] = {}
 
     def forget(self, session_id: str) -> None:
@@ -109,7 +120,9 @@ class EngineCalls(Generic[E]):
         if session_id is None:
             return True
         if (budget := self._sessions.get(session_id)) is None:
-            budget = self._sessions[session_id] = self._session_budget()
+            config = self.config
+            budget = RetryBudget(ratio=config.budget_ratio, capacity=config.session_budget_capacity)
+            self._sessions[session_id] = budget
         return budget.spend()
 
     async def call(self, session_id: str | None, operation: Callable[[E], Awaitable[T]]) -> T:
@@ -169,7 +182,7 @@ class _Tries(Generic[E]):
         self._count = 0
         self._failed: set[str] = {*avoid}
         self._refused: set[str] = set()
-        self._backoff = Backoff(first_s=calls.options.first_backoff_s, longest_s=calls.options.max_backoff_s)
+        self._backoff = Backoff(first_s=calls.config.first_backoff_s, longest_s=calls.config.max_backoff_s)
         calls.budget.earn()
 
     def without(self) -> set[str]:
@@ -196,7 +209,7 @@ class _Tries(Generic[E]):
             log.warning("no retry: the session's budget is spent", engine=engine.name, error=str(error))
             error.details["retries_spent"] = True
             raise error
-        if not error.elsewhere or self._count >= self._calls.options.max_tries:
+        if not error.elsewhere or self._count >= self._calls.config.max_tries:
             raise error
         self._failed.add(engine.name)
         another = bool(self.without())
@@ -219,24 +232,18 @@ class _Tries(Generic[E]):
 # are read while they are sampled.
 
 K = TypeVar("K", bound=TokenEngine)
-MAX_RESUMES = 16
 
 
 class TokenCalls(Generic[K]):
     """Token requests through a router, retried before their first token and continued after it."""
 
-    def __init__(
-        self, calls: EngineCalls[K], *, max_resumes: int = MAX_RESUMES, keep_partial_answers: bool = False
-    ) -> None:
-        """``keep_partial_answers``: `generate` reads answers token by token, so that those of a killed engine are
-        continued elsewhere. Otherwise they are sampled again there, and the gateway's work per token is a fraction."""
+    def __init__(self, calls: EngineCalls[K]) -> None:
         self.calls = calls
-        self._max_resumes = max_resumes
-        self._keep_partial_answers = keep_partial_answers
+        self._max_resumes = calls.config.max_resumes
 
     async def generate(self, session_id: str | None, request: TokenRequest) -> Generation:
         """Return the whole answer. Raises the `EngineError` that retries could not overcome."""
-        if not self._keep_partial_answers:
+        if not self.calls.config.keep_partial_answers:
             return await self._generate_whole(session_id, request)
         async with aclosing(self.stream(session_id, request)) as items:
             async for item in items:
@@ -296,7 +303,7 @@ class TokenCalls(Generic[K]):
         if len(answer.token_ids) >= request.sampling.max_tokens:
             return answer.whole(FinishReason.LENGTH)
         if not piece.token_ids:
-            await asyncio.sleep(self.calls.options.first_backoff_s)  # the engine may be paused for an update
+            await asyncio.sleep(self.calls.config.first_backoff_s)  # the engine may be paused for an update
         log.info("an answer goes on", engine=piece.engine, tokens=len(answer.token_ids), resumes=resumes + 1)
         return None
 
@@ -334,20 +341,16 @@ class _Piece:
         done = len(self.before.token_ids)
         request = self.request
         request_id = f"{request.request_id}-{self.number}-{self.tries}"
-        if done:
-            engine_request = replace(
-                request,
-                request_id=request_id,
-                prompt_ids=[*request.prompt_ids, *self.before.token_ids],
-                prompt_json=None,
-                sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - done),
-            )
-        else:
-            engine_request = TokenRequest(
-                request_id, request.prompt_ids, request.sampling, request.image_data, request.prompt_json
-            )
         self.tries += 1
-        return engine_request
+        if not done:
+            return replace(request, request_id=request_id)
+        return replace(
+            request,
+            request_id=request_id,
+            prompt_ids=[*request.prompt_ids, *self.before.token_ids],
+            prompt_json=None,
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - done),
+        )
 
     def add(self, delta: TokenDelta) -> None:
         self.token_ids += delta.token_ids

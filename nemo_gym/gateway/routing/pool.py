@@ -11,32 +11,21 @@ from typing import Any, Generic, Literal
 from urllib.parse import urlsplit
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
 from nemo_gym.gateway.engines.types import EngineCheck, EngineError, EngineFailedError, TokenizerProbe
-from nemo_gym.gateway.routing.calls import (
-    MAX_RESUMES,
-    SESSION_RETRIES,
-    EngineCalls,
-    RetryBudget,
-    RetryOptions,
-    TokenCalls,
-)
-from nemo_gym.gateway.routing.router import E, HealthState, Replica, Router, RouterOptions
+from nemo_gym.gateway.routing.calls import EngineCalls, RetryConfig, TokenCalls
+from nemo_gym.gateway.routing.router import E, HealthState, Replica, Router, RoutingConfig
 
 # Probes engines that are out of service, and those without an answered call for a while.
-
-PROBE_INTERVAL_S = 5.0
 
 
 class Prober(Generic[E]):
     """Sends one probe per interval to each engine that is silent, or out of service and so gets no other request."""
 
-    def __init__(self, router: Router[E], *, interval_s: float = PROBE_INTERVAL_S) -> None:
+    def __init__(self, router: Router[E]) -> None:
         self._router = router
-        self._interval_s = interval_s
         self._being_probed: set[Replica[E]] = set()
         self.first_round_done = False
         """Whether the first probe of every initial engine has succeeded or failed."""
@@ -47,7 +36,7 @@ class Prober(Generic[E]):
             self._router.ask_now = lambda replica: self._probe_now(group, replica)
             group.create_task(self._first_round(self._probe_due(group)))
             while True:
-                await asyncio.sleep(self._interval_s)
+                await asyncio.sleep(self._router.config.probe_interval_s)
                 self._probe_due(group)
 
     async def round(self) -> None:
@@ -103,68 +92,7 @@ class Prober(Generic[E]):
 
 
 EngineKind = Literal["token", "text"]
-_ROUTING, _RETRIES = RouterOptions(), RetryOptions()
 log = structlog.get_logger(__name__)
-
-
-class RoutingConfig(BaseModel):
-    """How an engine is chosen, and when an engine counts as dead."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    probe_interval_s: float = Field(PROBE_INTERVAL_S, gt=0)
-    """Seconds between two probes of an engine that is out of service, or that answered no call meanwhile. A dead
-    engine gets no other request."""
-    failures_to_down: int = Field(_ROUTING.failures_to_down, ge=1)
-    """Failures in a row (probes and calls) that take an engine out of service; a refused connection does so at once.
-    An engine that hangs is given up after about ``failures_to_down × (probe_interval_s + probe_timeout_s)``."""
-    spill_factor: float = Field(_ROUTING.spill_factor, ge=1, allow_inf_nan=False)
-    spill_slack: int = Field(_ROUTING.spill_slack, ge=0)
-    """A session leaves its engine, and the prefix cache there, if that engine runs more than ``spill_factor`` times
-    its fair share of the calls, plus ``spill_slack``."""
-    queue_timeout_s: float = Field(_ROUTING.queue_timeout_s, ge=0)
-    """Seconds that a call waits for an engine with room, for example while all of them restart. After that it gets
-    503 with ``Retry-After``."""
-
-    def options(self) -> RouterOptions:
-        return RouterOptions(self.failures_to_down, self.spill_factor, self.spill_slack, self.queue_timeout_s)
-
-
-class RetryConfig(BaseModel):
-    """How often a call is tried again. It is tried again only while no part of its answer has been handed on, and only
-    after failures that another try may overcome."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    max_tries: int = Field(_RETRIES.max_tries, ge=1)
-    """Tries of one call, including the first; 1 means no retry."""
-    first_backoff_s: float = Field(_RETRIES.first_backoff_s, ge=0)
-    """Seconds before the same engine is tried again, doubled each time; another engine is tried at once."""
-    max_backoff_s: float = Field(_RETRIES.max_backoff_s, ge=0)
-    budget_ratio: float = Field(0.2, ge=0, le=1)
-    """Retries that each call's first try earns. If everything fails, engines get at most ``1 + budget_ratio`` times
-    the calls. Moving off an engine that has just gone out of service is free."""
-    budget_capacity: float = Field(20.0, ge=0)
-    """Limit of saved retries, which is also the number at the start."""
-    session_budget_capacity: float = Field(SESSION_RETRIES, ge=0)
-    """The same for each session, whose answered calls earn ``budget_ratio`` each. Every failure at an engine in
-    service costs one retry, whether the gateway or the harness tries again. Once they are spent, failures are handed
-    on at once, with ``x-should-retry: false``."""
-    max_resumes: int = Field(MAX_RESUMES, ge=0)
-    """How often an answer that broke off after its first token is continued from there (token engines only)."""
-
-    keep_partial_answers: bool = False
-    """Whether answers are read from token engines while they are sampled, so that answers of a killed engine are
-    continued elsewhere instead of sampled again. Costs this process about 40 µs per token."""
-
-    def options(self) -> RetryOptions:
-        return RetryOptions(self.max_tries, self.first_backoff_s, self.max_backoff_s)
-
-    def budget(self) -> RetryBudget:
-        return RetryBudget(ratio=self.budget_ratio, capacity=self.budget_capacity)
-
-    def session_budget(self) -> RetryBudget:
-        return RetryBudget(ratio=self.budget_ratio, capacity=self.session_budget_capacity)
 
 
 class EnginePool:
@@ -188,21 +116,12 @@ class EnginePool:
         self._configs = [*configs]
         self.kind: EngineKind = _kind_of(self._configs, kind)
         _refuse_duplicates(self._configs)
-        self._routing = routing or RoutingConfig()
-        retries = retries or RetryConfig()
-        self.router: Router[Any] = Router(self._routing.options())
-        self._calls: EngineCalls[Any] = EngineCalls(
-            self.router,
-            options=retries.options(),
-            budget=retries.budget(),
-            session_budget=retries.session_budget,
-        )
-        self._token_calls: TokenCalls[Any] = TokenCalls(
-            self._calls, max_resumes=retries.max_resumes, keep_partial_answers=retries.keep_partial_answers
-        )
+        self.router: Router[Any] = Router(routing)
+        self._calls: EngineCalls[Any] = EngineCalls(self.router, retries)
+        self._token_calls: TokenCalls[Any] = TokenCalls(self._calls)
         self._facts: dict[str, dict[str, Any]] = {}
         self._http: EngineConnections | None = None
-        self._prober = Prober(self.router, interval_s=self._routing.probe_interval_s)
+        self._prober = Prober(self.router)
         self._probing: asyncio.Task[None] | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -281,19 +200,6 @@ class EnginePool:
             self.router.remove(name)
             del self._facts[name]
             log.info("engine removed", engine=name)
-
-    async def drain(self, name: str, *, timeout_s: float | None = None) -> bool:
-        """Stop new calls to an engine, and wait at most ``timeout_s`` seconds until it has none. Returns whether it
-        has none. It stays drained until `undrain`."""
-        return await self.router.drain(name, timeout_s=timeout_s)
-
-    def undrain(self, name: str) -> None:
-        """Put a drained engine back into service."""
-        self.router.undrain(name)
-
-    def set_weight(self, name: str, weight: float) -> None:
-        """Set an engine's share of the calls relative to the others'; more than 0."""
-        self.router.set_weight(name, weight)
 
     def set_weights_version(self, version: str, names: Sequence[str] | None = None) -> None:
         """Set the version of the weights that engines sample with from now on, for all engines or for ``names``.

@@ -23,6 +23,8 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines.types import (
     Engine,
@@ -236,18 +238,24 @@ class NoEngineError(EngineError):
     status = 503
 
 
-@dataclass(frozen=True, slots=True)
-class RouterOptions:
-    """Parameters of a router's decisions."""
+class RoutingConfig(BaseModel):
+    """How an engine is chosen, and when an engine counts as dead."""
 
-    failures_to_down: int = 3
-    """Failures in a row that take an engine out of service; a refused connection does so at once."""
-    spill_factor: float = 1.25
-    spill_slack: int = 4
-    """A session leaves its engine, and the prefix cache there, if that engine has more than ``spill_factor`` times its
-    fair share of the running calls, plus ``spill_slack``."""
-    queue_timeout_s: float = 60.0
-    """How long a call waits for an engine with room."""
+    model_config = ConfigDict(extra="forbid")
+
+    probe_interval_s: float = Field(5.0, gt=0)
+    """Seconds between two probes of an engine that is out of service, or that answered no call meanwhile. A dead
+    engine gets no other request."""
+    failures_to_down: int = Field(3, ge=1)
+    """Failures in a row (probes and calls) that take an engine out of service; a refused connection does so at once.
+    An engine that hangs is given up after about ``failures_to_down × (probe_interval_s + probe_timeout_s)``."""
+    spill_factor: float = Field(1.25, ge=1, allow_inf_nan=False)
+    spill_slack: int = Field(4, ge=0)
+    """A session leaves its engine, and the prefix cache there, if that engine runs more than ``spill_factor`` times
+    its fair share of the calls, plus ``spill_slack``."""
+    queue_timeout_s: float = Field(60.0, ge=0)
+    """Seconds that a call waits for an engine with room, for example while all of them restart. After that it gets
+    503 with ``Retry-After``."""
 
 
 class Reservation(Generic[E]):
@@ -332,8 +340,8 @@ class Router(Generic[E]):
     """Engines and their running calls. Belongs to one event loop. No await separates a choice from its bookkeeping, so
     that simultaneous calls take each other into account."""
 
-    def __init__(self, options: RouterOptions | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.options = options or RouterOptions()
+    def __init__(self, config: RoutingConfig | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config or RoutingConfig()
         self._clock = clock
         self._replicas: dict[str, Replica[E]] = {}
         self._now_turn = 0.0
@@ -354,7 +362,7 @@ class Router(Generic[E]):
             raise ConfigError(f"there is an engine '{engine.name}' already; engines' names are unique")
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"engine '{engine.name}': weight must be more than 0, not {weight}")
-        replica = Replica(engine, Health(self.options.failures_to_down), weight, max_in_flight)
+        replica = Replica(engine, Health(self.config.failures_to_down), weight, max_in_flight)
         self._replicas[engine.name] = replica
         self._settle()
         self._place_waiters()
@@ -371,7 +379,8 @@ class Router(Generic[E]):
         return replica.engine
 
     async def drain(self, name: str, *, timeout_s: float | None = None) -> bool:
-        """Stop new calls to an engine, and wait for the running ones. Returns whether it is idle now."""
+        """Stop new calls to an engine until `undrain`, and wait at most ``timeout_s`` seconds for the running ones.
+        Returns whether it is idle now."""
         replica = self.replica(name)
         replica.draining = True
         self._leave(name)
@@ -476,7 +485,7 @@ class Router(Generic[E]):
         waiter = _Waiter(session_id, without, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
-            async with asyncio.timeout(self.options.queue_timeout_s):
+            async with asyncio.timeout(self.config.queue_timeout_s):
                 return await waiter.future
         except BaseException as error:
             if waiter in self._waiters:
@@ -572,7 +581,7 @@ class Router(Generic[E]):
     def _overloaded(self, home: Replica[E], usable: list[Replica[E]]) -> bool:
         running = sum(replica.in_flight for replica in usable) + 1
         share = running * home.weight / sum(replica.weight for replica in usable)
-        return home.in_flight + 1 > self.options.spill_factor * share + self.options.spill_slack
+        return home.in_flight + 1 > self.config.spill_factor * share + self.config.spill_slack
 
     def _leave(self, name: str) -> None:
         """Drop an engine as the home of its sessions, which get a new home with their next call."""
@@ -650,7 +659,7 @@ class Router(Generic[E]):
             for s in self.status()
         )
         return NoEngineError(
-            f"no engine had room within {self.options.queue_timeout_s} s: {states}",
+            f"no engine had room within {self.config.queue_timeout_s} s: {states}",
             retryable=True,
             retry_after_s=RETRY_AFTER_S,
         )

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,11 +90,16 @@ async def serving(
         yield server
 
 
+async def post_json(engine: HttpEngine, route: str, body: dict[str, Any], **limits: int) -> dict[str, Any]:
+    raw, _ = await engine.post(route, body, **limits)
+    return engine.parsed(raw)
+
+
 async def test_connection_is_used_again_when_its_answer_was_read(http: EngineConnections) -> None:
     async with serving(WHOLE + b'{"a":1}') as server:
         engine = server.engine(http)
         for _ in range(5):
-            assert await engine.post_json("/route", {"x": 1}) == {"a": 1}
+            assert await post_json(engine, "/route", {"x": 1}) == {"a": 1}
     assert (server.connections, len(server.requests)) == (1, 5)
     assert server.requests[0].startswith(b"POST /base/route HTTP/1.1\r\n") and server.requests[0].endswith(b'{"x":1}')
 
@@ -108,8 +114,8 @@ async def test_connection_of_a_500_is_not_used_again(http: EngineConnections) ->
     async with serving(next_one) as server:
         engine = server.engine(http)
         with pytest.raises(EngineFailedError):
-            await engine.post_json("/route", {})
-        assert await engine.post_json("/route", {}) == {"a": 1}
+            await post_json(engine, "/route", {})
+        assert await post_json(engine, "/route", {}) == {"a": 1}
     assert server.connections == 2
 
 
@@ -120,8 +126,8 @@ async def test_calls_at_the_same_time_have_a_connection_each(http: EngineConnect
 
     async with serving(slowly) as server:
         engine = server.engine(http)
-        await asyncio.gather(*(engine.post_json("/", {}) for _ in range(8)))
-        await asyncio.gather(*(engine.post_json("/", {}) for _ in range(8)))
+        await asyncio.gather(*(post_json(engine, "/", {}) for _ in range(8)))
+        await asyncio.gather(*(post_json(engine, "/", {}) for _ in range(8)))
     assert server.connections == 8 and len(server.requests) == 16
 
 
@@ -158,7 +164,7 @@ async def test_answer_without_a_length_ends_with_its_connection(http: EngineConn
 
     async with serving(until_closed) as server:
         for _ in range(2):
-            assert await server.engine(http).post_json("/", {}) == {"a": 1}
+            assert await post_json(server.engine(http), "/", {}) == {"a": 1}
     assert server.connections == 2
 
 
@@ -206,7 +212,7 @@ async def test_bytes_behind_an_answer_are_never_taken_for_the_next(more: bytes, 
     async with serving(WHOLE + b'{"a":1}' + more) as server:
         engine = server.engine(http)
         for _ in range(3):
-            assert await engine.post_json("/", {}) == {"a": 1}
+            assert await post_json(engine, "/", {}) == {"a": 1}
     assert server.connections == 3
 
 
@@ -220,9 +226,9 @@ async def test_connection_that_speaks_unasked_is_not_used_again(
 
     async with serving(twice) as server:
         engine = server.engine(http)
-        assert await engine.post_json("/", {}) == {"a": 1}
+        assert await post_json(engine, "/", {}) == {"a": 1}
         await eventually(lambda: server.open == 0)
-        assert await engine.post_json("/", {}) == {"a": 1}
+        assert await post_json(engine, "/", {}) == {"a": 1}
     assert server.connections == 2
 
 
@@ -270,7 +276,7 @@ async def test_silence_is_counted_from_the_last_byte(http: EngineConnections) ->
             await asyncio.sleep(0.02)
 
     async with serving(drop_by_drop) as server:
-        assert await server.engine(http, idle_timeout_s=1.0).post_json("/", {}) == {"a": 1}
+        assert await post_json(server.engine(http, idle_timeout_s=1.0), "/", {}) == {"a": 1}
 
 
 async def test_calls_that_run_are_lost_when_the_connections_are_closed(eventually: Eventually) -> None:
@@ -289,7 +295,7 @@ async def test_unused_connection_is_ended_after_its_time(eventually: Eventually)
     async with serving(WHOLE + b'{"a":1}') as server, EngineConnections(keepalive_s=0.05) as http:
         await server.engine(http).post("/", {})
         await eventually(lambda: server.open == 0)
-        assert await server.engine(http).post_json("/", {}) == {"a": 1}
+        assert await post_json(server.engine(http), "/", {}) == {"a": 1}
     assert server.connections == 2
 
 
@@ -324,7 +330,7 @@ async def test_large_request_and_answer_pass_whole(http: EngineConnections) -> N
     body = b'{"a":"%b"}' % (b"z" * (5 << 20))
     async with serving(JSON + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)) as server:
         sent = "y" * (5 << 20)
-        assert await server.engine(http).post_json("/", {"x": sent}) == {"a": "z" * (5 << 20)}
+        assert await post_json(server.engine(http), "/", {"x": sent}) == {"a": "z" * (5 << 20)}
     assert server.requests[0].endswith(b'{"x":"%b"}' % sent.encode())
 
 
@@ -348,7 +354,7 @@ async def test_engine_behind_tls_answers_when_its_certificate_is_trusted(
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         async with EngineConnections() as http:
             for _ in range(3):
-                assert await server.engine(http).post_json("/", {}) == {"a": 1}
+                assert await post_json(server.engine(http), "/", {}) == {"a": 1}
     assert len(server.requests) == 3
 
 

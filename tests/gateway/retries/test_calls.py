@@ -25,8 +25,8 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.routing import HealthState, Router, RouterOptions
-from nemo_gym.gateway.routing.calls import EngineCalls, RetryBudget, RetryOptions
+from nemo_gym.gateway.routing.calls import EngineCalls, RetryBudget, RetryConfig
+from nemo_gym.gateway.routing.router import HealthState, Router, RoutingConfig
 from nemo_gym_testing.gateway import CutOff, FakeVllmEngine, Hang, Status
 from tests.gateway.stubs import StubEngine
 
@@ -50,7 +50,7 @@ async def fleet(http: EngineConnections) -> AsyncIterator[Fleet]:
         router: Router[VllmEngine] = Router()
         for number, fake in enumerate(fakes):
             router.add(VllmEngine(EngineEndpoint(f"e{number}", fake.url), http))
-        yield fakes, EngineCalls(router, options=RetryOptions(first_backoff_s=0.001))
+        yield fakes, EngineCalls(router, RetryConfig(first_backoff_s=0.001))
 
 
 def sick(fleet: Fleet, session_id: str) -> FakeVllmEngine:
@@ -112,7 +112,7 @@ async def test_only_engine_is_waited_for_while_it_restarts(http: EngineConnectio
     async with FakeVllmEngine() as fake:
         router: Router[VllmEngine] = Router()
         router.add(VllmEngine(EngineEndpoint("e0", fake.url), http))
-        calls = EngineCalls(router, options=RetryOptions(first_backoff_s=0.001))
+        calls = EngineCalls(router, RetryConfig(first_backoff_s=0.001))
         await fake.stop()
         waiting = asyncio.create_task(calls.call("s", ask))
         await eventually(lambda: router.status()[0].state is HealthState.DOWN)
@@ -181,10 +181,9 @@ async def test_cancelled_call_is_not_tried_again_and_says_nothing_about_the_engi
 
 
 async def test_retries_over_all_calls_stay_within_the_budget() -> None:
-    router: Router[StubEngine] = Router(RouterOptions(failures_to_down=10_000))
+    router: Router[StubEngine] = Router(RoutingConfig(failures_to_down=10_000))
     router.add(StubEngine("a"))
-    budget = RetryBudget(ratio=0.1, capacity=10)
-    calls = EngineCalls(router, options=RetryOptions(max_tries=5, first_backoff_s=0), budget=budget)
+    calls = EngineCalls(router, RetryConfig(max_tries=5, first_backoff_s=0, budget_ratio=0.1, budget_capacity=10))
     tries = 0
 
     async def failing(engine: StubEngine) -> None:
@@ -203,9 +202,9 @@ async def failing(engine: StubEngine) -> None:
 
 
 async def test_retries_of_one_session_leave_those_of_the_others() -> None:
-    router: Router[StubEngine] = Router(RouterOptions(failures_to_down=10_000))
+    router: Router[StubEngine] = Router(RoutingConfig(failures_to_down=10_000))
     router.add(StubEngine("a"))
-    calls = EngineCalls(router, options=RetryOptions(first_backoff_s=0))
+    calls = EngineCalls(router, RetryConfig(first_backoff_s=0))
     for _ in range(100):
         with pytest.raises(EngineFailedError):
             await calls.call("bad", failing)
@@ -220,11 +219,10 @@ async def test_retries_of_one_session_leave_those_of_the_others() -> None:
 
 
 async def test_session_that_only_fails_costs_engines_its_budget_and_one_try_for_each_call() -> None:
-    router: Router[StubEngine] = Router(RouterOptions(failures_to_down=10_000))
+    router: Router[StubEngine] = Router(RoutingConfig(failures_to_down=10_000))
     router.add(StubEngine("a"))
-    calls = EngineCalls(
-        router, options=RetryOptions(first_backoff_s=0), session_budget=lambda: RetryBudget(ratio=0.5, capacity=4)
-    )
+    calls = EngineCalls(router, RetryConfig(first_backoff_s=0, budget_ratio=0.5, session_budget_capacity=4))
+    calls.budget = RetryBudget(ratio=0.2, capacity=20)
     tries = 0
 
     async def counted(engine: StubEngine) -> None:

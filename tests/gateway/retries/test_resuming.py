@@ -20,8 +20,8 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.routing import Router
-from nemo_gym.gateway.routing.calls import EngineCalls, RetryOptions, TokenCalls
+from nemo_gym.gateway.routing.calls import EngineCalls, RetryConfig, TokenCalls
+from nemo_gym.gateway.routing.router import Router
 from nemo_gym_testing.gateway import Abort, CutOff, FakeEngine, FakeSglangEngine, FakeVllmEngine, Status
 
 PROMPT = [5, 6, 7]
@@ -48,7 +48,7 @@ async def pair(request: pytest.FixtureRequest, http: EngineConnections) -> Async
             router.add(engine)
         yield (
             fakes,
-            TokenCalls(EngineCalls(router, options=RetryOptions(first_backoff_s=0.001)), keep_partial_answers=True),
+            TokenCalls(EngineCalls(router, RetryConfig(first_backoff_s=0.001, keep_partial_answers=True))),
         )
 
 

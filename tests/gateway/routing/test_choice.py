@@ -12,14 +12,14 @@ import pytest
 from nemo_gym._util.tasks import RETRY_AFTER_AT_MOST_S
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineError, EngineRateLimitedError, EngineUnreachableError
-from nemo_gym.gateway.routing import HealthState, NoEngineError, Reservation, Router, RouterOptions
+from nemo_gym.gateway.routing.router import HealthState, NoEngineError, Reservation, Router, RoutingConfig
 from tests.gateway.stubs import Clock, StubEngine
 
 Stubs = Router[StubEngine]
 
 
 def router_of(*names: str, **options: float) -> Stubs:
-    router: Stubs = Router(RouterOptions(**options))  # type: ignore[arg-type]
+    router: Stubs = Router(RoutingConfig(**options))  # type: ignore[arg-type]
     for name in names:
         router.add(StubEngine(name))
     return router
@@ -217,7 +217,7 @@ async def test_place_is_given_back_when_a_waiting_call_is_cancelled_as_it_gets_o
 
 
 async def test_call_fails_by_name_when_no_engine_has_room_in_time() -> None:
-    router: Stubs = Router(RouterOptions(queue_timeout_s=0.05))
+    router: Stubs = Router(RoutingConfig(queue_timeout_s=0.05))
     with pytest.raises(NoEngineError, match="'engines'"):
         await router.acquire()
     router.add(StubEngine("a"), max_in_flight=1)

@@ -19,8 +19,8 @@ from nemo_gym.gateway.engines import (
     EngineUnreachableError,
     VllmEngine,
 )
-from nemo_gym.gateway.routing import HealthState, Router
 from nemo_gym.gateway.routing.pool import Prober
+from nemo_gym.gateway.routing.router import HealthState, Router, RoutingConfig
 from nemo_gym_testing.gateway import FakeVllmEngine
 from tests.gateway.stubs import StubEngine
 
@@ -179,11 +179,11 @@ async def test_guard_leaves_the_callers_own_timeouts_alone() -> None:
 
 
 async def test_prober_brings_a_restarted_server_back(http: EngineConnections, eventually) -> None:  # type: ignore[no-untyped-def]
-    router: Router[VllmEngine] = Router()
+    router: Router[VllmEngine] = Router(RoutingConfig(probe_interval_s=0.02))
     async with FakeVllmEngine() as fake:
         engine = VllmEngine(EngineEndpoint("e0", fake.url), http)
         router.add(engine)
-        prober = asyncio.create_task(Prober(router, interval_s=0.02).run())
+        prober = asyncio.create_task(Prober(router).run())
         try:
             await eventually(lambda: fake.probes > 0)
             await fake.stop()
@@ -229,8 +229,8 @@ def poison(router: Router[StubEngine], session_id: str, times: int) -> None:
         reservation.release(EngineFailedError("500"))
 
 
-def one() -> tuple[Router[StubEngine], StubEngine]:
-    router: Router[StubEngine] = Router()
+def one(**config: float) -> tuple[Router[StubEngine], StubEngine]:
+    router: Router[StubEngine] = Router(RoutingConfig(**config))  # type: ignore[arg-type]
     engine = StubEngine("sick")
     router.add(engine)
     return router, engine
@@ -292,8 +292,8 @@ async def test_poisonous_session_cannot_keep_an_engine_on_trial_from_the_others(
 async def test_running_prober_asks_an_engine_that_answers_with_failures_at_once(
     eventually: Callable[[Callable[[], bool]], Awaitable[None]],
 ) -> None:
-    router, engine = one()
-    probing = asyncio.create_task(Prober(router, interval_s=3600).run())
+    router, engine = one(probe_interval_s=3600)
+    probing = asyncio.create_task(Prober(router).run())
     await eventually(lambda: engine.probes == 1)
     poison(router, "bad", 3)
     await eventually(lambda: engine.probes == 2)

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from nemo_gym.gateway.engines import EngineConnections, FinishReason, Sampling, TokenEngine, TokenRequest
-from nemo_gym.gateway.routing import Router
-from nemo_gym.gateway.routing.calls import EngineCalls, RetryOptions, TokenCalls
+from nemo_gym.gateway.routing.calls import EngineCalls, RetryConfig, TokenCalls
 from nemo_gym.gateway.routing.pool import Prober
+from nemo_gym.gateway.routing.router import Router, RoutingConfig
 from nemo_gym.gateway.tokens import Trajectory, TrajectoryTurn
 from nemo_gym.gateway.tokens.trajectories import as_row, write_jsonl
 from nemo_gym_testing.gateway import Abort, CutOff, Status
@@ -244,17 +244,17 @@ async def pair(
 ) -> AsyncIterator[tuple[list[TinyEngine], TokenCalls[TokenEngine]]]:
     """Two engines that hold the same weights, behind a router."""
     async with AsyncExitStack() as stack:
-        router: Router[TokenEngine] = Router()
+        router: Router[TokenEngine] = Router(RoutingConfig(probe_interval_s=0.02))
         engines = []
         for number in range(2):
             made = served(FAMILY, request.param, http, name=f"e{number}", seed=number)
             engine, caller = await stack.enter_async_context(made)
             engines.append(engine)
             router.add(caller)
-        options = RetryOptions(max_tries=6, first_backoff_s=0.001)
+        config = RetryConfig(max_tries=6, first_backoff_s=0.001, keep_partial_answers=True)
         # Three faults in a row take an engine out of service, and only a probe brings it back.
-        probing = asyncio.create_task(Prober(router, interval_s=0.02).run())
-        yield engines, TokenCalls(EngineCalls(router, options=options), keep_partial_answers=True)
+        probing = asyncio.create_task(Prober(router).run())
+        yield engines, TokenCalls(EngineCalls(router, config))
         probing.cancel()
 
 
@@ -316,7 +316,7 @@ async def test_engine_killed_in_mid_answer_leaves_a_log_that_proves_what_it_gave
         router: Router[TokenEngine] = Router()
         router.add(client("vllm", url, http), weight=1000)
         router.add(second)
-        calls = TokenCalls(EngineCalls(router, options=RetryOptions(first_backoff_s=0.001)), keep_partial_answers=True)
+        calls = TokenCalls(EngineCalls(router, RetryConfig(first_backoff_s=0.001, keep_partial_answers=True)))
         session = Session(FAMILY, partial(calls.generate, "s"))
         asking = asyncio.create_task(session.ask([user("go")], TOOLS, max_tokens=200, ignore_eos=True))
         await eventually(lambda: log.exists() and log.read_bytes().count(b'"tokens"') >= 5)

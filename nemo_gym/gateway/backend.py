@@ -19,11 +19,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.gateway.engines.types import TokenizerProbe
+from nemo_gym.gateway.engines.types import TokenizerProbe, asked_otherwise
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, PolicyRequest
 from nemo_gym.gateway.tokens.forest import Prepared, TokenForest
 from nemo_gym.gateway.tokens.turns import SplitReason
-from nemo_gym.http.requests import check_messages
 
 LONG_S = 0.005
 """Steps that hold the event loop for longer are charged to their session."""
@@ -61,10 +60,6 @@ class CallLimits:
     max_session_messages: int = 50_000
     max_session_bytes: int = 512 << 20
     max_session_in_flight_bytes: int = 128 << 20
-
-    def check_body(self, body: Mapping[str, Any]) -> None:
-        """Raise `TooManyMessagesError` for a body with too many messages."""
-        check_messages(body, self.max_messages)
 
     def check_kept(self, kept: SessionShare) -> None:
         """Raise `SessionTooLargeError` for a session that keeps too much."""
@@ -182,20 +177,20 @@ class Conversations(Protocol):
         ...
 
 
-class Preparing:
-    """Prepares the requests of one session, one at a time: long ones without holding the event loop."""
+class ForestConversations:
+    """Conversations that are turns of a `TokenForest`."""
 
     def __init__(self, forest: TokenForest) -> None:
-        self._forest = forest
-        self._lock = asyncio.Lock()
+        self.forest = forest
+        self._preparing = asyncio.Lock()
 
     async def prepared(self, request: PolicyRequest, context: CallContext) -> Prepared:
-        """See `TokenForest.prepare`."""
-        async with self._lock:
+        """See `TokenForest.prepare`. Prepares one request at a time, a long one without holding the event loop."""
+        async with self._preparing:
             if context.body_bytes <= SMALL_BYTES:
-                return self._forest.prepare(request.messages, request.tools)
+                return self.forest.prepare(request.messages, request.tools)
             working = step_begins(context.body_bytes)
-            step = partial(_next, self._forest.preparing(request.messages, request.tools))
+            step = partial(_next, self.forest.preparing(request.messages, request.tools))
             reached = step()
             while not isinstance(reached, Prepared):
                 if reached:
@@ -247,6 +242,14 @@ class TurnFacts:
     """The engines that sampled it, in order."""
     weights_version: str | None
     split_reason: SplitReason | None
+
+
+def call_details(request: PolicyRequest, context: CallContext, engine: str, seconds: float) -> dict[str, Any]:
+    """Return the details of a turn that ``engine`` sampled in ``seconds``; see `Sampled.details`."""
+    details: dict[str, Any] = {"call_id": context.call_id, "engine": engine, "seconds": round(seconds, 4)}
+    if otherwise := asked_otherwise(request.asked, context.pinned):
+        details["asked_otherwise"] = otherwise
+    return details
 
 
 class Backend(Protocol[C, D]):

@@ -25,7 +25,6 @@ from nemo_gym._util.files import append_lines, open_lines, whole_lines
 from nemo_gym._util.secrets import REDACTED, is_secret_name, redact_tokens
 from nemo_gym.config_types import CommandPath
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.rollout_observability import TrajectoryModelCall, TrajectoryResponseMetadata, TrajectoryTokenStats
 
 # Which data of calls is captured, and how much of it is kept.
 
@@ -366,38 +365,7 @@ def _omitted(body: Any) -> bytes:
     return orjson.dumps({"omitted_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 
 
-# Reading captured calls, also as the model calls of a rollout's observations.
-
-
 def read_calls(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the records of one file, oldest first. Skips a last line that is still being written."""
     for line in whole_lines(Path(path)):
         yield orjson.loads(line)
-
-
-def model_call(call: Mapping[str, Any]) -> TrajectoryModelCall:
-    """Convert a captured call to a model call of `nemo_gym.rollout_observability`."""
-    usage = call.get("usage") or {}
-    sent_ms = (call.get("milliseconds") or {}).get("sent")
-    prompt, completion = usage.get("input_tokens"), usage.get("output_tokens")
-    return TrajectoryModelCall(
-        model_call_id=call["call_id"],
-        started_at=call["received_at"],
-        completed_at=call["received_at"] + sent_ms / 1000 if sent_ms is not None else None,
-        duration_ms=sent_ms,
-        request=call.get("request"),
-        response=call.get("answer"),
-        response_metadata=TrajectoryResponseMetadata(
-            dialect=call["dialect"],
-            status_code=call.get("status"),
-            finish_reason=call.get("finish"),
-            error_category=call.get("code"),
-        ),
-        token_stats=TrajectoryTokenStats(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion if prompt is not None and completion is not None else None,
-            cached_tokens=usage.get("cached_tokens"),
-            reasoning_tokens=usage.get("reasoning_tokens"),
-        ),
-    )

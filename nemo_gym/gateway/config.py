@@ -24,7 +24,7 @@ from nemo_gym.gateway.sessions import KEEP_CLOSED_S
 from nemo_gym.gateway.tokens import History
 
 if TYPE_CHECKING:
-    from nemo_gym.gateway.token_backend import TokenBackend, TokenLimits
+    from nemo_gym.gateway.token_backend import TokenBackend
 
 
 _LIMITS = CallLimits()
@@ -75,20 +75,19 @@ class PolicyConfig(BaseModel):
             special_tokens_in_content=self.special_tokens_in_content,
         )
         parser = answer_parser(policy, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
-        return TokenBackend(policy, parser, pool, model=model, limits=self._limits(), history=self.history)
+        return TokenBackend(
+            policy,
+            parser,
+            pool,
+            model=model,
+            max_context_tokens=self._context_tokens(),
+            max_answer_tokens=self.max_answer_tokens,
+            history=self.history,
+        )
 
-    def _limits(self) -> TokenLimits:
-        from nemo_gym.gateway.token_backend import TokenLimits
-
-        context = self.max_context_tokens or self._context_of_directory()
-        if context is None:
-            raise ConfigError(
-                f"policy: '{self.path}' does not define the policy's context length; set max_context_tokens",
-                key="policy.max_context_tokens",
-            )
-        return TokenLimits(context, self.max_answer_tokens)
-
-    def _context_of_directory(self) -> int | None:
+    def _context_tokens(self) -> int:
+        if self.max_context_tokens is not None:
+            return self.max_context_tokens
         for file, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
             try:
                 config = orjson.loads((self.path / file).read_bytes())
@@ -98,7 +97,10 @@ class PolicyConfig(BaseModel):
             value = inner.get(key)
             if isinstance(value, int | float) and 0 < value < _ABSURD_CONTEXT:
                 return int(value)
-        return None
+        raise ConfigError(
+            f"policy: '{self.path}' does not define the policy's context length; set max_context_tokens",
+            key="policy.max_context_tokens",
+        )
 
 
 class GatewayConfig(BaseResponsesAPIModelConfig):

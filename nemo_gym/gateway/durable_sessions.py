@@ -93,9 +93,6 @@ class DurableSessions(Generic[C, D]):
             await asyncio.gather(*(live.answers.aclose() for live in self._table))
             await self.journal.aclose()
 
-    def __len__(self) -> int:
-        return len(self._table)
-
     @property
     def states(self) -> Mapping[str, int]:
         """The number of sessions in each state."""
@@ -171,11 +168,6 @@ class DurableSessions(Generic[C, D]):
         """Return the session of an id. Raises `ContractError` for an unknown id."""
         return self._table.known(session_id)
 
-    def committed(self, session: GatewaySession, usage: Usage) -> None:
-        """Count one committed call."""
-        session.turns += 1
-        session.usage = session.usage + usage
-
     def state(self, session_id: str, control_token: str) -> dict[str, Any]:
         """``{session_id, state, reason, turns, usage, in_flight, opened_at, expires_at}``; times are Unix seconds."""
         live = self._table.controlled(session_id, control_token)
@@ -204,10 +196,7 @@ class DurableSessions(Generic[C, D]):
             )
         reward_data = checked_reward(reward_info or {})
         async with live.ending:
-            if live.state is SessionState.ABORTED:
-                raise FencedError(
-                    f"session '{session_id}' was aborted{_reason_suffix(live.reason)}", session_id=session_id
-                )
+            _refuse_aborted(live)
             if live.state is SessionState.OPEN:
                 live.state = SessionState.COMPLETE  # at once, for calls that come while the journal is being written
                 await live.answers.aclose()
@@ -228,10 +217,7 @@ class DurableSessions(Generic[C, D]):
         repeated call returns the same, with the first reward."""
         live = self._table.controlled(session_id, control_token)
         async with live.ending:
-            if live.state is SessionState.ABORTED:
-                raise FencedError(
-                    f"session '{session_id}' was aborted{_reason_suffix(live.reason)}", session_id=session_id
-                )
+            _refuse_aborted(live)
             if live.closed_at is None:
                 reward_data = {**live.reward_info, **(reward_info or {})}
                 if reward is not None:
@@ -242,9 +228,6 @@ class DurableSessions(Generic[C, D]):
                 with self._rolled_back_if_full(live, before):
                     live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
                 self._mark_closed(live)
-                live.forget_requests()
-                self.memory_is_free = True
-                self._backend.forget(session_id)
         info = {key: value for key, value in live.reward_info.items() if key != "reward"}
         rows = live.conversations.rows(session_id, reward=live.reward_info.get("reward"), reward_info=info)
         return {**_summary(live), "trajectories": rows}
@@ -261,8 +244,10 @@ class DurableSessions(Generic[C, D]):
         limit_values = record.extra.get("limits")
         limits = ChosenLimits(**limit_values) if limit_values else NONE_CHOSEN
         session = GatewaySession(record.session_id, rollout, record.sampling, record.deadline_at, limits)
-        now = datetime.fromisoformat(record.extra["now"])
-        return LiveSession(record, session, self._backend.conversations(now))
+        # A journal of a release that stored no openers has none; those sessions count as the pipeline's.
+        key = (record.extra.get("opener", PIPELINE), rollout.run_id, rollout.rollout_id)
+        conversations = self._backend.conversations(datetime.fromisoformat(record.extra["now"]))
+        return LiveSession(session, key, record.inference_digest, record.control_digest, record, conversations)
 
     def _restored(self, replayed: ReplayedSession) -> LiveSession[C]:
         live = self._new(replayed.record)
@@ -276,7 +261,7 @@ class DurableSessions(Generic[C, D]):
             records.append(record)
             live.answers.restore(turn.fingerprint, turn.key, committed, sent=turn.sent)
             usage = committed.answer.usage
-            self.committed(live.session, Usage(usage.prompt_tokens, usage.completion_tokens))
+            live.session.count(Usage(usage.prompt_tokens, usage.completion_tokens))
         try:
             live.conversations.restore(records)
             for turn, record in zip(replayed.turns, records, strict=True):
@@ -296,6 +281,9 @@ class DurableSessions(Generic[C, D]):
         live.closed_at = time.time()
         self._closed.append(live)
         self._closed_bytes += live.share.bytes
+        live.forget_requests()
+        self.memory_is_free = True
+        self._backend.forget(live.session_id)
 
     async def _forget_closed(self) -> None:
         """Forget sessions that were closed long enough ago, and the oldest above the limits of closed sessions."""
@@ -337,11 +325,8 @@ class DurableSessions(Generic[C, D]):
             await self.journal.abort(live.session_id, reason)
             live.share.bytes = 0
             self._mark_closed(live)
-            live.forget_requests()
-            self.memory_is_free = True
             # Keep only a tombstone.
             live.conversations = self._backend.conversations(datetime.now().astimezone())
-            self._backend.forget(live.session_id)
 
     async def _sweep(self) -> None:
         """Until cancelled: abort sessions past their deadline, and forget those that closed long enough ago."""
@@ -387,6 +372,13 @@ def checked_depth(value: Any, name: str) -> None:
 def _summary(live: LiveSession[Any]) -> dict[str, Any]:
     session = live.session
     return {"session_id": session.session_id, "turns": session.turns, "usage": session.usage.as_dict()}
+
+
+def _refuse_aborted(live: LiveSession[Any]) -> None:
+    if live.state is SessionState.ABORTED:
+        raise FencedError(
+            f"session '{live.session_id}' was aborted{_reason_suffix(live.reason)}", session_id=live.session_id
+        )
 
 
 def _reason_suffix(reason: str | None) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -81,7 +81,7 @@ from nemo_gym.http.delivery import (
     Connection,
     while_connected,
 )
-from nemo_gym.http.requests import JsonResponse, check_values, json_object
+from nemo_gym.http.requests import JsonResponse, check_messages, check_values, json_object
 
 
 def failure_event(
@@ -131,10 +131,11 @@ class Pings:
         """``opening`` is the response object that a stream of Responses will begin with, if it is known in advance;
         without it, pings before the first event are comments."""
         self._dialect = dialect
-        self._response: dict[str, Any] | None = None
+        self.response: dict[str, Any] | None = None
+        """The response object as the stream began it, if it has begun."""
         self._opening = dict(opening) if opening is not None else None
         self._opened_here = False
-        self._number = 0
+        self.number = 0
         """The sequence number of the next event of Responses."""
         self._added = 0
         """How many more events have been sent than ``passing`` was given."""
@@ -145,10 +146,10 @@ class Pings:
             return b'event: ping\ndata: {"type": "ping"}\n\n'
         if self._dialect is Dialect.CHAT:
             return COMMENT
-        if self._response is None:
+        if self.response is None:
             if self._opening is None:
                 return COMMENT
-            self._response, self._opened_here = self._opening, True
+            self.response, self._opened_here = self._opening, True
             return self._add("response.created") + self._add("response.in_progress")
         return self._add("response.in_progress")
 
@@ -156,9 +157,9 @@ class Pings:
         """Return an event of the stream as it is to be sent; empty for an opening event that a ping has sent."""
         if self._dialect is not Dialect.RESPONSES:
             return event
-        if self._added == 0 and self._response is not None:
+        if self._added == 0 and self.response is not None:
             # Once the beginning is known and while no ping has been sent, events need no parsing.
-            self._number += 1
+            self.number += 1
             return event
         value = _json_of(event)
         if value is None:
@@ -168,28 +169,19 @@ class Pings:
             self._added -= 1
             return b""
         if kind == "response.created" and isinstance(value.get("response"), dict):
-            self._response = value["response"]
+            self.response = value["response"]
         if self._added == 0:
-            self._number += 1
+            self.number += 1
             return event
         return self._numbered(value)
 
-    def failure_number(self) -> int:
-        """Return the sequence number for an event that ends the stream early."""
-        return self._number
-
-    @property
-    def response(self) -> Mapping[str, Any] | None:
-        """The response object as the stream began it, if it has begun."""
-        return self._response
-
     def _add(self, kind: str) -> bytes:
         self._added += 1
-        return self._numbered({"type": kind, "response": self._response})
+        return self._numbered({"type": kind, "response": self.response})
 
     def _numbered(self, value: dict[str, Any]) -> bytes:
-        value = {**value, "sequence_number": self._number}
-        self._number += 1
+        value = {**value, "sequence_number": self.number}
+        self.number += 1
         return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
 
 
@@ -256,9 +248,7 @@ class KeepAlive:
                 yield self._pings.passing(self._incomplete_event)
         except NemoGymError as error:
             log.info("a stream failed after it began", code=error.code, error=str(error))
-            yield failure_event(
-                self._dialect, error, response=self._pings.response, number=self._pings.failure_number()
-            )
+            yield failure_event(self._dialect, error, response=self._pings.response, number=self._pings.number)
         finally:
             await self.aclose()
 
@@ -293,8 +283,6 @@ def _event_end(text: bytes) -> int:
 
 
 # Replies that report when they were handed over, so that a retry can be told from a new sample.
-
-_PIECE_BYTES = 64 * 1024
 
 
 class DeliveredJson(JsonResponse):
@@ -350,20 +338,6 @@ class DeliveredStream(StreamingResponse):
             # If the caller left before the first iteration, no generator's cleanup runs.
             self._work.cancel()
             await self._stream.aclose()
-
-
-def pieces(events: Iterable[bytes]) -> Iterable[bytes]:
-    """Join events to pieces large enough for a write of their own."""
-    buffered: list[bytes] = []
-    size = 0
-    for event in events:
-        buffered.append(event)
-        size += len(event)
-        if size >= _PIECE_BYTES:
-            yield b"".join(buffered)
-            buffered, size = [], 0
-    if buffered:
-        yield b"".join(buffered)
 
 
 _FIRST_CHECK_S, _LONGEST_CHECK_S = 0.002, 0.25
@@ -469,7 +443,7 @@ class Inference(Generic[C, D]):
 
     async def _answered(self, call: Call[C], request: CallRequest) -> Response:
         live = call.live
-        self.limits.check_body(call.body)
+        check_messages(call.body, self.limits.max_messages)
         if live is not None:
             self.limits.check_kept(live.share)
             await self.turns.wait(live.share)
@@ -565,7 +539,7 @@ class Inference(Generic[C, D]):
             key=key,
             undo=partial(self._backend.take_back, conversations, facts.turn_id),
         )
-        self._sessions.committed(live.session, Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
+        live.session.count(Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
         live.share.count_turn(turn, size)
         call.sampled(facts)
         return Committed(answer, facts.turn_id, index)
@@ -610,8 +584,8 @@ class Inference(Generic[C, D]):
                 task.cancel()
             # With the id under which a ping may have opened the stream, even if the answer repeats an earlier one.
             reply = self._reply_body(call, answer_id=call.call_id, created_at=opened_at)
-            for piece in pieces(call.adapter.events(reply, usage=call.lowered.stream_usage)):
-                yield piece
+            for piece in coalesced(call.adapter.events(reply, usage=call.lowered.stream_usage)):
+                yield bytes(piece)
             all_yielded = True
 
         opened_at = time.time()

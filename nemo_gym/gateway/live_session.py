@@ -29,7 +29,7 @@ from nemo_gym.gateway.backend import C, SessionShare
 from nemo_gym.gateway.dialects.chat import ConversationCache
 from nemo_gym.gateway.journal import JournaledBody, SessionRecord, SessionState
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage, Buffer, JsonText, written
-from nemo_gym.gateway.sessions import PIPELINE, GatewaySession, SessionKey
+from nemo_gym.gateway.sessions import StoredSession
 from nemo_gym.http.delivery import Connection
 
 S = TypeVar("S")
@@ -351,11 +351,10 @@ _REMEMBERED_CONNECTIONS = 64
 
 
 @dataclass(slots=True)
-class LiveSession(Generic[C]):
+class LiveSession(StoredSession, Generic[C]):
     """One session. ``session`` is the part that routes use."""
 
     record: SessionRecord
-    session: GatewaySession
     conversations: C
     state: SessionState = SessionState.OPEN
     reason: str | None = None
@@ -371,24 +370,6 @@ class LiveSession(Generic[C]):
     in_flight: int = 0
     share: SessionShare = field(default_factory=SessionShare)
     _answered_on: dict[str, Connection] = field(default_factory=dict)
-
-    @property
-    def session_id(self) -> str:
-        return self.record.session_id
-
-    @property
-    def key(self) -> SessionKey:
-        # A journal of a release that stored no openers has none; those sessions count as the pipeline's.
-        rollout = self.session.rollout
-        return (self.record.extra.get("opener", PIPELINE), rollout.run_id, rollout.rollout_id)
-
-    @property
-    def inference_digest(self) -> str:
-        return self.record.inference_digest
-
-    @property
-    def control_digest(self) -> str:
-        return self.record.control_digest
 
     def answered_on(self, fingerprint: str) -> Connection | None:
         """Return the connection on which the last answer to an equal request was sent, if it is still known."""

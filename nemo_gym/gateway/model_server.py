@@ -53,6 +53,7 @@ from nemo_gym.gateway.sessions import (
     GatewaySessions,
     InferenceCall,
     InMemoryGatewaySessions,
+    OpenedSession,
     opener_of,
     token_in,
 )
@@ -166,10 +167,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             return await PluginCall(self.responses_dispatch)(call.request, call.body)  # type: ignore[no-any-return]
         else:
             reply = plain(await PluginCall(getattr(self, hook))(call.request, body))
-        call.usage = Usage.of(reply.get("usage"))
-        if not call.stream:
-            return JsonResponse(reply)
-        return Response(b"".join(ADAPTERS[call.dialect].events(reply)), media_type=EVENT_STREAM)
+        return reply_in_dialect(call, reply)
 
     async def _message(self, call: InferenceCall, body: dict[str, Any]) -> dict[str, Any]:
         """Answer in Messages with whichever hook of NeMo Gym this server implements."""
@@ -281,11 +279,14 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         opened = await self.gateway_sessions.open(
             rollout, body.get("sampling"), opener=opener_of(caller), limits=limits
         )
+        # The address by which the opener reached this server: its harness reaches it the same way.
+        return self._opened_reply(opened, limits, {"base_url": f"{str(request.base_url).rstrip('/')}/v1"})
+
+    def _opened_reply(self, opened: OpenedSession, limits: ChosenLimits, urls: Mapping[str, str]) -> Response:
         return JsonResponse(
             {
                 "session_id": opened.session_id,
-                # The address by which the opener reached this server: its harness reaches it the same way.
-                "base_url": f"{str(request.base_url).rstrip('/')}/v1",
+                **urls,
                 "inference_token": opened.inference_token,
                 "control_token": opened.control_token,
                 "model": self.model_name(),
@@ -370,7 +371,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         else:
             usage = call.usage if call.usage is not None else _usage_in(reply)
             if usage is not None:
-                self.gateway_sessions.committed(session, usage)
+                session.count(usage)
         return reply
 
     async def _counted_stream(self, session: GatewaySession, stream: Any) -> AsyncIterator[bytes]:
@@ -380,7 +381,25 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             streamed_usage.feed(data)
             yield data
         if streamed_usage.completed:
-            self.gateway_sessions.committed(session, streamed_usage.usage)
+            session.count(streamed_usage.usage)
+
+
+def reply_in_dialect(call: InferenceCall, reply: Mapping[str, Any]) -> Response:
+    """Return a reply of the call's dialect, as a stream if the call asks for one, and note its usage."""
+    call.usage = Usage.of(reply.get("usage"))
+    if not call.stream:
+        return JsonResponse(reply)
+    return Response(b"".join(ADAPTERS[call.dialect].events(reply)), media_type=EVENT_STREAM)
+
+
+def reply_of_completion(call: InferenceCall, completion: dict[str, Any]) -> Response:
+    """Return a chat completion as the reply to a call of any dialect."""
+    reply = completion
+    if call.dialect is Dialect.RESPONSES:
+        reply = responses.response_of_completion(completion, call.body)
+    elif call.dialect is Dialect.MESSAGES:
+        reply = messages.message_of_completion(completion, call.body)
+    return reply_in_dialect(call, reply)
 
 
 def start_model_execution(request: Request, *, upstream_attempted: bool) -> dict[str, Any]:

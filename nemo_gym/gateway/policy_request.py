@@ -92,17 +92,20 @@ def size_of(pieces: Iterable[Buffer]) -> int:
     return sum(map(len, pieces))
 
 
-def coalesced(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
+def coalesced(pieces: Iterable[Buffer]) -> Iterator[Buffer]:
     """Join small neighbouring pieces for fewer writes; large pieces stay as they are."""
     buffered: list[Buffer] = []
+    size = 0
     for piece in pieces:
-        if len(piece) < _WORTH_A_WRITE_BYTES:
-            buffered.append(piece)
-            continue
-        if buffered:
+        is_large = len(piece) >= _WORTH_A_WRITE_BYTES
+        if buffered and (is_large or size >= _WORTH_A_WRITE_BYTES):
             yield b"".join(buffered)
-            buffered = []
-        yield piece
+            buffered, size = [], 0
+        if is_large:
+            yield piece
+        else:
+            buffered.append(piece)
+            size += len(piece)
     if buffered:
         yield b"".join(buffered)
 

@@ -74,6 +74,11 @@ class GatewaySession:
     turns: int = 0
     usage: Usage = field(default_factory=Usage)
 
+    def count(self, usage: Usage) -> None:
+        """Record one successful, delivered call."""
+        self.turns += 1
+        self.usage += usage
+
 
 @runtime_checkable
 class GatewaySessions(Protocol):
@@ -97,10 +102,6 @@ class GatewaySessions(Protocol):
         `FencedError` for a session that was closed or replaced."""
         ...
 
-    def committed(self, session: GatewaySession, usage: Usage) -> None:
-        """Record one successful, delivered call."""
-        ...
-
     async def finalize(
         self,
         session_id: str,
@@ -122,20 +123,18 @@ class GatewaySessions(Protocol):
         ...
 
 
-class StoredSession(Protocol):
+@dataclass(slots=True)
+class StoredSession:
     """A session in a `SessionTable`. Its tokens are kept as digests only."""
 
-    @property
-    def session_id(self) -> str: ...
+    session: GatewaySession
+    key: SessionKey
+    inference_digest: str
+    control_digest: str
 
     @property
-    def key(self) -> SessionKey: ...
-
-    @property
-    def inference_digest(self) -> str: ...
-
-    @property
-    def control_digest(self) -> str: ...
+    def session_id(self) -> str:
+        return self.session.session_id
 
 
 S = TypeVar("S", bound=StoredSession)
@@ -192,9 +191,6 @@ class SessionTable(Generic[S]):
         """Iterate in the order of opening. Sessions may be dropped during the iteration."""
         return iter([*self._by_id.values()])
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
     def oldest(self, count: int) -> list[S]:
         return [*itertools.islice(self._by_id.values(), count)]
 
@@ -223,17 +219,9 @@ def token_digest(token: str) -> str:
 
 
 @dataclass(slots=True)
-class _Entry:
-    session: GatewaySession
-    key: SessionKey
-    inference_digest: str
-    control_digest: str
+class _Entry(StoredSession):
     closed_at: float | None = None
     summary: dict[str, Any] | None = None
-
-    @property
-    def session_id(self) -> str:
-        return self.session.session_id
 
 
 class InMemoryGatewaySessions:
@@ -274,10 +262,6 @@ class InMemoryGatewaySessions:
             self._close(entry)
             raise CredentialError("the inference token has expired")
         return entry.session
-
-    def committed(self, session: GatewaySession, usage: Usage) -> None:
-        session.turns += 1
-        session.usage = session.usage + usage
 
     async def finalize(
         self,

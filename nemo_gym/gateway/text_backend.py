@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import orjson
 
-from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts, step_begins
+from nemo_gym.gateway.backend import CallContext, ForestConversations, TurnFacts, call_details, step_begins
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.dialects.errors import overflow_of
-from nemo_gym.gateway.engines import EngineAnswerError, EngineRefusedError, OpenAIEngine, TextReply, asked_otherwise
+from nemo_gym.gateway.engines import EngineAnswerError, EngineRefusedError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, JsonText, PolicyRequest
 from nemo_gym.gateway.routing.pool import EnginePool
@@ -60,15 +60,13 @@ class HistoryJson:
         return b"[%b]" % b",".join(self._texts)
 
 
-class TextConversations:
+class TextConversations(ForestConversations):
     """One session's forest of turns without ids, and the messages of each turn."""
 
     def __init__(self, now: datetime) -> None:
         nothing = _NoTokens()
-        self.forest = TokenForest(
-            cast("IncrementalEncoder", nothing), cast("PolicyTokenizer", nothing), History.VERBATIM, now
-        )
-        self.preparing = Preparing(self.forest)
+        encoder, policy = cast("IncrementalEncoder", nothing), cast("PolicyTokenizer", nothing)
+        super().__init__(TokenForest(encoder, policy, History.VERBATIM, now))
         self.said: list[Mapping[str, Any]] = []
         """By turn: the ``messages`` since its parent, the answer last; the ``tools`` of a turn without a parent."""
         self.history_json = HistoryJson()
@@ -168,7 +166,7 @@ class TextBackend:
     async def sample(
         self, conversations: TextConversations, request: PolicyRequest, context: CallContext
     ) -> TextSample:
-        prepared = await conversations.preparing.prepared(request, context)
+        prepared = await conversations.prepared(request, context)
         await context.turns.wait(context.share)
         working = step_begins(context.body_bytes)
         body = self._body(request, context)
@@ -193,8 +191,9 @@ class TextBackend:
         message = message_of(completion.message, sampled.context.call_id)
         prepared, weights = sampled.prepared, sampled.reply.weights
         end = end_of(completion.finish_reason, message)
+        details = call_details(request, sampled.context, sampled.reply.engine, sampled.seconds)
         turn = conversations.forest.commit(
-            prepared, Sampled((), None, str(end), weights.last or weights.first, _details(sampled, request)), message
+            prepared, Sampled((), None, str(end), weights.last or weights.first, details), message
         )
         start = prepared.reading.start_of(prepared.shared)
         turn_data: dict[str, Any] = {"messages": [*prepared.reading.messages[start:], message]}
@@ -250,14 +249,3 @@ async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[Text
             f" ({error}): {reply.body[:200].decode(errors='replace')}",
             engine=reply.engine,
         ) from error
-
-
-def _details(sampled: TextSample, request: PolicyRequest) -> dict[str, Any]:
-    details: dict[str, Any] = {
-        "call_id": sampled.context.call_id,
-        "engine": sampled.reply.engine,
-        "seconds": round(sampled.seconds, 4),
-    }
-    if otherwise := asked_otherwise(request.asked, sampled.context.pinned):
-        details["asked_otherwise"] = otherwise
-    return details

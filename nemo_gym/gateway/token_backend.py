@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
-from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts, apart
+from nemo_gym.gateway.backend import CallContext, ForestConversations, TurnFacts, apart, call_details
 from nemo_gym.gateway.dialects.content import json_at
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
 from nemo_gym.gateway.engines import (
@@ -19,7 +18,6 @@ from nemo_gym.gateway.engines import (
     FinishReason,
     Generation,
     TokenRequest,
-    asked_otherwise,
     pinned_sampling,
 )
 from nemo_gym.gateway.engines.types import TokenizerProbe
@@ -37,7 +35,7 @@ from nemo_gym.gateway.tokens import (
 )
 from nemo_gym.gateway.tokens.history import calls_of, is_long, text_of
 from nemo_gym.gateway.tokens.trajectories import FIRST_WEIGHTS, as_row, record_of, restore
-from nemo_gym.gateway.tokens.turns import Prompt, json_of
+from nemo_gym.gateway.tokens.turns import json_of
 
 PROBE_TEXT = "The quick brown fox jumps over 12345 lazy dogs.\n\tdef half(x): return x / 2  # naïve: 東京 🙂\n"
 """Words, digits, spaces, code and multi-byte letters: tokenizers that agree on all of it are taken to be the same."""
@@ -47,12 +45,11 @@ _TAIL_IDS = 96
 """How many ids at the prompt's end are decoded for the parser: a generation prompt is far shorter."""
 
 
-class TokenConversations:
+class TokenConversations(ForestConversations):
     """One session's forest of token turns."""
 
     def __init__(self, forest: TokenForest, policy: PolicyTokenizer) -> None:
-        self.forest = forest
-        self.preparing = Preparing(forest)
+        super().__init__(forest)
         self._policy = policy
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -95,33 +92,6 @@ class TokenSample:
     generation: Generation
     context: CallContext
     seconds: float
-    tail: _Tail
-
-
-class _Tail:
-    """The text at the end of a prompt."""
-
-    __slots__ = ("_policy", "_prompt", "_text")
-
-    def __init__(self, policy: PolicyTokenizer, prompt: Prompt) -> None:
-        self._policy = policy
-        self._prompt = prompt
-        self._text: str | None = None
-
-    def decode(self) -> str:
-        if self._text is None:
-            self._text = self._policy.decode(self._prompt.tail(_TAIL_IDS))
-        return self._text
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLimits:
-    """Limits in tokens."""
-
-    context: int
-    """Limit of prompt and answer together."""
-    answer: int | None = None
-    """Limit of one answer; ``None``: what the prompt leaves of the context."""
 
 
 class TokenBackend:
@@ -134,21 +104,25 @@ class TokenBackend:
         pool: EnginePool,
         *,
         model: str,
-        limits: TokenLimits,
+        max_context_tokens: int,
+        max_answer_tokens: int | None = None,
         history: History = History.VERBATIM,
     ) -> None:
+        """``max_context_tokens``: limit of prompt and answer together. ``max_answer_tokens``: limit of one answer;
+        ``None``: what the prompt leaves of the context."""
         self._policy = policy
         self._parser = parser
         self._pool = pool
         self._model = model
-        self._limits = limits
+        self._max_context_tokens = max_context_tokens
+        self._max_answer_tokens = max_answer_tokens
         self._history = history
         self._encoder = IncrementalEncoder(policy)
         self._stops = tuple(sorted(policy.stop_ids))
 
     @property
     def context_tokens(self) -> int | None:
-        return self._limits.context
+        return self._max_context_tokens
 
     @property
     def tokenizer_probe(self) -> TokenizerProbe:
@@ -157,7 +131,7 @@ class TokenBackend:
     def _context(self) -> int:
         """Return the context limit: the smaller of the configured one and the one that the engines report."""
         engine_limit = self._pool.context_tokens
-        return self._limits.context if engine_limit is None else min(engine_limit, self._limits.context)
+        return self._max_context_tokens if engine_limit is None else min(engine_limit, self._max_context_tokens)
 
     def conversations(self, now: datetime) -> TokenConversations:
         return TokenConversations(TokenForest(self._encoder, self._policy, self._history, now), self._policy)
@@ -168,33 +142,25 @@ class TokenBackend:
         _refuse_constraints(request)
         if context.body_bytes > self._context() * _BYTES_PER_TOKEN:
             self._refuse_overflow(request)
-        prepared = await conversations.preparing.prepared(request, context)
+        prepared = await conversations.prepared(request, context)
         await context.turns.wait(context.share)
         prompt = prepared.prompt
         context_tokens = self._context()
         room = context_tokens - len(prompt)
         if room < 1:
             raise ContextOverflowError(len(prompt), context_tokens)
-        if self._limits.answer is not None:
-            room = min(room, self._limits.answer)
+        if self._max_answer_tokens is not None:
+            room = min(room, self._max_answer_tokens)
         sampling = pinned_sampling(request.asked, context.pinned, room_tokens=room, stop_token_ids=self._stops)
-        tail = _Tail(self._policy, prompt)
-        asyncio.get_running_loop().call_soon(tail.decode)  # after the request was sent, while the engine samples
         began = time.monotonic()
         generation = await self._pool.token_calls.generate(
             context.session_id,
-            TokenRequest(
-                context.call_id,
-                prompt,
-                sampling,
-                prepared.images(),
-                prompt.json(),
-            ),
+            TokenRequest(context.call_id, prompt, sampling, prepared.images(), prompt.json()),
         )
         if generation.finish_reason is FinishReason.ABORT:
             name = generation.engine
             raise EngineFailedError(f"engine '{name}' aborted the answer", retryable=True, engine=name)
-        return TokenSample(prepared, generation, context, time.monotonic() - began, tail)
+        return TokenSample(prepared, generation, context, time.monotonic() - began)
 
     def _refuse_overflow(self, request: PolicyRequest) -> None:
         """Raise `ContextOverflowError` for a request that cannot fit, without encoding megabytes of text."""
@@ -213,7 +179,7 @@ class TokenBackend:
         offered = [*(request.tools or ()), *request.deferred]
         parsed = self._parser.parse(
             text,
-            prompt_tail=sampled.tail.decode(),
+            prompt_tail=self._policy.decode(prepared.prompt.tail(_TAIL_IDS)),
             tools=offered,
             parse_calls=bool(offered) and request.tool_choice != "none",
         )
@@ -307,13 +273,7 @@ def _end(finish: FinishReason, parsed: ParsedAnswer) -> AnswerEnd:
 
 def _details(sampled: TokenSample, request: PolicyRequest) -> dict[str, Any]:
     generation = sampled.generation
-    details: dict[str, Any] = {
-        "call_id": sampled.context.call_id,
-        "engine": generation.engine,
-        "seconds": round(sampled.seconds, 4),
-    }
-    if otherwise := asked_otherwise(request.asked, sampled.context.pinned):
-        details["asked_otherwise"] = otherwise
+    details = call_details(request, sampled.context, generation.engine, sampled.seconds)
     if generation.weights.first != generation.weights.last:
         details[FIRST_WEIGHTS] = generation.weights.first
     if generation.cached_tokens is not None:

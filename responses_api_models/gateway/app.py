@@ -50,7 +50,7 @@ from nemo_gym.gateway.sessions import (
 from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import Application
-from nemo_gym.http.requests import JsonResponse, parse_json_object, refuse_encoded, require_role
+from nemo_gym.http.requests import JsonResponse, check_messages, parse_json_object, refuse_encoded, require_role
 from nemo_gym.http.telemetry import Reading
 
 SESSION_PREFIX = "/sessions/{session_id}"
@@ -73,7 +73,10 @@ class Gateway(SimpleResponsesAPIModel):
     def _build(self) -> None:
         config = self.config
         self._pool = EnginePool(config.engines, routing=config.routing, retries=config.retries, kind=config.kind)
-        self._backend = self._make_backend()
+        if config.policy is None:
+            self._backend = TextBackend(self._pool, model=config.model, extra_body=config.extra_body)
+        else:
+            self._backend = config.policy.backend(self._pool, model=config.model)
         self._durable = DurableSessions(self._backend, ttl_s=config.session_ttl_s, keep_closed_s=config.keep_closed_s)
         keys = [engine.api_key for engine in config.engines if engine.api_key]
         if config.capture is not None:
@@ -89,12 +92,6 @@ class Gateway(SimpleResponsesAPIModel):
             limits=config.limits(),
             request_timeout_s=config.request_timeout_s,
         )
-
-    def _make_backend(self) -> Backend[Any, Any]:
-        config = self.config
-        if config.policy is None:
-            return TextBackend(self._pool, model=config.model, extra_body=config.extra_body)
-        return config.policy.backend(self._pool, model=config.model)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -200,65 +197,48 @@ class Gateway(SimpleResponsesAPIModel):
             urls["path_token_base_url"] = f"{base}/token/{opened.inference_token}/v1"
             path_token = completion_token(token_digest(opened.control_token))
             urls["path_token_complete_url"] = f"{base}/token/{path_token}/complete"
-        return JsonResponse(
-            {
-                "session_id": opened.session_id,
-                **urls,
-                "inference_token": opened.inference_token,
-                "control_token": opened.control_token,
-                "model": self.config.model,
-                "expires_at": opened.expires_at,
-                "request_timeout_s": requested.limits.request_timeout_s or self.config.request_timeout_s,
-            }
-        )
+        return self._opened_reply(opened, requested.limits, urls)
 
     async def _state_route(self, request: Request) -> Response:
         return JsonResponse(self._durable.state(*self._control(request)))
 
     async def _complete_route(self, request: Request) -> Response:
-        session_id, token = self._completion_target(request)
+        # A runner may come with the completion token instead of the opener's.
+        if (token := token_in(request.headers, COMPLETION_TOKEN_PREFIX)) is not None:
+            session_id = request.path_params["session_id"]
+        else:
+            session_id, token = self._control(request)
         reward, info = reward_in(await parse_json_object(request))
         if reward is not None:
             info = {**(info or {}), "reward": reward}
         return JsonResponse(await self._durable.complete(session_id, token, info))
-
-    def _completion_target(self, request: Request) -> tuple[str, str]:
-        """Return the session to complete and the token that permits it: a runner's from the path, or the opener's."""
-        if (token := token_in(request.headers, COMPLETION_TOKEN_PREFIX)) is not None:
-            return request.path_params["session_id"], token
-        return self._control(request)
 
     async def _inference_route(self, request: Request) -> Response:
         live = self._session_of(request)
         dialect = dialect_of(request.scope["path"])
         assert dialect is not None  # only inference routes come here
         refuse_encoded(request)
+        call_request = CallRequest(request.headers, request.scope.get("client"), request.receive)
         if live is None:
-            return await self._answer_without_session(request, dialect)
+            body = await parse_json_object(request, max_values=self.config.max_body_values)
+            call_request = replace(call_request, body_bytes=len(await request.body()))
+            try:
+                return await self._inference.answer(dialect, body, call_request, None)
+            except CallerGoneError:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
         limits = self._inference.limits
         content_length = request.headers.get("content-length", "")
         size = limits.max_body_bytes
         if content_length.isdecimal() and len(content_length) <= LENGTH_DIGITS:
             size = min(int(content_length), size)
-        call_request = CallRequest(request.headers, request.scope.get("client"), request.receive)
         with live.share.claimed(size, limits.max_session_in_flight_bytes):
             parts = [await request.body()]
             return await self._inference.answer_session(dialect, live, request.scope["path"], parts, call_request)
 
-    async def _answer_without_session(self, request: Request, dialect: Dialect) -> Response:
-        """Answer a call without a session."""
-        body = await parse_json_object(request, max_values=self.config.max_body_values)
-        connection = request.scope.get("client")
-        call_request = CallRequest(request.headers, connection, request.receive, len(await request.body()))
-        try:
-            return await self._inference.answer(dialect, body, call_request, None)
-        except CallerGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-
     async def _count_tokens_route(self, request: Request) -> Response:
         self._session_of(request)
         body = await parse_json_object(request, max_values=self.config.max_body_values)
-        self._inference.limits.check_body(body)
+        check_messages(body, self.config.max_messages)
         count = await self._backend.count_tokens(ADAPTERS[Dialect.MESSAGES].lower({"max_tokens": 1, **body}))
         if count is None:
             raise InvalidBodyError("count_tokens: the endpoint's tokenizer is unknown, so tokens cannot be counted")

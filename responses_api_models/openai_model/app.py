@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import aiohttp
 import orjson
@@ -27,14 +27,13 @@ from nemo_gym.contract.session import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
-from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM
+from nemo_gym.gateway.dialects.adapters import EVENT_STREAM
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.model_server import upstream_error
-from nemo_gym.gateway.policy_request import ModelTimeoutError, Usage, chosen_limits, took_too_long
+from nemo_gym.gateway.model_server import reply_of_completion, upstream_error
+from nemo_gym.gateway.policy_request import ModelTimeoutError, chosen_limits, took_too_long
 from nemo_gym.http.client import get_global_aiohttp_client
-from nemo_gym.http.requests import JsonResponse
 
 ROUTES = {Dialect.CHAT: "/chat/completions", Dialect.RESPONSES: "/responses"}
 API_KEY_ENV = "OPENAI_API_KEY"
@@ -44,6 +43,9 @@ READY_TTL_S = 5.0
 READY_TIMEOUT_S = 5.0
 
 log = structlog.get_logger(__name__)
+
+Reply: TypeAlias = aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]
+"""The endpoint's reply: an open stream, or status, body and headers."""
 
 
 class SimpleModelServerConfig(BaseResponsesAPIModelConfig):
@@ -103,10 +105,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             return Response(body, media_type="application/json")
         return self._translated(call, endpoint_dialect, body)
 
-    async def _ask(
-        self, call: InferenceCall
-    ) -> tuple[Dialect, aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]]:
-        """Return the endpoint's dialect and its reply: an open stream, or status, body and headers."""
+    async def _ask(self, call: InferenceCall) -> tuple[Dialect, Reply]:
+        """Return the endpoint's dialect and its reply."""
         for dialect in self._dialects(call.dialect):
             translated = dialect is not call.dialect
             reply = await self._send(dialect, self._request(call, dialect), stream=call.stream and not translated)
@@ -147,9 +147,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             body["input"] = [item for item in body["input"] if item.get("type") != "reasoning"]
         return body
 
-    async def _send(
-        self, dialect: Dialect, body: dict[str, Any], *, stream: bool
-    ) -> aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]:
+    async def _send(self, dialect: Dialect, body: dict[str, Any], *, stream: bool) -> Reply:
         url = self.config.openai_base_url + ROUTES[dialect]
         data = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
         tries = self.config.max_retries + 1
@@ -173,9 +171,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                 if not await backoff.again():
                     raise upstream_error(reply[0], reply[1].decode(errors="replace"), reply[2])
 
-    async def _send_once(
-        self, url: str, data: bytes, stream: bool
-    ) -> aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]:
+    async def _send_once(self, url: str, data: bytes, stream: bool) -> Reply:
         # A relayed stream outlives `infer` and its time limit, so the request has its own.
         connect_s = chosen_limits().connect_timeout_s or self.config.connect_timeout_s
         timeout = aiohttp.ClientTimeout(total=self._request_s(), sock_connect=connect_s)
@@ -196,9 +192,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     def _idle_s(self) -> float:
         return chosen_limits().idle_timeout_s or self.config.idle_timeout_s
 
-    def _require_accepted(
-        self, reply: aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]
-    ) -> aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]:
+    def _require_accepted(self, reply: Reply) -> Reply:
         if isinstance(reply, tuple):
             status, body, headers = reply
             if status in (401, 403):
@@ -233,19 +227,12 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             answer = orjson.loads(body)
             if endpoint_dialect is Dialect.RESPONSES:
                 answer = responses_chat.completion_of_response(answer)
-            if call.dialect is Dialect.RESPONSES:
-                answer = responses_chat.response_of_completion(answer, call.body)
-            elif call.dialect is Dialect.MESSAGES:
-                answer = messages_chat.message_of_completion(answer, call.body)
+            return reply_of_completion(call, answer)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ModelError(
                 f"the model endpoint's response is not a valid response of {ROUTES[endpoint_dialect]}:"
                 f" {body[:200].decode(errors='replace')}"
             ) from error
-        call.usage = Usage.of(answer.get("usage"))
-        if not call.stream:
-            return JsonResponse(answer)
-        return Response(b"".join(ADAPTERS[call.dialect].events(answer)), media_type=EVENT_STREAM)
 
     async def preflight(self) -> list[EngineCheck]:
         config = self.config

@@ -22,12 +22,8 @@ from nemo_gym.base_responses_api_model import (
     SimpleResponsesAPIModel,
 )
 from nemo_gym.contract.errors import ConfigError, ModelError
-from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects import messages as messages_chat
-from nemo_gym.gateway.dialects import responses as responses_chat
 from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM
-from nemo_gym.gateway.policy_request import Usage
-from nemo_gym.http.requests import JsonResponse
+from nemo_gym.gateway.model_server import reply_of_completion
 from nemo_gym.prompt import resolve_path
 from responses_api_models.scripted_model.script import Answer, Fault, Script
 from responses_api_models.scripted_model.tools import HarnessTools
@@ -89,7 +85,7 @@ class ScriptedModel(SimpleResponsesAPIModel):
         return super().setup_webserver()
 
     async def infer(self, call: InferenceCall) -> Response:
-        messages = _chat_messages(call)
+        messages = [dict(message) for message in ADAPTERS[call.dialect].lower(call.body).messages]
         answer = self.script.answer(messages, call.session.rollout.sample_index if call.session is not None else 0)
         if answer.delay_s:
             await asyncio.sleep(answer.delay_s)
@@ -98,9 +94,7 @@ class ScriptedModel(SimpleResponsesAPIModel):
             fault_response = await _fail(answer.fault, stream=call.stream)
             if fault_response is not None:
                 return fault_response
-        completion = _completion(answer, messages, self.script.model, seed)
-        call.usage = Usage.of(completion["usage"])
-        return _reply(call, completion)
+        return reply_of_completion(call, _completion(answer, messages, self.script.model, seed))
 
     def _fault_happens(self, call: InferenceCall, answer: Answer, fault: Fault, seed: str) -> bool:
         """Whether the fault still happens: at most ``fault.times`` times per session (or conversation) and turn."""
@@ -109,10 +103,6 @@ class ScriptedModel(SimpleResponsesAPIModel):
         count = self._faults.get(key, 0)
         self._faults[key] = count + 1
         return count < fault.times
-
-
-def _chat_messages(call: InferenceCall) -> list[dict[str, Any]]:
-    return [dict(message) for message in ADAPTERS[call.dialect].lower(call.body).messages]
 
 
 def _tokens(value: Any) -> int:
@@ -147,17 +137,6 @@ def _completion(answer: Answer, messages: list[dict[str, Any]], model: str, seed
         ],
         "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
     }
-
-
-def _reply(call: InferenceCall, completion: dict[str, Any]) -> Response:
-    reply = completion
-    if call.dialect is Dialect.RESPONSES:
-        reply = responses_chat.response_of_completion(completion, call.body)
-    elif call.dialect is Dialect.MESSAGES:
-        reply = messages_chat.message_of_completion(completion, call.body)
-    if call.stream:
-        return Response(b"".join(ADAPTERS[call.dialect].events(reply)), media_type=EVENT_STREAM)
-    return JsonResponse(reply)
 
 
 async def _fail(fault: Fault, *, stream: bool) -> Response | None:

@@ -189,24 +189,21 @@ class Task(_Part):
             raise ConfigError(f"task '{self.name}': {error}", key="tools") from None
         return self.model_copy(update={"turns": turns})
 
-    def turn_after(self, observations: Sequence[str]) -> tuple[int, Turn]:
-        """Return the next turn and its position. ``observations`` has one text per turn answered so far."""
+    def turn_after(self, observations: Sequence[str]) -> Turn:
+        """Return the next turn. ``observations`` has one text per turn answered so far."""
         position = 0
-        for number, observed in enumerate(observations):
-            position = self._next(position, observed, number)
-        return position, self.turns[position]
-
-    def _next(self, position: int, observed: str, number: int) -> int:
-        for branch in self.turns[position].then:
-            if branch.observed is None or branch.observed.search(observed):
-                return self._index[branch.goto]
-        if position + 1 < len(self.turns):
-            return position + 1
-        if self.repeat_last:
-            return position
-        raise ScriptError(
-            f"task '{self.name}' has ended after {number + 1} turns; the harness asked for another one", task=self.name
-        )
+        for answered, observed in enumerate(observations, 1):
+            branches = (b for b in self.turns[position].then if b.observed is None or b.observed.search(observed))
+            if (branch := next(branches, None)) is not None:
+                position = self._index[branch.goto]
+            elif position + 1 < len(self.turns):
+                position += 1
+            elif not self.repeat_last:
+                raise ScriptError(
+                    f"task '{self.name}' has ended after {answered} turns; the harness asked for another one",
+                    task=self.name,
+                )
+        return self.turns[position]
 
 
 def _turn_of_message(message: Mapping[str, Any]) -> Turn:
@@ -222,7 +219,6 @@ class Answer(BaseModel):
 
     task: str
     turn: int
-    position: int
     text: str
     tool_calls: list[ToolCall]
     delay_s: float
@@ -290,7 +286,7 @@ class Script(_Part):
 
 
 def _answer(task: Task, groups: Mapping[str, str], observations: Sequence[str]) -> Answer:
-    position, turn = task.turn_after(observations)
+    turn = task.turn_after(observations)
     calls = [
         ToolCall(name=call.name, arguments=_filled(call.arguments, groups)) if groups else call
         for call in turn.tool_calls
@@ -298,7 +294,6 @@ def _answer(task: Task, groups: Mapping[str, str], observations: Sequence[str]) 
     return Answer(
         task=task.name,
         turn=len(observations),
-        position=position,
         text=_filled(turn.text, groups) if groups else turn.text,
         tool_calls=calls,
         delay_s=turn.delay_s,

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from nemo_gym.gateway.journal.log import frame, framed, read_frames
+from nemo_gym.gateway.journal.log import framed, read_frames
 from nemo_gym.gateway.policy_request import JsonText, coalesced, size_of, written
 
 LARGE = orjson.dumps([*range(50_000)])
@@ -55,5 +55,5 @@ def test_text_is_false_where_it_says_nothing(text: bytes, something: bool) -> No
 def test_frame_of_pieces_is_the_frame_of_the_whole() -> None:
     pieces = [b"head\n", memoryview(LARGE), b"", b"tail"]
     whole = b"".join(pieces)
-    assert b"".join(framed(pieces)) == frame(whole)
-    assert [bytes(payload) for payload in read_frames(frame(whole)).payloads] == [whole]
+    assert b"".join(framed(pieces)) == b"".join(framed((whole,)))
+    assert [bytes(payload) for payload in read_frames(b"".join(framed((whole,)))).payloads] == [whole]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
@@ -65,18 +65,8 @@ class _EngineConfig(BaseModel):
         return self.name or urlsplit(self.base_url).netloc
 
     def endpoint(self) -> EngineEndpoint:
-        return EngineEndpoint(
-            self.engine_name,
-            self.base_url,
-            self.api_key,
-            self.model,
-            self.headers,
-            self.connect_timeout_s,
-            self.request_timeout_s,
-            self.idle_timeout_s,
-            self.probe_timeout_s,
-            self.max_answer_bytes,
-        )
+        same = {field.name for field in fields(EngineEndpoint)} - {"name"}
+        return EngineEndpoint(self.engine_name, **{name: getattr(self, name) for name in same})
 
 
 def _can_be_reached(parts: SplitResult) -> bool:

@@ -287,7 +287,10 @@ class VllmEngine(HttpEngine):
                             continue
                         choice = _only_choice(event)
                         self._check_prompt(request, choice)
-                        delta = TokenDelta(*_tokens(choice))
+                        logprobs_object = choice.get("logprobs") or {}
+                        delta = TokenDelta(choice.get("token_ids") or (), logprobs_object.get("token_logprobs") or ())
+                        if len(delta.token_ids) != len(delta.logprobs):
+                            raise _unequal(len(delta.token_ids), len(delta.logprobs))
                         if choice.get("finish_reason") is not None:
                             finish, stop_reason = _FINISH[choice["finish_reason"]], choice.get("stop_reason")
                     token_ids += delta.token_ids
@@ -357,18 +360,6 @@ def _only_choice(answer: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{len(choices)} choices instead of one")
     choice: dict[str, Any] = choices[0]
     return choice
-
-
-def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    token_ids = tuple(choice.get("token_ids") or ())
-    logprobs_object = choice.get("logprobs") or {}
-    if "content" in logprobs_object:
-        logprobs = tuple(entry["logprob"] for entry in logprobs_object["content"] or ())
-    else:
-        logprobs = tuple(logprobs_object.get("token_logprobs") or ())
-    if len(token_ids) != len(logprobs):
-        raise _unequal(len(token_ids), len(logprobs))
-    return token_ids, logprobs
 
 
 def _unequal(ids: int, logprobs: int) -> ValueError:

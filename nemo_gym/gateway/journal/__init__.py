@@ -15,7 +15,6 @@ from nemo_gym.gateway.journal.session_journal import (
     SessionJournal,
     SessionRecord,
     SessionState,
-    TurnRecord,
 )
 
 __all__ = [
@@ -31,5 +30,4 @@ __all__ = [
     "SessionJournal",
     "SessionRecord",
     "SessionState",
-    "TurnRecord",
 ]

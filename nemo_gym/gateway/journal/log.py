@@ -60,10 +60,6 @@ _HEAD = struct.Struct("<4sII")
 MAX_PAYLOAD_BYTES = 2**30
 
 
-def frame(payload: bytes) -> bytes:
-    return b"".join(framed((payload,)))
-
-
 def framed(payload: Sequence[Buffer]) -> list[Buffer]:
     """Return the frame of a payload, both in pieces; the payload's pieces are not copied."""
     checksum = 0
@@ -238,11 +234,6 @@ class JournalLog:
     def place(self) -> tuple[Path, int]:
         """The file of the latest record, and the offset at which the record ends in it once it is durable."""
         return self._path(self.segment), self._size
-
-    @property
-    def broken(self) -> JournalError | None:
-        """The error that ended the log, if any."""
-        return self._broken
 
     @property
     def refusal(self) -> JournalError | None:

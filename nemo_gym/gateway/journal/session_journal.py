@@ -44,15 +44,6 @@ _STEPS = {
 }
 
 
-def step(session_id: str, now: SessionState, then: SessionState) -> bool:
-    """Return whether ``now`` and ``then`` differ; raises `FencedError` for a step that is not allowed."""
-    if now is then:
-        return False
-    if then not in _STEPS[now]:
-        raise FencedError(f"session '{session_id}' is {now}; it cannot become {then}", session_id=session_id)
-    return True
-
-
 # The place of a record's body in the journal, for callers that read it again instead of keeping it in memory.
 
 
@@ -309,9 +300,13 @@ class SessionJournal:
 
     async def _step(self, session_id: str, then: SessionState, result: bytes, reason: str | None) -> bytes:
         session = self._require_session(session_id)
-        if not step(session_id, session.state, then):
+        if session.state is then:
             # The first call's record may not be durable yet; another record becomes durable only after it.
             result, reason = session.result, session.reason
+        elif then not in _STEPS[session.state]:
+            raise FencedError(
+                f"session '{session_id}' is {session.state}; it cannot become {then}", session_id=session_id
+            )
         data = encode(RecordKind.STATE, session_id, result, state=then, reason=reason)
         before = session.state, session.result, session.reason
         session.state, session.result, session.reason = then, result, reason

@@ -14,7 +14,7 @@ from campaigns.faults.gateway.bodies import ROLLOUT
 from campaigns.faults.gateway.processes import GatewayProcess, policy_in
 from campaigns.faults.gateway_restart import full_disk, kills
 from nemo_gym.gateway.journal import SessionRecord
-from nemo_gym.gateway.journal.log import frame
+from nemo_gym.gateway.journal.log import framed
 from nemo_gym.gateway.journal.session_journal import RecordKind, encode
 from nemo_gym.gateway.live_session import encode_committed
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage
@@ -57,6 +57,6 @@ def foreign_turn() -> bytes:
     record = SessionRecord("s1", ROLLOUT, "i", "c", 0.0, 4e9, {}, {"now": "2026-01-01T00:00:00+00:00"})
     answer = Answer("a", 0.0, "m", {"role": "assistant", "content": "x"}, AnswerEnd.STOP, AnswerUsage())
     turn = b"".join(encode_committed(answer, {"turn_id": 0, "tokens_of_another_version": []}))
-    return frame(encode(RecordKind.OPENED, "s1", record=asdict(record))) + frame(
-        encode(RecordKind.TURN, "s1", turn, index=0, fingerprint="f", key=None)
-    )
+    opened = encode(RecordKind.OPENED, "s1", record=asdict(record))
+    committed = encode(RecordKind.TURN, "s1", turn, index=0, fingerprint="f", key=None)
+    return b"".join([*framed((opened,)), *framed((committed,))])

@@ -20,7 +20,6 @@ from nemo_gym.gateway.capture import (
     CallCapture,
     CallRecord,
     CaptureConfig,
-    model_call,
     read_calls,
 )
 
@@ -77,17 +76,6 @@ def test_calls_are_one_line_each_in_the_file_of_their_session(
         assert calls[0]["milliseconds"]["sent"] >= 0 and "began" not in calls[0]
     assert len(list(read_calls(tmp_path / "calls" / "no-session.jsonl"))) == 1
     assert capture.figures() == {"taken": 301, "written": 301, "dropped": 0}
-
-
-def test_captured_call_is_a_model_call_of_the_observations(start: Callable[..., CallCapture], tmp_path: Path) -> None:
-    capture = start()
-    usage = {"input_tokens": 11, "output_tokens": 3}  # as a call is recorded
-    capture.record(record(request={"a": 1}, answer={"b": 2}, status=200, finish="stop", usage=usage))
-    capture.close()
-    (call,) = read_calls(tmp_path / "calls" / "s1.jsonl")
-    made = model_call(call)
-    assert (made.request, made.response, made.token_stats.total_tokens) == ({"a": 1}, {"b": 2}, 14)
-    assert made.response_metadata.status_code == 200 and made.duration_ms == call["milliseconds"]["sent"]
 
 
 def test_no_bodies_are_kept_when_they_are_not_asked_for(start: Callable[..., CallCapture], tmp_path: Path) -> None:

@@ -21,7 +21,11 @@ from nemo_gym.gateway.journal import (
     JournalFullError,
     JournalLog,
 )
-from nemo_gym.gateway.journal.log import frame, framed, read_frames
+from nemo_gym.gateway.journal.log import framed, read_frames
+
+
+def frame(payload: bytes) -> bytes:
+    return b"".join(framed((payload,)))
 
 
 def opened(directory: Path, **options: int) -> tuple[JournalLog, list[bytes]]:
@@ -120,7 +124,7 @@ async def test_failed_write_ends_the_log_for_good(tmp_path: Path) -> None:
     for number in range(3):
         with pytest.raises(JournalError, match="cannot be written"):
             await log.append(b"lost", undo=partial(undone.append, number))
-    assert log.broken is not None
+    assert log.refusal is not None
     await log.aclose()
     with pytest.raises(JournalError, match="cannot be written"):
         await log.append(b"later", undo=partial(undone.append, 3))
@@ -142,7 +146,6 @@ async def test_full_disk_fails_what_does_not_fit_and_is_gone_on_with_once_there_
         kept.pop()
         assert number > 10
         assert isinstance(log.refusal, JournalFullError)
-        assert log.broken is None
         undone: list[int] = []
         outcomes = await asyncio.gather(
             *(log.append(bytes(200_000), undo=partial(undone.append, at)) for at in range(3)), return_exceptions=True

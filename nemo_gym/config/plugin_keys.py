@@ -69,11 +69,7 @@ def entrypoint(server: ServerBlock, roots: Sequence[Path]) -> Path:
 def config_keys(server: ServerBlock, roots: Sequence[Path]) -> frozenset[str] | None:
     """Field names of the server's configuration class; ``None`` when it takes any, or the source does not tell."""
     try:
-        path = entrypoint(server, roots)
-        running = _running_class(path)
-        if running is None:
-            return None
-        config = _annotation_of(_Class(path, running), "config", roots)
+        config = _annotation_of(_running_class(entrypoint(server, roots)), "config", roots)
         return frozenset(_fields(config, roots, set()))
     except _UnknownSource:
         return None
@@ -82,11 +78,7 @@ def config_keys(server: ServerBlock, roots: Sequence[Path]) -> frozenset[str] | 
 def class_constant(server: ServerBlock, name: str, roots: Sequence[Path]) -> list[str] | None:
     """A class attribute of the server that lists words (``topologies = ("none", Topology.AGENT_IN_ENV)``)."""
     try:
-        path = entrypoint(server, roots)
-        running = _running_class(path)
-        if running is None:
-            return None
-        return _constant(_Class(path, running), name, roots)
+        return _constant(_running_class(entrypoint(server, roots)), name, roots)
     except _UnknownSource:
         return None
 
@@ -95,29 +87,19 @@ def defines(server: ServerBlock, names: Collection[str], roots: Sequence[Path]) 
     """Whether a server's class, or a base of it outside the core, defines one of ``names``; ``None`` where the source
     does not tell."""
     try:
-        path = entrypoint(server, roots)
-        running = _running_class(path)
-        return None if running is None else _defines(_Class(path, running), frozenset(names), roots)
+        return _defines(_running_class(entrypoint(server, roots)), names, roots)
     except _UnknownSource:
         return None
 
 
-def _defines(cls: _Class, names: frozenset[str], roots: Sequence[Path]) -> bool:
+def _defines(cls: _Class, names: Collection[str], roots: Sequence[Path]) -> bool:
     if cls.node.name in CORE_BASES:
         return False
-    for statement in cls.node.body:
-        match statement:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                is_defined = name in names
-            case ast.AnnAssign(target=target):
-                is_defined = ast.unparse(target) in names
-            case ast.Assign(targets=targets):
-                is_defined = any(ast.unparse(target) in names for target in targets)
-            case _:
-                is_defined = False
-        if is_defined:
-            return True
-    return any(_defines(base, names, roots) for base in _base_classes(cls, roots) if base is not None)
+    functions = (node.name for node in cls.node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    attributes = (name for name, _, _ in _assignments(cls))
+    if any(name in names for name in (*functions, *attributes)):
+        return True
+    return any(_defines(base, names, roots) for base in _base_classes(cls, roots))
 
 
 @lru_cache(maxsize=256)
@@ -139,17 +121,15 @@ def _imports(path: Path) -> tuple[ast.ImportFrom, ...]:
 
 
 @lru_cache(maxsize=256)
-def _running_class(path: Path) -> ast.ClassDef | None:
+def _running_class(path: Path) -> _Class:
     """The class whose ``run_webserver()`` the file calls."""
     for node in ast.walk(_module(path)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "run_webserver"
-            and isinstance(node.func.value, ast.Name)
-        ):
-            return _classes(path).get(node.func.value.id)
-    return None
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="run_webserver")):
+                if name in _classes(path):
+                    return _Class(path, _classes(path)[name])
+                break
+    raise _UnknownSource("run_webserver")
 
 
 def _find(name: str, path: Path, roots: Sequence[Path]) -> _Class:
@@ -176,36 +156,35 @@ def _module_file(statement: ast.ImportFrom, path: Path, roots: Sequence[Path]) -
     raise _UnknownSource(statement.module or "")
 
 
-def _base_classes(cls: _Class, roots: Sequence[Path]) -> Iterator[_Class | None]:
-    """The bases; ``None`` for those of pydantic and the standard library, which add no fields."""
+def _base_classes(cls: _Class, roots: Sequence[Path]) -> Iterator[_Class]:
+    """The bases, without those of pydantic and the standard library, which add no fields."""
     for base in cls.node.bases:
         target = base.value if isinstance(base, ast.Subscript) else base
         if isinstance(target, ast.Attribute):
             raise _UnknownSource(ast.unparse(target))
-        if not isinstance(target, ast.Name):
-            continue
-        if target.id in ("BaseModel", "ABC", "Generic", "Protocol", "object"):
-            yield None
-        else:
+        if isinstance(target, ast.Name) and target.id not in ("BaseModel", "ABC", "Generic", "Protocol", "object"):
             yield _find(target.id, cls.file, roots)
 
 
-def _annotation_of(cls: _Class, attribute: str, roots: Sequence[Path]) -> _Class:
+def _assignments(cls: _Class) -> Iterator[tuple[str, ast.expr | None, ast.expr | None]]:
+    """Name, annotation and value of each assignment in the class's body."""
     for statement in cls.node.body:
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and statement.target.id == attribute
-        ):
-            if isinstance(statement.annotation, ast.Name):
-                return _find(statement.annotation.id, cls.file, roots)
-            raise _UnknownSource(ast.unparse(statement.annotation))
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=value):
+                yield name, annotation, value
+            case ast.Assign(targets=targets, value=value):
+                yield from ((ast.unparse(target), None, value) for target in targets)
+
+
+def _annotation_of(cls: _Class, attribute: str, roots: Sequence[Path]) -> _Class:
+    for name, annotation, _ in _assignments(cls):
+        if name == attribute and annotation is not None:
+            if isinstance(annotation, ast.Name):
+                return _find(annotation.id, cls.file, roots)
+            raise _UnknownSource(ast.unparse(annotation))
     for base in _base_classes(cls, roots):
-        if base is not None:
-            try:
-                return _annotation_of(base, attribute, roots)
-            except _UnknownSource:
-                continue
+        with contextlib.suppress(_UnknownSource):
+            return _annotation_of(base, attribute, roots)
     raise _UnknownSource(attribute)
 
 
@@ -214,23 +193,19 @@ def _fields(cls: _Class, roots: Sequence[Path], seen: set[tuple[Path, str]]) -> 
         return set()
     seen.add((cls.file, cls.node.name))
     names: set[str] = set()
-    for statement in cls.node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            if "ClassVar" not in ast.unparse(statement.annotation):
-                names.add(statement.target.id)
-                names |= _aliases(statement.value)
-        elif isinstance(statement, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "model_config" for target in statement.targets
-        ):
-            text = ast.unparse(statement.value)
+    for name, annotation, value in _assignments(cls):
+        if annotation is not None:
+            if "ClassVar" not in ast.unparse(annotation):
+                names |= {name, *_aliases(value)}
+        elif name == "model_config" and value is not None:
+            text = ast.unparse(value)
             if "extra='allow'" in text or "'extra': 'allow'" in text:
                 raise _UnknownSource("takes any key")
     for keyword in cls.node.keywords:
         if keyword.arg == "extra" and ast.unparse(keyword.value) == "'allow'":
             raise _UnknownSource("takes any key")
     for base in _base_classes(cls, roots):
-        if base is not None:
-            names |= _fields(base, roots, seen)
+        names |= _fields(base, roots, seen)
     return names
 
 
@@ -249,16 +224,11 @@ def _aliases(value: ast.expr | None) -> set[str]:
 
 
 def _constant(cls: _Class, name: str, roots: Sequence[Path]) -> list[str] | None:
-    for statement in cls.node.body:
-        value: ast.expr | None = None
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            value = statement.value if statement.target.id == name else None
-        elif isinstance(statement, ast.Assign) and name in map(ast.unparse, statement.targets):
-            value = statement.value
-        if value is not None:
+    for assigned, _, value in _assignments(cls):
+        if assigned == name and value is not None:
             return [_word(node) for node in _elements(value)]
     for base in _base_classes(cls, roots):
-        if base is not None and (found := _constant(base, name, roots)) is not None:
+        if (found := _constant(base, name, roots)) is not None:
             return found
     return None
 

@@ -17,7 +17,37 @@ def named(*names: str, default: Any = None, **constraints: Any) -> Any:
     return Field(default, validation_alias=AliasChoices(*names), **constraints)
 
 
-class PipelineConfig(BaseModel):
+class KeysConfig(BaseModel):
+    """Keys that a user gives, under any of their spellings."""
+
+    WHAT: ClassVar[str]
+    """What error messages call these keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    @classmethod
+    def spellings(cls) -> frozenset[str]:
+        """Every spelling of every key."""
+        keys: set[str] = set()
+        for name, field in cls.model_fields.items():
+            keys.add(name)
+            if isinstance(field.validation_alias, AliasChoices):
+                keys.update(str(choice) for choice in field.validation_alias.choices)
+        return frozenset(keys)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """Parse ``given``. Raises `ConfigError` that names each wrong key and the nearest right one."""
+        reject_unknown_keys(given, cls.spellings(), where=cls.WHAT)
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            errors = error.errors()
+            key = ".".join(map(str, errors[0]["loc"])) or None
+            raise ConfigError("; ".join(map(_problem_text, errors)), key=key) from None
+
+
+class PipelineConfig(KeysConfig):
     """The pipeline's workers, deadlines, budgets and bounds. All defaults are defined here. These keys take precedence
     over an agent's own configuration.
 
@@ -25,9 +55,6 @@ class PipelineConfig(BaseModel):
     """
 
     WHAT: ClassVar[str] = "pipeline keys"
-    """What error messages call these keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     agent_name: str | None = named("agent_name", "agent")
     """Agent server instance for rows without ``agent_ref``; may be left out when the stack has one agent."""
@@ -90,27 +117,6 @@ class PipelineConfig(BaseModel):
     """Validate environments: agents with ``row_access: validation`` get the solution, and results record this."""
     evaluation_log_chars: int = Field(MAX_EVALUATION_LOG_CHARS, ge=0, le=MAX_EVALUATION_LOG_CHARS)
     """Characters at the end of each evaluation's log that are kept, as a file beside ``output``; 0 keeps none."""
-
-    @classmethod
-    def spellings(cls) -> frozenset[str]:
-        """Every spelling of every key."""
-        keys: set[str] = set()
-        for name, field in cls.model_fields.items():
-            keys.add(name)
-            if isinstance(field.validation_alias, AliasChoices):
-                keys.update(str(choice) for choice in field.validation_alias.choices)
-        return frozenset(keys)
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Parse ``given``. Raises `ConfigError` that names each wrong key and the nearest right one."""
-        reject_unknown_keys(given, cls.spellings(), where=cls.WHAT)
-        try:
-            return cls.model_validate(dict(given))
-        except ValidationError as error:
-            errors = error.errors()
-            key = ".".join(map(str, errors[0]["loc"])) or None
-            raise ConfigError("; ".join(map(_problem_text, errors)), key=key) from None
 
     @model_validator(mode="after")
     def _attempts_end_before_their_stage(self) -> Self:

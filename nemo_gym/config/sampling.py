@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+from nemo_gym.config.pipeline import KeysConfig
 
 
-class SamplingConfig(BaseModel):
+class SamplingConfig(KeysConfig):
     """How groups are sampled, filtered and kept fresh. All defaults are defined here."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    WHAT: ClassVar[str] = "sampling keys"
 
     samples_per_group: int = Field(8, ge=2)
     """Rollouts of each row."""
@@ -36,17 +35,6 @@ class SamplingConfig(BaseModel):
     max_groups_per_batch: int | None = Field(None, ge=1)
     """Groups that may end for one batch before `next_batch` gives up; ``None`` never does. A policy that solves
     everything, or nothing, yields no effective group however long it runs."""
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Parse ``given``. Raises `ConfigError` that names each wrong key and the nearest right one."""
-        reject_unknown_keys(given, cls.model_fields, where="sampling keys")
-        try:
-            return cls.model_validate(dict(given))
-        except ValidationError as error:
-            errors = error.errors()
-            texts = [": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in errors]
-            raise ConfigError("; ".join(texts), key=str(errors[0]["loc"][0]) if errors[0]["loc"] else None) from None
 
     @model_validator(mode="after")
     def _ahead_is_within_the_bound(self) -> Self:

@@ -16,6 +16,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, else the name of its type."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def validation_problems(
     error: ValidationError, known: Collection[str] = (), *, where: str = "", whole: str = "value"
 ) -> str:

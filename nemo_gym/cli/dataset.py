@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import orjson
 
-from nemo_gym._util.suggest import nearest
+from nemo_gym._util.suggest import first_line, nearest
 from nemo_gym.cli import command
 from nemo_gym.config.datasets import DataSet, digest_of
 from nemo_gym.contract.errors import ConfigError
@@ -154,7 +154,7 @@ def _from_hub(dataset: DataSet, scratch: Path) -> tuple[Path, str, str]:
         ) from None
     except Exception as error:
         raise ConfigError(
-            f"data set '{dataset.asked}' cannot be fetched from {endpoint}: {_first_line(error)}; without a network,"
+            f"data set '{dataset.asked}' cannot be fetched from {endpoint}: {first_line(error)}; without a network,"
             f" name a mirror with HF_ENDPOINT, or a directory that holds {dataset.repo} with {DIRECTORIES}",
             key="dataset",
         ) from error
@@ -169,10 +169,6 @@ def _from_hub(dataset: DataSet, scratch: Path) -> tuple[Path, str, str]:
     return folder, info.sha, endpoint
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
 def _load(dataset: DataSet, source: Path, scratch: Path) -> tuple[str, Iterable[Mapping[str, Any]]]:
     """Return the split's name and its rows, as the `datasets` package reads the files."""
     try:
@@ -184,7 +180,7 @@ def _load(dataset: DataSet, source: Path, scratch: Path) -> tuple[str, Iterable[
         splits = datasets.load_dataset(str(source), dataset.subset, cache_dir=str(scratch / "cache"))
     except Exception as error:
         raise ConfigError(
-            f"data set '{dataset.asked}' cannot be read: {_first_line(error)}"
+            f"data set '{dataset.asked}' cannot be read: {first_line(error)}"
             + ("" if dataset.subset else "; one of several subsets is named owner/name:subset"),
             key="dataset",
         ) from error

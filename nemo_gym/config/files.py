@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_gym._util.suggest import nearest
+from nemo_gym._util.suggest import first_line, nearest
 from nemo_gym.config.keys import CONFIG_PATHS
 from nemo_gym.config.layers import Layer
 from nemo_gym.config.roots import find_file
@@ -68,7 +68,7 @@ def include_paths(value: Any, source: str) -> list[str]:
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(value), resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {CONFIG_PATHS}: {_first_line(error)}", key=CONFIG_PATHS) from error
+        raise ConfigError(f"{source}: {CONFIG_PATHS}: {first_line(error)}", key=CONFIG_PATHS) from error
     assert isinstance(resolved, list)
     return [str(item) for item in resolved]
 
@@ -115,7 +115,3 @@ def _not_found(name: str, roots: Sequence[Path], source: str) -> str:
     siblings = [entry.name for folder in folders if folder.is_dir() for entry in folder.glob("*.y*ml")]
     where = ", ".join(str(root) for root in roots)
     return f"{source}: no file '{name}'{nearest(Path(name).name, siblings)}; searched {where}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

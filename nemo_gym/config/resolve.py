@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym._util.suggest import nearest
+from nemo_gym._util.suggest import first_line, nearest
 from nemo_gym.config.keys import COMPOSITION, NEMO_GYM_KEYS, SUITE_KEYS
 from nemo_gym.config.layers import Merged, leaves
 from nemo_gym.contract.errors import ConfigError
@@ -83,5 +83,4 @@ def _reason(value: str, error: BaseException, merged: Merged) -> str:
             misspelt = first not in merged.values and first not in SUITE_KEYS | NEMO_GYM_KEYS
             hint = nearest(first, merged.values) if misspelt else ""
             return f"uses ${{{key}}}, which is not set{hint}: add {key}=… or put it in env.yaml"
-    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"cannot be resolved: {first_line}"
+    return f"cannot be resolved: {first_line(error)}"

@@ -12,7 +12,7 @@ A plugin declares what it can do, in its block or as class attributes of its ser
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym._util.suggest import nearest
@@ -35,8 +35,6 @@ class Side:
 
     instance: str
     topologies: tuple[Topology, ...] | None = None
-    sandbox: str | None = None
-    """The name of its sandbox block."""
     requires: tuple[str, ...] = ()
     box_topologies: tuple[Topology, ...] = WORLD_TOPOLOGIES
     """The topologies in which an agent makes a box."""
@@ -59,17 +57,17 @@ def check_composition(
     if unreachable and working is not None and Topology.ENV_SANDBOXED in working:
         working = tuple(choice for choice in working if choice is not Topology.ENV_SANDBOXED)
         if topology is Topology.ENV_SANDBOXED or not working:
-            raise ConfigError(f"{unreachable}; {_alternatives(working, 'topology')}", key="topology")
+            raise ConfigError(f"{unreachable}; {_alternatives(working)}", key="topology")
     if topology is not None:
         if offered is not None and topology not in offered:
             raise ConfigError(
                 f"environment '{environment.instance}' does not support topology '{topology}';"
-                f" {_alternatives(working, 'topology')}",
+                f" {_alternatives(working)}",
                 key="topology",
             )
         if served is not None and topology not in served:
             raise ConfigError(
-                f"agent '{agent.instance}' cannot run in topology '{topology}'; {_alternatives(working, 'topology')}",
+                f"agent '{agent.instance}' cannot run in topology '{topology}'; {_alternatives(working)}",
                 key="topology",
             )
     if working is not None and not working:
@@ -110,11 +108,10 @@ def _common(offered: Sequence[Topology] | None, served: Sequence[Topology] | Non
     return tuple(choice for choice in offered if served is None or choice in served)
 
 
-def _alternatives(working: Iterable[Topology] | None, key: str) -> str:
-    choices = list(working or ())
-    if not choices:
+def _alternatives(working: Sequence[Topology] | None) -> str:
+    if not working:
         return "no topology works for this pair; choose another agent or environment"
-    return "use " + " or ".join(f"{key}={choice}" for choice in choices)
+    return "use " + " or ".join(f"topology={choice}" for choice in working)
 
 
 def _listed(topologies: Iterable[Topology] | None) -> str:
@@ -123,22 +120,19 @@ def _listed(topologies: Iterable[Topology] | None) -> str:
 
 def side_of(server: ServerBlock, roots: Sequence[Path]) -> Side:
     """What a server's block and source declare."""
-    provider = server.values.get("sandbox_provider")
-    requires = server.values.get("requires") or ()
     boxes = _topologies(server, "box_topologies", roots)
     access = _declared(server, "tool_access", roots)
     topologies = _topologies(server, "topologies", roots)
     default = server.values.get(TOPOLOGY)
     if topologies is not None and isinstance(default, str):
         topologies = tuple(sorted(topologies, key=lambda choice: choice != default))
-    side = Side(
+    return Side(
         server.instance,
         topologies=topologies,
-        sandbox=provider if isinstance(provider, str) else None,
-        requires=tuple(str(word) for word in requires),
+        requires=tuple(map(str, server.values.get("requires") or ())),
+        box_topologies=WORLD_TOPOLOGIES if boxes is None else boxes,
         tool_access=None if access is None else tuple(access),
     )
-    return side if boxes is None else replace(side, box_topologies=boxes)
 
 
 def _declared(server: ServerBlock, name: str, roots: Sequence[Path]) -> list[str] | None:

@@ -268,7 +268,7 @@ def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
     composition = compose(words)
     if rows is not None:
         given = composition.run_values()
-        if "input" in given or "input_jsonl_fpath" in given or "dataset" in composition.values:
+        if composition.has_run or "dataset" in composition.values:
             raise ConfigError("input is given twice: as an argument and among the settings", key="input")
         if not isinstance(rows, str | Path):
             output = Path(given.get("output") or given.get("output_jsonl_fpath") or default_output())

@@ -33,7 +33,7 @@ from nemo_gym.config.keys import (
     MODEL_TYPE,
     TOPOLOGY,
 )
-from nemo_gym.config.layers import Layer, Merged, leaves
+from nemo_gym.config.layers import Layer, Merged, leaves, lookup
 from nemo_gym.config.nemo_gym_files import take_environment_servers
 from nemo_gym.config.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
 from nemo_gym.config.resolve import MISSING, resolve
@@ -102,7 +102,7 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
     merged.values = values
     blocks = server_blocks.find_servers(merged)
     server_blocks.check_references(blocks, warnings)
-    return Composition(values, unresolved, blocks, chosen, tuple(search), merged, warnings)
+    return Composition(values, unresolved, blocks, chosen, tuple(search), warnings)
 
 
 _BROKER: Final = {
@@ -206,13 +206,11 @@ def _load_groups(
             from_run |= take_choices(layer.values, layer.source)  # type: ignore[arg-type]
         choices = from_run | choices
     for name, choice in choices.items():
-        if name == "run":
-            continue
-        group = load_group(choice, roots)
-        if group is None:
-            unmatched[name] = choice
-        else:
-            loaded[name] = group
+        if name not in loaded:
+            if (group := load_group(choice, roots)) is not None:
+                loaded[name] = group
+            else:
+                unmatched[name] = choice
     return loaded, unmatched
 
 
@@ -257,8 +255,6 @@ def _chosen(
         chosen["sandbox"] = "sandbox"
     topology = merged.values.pop(TOPOLOGY, None)
     if topology is not None:
-        from nemo_gym.contract.session import Topology
-
         chosen[TOPOLOGY] = str(Topology.parse(str(topology)))
     return chosen
 
@@ -269,17 +265,13 @@ def _complete_references(merged: Merged, chosen: Mapping[str, str], blocks: Mapp
     for name in chosen.values():
         if name not in blocks:
             continue
-        block = blocks[name]
-        values = merged.values[block.instance][block.server_type][block.implementation]
+        values = lookup(merged.values, blocks[name].path)
         for path, value in leaves(values):
-            if path[-1] != "name" or value != MISSING:
-                continue
-            node: Any = values
-            for part in path[:-1]:
-                node = node[int(part)] if isinstance(node, list) else node[part]
-            group = types.get(node.get("type"), "")
-            if group in chosen:
-                node["name"] = chosen[group]
+            if path[-1] == "name" and value == MISSING:
+                reference = lookup(values, path[:-1])
+                group = types.get(reference.get("type"), "")
+                if group in chosen:
+                    reference["name"] = chosen[group]
 
 
 def _copy_agent_wide_keys(merged: Merged, blocks: Mapping[str, ServerBlock]) -> None:
@@ -287,8 +279,8 @@ def _copy_agent_wide_keys(merged: Merged, blocks: Mapping[str, ServerBlock]) -> 
     shared = {key: merged.values[key] for key in AGENT_WIDE_KEYS if merged.values.get(key) is not None}
     for block in blocks.values() if shared else ():
         if block.server_type == AGENT_TYPE:
-            values = merged.values[block.instance][block.server_type][block.implementation]
-            values.update({key: value for key, value in shared.items() if key not in values})
+            for key, value in shared.items():
+                lookup(merged.values, block.path).setdefault(key, value)
 
 
 def run_directory_root() -> Path:

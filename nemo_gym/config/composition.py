@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import SERVE
-from nemo_gym.config.layers import Merged
 from nemo_gym.config.servers import ServerBlock, references
 from nemo_gym.contract.errors import ConfigError
 
@@ -32,7 +31,6 @@ class Composition:
     chosen: dict[str, str]
     """``agent``, ``environment``, ``model``: instance names; ``sandbox``: the block's name; ``topology``."""
     roots: tuple[Path, ...]
-    sources: Merged = field(repr=False)
     warnings: list[str] = field(default_factory=list)
     """Problems in files written for NeMo Gym that would be errors in other files."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import orjson
@@ -53,24 +53,9 @@ class ServerLaunch:
     """Grants reading every server's metrics, and nothing else."""
 
     def to_json(self) -> bytes:
-        return orjson.dumps(
-            {
-                "instance": self.instance,
-                "config": dict(self.config),
-                "socket_fd": self.socket_fd,
-                "credentials": self.credentials.to_dict() if self.credentials else None,
-                "ready_fd": self.ready_fd,
-                "run_id": self.run_id,
-                "parent_pid": self.parent_pid,
-                "state_dir": self.state_dir,
-                "url": self.url,
-                "endpoints": self.endpoints,
-                "certificate_file": self.certificate_file,
-                "key_file": self.key_file,
-                "metrics_token": self.metrics_token,
-            },
-            option=orjson.OPT_NON_STR_KEYS,  # YAML keys may be numbers; the reader converts them back
-        )
+        data = {each.name: getattr(self, each.name) for each in fields(self)}
+        data["credentials"] = self.credentials and self.credentials.to_dict()
+        return orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS)  # YAML keys may be numbers; the reader converts them
 
     @classmethod
     def from_json(cls, data: bytes) -> ServerLaunch:

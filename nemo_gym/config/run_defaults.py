@@ -27,7 +27,7 @@ def complete_run(composition: Composition, *, wanted: bool) -> None:
     """
     values = composition.values
     given = composition.run_values()
-    has_input = "input" in given or "input_jsonl_fpath" in given
+    has_input = composition.has_run
     has_output = "output" in given or "output_jsonl_fpath" in given
     dataset, split = values.pop("dataset", None), values.pop("split", None)
     if split is not None and dataset is None:

@@ -57,8 +57,7 @@ def _used(values: Mapping[str, Any]) -> set[str]:
     names: set[str] = set()
     for path, value in leaves(values):
         if isinstance(value, str):
-            if "${" in value:
-                names.update(key.split(".")[0] for key in interpolated_keys(value))
-            elif len(path) > 1:
+            names.update(key.split(".")[0] for key in interpolated_keys(value))
+            if len(path) > 1:
                 names.add(value)
     return names

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_gym._util.secrets import is_secret_name, without_password
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.keys import COMPOSITION, ENVIRONMENT_TYPE, HOSTS, MODEL_TYPE, OBSERVABILITY
-from nemo_gym.config.layers import leaves
+from nemo_gym.config.layers import leaves, lookup
 from nemo_gym.config.resolve import interpolated_keys
 from nemo_gym.config.servers import references
 
@@ -117,14 +117,11 @@ def _urls(name: str, address: Address, replicas: Replicas | None) -> dict[str, A
 
 def _used_keys(composition: Composition, instance: str) -> set[str]:
     """Top-level keys that the server's unresolved block interpolates, directly or through other keys."""
-    server = composition.servers[instance]
-    pending: list[Any] = [composition.unresolved[instance][server.server_type][server.implementation]]
+    pending: list[Any] = [lookup(composition.unresolved, composition.servers[instance].path)]
     used: set[str] = set()
     while pending:
         for _, value in leaves(pending.pop()):
-            if not isinstance(value, str) or "${" not in value:
-                continue
-            for dotted in interpolated_keys(value):
+            for dotted in interpolated_keys(value) if isinstance(value, str) else ():
                 key = dotted.split(".")[0]
                 if key not in used and key not in composition.servers and key in composition.unresolved:
                     used.add(key)

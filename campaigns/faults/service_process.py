@@ -8,7 +8,6 @@ commit and before the caller gets the result.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -88,10 +87,7 @@ def main() -> int:
     options = json.loads(sys.argv[1])
     if options.get("kill"):
         kill_at(options["kill"])
-    try:
-        return uvloop.run(until_signal(serve(options)))
-    except asyncio.CancelledError:
-        return 0
+    return uvloop.run(until_signal(serve(options), stopped=0))
 
 
 if __name__ == "__main__":

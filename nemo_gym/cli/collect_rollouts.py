@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_gym.cli import command
 from nemo_gym.config.keys import OBSERVABILITY
@@ -35,8 +35,9 @@ def collect_command(argv: Sequence[str]) -> int:
     ).parse_args(argv)
     import uvloop
 
+    from nemo_gym.cli.signals import until_signal
     from nemo_gym.config.overrides import given_values
-    from nemo_gym.config.run import RUN_KEYS
+    from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
     from nemo_gym.contract.errors import reject_unknown_keys
     from nemo_gym.stack.endpoints import find_stack
 
@@ -54,7 +55,8 @@ def collect_command(argv: Sequence[str]) -> int:
         from nemo_gym.config.datasets import DataSet
 
         values["input"] = DataSet.parse(str(dataset), split, _environment_of(stack)).prepared()
-    return uvloop.run(_collect_until_signal(stack, values))
+    work = collect(stack, RolloutRunConfig.parse(values))
+    return uvloop.run(until_signal(work, stopped=command.EXIT_INTERRUPTED))
 
 
 def _environment_of(stack: StackEntry) -> Path | None:
@@ -64,18 +66,6 @@ def _environment_of(stack: StackEntry) -> Path | None:
         return None
     server = stack.server(stack.chosen["environment"])
     return find_plugin(server.server_type, server.implementation)
-
-
-async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) -> int:
-    import asyncio
-
-    from nemo_gym.cli.signals import until_signal
-    from nemo_gym.config.run import RolloutRunConfig
-
-    try:
-        return await until_signal(collect(stack, RolloutRunConfig.parse(values)))
-    except asyncio.CancelledError:
-        return command.EXIT_INTERRUPTED
 
 
 async def collect(stack: StackEntry, config: RolloutRunConfig, inputs: MaterializedInputs | None = None) -> int:

@@ -53,14 +53,7 @@ def jobs_command(argv: Sequence[str]) -> int:
         raise ConfigError(f"'{name}' is not a command of {NAME}; there are: {', '.join(KEYS)}", key="command")
     values = given_values(words)
     reject_unknown_keys(values, KEYS[name], where=f"{NAME} {name}")
-
-    async def work() -> int:
-        try:
-            return await until_signal(_run(name, values, arguments))
-        except asyncio.CancelledError:
-            return command.EXIT_INTERRUPTED
-
-    return asyncio.run(work())
+    return asyncio.run(until_signal(_run(name, values, arguments), stopped=command.EXIT_INTERRUPTED))
 
 
 async def _run(name: str, values: dict[str, Any], arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym._util.tasks import Backoff
+from nemo_gym.cli.signals import until_failure
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import HOST, HOSTS
@@ -79,17 +80,7 @@ class RayRun:
                 await self._publish_address()
             failure = self._cluster.start(self._parts, self._words, Path.cwd(), self._variables)
             try:
-                doing = asyncio.ensure_future(self._when_ready(work, supervisor, hosts))
-                either: set[asyncio.Future[Any]] = {doing, failure}
-                try:
-                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                    if failure.done():
-                        raise failure.result()
-                    return doing.result()
-                finally:
-                    if not doing.done():
-                        doing.cancel()
-                        await asyncio.wait({doing})
+                return await until_failure(self._when_ready(work, supervisor, hosts), failure)
             finally:
                 await self._cluster.stop()
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_gym.cli import command
 
@@ -35,26 +35,20 @@ def run_command(argv: Sequence[str]) -> int:
         " (run_id= or run_dir=), nothing runs unless input= or output= is there: the servers start and stay, as with"
         " `ng env start` and with input=null.",
     ).parse_args(argv)
-    return _run_or_serve(arguments.settings, wanted=is_a_whole_run(arguments.settings))
+    wanted = is_a_whole_run(arguments.settings)
+    return with_stack(lambda: compose_stack(arguments.settings, wants_run=wanted))
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """``ng eval run``: like `run_command`, but always run rollouts if there are rows."""
     arguments = command.parser("ng eval run", "Start servers, run rows, write results.").parse_args(argv)
-    return _run_or_serve(arguments.settings, wanted=True)
+    return with_stack(lambda: compose_stack(arguments.settings, wants_run=True))
 
 
 def start_command(argv: Sequence[str]) -> int:
     """``ng env start``: keep the servers running until a signal, unless the settings ask for a run."""
     arguments = command.parser("ng env start", "Start servers and keep them running.").parse_args(argv)
-    return _run_or_serve(arguments.settings, wanted=False)
-
-
-def _run_or_serve(words: Sequence[str], *, wanted: bool) -> int:
-    try:
-        return with_stack(lambda: compose_stack(words, wants_run=wanted))
-    except _RunFinished as finished:
-        return finished.exit_code
+    return with_stack(lambda: compose_stack(arguments.settings))
 
 
 def is_a_whole_run(words: Sequence[str]) -> bool:
@@ -65,19 +59,13 @@ def is_a_whole_run(words: Sequence[str]) -> bool:
     }
 
 
-class _RunFinished(Exception):
-    """The run is finished: no server needs to start for it."""
-
-    def __init__(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-
-
 Work = Callable[["Supervisor"], Awaitable[int]]
 """The work to do with a ready stack; returns the exit code."""
 
 
-def with_stack(compose: Callable[[], tuple[Composition, Topology | None, Work]]) -> int:
-    """Start what ``compose`` returns, do its work and stop."""
+def with_stack(compose: Callable[[], tuple[Composition, Topology | None, Work | int]]) -> int:
+    """Start what ``compose`` returns, do its work and stop. Work that is done already is its exit code, for which no
+    server starts."""
     from nemo_gym._util.secrets import public_environment
     from nemo_gym.stack import nursery
 
@@ -85,12 +73,14 @@ def with_stack(compose: Callable[[], tuple[Composition, Topology | None, Work]])
     is_handed_over = False
     try:
         composition, topology, work = compose()
+        if isinstance(work, int):
+            return work
         if composition.values.get("dry_run"):
             return _dry_run(composition, topology)
         import uvloop
 
         is_handed_over = True
-        return uvloop.run(_Run(composition, topology, process, work).run())
+        return uvloop.run(_run(composition, topology, process, work))
     finally:
         if not is_handed_over:
             from nemo_gym.stack.supervisor import stop_nursery
@@ -112,7 +102,7 @@ def _dry_run(composition: Composition, topology: Topology | None) -> int:
 
 def compose_stack(
     words: Sequence[str], *, serves: bool = False, wants_run: bool = False
-) -> tuple[Composition, Topology | None, Work]:
+) -> tuple[Composition, Topology | None, Work | int]:
     from nemo_gym._util.secrets import is_secret_name
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
@@ -136,16 +126,17 @@ def compose_stack(
         key = word.split("=", 1)[0].lstrip("+~")
         if is_secret_name(key.split(".")[-1]):
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
-    if on_ray is not None and not composition.values.get("dry_run"):
-        from nemo_gym.cli.ray_dispatch import RayRun
+    if on_ray is None or composition.values.get("dry_run"):
+        return composition, topology, _work_of(composition)
+    from nemo_gym.cli.ray_dispatch import RayRun
 
-        # The cluster's nodes become the composition's hosts.
-        around = RayRun(composition, on_ray, words, say).around
-        return composition, topology, around(_work_of(composition))
-    return composition, topology, _work_of(composition)
+    # The cluster's nodes become the composition's hosts.
+    on_nodes = RayRun(composition, on_ray, words, say)
+    work = _work_of(composition)
+    return composition, topology, work if isinstance(work, int) else on_nodes.around(work)
 
 
-def _work_of(composition: Composition) -> Work:
+def _work_of(composition: Composition) -> Work | int:
     if composition.serves:
         return _serving(composition)
     if (service := composition.values.get("join")) is not None:
@@ -158,7 +149,7 @@ def _work_of(composition: Composition) -> Work:
     config, outlook = check_rollout_run(composition, keep=True)
     if outlook.finished:
         assert outlook.recorded is not None
-        raise _RunFinished(exit_code_of(asyncio.run(show_finished(config, outlook.recorded, result_console()))))
+        return exit_code_of(asyncio.run(show_finished(config, outlook.recorded, result_console())))
     return _collecting(composition, config, outlook)
 
 
@@ -171,7 +162,10 @@ def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutR
     from nemo_gym.rollouts.collection import check_run
     from nemo_gym.rollouts.rows import without_rows
 
-    config = RolloutRunConfig.parse(run_values(composition))
+    values = composition.run_values()
+    if "agent" in composition.chosen:  # for rows that name none
+        values.setdefault("agent_name", composition.chosen["agent"])
+    config = RolloutRunConfig.parse(values)
     outlook = asyncio.run(check_run(config, composition.values, keep=keep))
     inputs = outlook.inputs
     promptless = {agent for agent in inputs.agents if _has_no_own_prompt(composition, agent)}
@@ -193,91 +187,57 @@ def _has_no_own_prompt(composition: Composition, agent: str) -> bool:
     return defines(composition.servers[environment], ("public_row",), composition.roots) is False
 
 
-def run_values(composition: Composition) -> dict[str, Any]:
-    """The run keys of a composition, with the chosen agent for rows that name none."""
-    values = composition.run_values()
-    if "agent" in composition.chosen:
-        values.setdefault("agent_name", composition.chosen["agent"])
-    return values
-
-
 def say(text: str, name: str = NAME) -> None:
     print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
-class _Run:
-    """One invocation: the stack, its work, and the handling of signals."""
+async def _run(
+    composition: Composition, topology: Topology | None, process: tuple[int, socket.socket], work: Work
+) -> int:
+    """Start the stack, do its work until it ends, a server fails or a signal comes, and stop."""
+    import signal
 
-    def __init__(
-        self,
-        composition: Composition,
-        topology: Topology | None,
-        process: tuple[int, socket.socket],
-        work: Work,
-    ) -> None:
-        self.work = work
-        self.composition = composition
-        self.topology = topology
-        self.process = process
-        self.signals = 0
-        self.supervisor: Supervisor | None = None
+    from nemo_gym.cli.sandbox_check import check_sandbox
+    from nemo_gym.cli.signals import until_failure
+    from nemo_gym.stack.stack import running_stack
+    from nemo_gym.stack.supervisor import stop_nursery
 
-    async def run(self) -> int:
-        import signal
+    current = asyncio.current_task()
+    assert current is not None
+    supervisor: Supervisor | None = None
+    is_stopping = False
 
-        loop = asyncio.get_running_loop()
-        current = asyncio.current_task()
-        assert current is not None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal, current)
-        from nemo_gym.cli.sandbox_check import check_sandbox
-        from nemo_gym.stack.stack import running_stack
-        from nemo_gym.stack.supervisor import stop_nursery
-
-        try:
-            # In a separate thread: querying a sandbox provider takes time, and the servers can start meanwhile.
-            checked = asyncio.create_task(asyncio.to_thread(check_sandbox, self.composition, self.topology))
-            # If the stack fails first, nobody else retrieves the check's exception.
-            checked.add_done_callback(lambda done: done.cancelled() or done.exception())
-            async with running_stack(self.composition, self.process, say) as supervisor:
-                self.supervisor = supervisor
-                await checked
-                return await self._work(supervisor)
-        except asyncio.CancelledError:
-            if not self.signals:
-                raise
-            joins = self.composition.values.get("join") is not None
-            stays = not self.composition.has_run and self.composition.values.get("dispatch") == "ray"
-            serves = self.work is _serve or self.composition.serves or joins or stays
-            return command.EXIT_OK if serves else command.EXIT_INTERRUPTED
-        finally:
-            # If the stack was never set up, nothing else has stopped the nursery.
-            stop_nursery(self.process[0])
-
-    async def _work(self, supervisor: Supervisor) -> int:
-        """Do the work until it ends or the stack fails, whichever is first."""
-        work: asyncio.Future[int] = asyncio.ensure_future(self.work(supervisor))
-        try:
-            either: set[asyncio.Future[Any]] = {work, supervisor.failure}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if supervisor.failure.done():
-                raise supervisor.failure.result()
-            return work.result()
-        finally:
-            if not work.done():
-                work.cancel()
-                await asyncio.wait({work})
-
-    def _on_signal(self, task: asyncio.Task[Any]) -> None:
-        self.signals += 1
-        if self.signals == 1:
-            say("stopping; once more to kill")
-            task.cancel()
-        else:
-            if self.supervisor is not None:
-                self.supervisor.kill()
+    def on_signal() -> None:
+        nonlocal is_stopping
+        if is_stopping:
+            if supervisor is not None:
+                supervisor.kill()
             # If the stack is not complete yet, the guardian kills the remaining processes.
             os._exit(command.EXIT_INTERRUPTED)
+        is_stopping = True
+        say("stopping; once more to kill")
+        current.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    try:
+        # In a separate thread: querying a sandbox provider takes time, and the servers can start meanwhile.
+        checked = asyncio.create_task(asyncio.to_thread(check_sandbox, composition, topology))
+        # If the stack fails first, nobody else retrieves the check's exception.
+        checked.add_done_callback(lambda done: done.cancelled() or done.exception())
+        async with running_stack(composition, process, say) as supervisor:
+            await checked
+            return await until_failure(work(supervisor), supervisor.failure)
+    except asyncio.CancelledError:
+        if not is_stopping:
+            raise
+        joins = composition.values.get("join") is not None
+        stays = not composition.has_run and composition.values.get("dispatch") == "ray"
+        serves = work is _serve or composition.serves or joins or stays
+        return command.EXIT_OK if serves else command.EXIT_INTERRUPTED
+    finally:
+        # If the stack was never set up, nothing else has stopped the nursery.
+        stop_nursery(process[0])
 
 
 async def _serve(supervisor: Supervisor) -> int:
@@ -324,8 +284,7 @@ def _joining(composition: Composition, service: str) -> Work:
 
 
 def _serving(composition: Composition) -> Work:
-    from pathlib import Path
-
+    from nemo_gym.cli.serve_rollouts import serve_jobs
     from nemo_gym.config.service import ServiceConfig
 
     values = composition.serve_values()
@@ -334,19 +293,8 @@ def _serving(composition: Composition) -> Work:
     config = ServiceConfig.parse(values)
 
     async def serve_rollouts(supervisor: Supervisor) -> int:
-        from nemo_gym.cli.collect_rollouts import stack_telemetry
-        from nemo_gym.http.client import close_global_aiohttp_client
-        from nemo_gym.service.routes import host
-        from nemo_gym.stack.stack import pipeline_client
-
         _print_table(supervisor)
-        stack = supervisor.stack()
-        try:
-            async with stack_telemetry(stack, say):
-                await host(pipeline_client(stack), config, Path(stack.run_dir), lambda text: print(text, flush=True))
-        finally:
-            await close_global_aiohttp_client()
-        return command.EXIT_OK
+        return await serve_jobs(supervisor.stack(), config, say)
 
     return serve_rollouts
 

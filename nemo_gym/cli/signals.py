@@ -1,27 +1,45 @@
-"""Stop commands cleanly on a signal."""
+"""Run a command's work until a signal stops it, or what it depends on fails."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 
-async def until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """Await ``work``. The first SIGINT or SIGTERM cancels it; the second one kills this process."""
+async def until_signal(work: Coroutine[Any, Any, int], *, stopped: int) -> int:
+    """Await ``work``. The first SIGINT or SIGTERM cancels it, and ``stopped`` is returned; the second one kills this
+    process."""
     task = asyncio.ensure_future(work)
-    stopped = False
+    is_stopping = False
 
     def stop() -> None:
-        nonlocal stopped
-        if stopped:
+        nonlocal is_stopping
+        if is_stopping:
             # Die from the signal at once, without waiting for anything.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        stopped = True
+        is_stopping = True
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    return await task
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return stopped
+
+
+async def until_failure(work: Awaitable[int], failure: asyncio.Future[Any]) -> int:
+    """Await ``work``; when ``failure`` has a result, an exception, cancel the work and raise it."""
+    doing = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({doing, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            raise failure.result()
+        return doing.result()
+    finally:
+        if not doing.done():
+            doing.cancel()
+            await asyncio.wait({doing})

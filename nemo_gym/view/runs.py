@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -259,10 +259,3 @@ def _changed_at(files: RunFiles) -> float | None:
         with suppress(OSError):
             times.append(path.stat().st_mtime)
     return max(times, default=None)
-
-
-def wait_until_read(runs: Runs, listener: Callable[[Iterable[Run]], None]) -> None:
-    """Return when every run has been read once; meanwhile, call ``listener`` with the runs repeatedly."""
-    while any(run.index is None and run.problem is None for run in runs.all()):
-        listener(runs.all())
-        time.sleep(0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.view.runs import Runs, wait_until_read
+from nemo_gym.view.runs import Runs
 from nemo_gym.view.server import STATIC, viewer
 from tests.view.results import failed, row, write
 
@@ -26,7 +27,8 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     write(tmp_path / "rows.jsonl", {"question": "no result"})
     found = Runs([tmp_path])
     found.start()
-    wait_until_read(found, lambda _: None)
+    while any(run.index is None and run.problem is None for run in found.all()):
+        time.sleep(0.05)
     yield found
     found.stop()
 

@@ -19,7 +19,8 @@ from nemo_gym.config.observability import TracesConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.otlp import ENCODINGS, Collector, RefusedError
 from nemo_gym.http.telemetry import Span, SpanContext, SpanKind, context_of_attempt
-from nemo_gym.view.index import ResultIndex, as_dict
+from nemo_gym.view.index import ResultIndex
+from nemo_gym.view.lines import list_of, mapping_of
 from nemo_gym.view.queries import Prices, summary
 
 EXPERIMENT = "nemo-gym"
@@ -46,8 +47,7 @@ def export_mlflow(indexes: Sequence[ResultIndex], target: str, prices: Prices | 
             client.log_param(run, key, value)
         for name, figure in _figures(index, prices).items():
             client.log_metric(run, _metric_name(name), figure)
-        rows = [*_rollouts(index)]
-        table = {"columns": [*COLUMNS], "data": [[row[name] for name in COLUMNS] for row in rows]}
+        table = {"columns": [*COLUMNS], "data": _rollouts(index)}
         client.log_text(run, orjson.dumps(table, option=orjson.OPT_INDENT_2).decode(), "rollouts.json")
         client.set_terminated(run)
     return uri
@@ -68,8 +68,7 @@ def export_wandb(indexes: Sequence[ResultIndex], target: str, prices: Prices | N
             reinit="finish_previous",
         )
         run.summary.update(_figures(index, prices))
-        data = [[row[name] for name in COLUMNS] for row in _rollouts(index)]
-        run.log({"rollouts": wandb.Table(columns=[*COLUMNS], data=data)})
+        run.log({"rollouts": wandb.Table(columns=[*COLUMNS], data=_rollouts(index))})
         run.finish()
     return str(folder / "wandb")
 
@@ -143,10 +142,10 @@ def _metric_name(name: str) -> str:
     return name.replace("@", "_at_").replace("/", "_")  # its file store makes folders of slashes
 
 
-def _rollouts(index: ResultIndex) -> Iterator[dict[str, Any]]:
-    columns = ", ".join(COLUMNS)
-    for row in index.connection().execute(f"SELECT {columns} FROM rollouts ORDER BY task_index, sample_index"):
-        yield as_dict(row)
+def _rollouts(index: ResultIndex) -> list[list[Any]]:
+    """Return the values of `COLUMNS` of every rollout."""
+    query = f"SELECT {', '.join(COLUMNS)} FROM rollouts ORDER BY task_index, sample_index"
+    return [[*row] for row in index.connection().execute(query)]
 
 
 # -- Spans ---------------------------------------------------------------------------------------------------------
@@ -180,10 +179,10 @@ def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
     rollout_id, task_id = str(row.get("_ng_rollout_id") or ""), str(row.get("task_id") or "")
     attempt = int(row.get("_ng_attempt_index") or 0) + 1
     root = context_of_attempt(rollout_id.rpartition(".")[0], rollout_id, attempt)
-    timings = _mapping(row.get("timings"))
+    timings = mapping_of(row.get("timings"))
     lengths_ns = {stage: int(float(timings.get(f"{stage}_s") or 0) * 1e9) for stage in ("init", "run", "eval")}
     start_ns = finished_ns - sum(lengths_ns.values())
-    agent = str(_mapping(row.get("agent_ref")).get("name") or "agent")
+    agent = str(mapping_of(row.get("agent_ref")).get("name") or "agent")
     is_valid = row.get("valid") is not False
     identity = {"rollout_id": rollout_id, "attempt": attempt}
 
@@ -216,8 +215,8 @@ def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
 def _spans_of_agent(
     row: Mapping[str, Any], agent: str, root: SpanContext, time_ns: tuple[int, int], span: Callable[..., Span]
 ) -> Iterator[Span]:
-    response = _mapping(row.get("response"))
-    usage = _mapping(response.get("usage"))
+    response = mapping_of(row.get("response"))
+    usage = mapping_of(response.get("usage"))
     model = response.get("model")
     agent_span = span(f"invoke_agent {agent}", 2, root, *time_ns)
     agent_span.attributes |= {
@@ -229,9 +228,8 @@ def _spans_of_agent(
         "gen_ai.usage.output_tokens": usage.get("output_tokens"),
     }
     yield agent_span
-    output = response.get("output")
-    calls = [_mapping(item) for item in output if _mapping(item).get("type") == "function_call"] if output else []
-    for number, call in enumerate(calls, 16):
+    items = map(mapping_of, list_of(response.get("output")))
+    for number, call in enumerate((item for item in items if item.get("type") == "function_call"), 16):
         name = str(call.get("name"))
         tool_span = span(f"execute_tool {name}", number, agent_span.context, time_ns[0], time_ns[0])
         tool_span.attributes |= {
@@ -240,7 +238,3 @@ def _spans_of_agent(
             "gen_ai.tool.call.id": call.get("call_id"),
         }
         yield tool_span
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

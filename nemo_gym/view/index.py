@@ -12,7 +12,7 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +149,10 @@ class ResultIndex:
             self._local.connection = connection
             self._connections.append(connection)
         return connection
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Return a query's rows, each by column name."""
+        return [dict(row) for row in self.connection().execute(query, values)]
 
     def update(self, listener: ReadingListener | None = None) -> bool:
         """Read what is new in the files; return whether anything was. Raises `ViewError` if a file cannot be read."""
@@ -342,7 +346,3 @@ def _is_same_file(file: BinaryIO, state: _State) -> bool:
         return False
     start = max(0, state.read_to - _CHECKED_BYTES)
     return _digest(file, start, state.read_to - start) == state.tail
-
-
-def as_dict(row: sqlite3.Row) -> dict[str, Any]:
-    return dict(zip(row.keys(), tuple(row), strict=True))

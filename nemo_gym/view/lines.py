@@ -143,7 +143,7 @@ def index_line(line: bytes) -> IndexedLine:
         *(_clean(", ".join(summary.kinds)), _int(summary.turns), summary.seconds, summary.attempts),
         *(_clean(reason), _clean(summary.log), _int(usage.get("input_tokens")), _int(usage.get("output_tokens"))),
         *(summary.rank, _clean(label), _clean(same_way(label, reason, (summary.task_id,)) if label else None)),
-        len(chains) if isinstance(chains := row.get("ng_trajectory"), list) else 0,
+        len(list_of(row.get("ng_trajectory"))),
     )
     return IndexedLine(values, _searchable_text(row), is_foreign)
 
@@ -182,14 +182,11 @@ def _decoded(line: bytes) -> dict[str, Any]:
 
 def _with_known_types(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row whose fields have the types that a summary reads; values of other types are left out."""
-    timings = row.get("timings")
-    findings = row.get("findings")
+    timings = mapping_of(row.get("timings"))
     return {
         **row,
-        "timings": {key: value for key, value in timings.items() if isinstance(value, int | float)}
-        if isinstance(timings, Mapping)
-        else {},
-        "findings": findings if isinstance(findings, list) else [],
+        "timings": {key: value for key, value in timings.items() if isinstance(value, int | float)},
+        "findings": list_of(row.get("findings")),
         "agent_ref": ref if isinstance(ref := row.get("agent_ref"), Mapping) else {"name": _text(ref)},
         ATTEMPT_INDEX_KEY: _int(row.get(ATTEMPT_INDEX_KEY)) or 0,
         "ng_agent_observations": _turns(row.get("ng_agent_observations")),
@@ -218,7 +215,7 @@ def _searchable_text(row: Mapping[str, Any]) -> str:
     output = _member(row.get("response"), "output")
     answers: list[str] = []
     chars = 0
-    for item in reversed(output) if isinstance(output, list) else ():
+    for item in reversed(list_of(output)):
         for name in ("content", "summary", "arguments"):
             for text in _texts(_member(item, name), TEXT_CHARS - chars):
                 answers.append(text)
@@ -245,6 +242,16 @@ def _texts(value: Any, chars: int, depth: int = 0) -> Iterator[str]:
         for key, part in value.items():
             if key in _TEXT_KEYS:
                 yield from _texts(part, chars, depth + 1)
+
+
+def mapping_of(value: Any) -> Mapping[str, Any]:
+    """Return a value of a row that should be a mapping; an empty one if it is not."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def list_of(value: Any) -> list[Any]:
+    """Return a value of a row that should be a list; an empty one if it is not."""
+    return value if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:

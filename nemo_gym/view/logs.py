@@ -12,6 +12,7 @@ import orjson
 
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.view import live
+from nemo_gym.view.lines import mapping_of
 
 MAX_LINES = 2000
 _LEVELS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 4, "exception": 3}
@@ -40,8 +41,7 @@ class LogLine:
 def lines_of(folders: Iterable[Path], rollout_id: str, row: Mapping[str, Any] | None = None) -> list[LogLine]:
     """Return all servers' lines of one rollout and its attempts, in order; the last `MAX_LINES` of them. A model
     server's lines are found by the session id in ``row``."""
-    session = (row or {}).get("ng_model_session")
-    session_id = session.get("session_id") if isinstance(session, Mapping) else None
+    session_id = mapping_of((row or {}).get("ng_model_session")).get("session_id")
     of_rollout = re.compile(rf"{re.escape(rollout_id)}(-a\d+)?")
     matches = []
     for path in log_files(folders):

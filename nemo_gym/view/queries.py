@@ -14,7 +14,7 @@ import yaml
 from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.reward_profile import pass_rates
-from nemo_gym.view.index import ResultIndex, ViewError, as_dict
+from nemo_gym.view.index import ResultIndex, ViewError
 from nemo_gym.view.lines import COLUMNS, NoResultRow, load_row
 from nemo_gym.view.stats import Comparison, Mean, compare, mean_of_tasks
 
@@ -121,55 +121,50 @@ class TableQuery:
 
 def table(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
     """Return ``total`` and the ``rows`` of one page."""
-    connection = index.connection()
     where, values = query.where()
-    (total,) = connection.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()
-    rows = connection.execute(
+    (total,) = index.connection().execute(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()
+    rows = index.rows(
         f"SELECT id, source, {', '.join(COLUMNS)} FROM rollouts WHERE {where} ORDER BY {query.order()}"
         " LIMIT ? OFFSET ?",
         (*values, query.limit, query.offset),
     )
-    return {"total": total, "rows": [as_dict(row) for row in rows]}
+    return {"total": total, "rows": rows}
 
 
 def tasks(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
     """Return tasks, those with the lowest mean reward first, each with its samples."""
-    connection = index.connection()
     where, values = query.where()
-    (total,) = connection.execute(f"SELECT count(DISTINCT task_index) FROM rollouts WHERE {where}", values).fetchone()
-    found = connection.execute(
+    counted = f"SELECT count(DISTINCT task_index) FROM rollouts WHERE {where}"
+    (total,) = index.connection().execute(counted, values).fetchone()
+    found = index.rows(
         "SELECT task_index, min(task_id) AS task_id, count(*) AS rollouts, count(reward) AS valid,"
         " avg(reward) AS mean, sum(findings > 0) AS findings"
         f" FROM rollouts WHERE {where} GROUP BY task_index ORDER BY mean IS NOT NULL, mean, task_index"
         " LIMIT ? OFFSET ?",
         (*values, query.limit, query.offset),
     )
-    rows = []
-    for task in found.fetchall():
-        samples = connection.execute(
+    for task in found:
+        task["samples"] = index.rows(
             f"SELECT {', '.join(COLUMNS)} FROM rollouts WHERE task_index = ? AND {where}"
             " ORDER BY agent, sample_index LIMIT 64",
             (task["task_index"], *values),
         )
-        rows.append({**as_dict(task), "samples": [as_dict(sample) for sample in samples]})
-    return {"total": total, "rows": rows}
+    return {"total": total, "rows": found}
 
 
 def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
     """Group rollouts that failed the same way: those without a verdict first, then the largest groups first."""
-    groups = index.connection().execute(
+    groups = index.rows(
         "SELECT way, label, reason, rank, count(*) AS rollouts, min(id) AS first, outcome, log"
         " FROM rollouts WHERE way IS NOT NULL GROUP BY rank, way ORDER BY rank, count(*) DESC LIMIT ?",
         (limit,),
     )
-    rows = []
-    for row in groups.fetchall():
-        named = index.connection().execute(
+    for group in groups:
+        group["named"] = index.rows(
             "SELECT rollout_id, task_id, sample_index FROM rollouts WHERE rank = ? AND way = ? ORDER BY id LIMIT 3",
-            (row["rank"], row["way"]),
+            (group["rank"], group["way"]),
         )
-        rows.append({**as_dict(row), "named": [as_dict(each) for each in named]})
-    return rows
+    return groups
 
 
 def rewards_by_task(index: ResultIndex) -> dict[str, list[float]]:
@@ -186,38 +181,27 @@ def rewards_by_task(index: ResultIndex) -> dict[str, list[float]]:
 
 def summary(index: ResultIndex, prices: Prices | None = None) -> dict[str, Any]:
     """Return the figures of a run so far."""
-    connection = index.connection()
-    totals = as_dict(
-        connection.execute(
-            "SELECT count(*) AS rollouts, count(reward) AS valid, sum(findings > 0) AS with_findings,"
-            " sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out, sum(seconds) AS seconds,"
-            " sum(chains) AS chains, avg(turns) AS turns, sum(attempts > 1) AS retried FROM rollouts"
-        ).fetchone()
+    (totals,) = index.rows(
+        "SELECT count(*) AS rollouts, count(reward) AS valid, sum(findings > 0) AS with_findings,"
+        " sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out, sum(seconds) AS seconds,"
+        " sum(chains) AS chains, avg(turns) AS turns, sum(attempts > 1) AS retried FROM rollouts"
     )
-    agents = [
-        as_dict(row)
-        for row in connection.execute(
-            "SELECT agent, count(*) AS rollouts, count(reward) AS valid, avg(reward) AS reward,"
-            " sum(findings > 0) AS with_findings, sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out"
-            " FROM rollouts GROUP BY agent ORDER BY agent"
-        )
-    ]
-    outcomes = [
-        as_dict(row)
-        for row in connection.execute(
-            "SELECT outcome, count(*) AS rollouts, reward IS NULL AS invalid FROM rollouts"
-            " GROUP BY outcome, reward IS NULL ORDER BY invalid DESC, count(*) DESC LIMIT 40"
-        )
-    ]
+    agents = index.rows(
+        "SELECT agent, count(*) AS rollouts, count(reward) AS valid, avg(reward) AS reward,"
+        " sum(findings > 0) AS with_findings, sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out"
+        " FROM rollouts GROUP BY agent ORDER BY agent"
+    )
+    outcomes = index.rows(
+        "SELECT outcome, count(*) AS rollouts, reward IS NULL AS invalid FROM rollouts"
+        " GROUP BY outcome, reward IS NULL ORDER BY invalid DESC, count(*) DESC LIMIT 40"
+    )
     rewards = rewards_by_task(index)
-    mean = mean_of_tasks([*rewards.values()])
-    rates = pass_rates([*rewards.values()])
     return {
         **{name: value or 0 for name, value in totals.items()},
         "tasks": len(rewards),
         "solved": sum(any(reward >= 1 for reward in of_task) for of_task in rewards.values()),
-        "reward": _interval(mean),
-        "pass_rates": rates,
+        "reward": _interval(mean_of_tasks([*rewards.values()])),
+        "pass_rates": pass_rates([*rewards.values()]),
         "agents": agents,
         "outcomes": outcomes,
         "cost": None if prices is None else prices.cost(agents),
@@ -289,23 +273,15 @@ class FoundRow:
 def find_row(index: ResultIndex, rollout: str) -> FoundRow:
     """Find a rollout's row by its id, by ``task#sample``, or by a task's name (then the worst of its rollouts). If the
     row occurs twice, the last one counts. Raises `ViewError`."""
-    connection = index.connection()
-    record = connection.execute(
-        "SELECT * FROM rollouts WHERE rollout_id = ? ORDER BY source, id DESC LIMIT 1", (rollout,)
-    ).fetchone()
     task, is_sample, sample = rollout.rpartition("#")
-    if record is None and is_sample and sample.isdecimal():
-        record = connection.execute(
-            "SELECT * FROM rollouts WHERE task_id = ? AND sample_index = ? ORDER BY source, id DESC LIMIT 1",
-            (task.strip(), int(sample)),
-        ).fetchone()
+    ways: list[tuple[str, tuple[str | int, ...]]] = [("rollout_id = ? ORDER BY source, id DESC", (rollout,))]
+    if is_sample and sample.isdecimal():
+        ways.append(("task_id = ? AND sample_index = ? ORDER BY source, id DESC", (task.strip(), int(sample))))
+    ways.append(("task_id = ? ORDER BY rank, sample_index", (rollout,)))
+    found = (index.rows(f"SELECT * FROM rollouts WHERE {condition} LIMIT 1", values) for condition, values in ways)
+    record = next((rows[0] for rows in found if rows), None)
     if record is None:
-        of_task = connection.execute(
-            "SELECT * FROM rollouts WHERE task_id = ? ORDER BY rank, sample_index LIMIT 1", (rollout,)
-        ).fetchone()
-        record = of_task
-    if record is None:
-        names = [name for (name,) in connection.execute("SELECT DISTINCT task_id FROM rollouts LIMIT 2000")]
+        names = [row["task_id"] for row in index.rows("SELECT DISTINCT task_id FROM rollouts LIMIT 2000")]
         raise ViewError(
             f"there is no rollout '{rollout}' in {index.files.output.name}{nearest(task or rollout, names)}; name it"
             " by its id, or as task#sample"
@@ -321,25 +297,22 @@ def find_row(index: ResultIndex, rollout: str) -> FoundRow:
 
 def neighbours(index: ResultIndex, columns: Mapping[str, Any]) -> dict[str, Any]:
     """The other samples of a rollout's task, and the rollouts before and after it in the order worst first."""
-    connection = index.connection()
-    samples = connection.execute(
-        "SELECT rollout_id, sample_index, agent, reward, outcome, findings FROM rollouts WHERE task_index = ?"
-        " ORDER BY agent, sample_index LIMIT 256",
-        (columns["task_index"],),
-    )
+    found: dict[str, Any] = {
+        "samples": index.rows(
+            "SELECT rollout_id, sample_index, agent, reward, outcome, findings FROM rollouts WHERE task_index = ?"
+            " ORDER BY agent, sample_index LIMIT 256",
+            (columns["task_index"],),
+        )
+    }
     place = (columns["rank"], columns["task_index"], columns["sample_index"])
-    around = {
-        name: connection.execute(
+    for name, sign, way in (("previous", "<", "DESC"), ("next", ">", "ASC")):
+        rows = index.rows(
             f"SELECT rollout_id FROM rollouts WHERE (rank, task_index, sample_index) {sign} (?, ?, ?)"
             f" ORDER BY rank {way}, task_index {way}, sample_index {way} LIMIT 1",
             place,
-        ).fetchone()
-        for name, sign, way in (("previous", "<", "DESC"), ("next", ">", "ASC"))
-    }
-    return {
-        "samples": [as_dict(row) for row in samples],
-        **{name: row and row["rollout_id"] for name, row in around.items()},
-    }
+        )
+        found[name] = rows[0]["rollout_id"] if rows else None
+    return found
 
 
 def compared(first: ResultIndex, second: ResultIndex, *, changed_only: bool = False) -> dict[str, Any]:

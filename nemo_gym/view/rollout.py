@@ -20,6 +20,7 @@ from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
 from nemo_gym.view.index import ResultIndex, ViewError
+from nemo_gym.view.lines import list_of, mapping_of
 from nemo_gym.view.live import stored_job
 from nemo_gym.view.queries import FoundRow, neighbours
 
@@ -40,7 +41,7 @@ def rollout_view(index: ResultIndex, found: FoundRow) -> dict[str, Any]:
     """Return everything about a rollout except its tokens and its logs."""
     row, columns = found.row, found.columns
     stored = stored_job(index.files, str(columns["rollout_id"])) or {}
-    params = row.get(PARAMS_KEY) or _mapping(stored.get("row")).get(PARAMS_KEY)
+    params = row.get(PARAMS_KEY) or mapping_of(stored.get("row")).get(PARAMS_KEY)
     return {
         **columns,  # some are counts; the lists below replace those of the same name
         "line": found.line,
@@ -93,41 +94,34 @@ def text_at(row: Mapping[str, Any], where: str) -> str:
 
 
 def _prompt(params: Any) -> list[dict[str, Any]]:
-    messages = params.get("input") if isinstance(params, Mapping) else None
+    where, messages = f"/{PARAMS_KEY}/input", mapping_of(params).get("input")
     if isinstance(messages, str):
-        return [{"role": "user", **cut(messages, f"/{PARAMS_KEY}/input")}]
-    views = []
-    for number, item in enumerate(messages if isinstance(messages, list) else ()):
-        where = f"/{PARAMS_KEY}/input/{number}"
-        views.append(
-            {
-                "role": str(_mapping(item).get("role") or _mapping(item).get("type") or "?"),
-                **_text_of(item, where),
-            }
-        )
-    return views[:MAX_ITEMS]
+        return [{"role": "user", **cut(messages, where)}]
+    return [
+        {
+            "role": str(mapping_of(item).get("role") or mapping_of(item).get("type") or "?"),
+            **_text_of(item, f"{where}/{number}"),
+        }
+        for number, item in enumerate(list_of(messages)[:MAX_ITEMS])
+    ]
 
 
 def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split the response into turns: the model's messages and tool calls, and the tools' results."""
-    output = _mapping(row.get(RESPONSE_KEY)).get("output")
+    output = mapping_of(row.get(RESPONSE_KEY)).get("output")
     turns: list[dict[str, Any]] = []
     calls: dict[str, dict[str, Any]] = {}
     after_result = True
-    for number, item in enumerate(output[:MAX_ITEMS] if isinstance(output, list) else ()):
-        item = _mapping(item)
+    for number, item in enumerate(list_of(output)[:MAX_ITEMS]):
+        item = mapping_of(item)
         kind, where = str(item.get("type") or "message"), f"/{RESPONSE_KEY}/output/{number}"
         is_model = kind in _MODEL_ITEMS and item.get("role") in (None, "assistant")
         if (after_result and is_model) or not turns:
             turns.append({"number": len(turns) + 1, "items": []})
         after_result = not is_model
         if kind == "function_call":
-            call = {
-                "kind": "call",
-                "name": str(item.get("name") or "?"),
-                "arguments": _arguments(item.get("arguments"), f"{where}/arguments"),
-                "result": None,
-            }
+            arguments = _arguments(item.get("arguments"), f"{where}/arguments")
+            call = {"kind": "call", "name": str(item.get("name") or "?"), "arguments": arguments, "result": None}
             calls[str(item.get("call_id"))] = call
             turns[-1]["items"].append(call)
         elif kind == "function_call_output":
@@ -140,13 +134,8 @@ def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         else:
             body = _text_of(item, where)
             if body["text"]:
-                turns[-1]["items"].append(
-                    {
-                        "kind": "reasoning" if kind == "reasoning" else "message",
-                        "role": str(item.get("role") or kind),
-                        **body,
-                    }
-                )
+                shown_as = "reasoning" if kind == "reasoning" else "message"
+                turns[-1]["items"].append({"kind": shown_as, "role": str(item.get("role") or kind), **body})
     return [turn for turn in turns if turn["items"]]
 
 
@@ -174,12 +163,8 @@ def _text_of(item: Any, where: str, keys: tuple[str, ...] = ("content", "summary
             return cut(value, f"{where}/{key}")
         if isinstance(value, list) and value:
             parts = [*map(_part, value)]
-            place = (
-                f"{where}/{key}/0/text"
-                if len(parts) == 1 and isinstance(_mapping(value[0]).get("text"), str)
-                else f"{where}/{key}"
-            )
-            return cut("\n".join(parts), place)
+            is_one_text = len(parts) == 1 and isinstance(mapping_of(value[0]).get("text"), str)
+            return cut("\n".join(parts), f"{where}/{key}" + ("/0/text" if is_one_text else ""))
     if set(item) <= {"type", "role", "content", "id", "status", "summary", "encrypted_content"}:
         return cut("", where)
     return cut(_json(item), where)
@@ -188,7 +173,7 @@ def _text_of(item: Any, where: str, keys: tuple[str, ...] = ("content", "summary
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    part = _mapping(part)
+    part = mapping_of(part)
     for key in ("text", "refusal", "output"):
         if isinstance(part.get(key), str):
             return str(part[key])
@@ -202,17 +187,17 @@ def _part(part: Any) -> str:
 def _timings(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"stage": str(name).removesuffix("_s"), "seconds": seconds}
-        for name, seconds in _mapping(row.get("timings")).items()
+        for name, seconds in mapping_of(row.get("timings")).items()
         if isinstance(seconds, int | float)
     ]
 
 
 def _steps(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return tool calls with the harness's timings, relative to the first call."""
-    records = _mapping(_mapping(row.get("ng_agent_observations")).get("records")).get("records")
+    records = mapping_of(mapping_of(row.get("ng_agent_observations")).get("records")).get("records")
     timed = [
         record
-        for record in (records if isinstance(records, list) else ())[:MAX_STEPS]
+        for record in list_of(records)[:MAX_STEPS]
         if isinstance(record, Mapping)
         and isinstance(record.get("started_at"), int | float)
         and isinstance(record.get("duration_ms"), int | float)
@@ -230,9 +215,7 @@ def _steps(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    artifacts = row.get("artifacts")
-    for number, artifact in enumerate(artifacts if isinstance(artifacts, list) else ()):
-        artifact = _mapping(artifact)
+    for number, artifact in enumerate(map(mapping_of, list_of(row.get("artifacts")))):
         data = artifact.get("data")
         is_text = artifact.get("encoding") in (None, "utf-8") and isinstance(data, str)
         yield {
@@ -242,31 +225,30 @@ def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "truncated": bool(artifact.get("truncated")),
             "error": artifact.get("error") and str(artifact["error"]),
             "is_diff": is_text and (artifact.get("kind") == "git_diff" or str(data).startswith("diff --git")),
-            **(cut(str(data), f"/artifacts/{number}/data") if is_text else cut("", f"/artifacts/{number}/data")),
+            **cut(str(data) if is_text else "", f"/artifacts/{number}/data"),
         }
 
 
 def _findings(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    findings = row.get("findings")
     return [
         {
             "kind": str(each.get("kind")),
             "detail": str(each.get("detail", "")),
             "evidence": _cut_json(each.get("evidence")),
         }
-        for each in (findings if isinstance(findings, list) else ())
+        for each in list_of(row.get("findings"))
         if isinstance(each, Mapping)
     ]
 
 
 def _failing_tests(row: Mapping[str, Any]) -> list[str]:
     """Return the tests that fail although they should pass, according to the official verdict."""
-    statuses = _mapping(_mapping(row.get("official")).get("tests_status"))
+    statuses = mapping_of(mapping_of(row.get("official")).get("tests_status"))
     return [
         str(name)
         for kind, status in statuses.items()
         if str(kind).endswith("_TO_PASS")
-        for name in _mapping(status).get("failure") or ()
+        for name in mapping_of(status).get("failure") or ()
     ]
 
 
@@ -300,8 +282,7 @@ def _attempts(row: Mapping[str, Any], stored: Mapping[str, Any]) -> list[dict[st
     failures = row.get("failures") if isinstance(row.get("failures"), list) else stored.get("failures")
     attempts = []
     number = 1
-    for failure in failures or ():
-        failure = _mapping(failure)
+    for failure in map(mapping_of, list_of(failures)):
         attempts.append(
             {
                 "number": number,
@@ -324,31 +305,27 @@ def _attempts(row: Mapping[str, Any], stored: Mapping[str, Any]) -> list[dict[st
 
 
 def _chains(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    chains = row.get(TRAJECTORY_KEY)
-    for number, each in enumerate(chains if isinstance(chains, list) else ()):
-        each = _mapping(each)
-        mask = each.get("response_mask")
-        turns = each.get("turns")
+    for number, each in enumerate(map(mapping_of, list_of(row.get(TRAJECTORY_KEY)))):
         yield {
             "number": number,
-            "prompt_tokens": _length(each.get("prompt_ids")),
-            "response_tokens": _length(each.get("response_ids")),
-            "sampled": mask.count(1) if isinstance(mask, list) else 0,
+            "prompt_tokens": len(list_of(each.get("prompt_ids"))),
+            "response_tokens": len(list_of(each.get("response_ids"))),
+            "sampled": list_of(each.get("response_mask")).count(1),
             "has_logprobs": isinstance(each.get("logprobs"), list),
-            "turns": _length(turns),
+            "turns": len(list_of(each.get("turns"))),
             "split_reason": str(each.get("split_reason", "")),
             "split_detail": each.get("split_detail") and str(each["split_detail"]),
             "finish_reason": each.get("finish_reason") and str(each["finish_reason"]),
             "weights_versions": [
-                str(version) for version in each.get("weights_versions") or () if isinstance(version, str)
+                version for version in list_of(each.get("weights_versions")) if isinstance(version, str)
             ],
         }
 
 
 def chain_of(row: Mapping[str, Any], number: int) -> Trajectory:
     """Return one chain of a row. Raises `ViewError`."""
-    chains = row.get(TRAJECTORY_KEY)
-    if not isinstance(chains, list) or not 0 <= number < len(chains) or not isinstance(chains[number], Mapping):
+    chains = list_of(row.get(TRAJECTORY_KEY))
+    if not 0 <= number < len(chains) or not isinstance(chains[number], Mapping):
         raise ViewError(f"the row has no chain {number}")
     try:
         return from_row(chains[number])
@@ -432,14 +409,6 @@ def _policies(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
 
 
 # Helpers
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list) else 0
 
 
 def _json(value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import FailureKind, is_context_exceeded
+from nemo_gym.view.lines import list_of, mapping_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,6 @@ def cause_of(
 
 def explain(columns: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Explain what happened to a rollout, with evidence; ``None`` if nothing needs explaining."""
-    official = row.get("official")
     cause = cause_of(
         str(columns["outcome"]),
         _reason(columns, row),
@@ -293,7 +293,7 @@ def explain(columns: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any
         reward=columns["reward"] or 0.0,
         findings=columns["findings"],
         stage=str(row.get("failure_stage") or ""),
-        timed_out=isinstance(official, Mapping) and bool(official.get("timed_out")),
+        timed_out=bool(mapping_of(row.get("official")).get("timed_out")),
     )
     return None if cause is None else {**cause.as_data(), "evidence": [*_evidence(columns, row)]}
 
@@ -312,9 +312,7 @@ def explain_reason(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reason(columns: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     parts = [columns.get("reason"), row.get("failure_reason"), row.get("outcome_detail")]
-    failures = row.get("failures")
-    if isinstance(failures, list):
-        parts += [each.get("details") for each in failures[-1:] if isinstance(each, Mapping)]
+    parts += [mapping_of(each).get("details") for each in list_of(row.get("failures"))[-1:]]
     return "; ".join(str(each) for each in parts if each)
 
 
@@ -322,21 +320,18 @@ def _evidence(columns: Mapping[str, Any], row: Mapping[str, Any]) -> Iterable[st
     if columns["reward"] is None:
         stage = row.get("failure_stage") or "an unknown stage"
         yield f"{columns['outcome']} in {stage}: {columns['reason'] or 'no reason given'}"
-        failures = row.get("failures")
-        if isinstance(failures, list) and len(failures) > 1:
+        failures = list_of(row.get("failures"))
+        if len(failures) > 1:
             kinds = [str(each.get("kind")) for each in failures if isinstance(each, Mapping)]
             yield f"{len(kinds)} attempts ended so: {', '.join(kinds)}"
         return
-    findings = row.get("findings")
-    for finding in findings if isinstance(findings, list) else ():
+    for finding in list_of(row.get("findings")):
         if isinstance(finding, Mapping):
             yield f"finding {finding.get('kind')}: {finding.get('detail', '')}"
     if columns["reason"]:
         yield str(columns["reason"])
-    official = row.get("official")
-    statuses = official.get("tests_status") if isinstance(official, Mapping) else None
-    for kind, status in statuses.items() if isinstance(statuses, Mapping) else ():
-        failing = status.get("failure") if isinstance(status, Mapping) else None
-        if isinstance(failing, list) and failing and str(kind).endswith("_TO_PASS"):
+    for kind, status in mapping_of(mapping_of(row.get("official")).get("tests_status")).items():
+        failing = list_of(mapping_of(status).get("failure"))
+        if failing and str(kind).endswith("_TO_PASS"):
             more = ", …" if len(failing) > 3 else ""
             yield f"{len(failing)} of {kind} fail: {', '.join(map(str, failing[:3]))}{more}"

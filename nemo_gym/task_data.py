@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
+from nemo_gym._util.lazy import module_of
 from nemo_gym.config.roots import plugin_roots
 from nemo_gym.contract.verdict import AGENT_REF_KEY, PARAMS_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 
@@ -41,15 +41,8 @@ def load_task_data_schema(server_dir: Path) -> TypeAdapter[Any] | None:
     if not path.is_file():
         return None
     name = f"_ng_task_data_{path.parent.name}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise TaskDataSchemaError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # annotations are resolved there
     try:
-        spec.loader.exec_module(module)
-        exported = getattr(module, TASK_DATA_EXPORT_NAME)
-        return TypeAdapter(exported)
+        return TypeAdapter(getattr(module_of(path, name), TASK_DATA_EXPORT_NAME))
     except AttributeError as error:
         raise TaskDataSchemaError(f"{path} exports no '{TASK_DATA_EXPORT_NAME}'") from error
     except Exception as error:

@@ -1,9 +1,10 @@
-"""Modules that are loaded when one of their attributes is first used."""
+"""Modules that are loaded when one of their attributes is first used, or from a file."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 
@@ -29,5 +30,15 @@ def lazily(name: str) -> ModuleType:
     spec.loader = importlib.util.LazyLoader(spec.loader)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def module_of(path: Path, name: str) -> ModuleType:
+    """Import a Python file as the module ``name``. Raises whatever its code raises."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # annotations are resolved there
     spec.loader.exec_module(module)
     return module

@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_gym._util.lazy import module_of
 from nemo_gym.cli import command
+from nemo_gym.config.keys import ENVIRONMENT_TYPE
+from nemo_gym.config.roots import find_plugin, plugin_roots
 from nemo_gym.contract.errors import ConfigError
 
 NAME = "ng_prepare"
@@ -44,9 +46,6 @@ def prepare(argv: Sequence[str]) -> int:
         from nemo_gym.cli.prepare_agents import prepare_agents
 
         return prepare_agents(words)
-    from nemo_gym.config.keys import ENVIRONMENT_TYPE
-    from nemo_gym.config.roots import find_plugin, plugin_roots
-
     roots = plugin_roots()
     folder = find_plugin(ENVIRONMENT_TYPE, environment, roots)
     script = folder / "prepare.py"
@@ -73,9 +72,6 @@ def prepare(argv: Sequence[str]) -> int:
 
 def preparable() -> list[str]:
     """Environments that have a ``prepare.py``."""
-    from nemo_gym.config.keys import ENVIRONMENT_TYPE
-    from nemo_gym.config.roots import plugin_roots
-
     return sorted(
         {path.parent.name for root in plugin_roots() for path in root.glob(f"{ENVIRONMENT_TYPE}/*/prepare.py")}
     )
@@ -84,12 +80,7 @@ def preparable() -> list[str]:
 def _call(script: Path, roots: Sequence[Path], settings: list[str]) -> int:
     """Call ``main`` (or NeMo Gym's ``prepare``), async or not, with the settings if it takes an argument."""
     sys.path[:0] = [str(script.parent), *(str(root) for root in roots if str(root) not in sys.path)]
-    package = f"resources_servers.{script.parent.name}.prepare"
-    spec = importlib.util.spec_from_file_location(package, script)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[package] = module
-    spec.loader.exec_module(module)
+    module = module_of(script, f"{ENVIRONMENT_TYPE}.{script.parent.name}.prepare")
     entry = getattr(module, "main", None) or getattr(module, "prepare", None)
     if not callable(entry):
         raise ConfigError(f"{script} defines neither main(overrides) nor prepare()", file=str(script))

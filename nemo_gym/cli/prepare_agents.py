@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nemo_gym._util.lazy import module_of
 from nemo_gym._util.suggest import nearest
 from nemo_gym.agent.harness.agent import CliAgent
 from nemo_gym.agent.harness.base import CliPackage
@@ -56,11 +56,7 @@ def cli_packages() -> Mapping[str, CliPackage]:
 
 def _package(path: Path) -> CliPackage | None:
     name = f"{AGENT_TYPE}.{path.parent.name}.app"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for value in vars(module).values():
+    for value in vars(module_of(path, name)).values():
         if isinstance(value, type) and issubclass(value, CliAgent) and "harness_class" in vars(value):
             package = value.harness_class.package
             return package if package.is_fetched else None

@@ -91,17 +91,10 @@ def _parse(word: str) -> Override:
     parsed = _hydra_override(word, name)
     if parsed.is_sweep_override():
         raise ConfigError(f"{name}: sweeps are not supported; give one value", key=name)
-    value = None if parsed.is_delete() else parsed.value()
+    mode = Mode(word[: len(word) - len(word.lstrip("+~"))])
+    value = None if mode is Mode.DELETE else parsed.value()
     if type(value).__name__ == "ListExtensionOverrideValue":
         raise ConfigError(f"{name}: list extensions are not supported; give the whole list", key=name)
-    if parsed.is_delete():
-        mode = Mode.DELETE
-    elif parsed.is_force_add():
-        mode = Mode.FORCE
-    elif parsed.is_add():
-        mode = Mode.ADD
-    else:
-        mode = Mode.CHANGE
     return Override(mode, parsed.key_or_group, _plain(value), word)
 
 

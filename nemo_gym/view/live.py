@@ -128,14 +128,13 @@ def left_over(files: RunFiles) -> tuple[int, list[dict[str, Any]]] | None:
         with _reading(files.store) as connection:
             (count,) = connection.execute(f"SELECT count(*) FROM jobs WHERE {_UNFINISHED}").fetchone()
             begun = connection.execute(
-                f"SELECT job_id, task_id, sample_index, attempt FROM jobs WHERE {_UNFINISHED} AND attempt > 0"
-                " ORDER BY seq LIMIT ?",
+                "SELECT job_id AS rollout_id, task_id, sample_index, attempt FROM jobs"
+                f" WHERE {_UNFINISHED} AND attempt > 0 ORDER BY seq LIMIT ?",
                 (MAX_BEGUN,),
             ).fetchall()
     except sqlite3.Error:
         return None
-    named = [dict(zip(("rollout_id", "task_id", "sample_index", "attempt"), each, strict=True)) for each in begun]
-    return (count, named) if count else None
+    return (count, [dict(each) for each in begun]) if count else None
 
 
 def run_info(files: RunFiles) -> dict[str, Any]:
@@ -159,20 +158,18 @@ def stored_job(files: RunFiles, rollout_id: str) -> dict[str, Any] | None:
         return None
     try:
         with _reading(files.store) as connection:
-            timed = "claimed_at, finished_at" if _has_times(connection) else "NULL, NULL"
+            timed = "finished_at" if _has_times(connection) else "NULL"
             job = connection.execute(
-                f"SELECT state, attempt, failures, data, {timed} FROM jobs JOIN rows USING (digest) WHERE job_id = ?",
+                f"SELECT failures, data AS row, {timed} FROM jobs JOIN rows USING (digest) WHERE job_id = ?",
                 (rollout_id,),
             ).fetchone()
             if job is None:
                 return None
+            failures, row, finished_at = job
             return {
-                "state": job[0],
-                "attempt": job[1],
-                "failures": orjson.loads(job[2]) if job[2] else [],
-                "row": orjson.loads(job[3]),
-                "claimed_at": job[4],
-                "finished_at": job[5],
+                "failures": orjson.loads(failures) if failures else [],
+                "row": orjson.loads(row),
+                "finished_at": finished_at,
             }
     except (sqlite3.Error, OSError, ValueError):
         return None
@@ -185,6 +182,7 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?{mode}", uri=True, timeout=5.0)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
+        connection.row_factory = sqlite3.Row
         if version != SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its tables have version {version}, this release reads {SCHEMA_VERSION}")
         yield connection

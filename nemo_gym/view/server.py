@@ -32,6 +32,7 @@ from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.view import logs
 from nemo_gym.view.docs import SITE
 from nemo_gym.view.queries import (
+    FoundRow,
     TableQuery,
     aggregate_metrics,
     compared,
@@ -115,6 +116,11 @@ class Pages:
     def _index(self, request: Request) -> Any:
         return self._run(request).ready()
 
+    def _found(self, request: Request) -> tuple[Run, FoundRow]:
+        """Return the run and the rollout that a request names."""
+        run = self._run(request)
+        return run, find_row(run.ready(), _required_param(request, "id"))
+
     def list_runs(self, request: Request) -> Any:
         return {
             "runs": [self._runs.describe(run) for run in self._runs.all()],
@@ -143,8 +149,7 @@ class Pages:
         }
 
     def rollout(self, request: Request) -> Any:
-        run = self._run(request)
-        found = find_row(run.ready(), _required_param(request, "id"))
+        run, found = self._found(request)
         return {
             **rollout_view(run.ready(), found),
             "run_name": run.name,
@@ -152,26 +157,19 @@ class Pages:
         }
 
     def rollout_logs(self, request: Request) -> Any:
-        run = self._run(request)
-        found = find_row(run.ready(), _required_param(request, "id"))
+        run, found = self._found(request)
         folders = run.log_folders(found.row)
         lines = logs.lines_of(folders, str(found.columns["rollout_id"]), found.row)
         return {
             "folders": [str(folder) for folder in folders],
             "lines": [
-                {
-                    "timestamp": line.timestamp,
-                    "server": line.server,
-                    "level": line.level,
-                    "event": line.event,
-                    "more": line.more,
-                }
+                {name: getattr(line, name) for name in ("timestamp", "server", "level", "event", "more")}
                 for line in lines
             ],
         }
 
     def raw(self, request: Request) -> Response:
-        raw = find_row(self._index(request), _required_param(request, "id")).raw
+        raw = self._found(request)[1].raw
         if "indent" in request.query_params:
             try:
                 raw = orjson.dumps(orjson.loads(raw), option=orjson.OPT_INDENT_2)
@@ -180,12 +178,11 @@ class Pages:
         return Response(raw, media_type="text/plain; charset=utf-8")
 
     def text(self, request: Request) -> Response:
-        found = find_row(self._index(request), _required_param(request, "id"))
+        found = self._found(request)[1]
         return PlainTextResponse(text_at(found.row, _required_param(request, "where")).encode("utf-8", "replace"))
 
     def chain(self, request: Request) -> Response:
-        run = self._run(request)
-        found = find_row(run.ready(), _required_param(request, "id"))
+        run, found = self._found(request)
         number = request.query_params.get("number", "0")
         chain = chain_of(found.row, int(number) if number.isdecimal() else -1)
         texts = self._runs.token_texts(run).of({*chain.prompt_ids, *chain.response_ids})

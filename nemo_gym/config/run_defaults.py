@@ -32,7 +32,7 @@ def complete_run(composition: Composition, *, wanted: bool) -> None:
     dataset, split = values.pop("dataset", None), values.pop("split", None)
     if split is not None and dataset is None:
         raise ConfigError("split= is a part of a data set; name one with dataset=, or leave it out", key="split")
-    plugin = _environment_folder(composition)
+    plugin = environment_folder(composition)
     if dataset is not None:
         if has_input:
             raise ConfigError("dataset= and input= both name rows; leave one of them out", key="dataset")
@@ -50,6 +50,7 @@ def default_output() -> Path:
     return Path("results", time.strftime("%Y%m%d-%H%M%S"), "rollouts.jsonl")
 
 
-def _environment_folder(composition: Composition) -> Path | None:
+def environment_folder(composition: Composition) -> Path | None:
+    """The plugin folder of the chosen environment."""
     server = composition.servers.get(composition.chosen.get("environment", ""))
     return None if server is None else find_plugin(server.server_type, server.implementation, composition.roots)

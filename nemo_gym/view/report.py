@@ -24,7 +24,7 @@ from nemo_gym.view.queries import (
     table,
 )
 from nemo_gym.view.stats import Z95
-from nemo_gym.view.text import one_line, seconds_text, shown
+from nemo_gym.view.text import figure, figures, one_line, seconds_text, shown, why
 from nemo_gym.view.why import explain_reason
 
 MAX_ROWS = 200
@@ -75,7 +75,7 @@ def _run_sections(index: ResultIndex, prices: Prices | None) -> Iterator[Section
     totals = summary(index, prices)
     mean = totals["reward"]
     rates = {name: rate for name, rate in totals["pass_rates"].items() if not name.endswith("/std_err")}
-    figures = [
+    lines = [
         ("mean reward", "–" if mean is None else _with_error(mean["value"], mean["std_err"], Z95)),
         *(
             (f"{name}, %", _with_error(rate, totals["pass_rates"].get(f"{name}/std_err")))
@@ -89,12 +89,12 @@ def _run_sections(index: ResultIndex, prices: Prices | None) -> Iterator[Section
         ("time of all rollouts", seconds_text(totals["seconds"])),
     ]
     if totals["cost"] is not None:
-        figures.append(("cost", f"{totals['cost']:.2f}"))
+        lines.append(("cost", f"{totals['cost']:.2f}"))
     yield Section(
         f"{index.files.output}",
         (*totals["notes"], "The reward's ± is a 95 % interval over tasks; that of pass@k is one standard error."),
         ("figure", "value"),
-        tuple(figures),
+        tuple(lines),
         _plot(index),
     )
     if groups := reasons(index):
@@ -118,11 +118,11 @@ def _run_sections(index: ResultIndex, prices: Prices | None) -> Iterator[Section
                 one_line(row["task_id"], 80),
                 str(row["sample_index"]),
                 one_line(row["agent"], 40),
-                "–" if row["reward"] is None else f"{row['reward']:g}",
+                figure(row["reward"]),
                 one_line(row["outcome"], 40),
-                str(row["turns"] if row["turns"] is not None else "–"),
+                figure(row["turns"]),
                 seconds_text(row["seconds"]),
-                one_line(row["kinds"] or (row["label"] and (row["reason"] or row["label"])) or "", 120),
+                one_line(why(row), 120),
             )
             for row in page["rows"]
         ),
@@ -155,8 +155,8 @@ def _comparison(first: ResultIndex, second: ResultIndex) -> Section:
         tuple(
             (
                 one_line(row["task_id"], 80),
-                *(", ".join(f"{reward:g}" for reward in row[side]) or "–" for side in ("a", "b")),
-                "–" if row["difference"] is None else f"{row['difference']:+.2f}",
+                *(figures(row[side]) for side in ("a", "b")),
+                figure(row["difference"], "+.2f"),
             )
             for row in found["rows"][:MAX_ROWS]
         ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
@@ -23,6 +25,21 @@ def one_line(text: object, chars: int = 100) -> str:
 def _escaped(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"^{chr(code + 64)}" if code < 0x20 else f"<U+{code:04X}>"
+
+
+def figure(value: float | None, form: str = "g") -> str:
+    """A figure in the form of a format specification; a dash if there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def figures(values: Iterable[float]) -> str:
+    """Figures after one another; a dash if there are none."""
+    return ", ".join(map(figure, values)) or "–"
+
+
+def why(row: Mapping[str, Any]) -> str:
+    """What a table's row says of a rollout that has no full reward; empty if nothing needs explaining."""
+    return str(row["kinds"] or (row["label"] and (row["reason"] or row["label"])) or "")
 
 
 def seconds_text(seconds: float | None) -> str:

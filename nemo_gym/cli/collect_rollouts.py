@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -12,8 +11,6 @@ from nemo_gym.cli import command
 from nemo_gym.config.keys import OBSERVABILITY
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from nemo_gym.config.run import RolloutRunConfig
     from nemo_gym.rollouts.collection import CollectionResult
     from nemo_gym.rollouts.rows import MaterializedInputs
@@ -80,7 +77,7 @@ async def collect(stack: StackEntry, config: RolloutRunConfig, inputs: Materiali
             result = await run_collection(
                 pipeline_client(stack),
                 config,
-                console=result_console(),
+                console=command.result_console(),
                 configuration=Path(stack.run_dir, CONFIG_FILE),
                 inputs=inputs,
             )
@@ -102,10 +99,3 @@ def stack_telemetry(stack: StackEntry, say: Callable[[str], None]) -> AbstractAs
 
 def exit_code_of(result: CollectionResult) -> int:
     return command.EXIT_OK if result.invalid == 0 else command.EXIT_MASKED
-
-
-def result_console() -> Console:
-    from rich.console import Console
-
-    # A file has no width; tables cut to 80 columns would be of little use in it.
-    return Console(width=None if sys.stdout.isatty() else 140)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
-from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError
+from nemo_gym._util.secrets import is_secret_name, scrub
+from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError, reject_unknown_keys
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -68,16 +72,48 @@ def complain(name: str, message: str) -> None:
     print(f"{name}: error: {message}", file=sys.stderr)
 
 
+def key_of(word: str) -> str:
+    """The key of a setting, or the whole word if it is none."""
+    return word.lstrip("+~").partition("=")[0]
+
+
+def is_secret(word: str) -> bool:
+    """Whether the word sets a secret."""
+    return is_secret_name(key_of(word).split(".")[-1])
+
+
 def without_secrets(text: str, words: Iterable[str]) -> str:
     """``text`` without the values of secret settings among ``words``."""
-    from nemo_gym._util.secrets import is_secret_name, scrub
+    secrets = [word.partition("=")[2] for word in words if is_secret(word)]
+    return scrub(text, [value.strip("'\"") for value in secrets if len(value) >= 4])
 
-    secrets = []
-    for word in words:
-        key, _, value = word.partition("=")
-        if len(value) >= 4 and is_secret_name(key.lstrip("+~").split(".")[-1]):
-            secrets.append(value.strip("'\""))
-    return scrub(text, secrets)
+
+def plugin_name(words: Sequence[str], flag: str | None) -> str | None:
+    """Return the plugin that a command line names: with a flag, as a word, or as NeMo Gym's setting ``entrypoint``."""
+    settings = dict(word.lstrip("+").partition("=")[::2] for word in words if "=" in word)
+    return flag or next((word for word in words if "=" not in word), None) or settings.get("entrypoint")
+
+
+def settings_of(words: Iterable[str], keys: Collection[str]) -> dict[str, str]:
+    """Return ``key=value`` words as a mapping, for a command that composes nothing. Raises `ConfigError` for unknown
+    keys."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    reject_unknown_keys(given, keys, where="the command line")
+    return given
+
+
+def whole_number(key: str, text: str) -> int:
+    """Parse the value of ``key``. Raises `ConfigError`."""
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{key}={text} must be a whole number", key=key)
+    return int(text)
+
+
+def result_console() -> Console:
+    from rich.console import Console
+
+    # A file has no width; tables cut to 80 columns would be of little use in it.
+    return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -56,10 +56,7 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _files(words: Sequence[str]) -> tuple[Path, Path]:
-    from nemo_gym.contract.errors import reject_unknown_keys
-
-    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
-    reject_unknown_keys(given, KEYS, where="the command line")
+    given = command.settings_of(words, KEYS)
     if missing := [key for key in KEYS if not given.get(key)]:
         raise ConfigError(f"{missing[0]}=: is missing; give {' '.join(f'{key}=FILE' for key in KEYS)}")
     source, target = (Path(given[key]) for key in KEYS)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
 if TYPE_CHECKING:
     from nemo_gym.service.client import AsyncRolloutClient, JobView
@@ -46,7 +50,6 @@ def jobs_command(argv: Sequence[str]) -> int:
 
     from nemo_gym.cli.signals import until_signal
     from nemo_gym.config.overrides import given_values
-    from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
     name, *words = arguments.settings or [""]
     if name not in KEYS:
@@ -58,15 +61,7 @@ def jobs_command(argv: Sequence[str]) -> int:
 
 async def _run(name: str, values: dict[str, Any], arguments: argparse.Namespace) -> int:
     async with _client(values) as client:
-        match name:
-            case "submit":
-                return await _submit(client, values, arguments)
-            case "watch":
-                return await _watch(client, values, as_json=arguments.json)
-            case "cancel":
-                return await _cancel(client, values, as_json=arguments.json)
-            case _:
-                return await _status(client, values, as_json=arguments.json)
+        return await _COMMANDS[name](client, values, arguments)
 
 
 def _client(values: dict[str, Any]) -> AsyncRolloutClient:
@@ -83,7 +78,6 @@ def _client(values: dict[str, Any]) -> AsyncRolloutClient:
 
 
 async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
-    from nemo_gym.contract.errors import ConfigError
     from nemo_gym.contract.verdict import new_run_id
 
     if "input" not in values:
@@ -101,13 +95,12 @@ async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments:
             _print_stderr(f"  … and {len(refused) - MAX_LISTED} more")
     watched = command.EXIT_OK
     if arguments.watch or "output" in values:
-        watched = await _watch(client, values, as_json=arguments.json)
+        watched = await _watch(client, values, arguments)
     return command.EXIT_USAGE if refused else watched
 
 
 def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a job for each sample of each row, also for lines that are no JSON: the service refuses and names them."""
-    from nemo_gym.contract.errors import ConfigError
     from nemo_gym.contract.verdict import group_id_of, rollout_id_of
 
     if not path.is_file():
@@ -137,19 +130,17 @@ def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, An
                 }
 
 
-async def _watch(client: AsyncRolloutClient, values: dict[str, Any], *, as_json: bool) -> int:
+async def _watch(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
     """Show results as they arrive. Return 3 if some jobs ended without a verdict."""
-    from contextlib import ExitStack
-
     from rich.console import Console
 
     from nemo_gym.rollouts.result_rows import RunProgress, Tally
 
-    filters = {key: str(values[key]) for key in ("run", "group") if key in values}
+    filters = _filters(values)
     total = len([view async for view in client.jobs(**filters)])
     tally = Tally()
     with ExitStack() as undo:
-        console = None if as_json else Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+        console = None if arguments.json else Console(stderr=True, width=None if sys.stderr.isatty() else 140)
         progress = undo.enter_context(RunProgress(total, tally, console))
         output = None
         if "output" in values:
@@ -164,7 +155,7 @@ async def _watch(client: AsyncRolloutClient, values: dict[str, Any], *, as_json:
 
         counts = await client.wait(**filters, on_result=show)
     rewards = {name: each.mean_reward for name, each in tally.agents.items()}
-    if as_json:
+    if arguments.json:
         print(json.dumps({"jobs": total, "states": counts, "mean_reward": rewards}))
     else:
         counts_text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no jobs"
@@ -172,20 +163,15 @@ async def _watch(client: AsyncRolloutClient, values: dict[str, Any], *, as_json:
     return command.EXIT_OK if counts.get("done", 0) == total else command.EXIT_MASKED
 
 
-async def _cancel(client: AsyncRolloutClient, values: dict[str, Any], *, as_json: bool) -> int:
-    from dataclasses import asdict
-
-    from nemo_gym.contract.errors import ConfigError
-
+async def _cancel(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
     if not {"run", "group", "job"} & set(values):
         raise ConfigError("cancel needs run=, group= or job=", key="run")
     done = await client.cancel(
         job_ids=[str(values["job"])] if "job" in values else None,
-        group=str(values["group"]) if "group" in values else None,
-        run=str(values["run"]) if "run" in values else None,
         reason=values.get("reason"),
+        **_filters(values),
     )
-    if as_json:
+    if arguments.json:
         print(json.dumps(asdict(done)))
     else:
         print(
@@ -195,35 +181,29 @@ async def _cancel(client: AsyncRolloutClient, values: dict[str, Any], *, as_json
     return command.EXIT_OK
 
 
-async def _status(client: AsyncRolloutClient, values: dict[str, Any], *, as_json: bool) -> int:
-    from dataclasses import asdict
-
-    from nemo_gym.cli.command import print_columns
-
+async def _status(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
     if "job" in values:
-        print(json.dumps(asdict(await client.job(str(values["job"]))), indent=None if as_json else 2))
+        print(json.dumps(asdict(await client.job(str(values["job"]))), indent=None if arguments.json else 2))
         return command.EXIT_OK
-    if "run" in values or "group" in values:
-        filters = {key: str(values[key]) for key in ("run", "group") if key in values}
-        counts: dict[str, int] = {}
-        async for view in client.jobs(**filters):
-            counts[view.state] = counts.get(view.state, 0) + 1
-        print(json.dumps(counts) if as_json else ", ".join(f"{count} {state}" for state, count in counts.items()))
+    if filters := _filters(values):
+        counts = Counter([view.state async for view in client.jobs(**filters)])
+        shown = ", ".join(f"{count} {state}" for state, count in counts.items())
+        print(json.dumps(counts) if arguments.json else shown)
         return command.EXIT_OK
     status = await client.status()
-    if as_json:
+    if arguments.json:
         print(json.dumps(status))
         return command.EXIT_OK
     jobs = ", ".join(f"{count} {state}" for state, count in status["jobs"].items() if count) or "none"
     print(f"pipeline {status['pipeline']} is {status['state']}; jobs: {jobs}")
-    print_columns(
+    command.print_columns(
         ("STAGE", "QUEUED", "ACTIVE", "WORKERS", "OLDEST S"),
         [
             (each["stage"], str(each["queued"]), str(each["active"]), str(each["workers"]), f"{each['oldest_s']:.1f}")
             for each in status["stages"]
         ],
     )
-    print_columns(
+    command.print_columns(
         ("SERVER", "URL", "BUSY", "CAPACITY", "DONE", "S/ROLLOUT", "HEALTH"),
         [
             (
@@ -239,6 +219,13 @@ async def _status(client: AsyncRolloutClient, values: dict[str, Any], *, as_json
         ],
     )
     return command.EXIT_OK if status["state"] != "stopped" else command.EXIT_FAILED
+
+
+_COMMANDS = {"submit": _submit, "watch": _watch, "cancel": _cancel, "status": _status}
+
+
+def _filters(values: dict[str, Any]) -> dict[str, str]:
+    return {key: str(values[key]) for key in ("run", "group") if key in values}
 
 
 def _print_stderr(text: str) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_gym._util.suggest import nearest
 from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
@@ -33,9 +34,8 @@ def search(argv: Sequence[str]) -> int:
 
 
 def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> int:
-    from nemo_gym._util.suggest import nearest
     from nemo_gym.cli.gym import add_root
-    from nemo_gym.config.groups import available
+    from nemo_gym.config.groups import Choice, available, find_group_file
     from nemo_gym.config.roots import plugin_roots
 
     for folder in folders:
@@ -47,8 +47,12 @@ def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> in
     roots = plugin_roots()
     for kind in chosen:
         group = KINDS[kind]
-        names = [name for name in available(group, roots) if not _is_broker(group, name, roots)]
-        lines = {name: line_of(group, name, roots) for name in names}
+        files = {name: find_group_file(Choice(group, name, "ng list"), roots) for name in available(group, roots)}
+        lines = {
+            name: _line_of(path)
+            for name, path in files.items()
+            if path is not None and not (group == "environment" and _is_broker(path))
+        }
         if query is not None:
             lines = {name: line for name, line in lines.items() if query.lower() in f"{name} {line}".lower()}
         if lines:
@@ -58,23 +62,13 @@ def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> in
     return command.EXIT_OK
 
 
-def _is_broker(group: str, name: str, roots: Sequence[Path]) -> bool:
-    """Whether an environment is the sandbox broker, which holds boxes and grades nothing."""
-    from nemo_gym.config.groups import Choice, find_group_file
-
-    path = find_group_file(Choice(group, name, "ng list"), roots) if group == "environment" else None
-    return (
-        path is not None and re.search(r"^sandbox_broker:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
-    )
+def _is_broker(path: Path) -> bool:
+    """Whether an environment's file is the sandbox broker's, which holds boxes and grades nothing."""
+    return re.search(r"^sandbox_broker:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
-def line_of(group: str, name: str, roots: Sequence[Path]) -> str:
+def _line_of(path: Path) -> str:
     """Return the first sentence of a part's configuration file, else of its README."""
-    from nemo_gym.config.groups import Choice, find_group_file
-
-    path = find_group_file(Choice(group, name, "ng list"), roots)
-    if path is None:
-        return ""
     text = path.read_text(encoding="utf-8")
     if comment := re.match(r"((?:#.*\n)+)", text):
         description = " ".join(line.lstrip("# ").strip() for line in comment[1].splitlines())

@@ -28,12 +28,10 @@ def logs(argv: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", metavar="key=value", help="rollout=ID [output=FILE | run_dir=DIR]")
     parser.add_argument("--json", action="store_true", help="print the lines as they stand in the logs")
     arguments = parser.parse_args(argv)
-    from nemo_gym.contract.errors import reject_unknown_keys
     from nemo_gym.view.logs import lines_of
     from nemo_gym.view.text import one_line, shown
 
-    given = dict(word.lstrip("+").partition("=")[::2] for word in arguments.words)
-    reject_unknown_keys(given, KEYS, where="the command line")
+    given = command.settings_of(arguments.words, KEYS)
     if not given.get("rollout"):
         raise ConfigError("rollout=: is missing; ng_show and the result rows name it (_ng_rollout_id)", key="rollout")
     rollout, folders, row = _locate(given)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
     """
     from nemo_gym.config.compose import compose
 
-    keys = {word.lstrip("+~").partition("=")[0] for word in words}
+    keys = {*map(command.key_of, words)}
     if "environment" not in keys or keys & {"agent", "oracle", "output"}:
         raise ConfigError(
             "--oracle needs environment=… (and sandbox=… if the environment does); input=… is optional; it sets agent,"
@@ -82,12 +83,12 @@ def sentence(marker: dict[str, Any] | None) -> str:
 
 def folder_of(composition: Composition) -> Path:
     """The plugin folder of the chosen environment. Raises `ConfigError` when none is chosen."""
-    from nemo_gym.config.roots import find_plugin
+    from nemo_gym.config.run_defaults import environment_folder
 
-    environment = composition.servers.get(composition.chosen.get("environment", ""))
-    if environment is None:
+    folder = environment_folder(composition)
+    if folder is None:
         raise ConfigError("no environment is chosen; add environment=…", key="environment")
-    return find_plugin(environment.server_type, environment.implementation, composition.roots)
+    return folder
 
 
 _SOURCES = (".", f":(exclude){MARKER}", ":(exclude)*.md", ":(exclude)tests", ":(exclude,glob)**/__pycache__/**")

@@ -28,12 +28,8 @@ def plan(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
-    given = dict(word.partition("=")[::2] for word in arguments.settings if "=" in word)
-
-    from nemo_gym.contract.errors import reject_unknown_keys
-
-    reject_unknown_keys(given, KEYS, where="the command line")
-    numbers = {key: _number(key, given[key]) for key in KEYS[1:] if key in given}
+    given = command.settings_of((word for word in arguments.settings if "=" in word), KEYS)
+    numbers = {key: command.whole_number(key, given[key]) for key in KEYS[1:] if key in given}
     if "tp_size" not in numbers:
         raise ConfigError("tp_size= is missing: the GPUs of one engine (tp_size=1 for one engine per GPU)")
     nodes = _from_file(given["nodes"]) if "nodes" in given else []
@@ -44,12 +40,6 @@ def plan(argv: Sequence[str]) -> int:
     else:
         _print(placement)
     return command.EXIT_OK
-
-
-def _number(key: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{key}={text} must be a whole number", key=key)
-    return int(text)
 
 
 def _from_word(word: str) -> Node:
@@ -71,14 +61,12 @@ def _from_file(path: str) -> list[Node]:
 
 
 def _print(placement: Placement) -> None:
-    from nemo_gym.cli.command import print_columns
-
-    print_columns(
+    command.print_columns(
         ("ENGINE", "URL", "GPUS"),
         [(engine.name, engine.url, ",".join(map(str, engine.gpus))) for engine in placement.engines],
     )
     print()
-    print_columns(
+    command.print_columns(
         ("AGENT SERVER", "URL", "ENGINES"),
         [
             (server.node, server.url, ("own: " if server.local else "shared: ") + ", ".join(server.engines))

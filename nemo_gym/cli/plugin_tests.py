@@ -18,10 +18,7 @@ def run_tests(argv: Sequence[str]) -> int:
     for flag in ("--resources-server", "--environment", "--agent"):
         parser.add_argument(flag, dest="name", help="the plugin")
     arguments, pytest_args = parser.parse_known_intermixed_args(argv)
-    words = [word for word in arguments.settings if "=" not in word]
-    pairs = (word.lstrip("+").partition("=") for word in arguments.settings)
-    given = {key: value for key, equals, value in pairs if equals}
-    name = arguments.name or (words[0] if words else None) or given.get("entrypoint")
+    name = command.plugin_name(arguments.settings, arguments.name)
     if not name:
         raise ConfigError("name a plugin or its folder, for example: ng env test mcqa", key="entrypoint")
     folder = plugin_folder(name)

@@ -16,17 +16,24 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym.cli.command import key_of, result_console
+from nemo_gym.cli.run import check_rollout_run
+from nemo_gym.config.check import check_everything
+from nemo_gym.config.compose import compose
+from nemo_gym.config.overrides import parse_overrides, word_of
+from nemo_gym.config.pipeline import PipelineConfig
+from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
+from nemo_gym.config.run_defaults import complete_run, default_output
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, finished_result, run_collection
 from nemo_gym.stack.background import BackgroundStack
+from nemo_gym.stack.endpoints import read_stack
 from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
 
 if TYPE_CHECKING:
     import pandas
-
-    from nemo_gym.config.composition import Composition
-    from nemo_gym.config.run import RolloutRunConfig
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A JSONL file, or rows in memory."""
@@ -123,11 +130,11 @@ class AsyncStack:
     async def run(self, input: Rows | None = None, *settings: str, show: bool = False, **keys: Any) -> RunResult:
         """Run ``input`` (default: the environment's own rows) on these servers; ``keys`` are run keys."""
         words = [*self._settings, *_settings_of(settings, keys)]
-        planned = await asyncio.to_thread(_plan, words, input)
+        config, outlook = await asyncio.to_thread(_plan, words, input)
         try:
-            return await _collect(planned, self._background, show=show)
+            return await _collect(config, outlook, self._background, show=show)
         finally:
-            planned.outlook.inputs.close()
+            outlook.inputs.close()
 
     async def aclose(self) -> None:
         """Stop the servers; idempotent."""
@@ -200,18 +207,18 @@ async def run_async(*settings: str, input: Rows | None = None, show: bool = Fals
         ServerError: the servers do not come up.
     """
     words = _settings_of(settings, keys)
-    planned = await asyncio.to_thread(_plan, words, input)
+    config, outlook = await asyncio.to_thread(_plan, words, input)
     try:
-        if planned.outlook.finished:
-            assert planned.outlook.recorded is not None
-            return RunResult(await finished_result(planned.config, planned.outlook.recorded))
+        if outlook.finished:
+            assert outlook.recorded is not None
+            return RunResult(await finished_result(config, outlook.recorded))
         background = await asyncio.to_thread(_start, words)
         try:
-            return await _collect(planned, background, show=show)
+            return await _collect(config, outlook, background, show=show)
         finally:
             await asyncio.to_thread(background.stop)
     finally:
-        planned.outlook.inputs.close()
+        outlook.inputs.close()
 
 
 def run(*settings: str, input: Rows | None = None, show: bool = False, **keys: Any) -> RunResult:
@@ -223,48 +230,24 @@ def run(*settings: str, input: Rows | None = None, show: bool = False, **keys: A
         loop.close()
 
 
-@dataclass(frozen=True)
-class _Planned:
-    composition: Composition
-    config: RolloutRunConfig
-    outlook: RunOutlook
-
-
 def _settings_of(settings: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
-    from nemo_gym.config.overrides import word_of
-
-    given = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
-    return [*settings, *(word_of(key, value) for key, value in given.items())]
+    return [*settings, *(word_of(key, value) for key, value in keys.items())]
 
 
 def _start(words: Sequence[str]) -> BackgroundStack:
     """Start the servers that ``words`` compose and wait until they are ready; leave out the settings of the run."""
-    from nemo_gym.config.pipeline import PipelineConfig
-    from nemo_gym.config.run import RUN_KEYS
-
     of_the_run = {*RUN_KEYS, "dataset", "split"} - {*PipelineConfig.spellings(), "agent", "run_id"}
+    run_dir = [None, *(override.value for override in parse_overrides(words) if override.key == "run_dir")][-1]
     background = BackgroundStack(
-        [word for word in words if word.lstrip("+~").split("=", 1)[0] not in of_the_run],
-        run_dir=_path_setting(words, "run_dir"),
+        [word for word in words if key_of(word) not in of_the_run],
+        run_dir=None if run_dir is None else Path(str(run_dir)).expanduser().resolve(),
     )
     background.start()
     return background
 
 
-def _path_setting(words: Sequence[str], key: str) -> Path | None:
-    from nemo_gym.config.overrides import parse_overrides
-
-    values = [override.value for override in parse_overrides(words) if override.key == key]
-    return Path(str(values[-1])).expanduser().resolve() if values and values[-1] is not None else None
-
-
-def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
+def _plan(words: Sequence[str], rows: Rows | None) -> tuple[RolloutRunConfig, RunOutlook]:
     """Compose and check everything that can be checked before any server starts."""
-    from nemo_gym.cli.run import check_rollout_run
-    from nemo_gym.config.check import check_everything
-    from nemo_gym.config.compose import compose
-    from nemo_gym.config.run_defaults import complete_run, default_output
-
     composition = compose(words)
     if rows is not None:
         given = composition.run_values()
@@ -282,7 +265,7 @@ def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
             key="input",
         )
     check_everything(composition)
-    return _Planned(composition, *check_rollout_run(composition, keep=True))
+    return check_rollout_run(composition, keep=True)
 
 
 def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
@@ -293,19 +276,17 @@ def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
     return file
 
 
-async def _collect(planned: _Planned, background: BackgroundStack, *, show: bool) -> RunResult:
-    from nemo_gym.cli.collect_rollouts import result_console
-    from nemo_gym.http.client import close_global_aiohttp_client
-    from nemo_gym.stack.endpoints import read_stack
-
+async def _collect(
+    config: RolloutRunConfig, outlook: RunOutlook, background: BackgroundStack, *, show: bool
+) -> RunResult:
     stack = await asyncio.to_thread(read_stack, background.run_dir)
     try:
         collected = await run_collection(
             pipeline_client(stack),
-            planned.config,
+            config,
             console=result_console() if show else None,
             configuration=Path(stack.run_dir, CONFIG_FILE),
-            inputs=planned.outlook.inputs,
+            inputs=outlook.inputs,
         )
     finally:
         await close_global_aiohttp_client()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_gym.cli import command
-from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+from nemo_gym.contract.errors import ConfigError
 
 NAME = "ng_prorl_server"
 KEYS = (
@@ -43,7 +43,7 @@ def serve(argv: Sequence[str]) -> int:
     from nemo_gym.prorl.registry import registered_handlers
 
     register(given)
-    workers = {key: _number(key, given[key]) for key in KEYS if key.startswith("max_") and key in given}
+    workers = {key: command.whole_number(key, given[key]) for key in KEYS if key.startswith("max_") and key in given}
     server = OpenHandsServer(
         addresses(given.get("llm_server_addresses", "")),
         **workers,
@@ -52,7 +52,7 @@ def serve(argv: Sequence[str]) -> int:
     )
     token = os.environ.get(TOKEN_ENV) or None
     insecure = _flag("insecure", given.get("insecure", "false"))
-    port = _number("port", given.get("port", str(DEFAULT_PORT)))
+    port = command.whole_number("port", given.get("port", str(DEFAULT_PORT)))
     starts = _flag("start", given.get("start", "false"))
     listening = service.Listening.on(given.get("host", "127.0.0.1"), port, secured=token is not None or insecure)
     configure_plain_logging()
@@ -70,9 +70,7 @@ def words_of(settings: Sequence[str]) -> dict[str, str]:
     for word in settings:
         if "=" not in word:
             raise ConfigError(f"'{word}' is not a setting; settings are key=value", key=word)
-    given = dict(word.partition("=")[::2] for word in settings)
-    reject_unknown_keys(given, KEYS, where="the command line")
-    return given
+    return command.settings_of(settings, KEYS)
 
 
 def register(given: Mapping[str, str]) -> None:
@@ -96,8 +94,8 @@ def _merged_settings(defaults: Sequence[str], name: str, text: str) -> list[str]
     from nemo_gym.config.compose import compose
 
     words = shlex.split(text)
-    chosen = {word.partition("=")[0] for word in words}
-    words = [*(word for word in defaults if word.partition("=")[0] not in chosen), *words]
+    chosen = {*map(command.key_of, words)}
+    words = [*(word for word in defaults if command.key_of(word) not in chosen), *words]
     try:
         compose([*words, "policy_base_url=http://127.0.0.1/v1", "policy_model_name=policy"])
     except ConfigError as error:
@@ -112,12 +110,6 @@ def addresses(text: str) -> list[tuple[str, float]]:
         address, star, weight = item.partition("*")
         found.append((address.strip(), _seconds("llm_server_addresses", weight) if star else 1.0))
     return found
-
-
-def _number(key: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{key}={text} must be a whole number", key=key)
-    return int(text)
 
 
 def _seconds(key: str, text: str) -> float:

@@ -34,19 +34,11 @@ def write_report(argv: Sequence[str]) -> int:
     parser.add_argument("words", nargs="+", metavar="OUTPUT|key=value", help="result files and settings")
     arguments = parser.parse_args(argv)
     from nemo_gym.cli.show import open_shown
-    from nemo_gym.contract.errors import reject_unknown_keys
     from nemo_gym.view.queries import Prices
     from nemo_gym.view.report import report
 
-    given = {}
-    outputs = []
-    for word in arguments.words:
-        key, is_setting, value = word.partition("=")
-        if is_setting and key.isidentifier():
-            given[key] = value
-        else:
-            outputs.append(word)
-    reject_unknown_keys(given, KEYS, where="the command line")
+    outputs = [word for word in arguments.words if "=" not in word or not word.partition("=")[0].isidentifier()]
+    given = command.settings_of((word for word in arguments.words if word not in outputs), KEYS)
     form = given.get("format", "html")
     if form not in FORMATS:
         raise ConfigError(f"format={form}: is one of {', '.join(FORMATS)}", key="format")

@@ -60,7 +60,7 @@ def reverify_command(argv: Sequence[str]) -> int:
 
 def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]:
     """Return the settings; if they choose no composition, put the run's own configuration under them."""
-    if any(word.lstrip("+~").partition("=")[0] in _COMPOSING for word in words):
+    if any(command.key_of(word) in _COMPOSING for word in words):
         return words
     import tempfile
 
@@ -168,13 +168,12 @@ def _work(files: RunFiles, environments: Mapping[str, str], concurrency: int, ti
 
 
 def _show(compared: Reverification) -> int:
-    from nemo_gym.cli.command import print_columns
     from nemo_gym.rollouts.reverify import Outcome
 
     rows: list[tuple[str, Any]] = [*sorted(compared.counts.items())]
     if len(rows) > 1:
         rows.append(("all", compared.total))
-    print_columns(
+    command.print_columns(
         ("ENVIRONMENT", *(outcome.upper() for outcome in Outcome)),
         [(name, *(str(counts[outcome]) for outcome in Outcome)) for name, counts in rows],
     )

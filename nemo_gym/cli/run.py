@@ -103,7 +103,6 @@ def _dry_run(composition: Composition, topology: Topology | None) -> int:
 def compose_stack(
     words: Sequence[str], *, serves: bool = False, wants_run: bool = False
 ) -> tuple[Composition, Topology | None, Work | int]:
-    from nemo_gym._util.secrets import is_secret_name
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
     from nemo_gym.config.launch import die_with_parent
@@ -123,8 +122,8 @@ def compose_stack(
     for notice in notices(composition):
         say(notice)
     for word in words:
-        key = word.split("=", 1)[0].lstrip("+~")
-        if is_secret_name(key.split(".")[-1]):
+        if command.is_secret(word):
+            key = command.key_of(word)
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
     if on_ray is None or composition.values.get("dry_run"):
         return composition, topology, _work_of(composition)
@@ -143,13 +142,14 @@ def _work_of(composition: Composition) -> Work | int:
         return _joining(composition, str(service))
     if not composition.has_run:
         return _serve
-    from nemo_gym.cli.collect_rollouts import exit_code_of, result_console
+    from nemo_gym.cli.collect_rollouts import exit_code_of
     from nemo_gym.rollouts.collection import show_finished
 
     config, outlook = check_rollout_run(composition, keep=True)
     if outlook.finished:
         assert outlook.recorded is not None
-        return exit_code_of(asyncio.run(show_finished(config, outlook.recorded, result_console())))
+        shown = show_finished(config, outlook.recorded, command.result_console())
+        return exit_code_of(asyncio.run(shown))
     return _collecting(composition, config, outlook)
 
 
@@ -314,10 +314,8 @@ def _collecting(composition: Composition, config: RolloutRunConfig, outlook: Run
 
 
 def _print_table(supervisor: Supervisor) -> None:
-    from nemo_gym.cli.command import print_columns
-
     stack = supervisor.stack()
-    print_columns(
+    command.print_columns(
         ("INSTANCE", "TYPE", "IMPLEMENTATION", "URL", "PID"),
         [(s.instance, s.server_type, s.implementation, s.url, str(s.pid)) for s in stack.servers],
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.config.files import read_yaml
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.stack.background import BackgroundStack
 from nemo_gym.stack.endpoints import StackEntry
@@ -54,7 +55,7 @@ class RunHelper:
         values = dict(plain)
         paths = [str(path) for path in values.get("config_paths") or ()]
         if given.dotenv_path is not None and given.dotenv_path.is_file() and not given.skip_load_from_dotenv:
-            values = {**_read(given.dotenv_path), **values}
+            values = {**read_yaml(given.dotenv_path), **values}
         values = {name: value for name, value in values.items() if name not in _DROPPED_KEYS}
         urls = values.get("policy_base_url")
         if isinstance(urls, list) and len(urls) == 1:
@@ -77,12 +78,3 @@ class RunHelper:
         if self._stack is not None:
             self._stack.stop()
             self._stack = None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    import yaml
-
-    read = yaml.safe_load(file.read_text()) or {}
-    if not isinstance(read, dict):
-        raise ConfigError(f"{file} holds no keys", file=str(file))
-    return read

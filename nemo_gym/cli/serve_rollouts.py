@@ -57,7 +57,7 @@ async def serve_jobs(stack: StackEntry, config: ServiceConfig, say: Callable[[st
     """Serve rollouts over ``stack`` until cancelled; ``say`` gets where the pipeline's metrics are."""
     from nemo_gym.cli.collect_rollouts import stack_telemetry
     from nemo_gym.http.client import close_global_aiohttp_client
-    from nemo_gym.service.hosting import host
+    from nemo_gym.service.routes import host
     from nemo_gym.stack.stack import pipeline_client
 
     try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym._util.suggest import nearest
 from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
@@ -43,7 +45,7 @@ def show(argv: Sequence[str]) -> int:
     settings = {key: word.partition("=")[2] for word in arguments.words if (key := _key_of(word)) is not None}
     if len(words) > 1:
         raise ConfigError(f"'{words[1]}': name one rollout, or one other result file")
-    console = _console()
+    console = command.result_console()
     if not words:
         _print_run(console, index, settings)
     elif Path(words[0]).suffix == ".jsonl" or Path(words[0]).is_file():
@@ -69,8 +71,6 @@ def open_shown(path: str) -> ResultIndex:
 
 
 def _key_of(word: str) -> str | None:
-    from nemo_gym._util.suggest import nearest
-
     key, is_setting, _ = word.partition("=")
     if not is_setting or not key.isidentifier():
         return None
@@ -79,10 +79,11 @@ def _key_of(word: str) -> str | None:
     return key
 
 
-def _console() -> Console:
-    from nemo_gym.cli.collect_rollouts import result_console
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print one text without wrapping it."""
+    from rich.text import Text
 
-    return result_console()
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -> None:
@@ -91,18 +92,18 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
 
     from nemo_gym.view import live
     from nemo_gym.view.queries import Prices, TableQuery, summary, table
-    from nemo_gym.view.text import one_line, seconds_text
+    from nemo_gym.view.text import figure, one_line, seconds_text, why
 
     prices = settings.pop("prices", None)
     query = TableQuery.of({"limit": "40", **settings})
-    figures = summary(index, Prices.read(Path(prices)) if prices else None)
+    totals = summary(index, Prices.read(Path(prices)) if prices else None)
     page = table(index, query)
-    for note in figures["notes"]:
-        console.print(Text(note, style="yellow"), soft_wrap=True)
+    for note in totals["notes"]:
+        say(console, note, "yellow")
     progress = live.progress(index.files)
     if progress is not None:
         for line in progress_lines(progress):
-            console.print(Text(line), soft_wrap=True)
+            say(console, line)
     grid = Table(title=f"{page['total']} rollouts of {index.files.output}", title_justify="left")
     right = {"sample", "reward", "findings", "turns", "time", "attempts"}
     for name in ("task", "sample", "agent", "reward", "outcome", "findings", "turns", "time", "attempts", "why"):
@@ -112,22 +113,22 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
             Text(one_line(row["task_id"], 60)),
             str(row["sample_index"]),
             Text(one_line(row["agent"], 24)),
-            Text("–" if row["reward"] is None else f"{row['reward']:g}", style=_style(row)),
+            Text(figure(row["reward"]), style=_style(row)),
             Text(one_line(row["outcome"], 24)),
             str(row["findings"] or ""),
             "" if row["turns"] is None else str(row["turns"]),
             seconds_text(row["seconds"]),
             str(row["attempts"]),
-            Text(one_line(row["kinds"] or (row["label"] and (row["reason"] or row["label"])) or "", 48)),
+            Text(one_line(why(row), 48)),
         )
     console.print(grid)
     remaining = page["total"] - query.offset - len(page["rows"])
     if remaining > 0:
         console.print(f"… and {remaining} more: offset={query.offset + len(page['rows'])}")
-    for line in figure_lines(figures):
-        console.print(Text(line), soft_wrap=True)
-    if figures["rollouts"] - figures["valid"] or figures["with_findings"]:
-        console.print(Text(f"Explained: ng_why {index.files.output}"), soft_wrap=True)
+    for line in figure_lines(totals):
+        say(console, line)
+    if totals["rollouts"] - totals["valid"] or totals["with_findings"]:
+        say(console, f"Explained: ng_why {index.files.output}")
 
 
 def progress_lines(progress: Mapping[str, Any]) -> Iterator[str]:
@@ -187,8 +188,6 @@ def _style(row: Mapping[str, Any]) -> str:
 
 
 def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole: bool) -> None:
-    from rich.text import Text
-
     from nemo_gym.view.queries import find_row
     from nemo_gym.view.rollout import rollout_view
     from nemo_gym.view.text import one_line, seconds_text, shown
@@ -196,58 +195,56 @@ def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole:
 
     result = find_row(index, rollout)
     view = rollout_view(index, result)
-
-    def say(text: str, style: str = "") -> None:
-        console.print(Text(text, style=style), soft_wrap=True)
+    tell = partial(say, console)
 
     def body(text: Mapping[str, Any]) -> None:
         lines = shown(text["text"]).splitlines()
         visible = lines if whole else lines[:MAX_LINES]
-        for line in visible:
-            say(f"    {line}")
+        for each in visible:
+            tell(f"    {each}")
         if len(visible) < len(lines):
-            say(f"    … {len(lines) - len(visible)} more lines (--full)", "dim")
+            tell(f"    … {len(lines) - len(visible)} more lines (--full)", "dim")
 
-    say(
+    tell(
         f"{one_line(view['task_id'])} #{view['sample_index']}  ({one_line(view['agent'])}, {view['rollout_id']})",
         "bold",
     )
     reward = "no verdict" if view["reward"] is None else f"reward {view['reward']:g}"
     stages = ", ".join(f"{each['stage']} {seconds_text(each['seconds'])}" for each in view["timings"])
-    say(f"{reward}, {one_line(view['outcome'])}; {len(view['turns'])} turns; {stages or 'no timings'}", _style(view))
+    tell(f"{reward}, {one_line(view['outcome'])}; {len(view['turns'])} turns; {stages or 'no timings'}", _style(view))
     if (why := explain(result.columns, result.row)) is not None:
-        say(f"{why['title']}: {why['happened']}", "yellow")
+        tell(f"{why['title']}: {why['happened']}", "yellow")
         for evidence in why["evidence"]:
-            say(f"  - {one_line(evidence, 400)}")
-        say(f"  What helps: {why['helps']}")
+            tell(f"  - {one_line(evidence, 400)}")
+        tell(f"  What helps: {why['helps']}")
     if len(view["attempts"]) > 1:
         for attempt in view["attempts"]:
             ending = f"{one_line(attempt['kind'] or 'verdict')} {one_line(attempt['reason'], 300)}"
-            say(f"  attempt {attempt['number']}: {ending}")
+            tell(f"  attempt {attempt['number']}: {ending}")
     for message in view["prompt"]:
-        say(f"\n{one_line(message['role'])}", "bold")
+        tell(f"\n{one_line(message['role'])}", "bold")
         body(message)
     for turn in view["turns"]:
-        say(f"\nturn {turn['number']}", "bold")
+        tell(f"\nturn {turn['number']}", "bold")
         for item in turn["items"]:
             if item["kind"] == "call":
-                say(f"  {one_line(item['name'])}", "cyan")
+                tell(f"  {one_line(item['name'])}", "cyan")
                 body(item["arguments"])
                 if item["result"] is not None:
-                    say("  →", "cyan")
+                    tell("  →", "cyan")
                     body(item["result"])
             else:
-                say(f"  {item['kind']}", "cyan")
+                tell(f"  {item['kind']}", "cyan")
                 body(item)
     for artifact in view["artifacts"]:
-        say(f"\n{one_line(artifact['name'])} ({artifact['kind']}, {artifact['size']} bytes)", "bold")
+        tell(f"\n{one_line(artifact['name'])} ({artifact['kind']}, {artifact['size']} bytes)", "bold")
         body(artifact)
     if view["evaluation"] is not None:
-        say(f"\nevaluation log: {view['evaluation']['path']}", "bold")
+        tell(f"\nevaluation log: {view['evaluation']['path']}", "bold")
         for line in [each for each in view["evaluation"]["lines"] if each["mark"] in ("fail", "test")][:MAX_LINES]:
-            say(f"    {one_line(line['text'], 200)}", "red")
+            tell(f"    {one_line(line['text'], 200)}", "red")
     for chain in view["chains"]:
-        say(
+        tell(
             f"\nchain {chain['number']}: {one_line(chain['split_reason'])}, {chain['prompt_tokens']} prompt and"
             f" {chain['response_tokens']} response tokens, {chain['sampled']} sampled"
         )
@@ -258,7 +255,7 @@ def _print_comparison(console: Console, first: ResultIndex, second: ResultIndex,
     from rich.text import Text
 
     from nemo_gym.view.queries import compared
-    from nemo_gym.view.text import one_line
+    from nemo_gym.view.text import figure, figures, one_line
 
     result = compared(first, second, changed_only=True)
     limit = int(settings["limit"]) if settings.get("limit", "").isdecimal() else 40
@@ -266,9 +263,8 @@ def _print_comparison(console: Console, first: ResultIndex, second: ResultIndex,
     for name in ("task", "A", "B", "B − A"):
         grid.add_column(name, justify="left" if name == "task" else "right")
     for row in result["rows"][:limit]:
-        a, b = (", ".join(f"{reward:g}" for reward in row[side]) or "–" for side in ("a", "b"))
-        difference = "–" if row["difference"] is None else f"{row['difference']:+.2f}"
-        grid.add_row(Text(one_line(row["task_id"], 60)), a, b, difference)
+        difference = figure(row["difference"], "+.2f")
+        grid.add_row(Text(one_line(row["task_id"], 60)), figures(row["a"]), figures(row["b"]), difference)
     console.print(grid)
     mean = result["difference"]
     if mean is None:

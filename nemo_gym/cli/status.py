@@ -22,11 +22,9 @@ def status(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     import asyncio
 
-    from nemo_gym.contract.errors import reject_unknown_keys
     from nemo_gym.stack.endpoints import find_stack, health_of, pss_mib, public_listing, running_stacks
 
-    given = dict(word.lstrip("+").partition("=")[::2] for word in arguments.settings)
-    reject_unknown_keys(given, ["run_dir", "run_id"], where="the command line")
+    given = command.settings_of(arguments.settings, ("run_dir", "run_id"))
     stacks = [find_stack(given.get("run_dir"), given.get("run_id"))] if given else running_stacks()
     report: list[dict[str, Any]] = []
     for stack in stacks:
@@ -45,20 +43,15 @@ def status(argv: Sequence[str]) -> int:
 
 
 def _print(report: list[dict[str, Any]]) -> None:
-    from nemo_gym.cli.command import print_columns
-
     if not report:
         print("no stack runs")
     for stack in report:
         print(f"run {stack['run_id']} (pid {stack['pid']}) in {stack['run_dir']}")
-        print_columns(
+        command.print_columns(
             ("INSTANCE", "TYPE", "IMPLEMENTATION", "URL", "PID", "HEALTH", "PSS MiB", "RESTARTS"),
             [
                 (
-                    server["instance"],
-                    server["server_type"],
-                    server["implementation"],
-                    server["url"],
+                    *(server[name] for name in ("instance", "server_type", "implementation", "url")),
                     str(server["pid"] or "-"),
                     server["health"],
                     f"{server['pss_mib']:.1f}",

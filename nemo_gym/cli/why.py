@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
@@ -142,18 +143,12 @@ def _line(line: LogLine) -> dict[str, Any]:
 
 
 def _print(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
-    from rich.text import Text
-
-    from nemo_gym.cli.collect_rollouts import result_console
+    from nemo_gym.cli import show
     from nemo_gym.view import live
     from nemo_gym.view.queries import notes
     from nemo_gym.view.text import one_line
 
-    console = result_console()
-
-    def say(text: str, style: str = "") -> None:
-        console.print(Text(text, style=style), soft_wrap=True)
-
+    say = partial(show.say, command.result_console())
     for note in notes(index):
         say(note, "yellow")
     if not classes:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Final
 
 from nemo_gym.cli import command
-from nemo_gym.cli import scaffold_more as more_kinds
+from nemo_gym.cli.scaffold_more import (
+    JUDGE_APP,
+    JUDGE_POLICY,
+    JUDGE_ROWS,
+    JUDGE_TEST,
+    STEP_APP,
+    STEP_POLICY,
+    STEP_ROWS,
+    STEP_TEST,
+)
 from nemo_gym.contract.errors import ConfigError
 
 _RUN = """
@@ -107,27 +117,27 @@ class $Class(SimpleResourcesServer):
 if __name__ == "__main__":
     $Class.run_webserver()
 '''
-GRADE_TEST = '''"""What $name grades how, without a server."""
+MCP_TEST = '''"""What $name grades how, without a server."""
 
 from typing import Any
 
-from nemo_gym.testing.environments import attempt, $imports
+from nemo_gym.testing.environments import attempt, make_environment, reply
 from resources_servers.$name.app import $Class
 
-ROW: dict[str, Any] = $row
+ROW: dict[str, Any] = {"expected": 8}
 
 
 async def grade(said: str) -> float | None:
-    environment = make_environment($Class$settings)
-    return (await environment.grade(ROW, reply($response), $artifacts, attempt())).reward
+    environment = make_environment($Class)
+    return (await environment.grade(ROW, reply(said), (), attempt())).reward
 
 
 async def test_right_work_is_rewarded() -> None:
-    assert await grade("$right") == 1.0
+    assert await grade("It is 8.") == 1.0
 
 
 async def test_wrong_work_is_not() -> None:
-    assert await grade("$wrong") == 0.0
+    assert await grade("It is 7.") == 0.0
 '''
 MCP_ROWS = (
     '{"id": "small", "expected": 8, "responses_create_params": {"input": "What is the secret sum of 3 and 4?"}}\n'
@@ -176,6 +186,28 @@ class $Class(SimpleResourcesServer):
 if __name__ == "__main__":
     $Class.run_webserver()
 '''
+BOX_TEST = '''"""What $name grades how, without a server."""
+
+from typing import Any
+
+from nemo_gym.testing.environments import attempt, collected, make_environment, reply
+from resources_servers.$name.app import $Class
+
+ROW: dict[str, Any] = {"numbers": "3\\\\n5\\\\n", "expected": "8"}
+
+
+async def grade(said: str) -> float | None:
+    environment = make_environment($Class, sandbox_provider="local")
+    return (await environment.grade(ROW, reply(""), collected({"sum.txt": said}), attempt())).reward
+
+
+async def test_right_work_is_rewarded() -> None:
+    assert await grade("8") == 1.0
+
+
+async def test_wrong_work_is_not() -> None:
+    assert await grade("7") == 0.0
+'''
 BOX_ROWS = (
     r'{"id": "small", "numbers": "3\n5\n8\n", "expected": "16", "responses_create_params": '
     '{"input": "Write the sum of numbers.txt to sum.txt."}}\n'
@@ -205,26 +237,6 @@ The files: `app.py` grades, `configs/$name.yaml` configures, `data/example.jsonl
 `data/scripted_policy.yaml` says what a scripted model does with them, `tests/` tries the grading without a server.
 $run"""
 
-_PLAIN: Final = "agent=simple_agent environment=$name model=scripted"
-_BOXED: Final = "agent=mini_swe_agent environment=$name sandbox=local model=scripted"
-_MCP_TEST: Final = {
-    "imports": "make_environment, reply",
-    "settings": "",
-    "row": '{"expected": 8}',
-    "response": "said",
-    "artifacts": "()",
-    "right": "It is 8.",
-    "wrong": "It is 7.",
-}
-_BOX_TEST: Final = {
-    "imports": "collected, make_environment, reply",
-    "settings": ', sandbox_provider="local"',
-    "row": '{"numbers": "3\\\\n5\\\\n", "expected": "8"}',
-    "response": '""',
-    "artifacts": 'collected({"sum.txt": said})',
-    "right": "8",
-    "wrong": "7",
-}
 
 AGENT_APP = '''"""$Title: asks the model once, and answers what it said."""
 
@@ -305,39 +317,33 @@ $name:
         runtime: python
 """
 
-_KINDS: Final[dict[str, tuple[str, str, str, str, dict[str, str], str]]] = {
-    "qa": (
-        "A question and its answer.",
-        QA_APP,
-        QA_TEST,
-        QA_ROWS + "\f" + QA_POLICY,
-        {},
-        _PLAIN,
+
+@dataclass(frozen=True)
+class _Kind:
+    """The texts of one kind of environment."""
+
+    what: str
+    app: str
+    test: str
+    rows: str
+    policy: str
+    settings: str = ""
+    """More lines of the environment's block."""
+    words: str = "agent=simple_agent environment=$name model=scripted"
+
+
+_KINDS: Final = {
+    "qa": _Kind("A question and its answer.", QA_APP, QA_TEST, QA_ROWS, QA_POLICY),
+    "mcp": _Kind("Tools over MCP and as routes.", MCP_APP, MCP_TEST, MCP_ROWS, MCP_POLICY),
+    "box": _Kind(
+        *("Work in a box.", BOX_APP, BOX_TEST, BOX_ROWS, BOX_POLICY),
+        settings="      sandbox_provider: sandbox\n",
+        words="agent=mini_swe_agent environment=$name sandbox=local model=scripted",
     ),
-    "mcp": ("Tools over MCP and as routes.", MCP_APP, GRADE_TEST, MCP_ROWS + "\f" + MCP_POLICY, _MCP_TEST, _PLAIN),
-    "box": (
-        "Work in a box.",
-        BOX_APP,
-        GRADE_TEST,
-        BOX_ROWS + "\f" + BOX_POLICY,
-        _BOX_TEST,
-        _BOXED,
-    ),
-    "step": (
-        "A state that tools change, step by step.",
-        more_kinds.STEP_APP,
-        more_kinds.STEP_TEST,
-        more_kinds.STEP_ROWS + "\f" + more_kinds.STEP_POLICY,
-        {},
-        _PLAIN,
-    ),
-    "judge": (
-        "An answer that another model judges.",
-        more_kinds.JUDGE_APP,
-        more_kinds.JUDGE_TEST,
-        more_kinds.JUDGE_ROWS + "\f" + more_kinds.JUDGE_POLICY,
-        {},
-        _PLAIN,
+    "step": _Kind("A state that tools change, step by step.", STEP_APP, STEP_TEST, STEP_ROWS, STEP_POLICY),
+    "judge": _Kind(
+        *("An answer that another model judges.", JUDGE_APP, JUDGE_TEST, JUDGE_ROWS, JUDGE_POLICY),
+        settings='      judge: {type: responses_api_models, name: "$${composition.model}"}\n',
     ),
 }
 
@@ -345,28 +351,27 @@ _KINDS: Final[dict[str, tuple[str, str, str, str, dict[str, str], str]]] = {
 def init_environment(argv: Sequence[str]) -> int:
     """Write ``resources_servers/NAME`` below the working directory, or below ``--search-dir``."""
     parser = command.parser("ng env init", "Write a new environment, which runs and passes its tests.", words="NAME")
-    for kind, (what, *_) in _KINDS.items():
-        parser.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, help=what)
+    parser.set_defaults(kind="qa")
+    for name, each in _KINDS.items():
+        parser.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=each.what)
     parser.add_argument("--search-dir", default=".", help="the folder above resources_servers (default: here)")
     parser.add_argument("--resources-server", help="NeMo Gym's way to say NAME")
     arguments = parser.parse_intermixed_args(argv)
     name = _name(arguments.settings, arguments.resources_server)
-    what, app, test, data, more, words = _KINDS[arguments.kind or "qa"]
-    rows, policy = data.split("\f")
+    kind = _KINDS[arguments.kind]
     root = Path(arguments.search_dir).expanduser().resolve()
-    yaml = ENVIRONMENT_YAML + more_kinds.SETTINGS.get(arguments.kind or "qa", "")
     files = {
-        "app.py": app,
-        f"configs/{name}.yaml": yaml,
-        "tests/test_app.py": test,
-        "data/scripted_policy.yaml": policy,
+        "app.py": kind.app,
+        f"configs/{name}.yaml": ENVIRONMENT_YAML + kind.settings,
+        "tests/test_app.py": kind.test,
+        "data/scripted_policy.yaml": kind.policy,
         "README.md": README,
     }
-    fields = {**_fields(name, root), **more, "what": what}
-    fields["run"] = Template(_RUN).substitute(fields, words=Template(words).substitute(fields))
+    fields = {**_fields(name, root), "what": kind.what}
+    fields["run"] = Template(_RUN).substitute(fields, words=Template(kind.words).substitute(fields))
     folder = root / "resources_servers" / name
     written = {path: Template(text).substitute(fields) for path, text in files.items()}
-    _write(folder, {**written, "data/example.jsonl": rows})
+    _write(folder, {**written, "data/example.jsonl": kind.rows})
     print(f"{folder}: try it{fields['run']}", end="")
     return command.EXIT_OK
 
@@ -421,9 +426,8 @@ while True:
 '''
 
 
-def _name(words: Sequence[str], given: str | None) -> str:
-    pairs = dict(word.lstrip("+").partition("=")[::2] for word in words if "=" in word)
-    found = given or next((word for word in words if "=" not in word), None) or pairs.get("entrypoint")
+def _name(words: Sequence[str], flag: str | None) -> str:
+    found = command.plugin_name(words, flag)
     name = Path(found).name if found else ""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(

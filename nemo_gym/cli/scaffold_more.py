@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 STEP_APP = '''"""$Title: a number is guessed step by step."""
 
 from typing import Any, ClassVar
@@ -199,8 +197,3 @@ tasks:
     when: {user: 'capital of Italy'}
     turns: [{ends: true, text: It is Milan.}]
 """
-SETTINGS: Final = {
-    "box": "      sandbox_provider: sandbox\n",
-    "judge": '      judge: {type: responses_api_models, name: "$${composition.model}"}\n',
-}
-"""More lines of an environment's block, by the kind of scaffold."""

@@ -12,6 +12,7 @@ from nemo_gym.config.keys import OBSERVABILITY
 
 if TYPE_CHECKING:
     from nemo_gym.config.run import RolloutRunConfig
+    from nemo_gym.config.service import ServiceConfig
     from nemo_gym.rollouts.collection import CollectionResult
     from nemo_gym.rollouts.rows import MaterializedInputs
     from nemo_gym.stack.endpoints import StackEntry
@@ -84,6 +85,20 @@ async def collect(stack: StackEntry, config: RolloutRunConfig, inputs: Materiali
     finally:
         await close_global_aiohttp_client()
     return exit_code_of(result)
+
+
+async def serve_jobs(stack: StackEntry, config: ServiceConfig, say: Callable[[str], None]) -> int:
+    """Serve rollouts over ``stack`` until cancelled; ``say`` gets where the pipeline's metrics are."""
+    from nemo_gym.http.client import close_global_aiohttp_client
+    from nemo_gym.service.routes import host
+    from nemo_gym.stack.stack import pipeline_client
+
+    try:
+        async with stack_telemetry(stack, say):
+            await host(pipeline_client(stack), config, Path(stack.run_dir), lambda text: print(text, flush=True))
+    finally:
+        await close_global_aiohttp_client()
+    return command.EXIT_OK
 
 
 def stack_telemetry(stack: StackEntry, say: Callable[[str], None]) -> AbstractAsyncContextManager[None]:

@@ -284,7 +284,7 @@ def _joining(composition: Composition, service: str) -> Work:
 
 
 def _serving(composition: Composition) -> Work:
-    from nemo_gym.cli.serve_rollouts import serve_jobs
+    from nemo_gym.cli.collect_rollouts import serve_jobs
     from nemo_gym.config.service import ServiceConfig
 
     values = composition.serve_values()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from nemo_gym.cli import command
-
-if TYPE_CHECKING:
-    from nemo_gym.config.service import ServiceConfig
-    from nemo_gym.stack.endpoints import StackEntry
 
 NAME = "ng_serve_rollouts"
 
@@ -39,6 +33,7 @@ def serve_command(argv: Sequence[str]) -> int:
 def _attach(run_dir: str, words: Sequence[str]) -> int:
     import uvloop
 
+    from nemo_gym.cli.collect_rollouts import serve_jobs
     from nemo_gym.cli.signals import until_signal
     from nemo_gym.config.overrides import given_values
     from nemo_gym.config.service import ServiceConfig
@@ -51,18 +46,3 @@ def _attach(run_dir: str, words: Sequence[str]) -> int:
         values.setdefault("agent_name", stack.chosen["agent"])
     serving = serve_jobs(stack, ServiceConfig.parse(values), lambda text: print(text, flush=True))
     return uvloop.run(until_signal(serving, stopped=command.EXIT_OK))
-
-
-async def serve_jobs(stack: StackEntry, config: ServiceConfig, say: Callable[[str], None]) -> int:
-    """Serve rollouts over ``stack`` until cancelled; ``say`` gets where the pipeline's metrics are."""
-    from nemo_gym.cli.collect_rollouts import stack_telemetry
-    from nemo_gym.http.client import close_global_aiohttp_client
-    from nemo_gym.service.routes import host
-    from nemo_gym.stack.stack import pipeline_client
-
-    try:
-        async with stack_telemetry(stack, say):
-            await host(pipeline_client(stack), config, Path(stack.run_dir), lambda text: print(text, flush=True))
-    finally:
-        await close_global_aiohttp_client()
-    return command.EXIT_OK

@@ -99,18 +99,11 @@ def _hidden_plugins(composition: Composition) -> list[str]:
 def _check_port_and_workers(server: ServerBlock, warnings: list[str]) -> None:
     port: Any = server.values.get("port")
     if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535):
-        raise ConfigError(
-            f"{server.where}.port must be a whole number from 0 (choose a free one) to 65535, got {port!r}",
-            key=".".join((*server.path, "port")),
-        )
+        raise server.wrong("port", f" must be a whole number from 0 (choose a free one) to 65535, got {port!r}")
     workers = server.values.get("num_workers")
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
-        problem = ConfigError(
-            f"{server.where}.num_workers is the number of server processes; it must be a whole number ≥ 1, got"
-            f" {workers!r}",
-            key=".".join((*server.path, "num_workers")),
-        )
-        refuse(problem, server.source, warnings)
+        problem = f" is the number of server processes; it must be a whole number ≥ 1, got {workers!r}"
+        refuse(server.wrong("num_workers", problem), server.source, warnings)
 
 
 def _check_run_keys(composition: Composition) -> None:

@@ -23,8 +23,6 @@ from nemo_gym.config.visibility import Address
 from nemo_gym.contract.credentials import ROOT_KEY_BYTES, StackKeys
 from nemo_gym.contract.errors import ConfigError
 
-_PLACE_KEYS = ("host", "port")
-
 
 class _Machine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -91,10 +89,10 @@ class Hosts:
         for name, machine in block.machines.items():
             for instance, port in machine.servers.items():
                 if instance not in replicas:
-                    raise ConfigError(
-                        f"{HOSTS}.machines.{name}.servers: no server instance"
-                        f" '{instance}'{nearest(instance, replicas)}; there are: {', '.join(replicas)}",
-                        key=f"{HOSTS}.machines.{name}.servers",
+                    hint = nearest(instance, replicas)
+                    raise _wrong(
+                        f"machines.{name}.servers",
+                        f": no server instance '{instance}'{hint}; there are: {', '.join(replicas)}",
                     )
                 replicas[instance].append(Address(str(machine.address), port, scheme))
         _check_places(composition, replicas)
@@ -117,7 +115,12 @@ class Hosts:
             return
         for name, path in (("certificate_file", self.tls.certificate_file), ("key_file", self.tls.key_file)):
             if not os.access(path, os.R_OK):
-                raise ConfigError(f"{HOSTS}.tls.{name} {path} cannot be read on this host", key=f"{HOSTS}.tls.{name}")
+                raise _wrong(f"tls.{name}", f" {path} cannot be read on this host")
+
+
+def _wrong(key: str, problem: str) -> ConfigError:
+    """The error for a key of the block; ``problem`` continues the sentence that the key's name begins."""
+    return ConfigError(f"{HOSTS}.{key}{problem}", key=f"{HOSTS}.{key}")
 
 
 def _checked(values: Any) -> _Block:
@@ -131,56 +134,46 @@ def _checked(values: Any) -> _Block:
         ) from None
     network = ip_network(str(block.network))
     if block.tls is not None and block.plain_http:
-        raise ConfigError(f"{HOSTS}.plain_http and {HOSTS}.tls exclude each other", key=f"{HOSTS}.plain_http")
+        raise _wrong("plain_http", f" and {HOSTS}.tls exclude each other")
     if block.tls is None and not block.plain_http and not network.is_loopback:
-        raise ConfigError(
-            f"{HOSTS}.tls is missing: requests carry credentials, so off loopback servers speak HTTPS; give"
-            f" certificate_file and key_file, or set {HOSTS}.plain_http: true for a network in which nobody else"
-            " listens",
-            key=f"{HOSTS}.tls",
+        raise _wrong(
+            "tls",
+            " is missing: requests carry credentials, so off loopback servers speak HTTPS; give certificate_file and"
+            f" key_file, or set {HOSTS}.plain_http: true for a network in which nobody else listens",
         )
     if network.is_global and block.tls is None:
-        raise ConfigError(
-            f"{HOSTS}.network {network} is not a private network, and with {HOSTS}.plain_http anyone in it could read"
-            " credentials; use private addresses, those of a VPN between the hosts, or TLS",
-            key=f"{HOSTS}.network",
+        raise _wrong(
+            "network",
+            f" {network} is not a private network, and with {HOSTS}.plain_http anyone in it could read credentials;"
+            " use private addresses, those of a VPN between the hosts, or TLS",
         )
     taken: dict[tuple[str, int], str] = {}
     for name, machine in block.machines.items():
         if machine.address not in network:
-            raise ConfigError(
-                f"{HOSTS}.machines.{name}.address {machine.address} is not in {HOSTS}.network {network}: it is"
-                " neither listened on nor called",
-                key=f"{HOSTS}.machines.{name}.address",
+            raise _wrong(
+                f"machines.{name}.address",
+                f" {machine.address} is not in {HOSTS}.network {network}: it is neither listened on nor called",
             )
         for instance, port in machine.servers.items():
-            other = taken.setdefault((str(machine.address), port), f"{name}.servers.{instance}")
-            if other != f"{name}.servers.{instance}":
-                raise ConfigError(
-                    f"{HOSTS}.machines.{name}.servers.{instance}: {machine.address}:{port} is {other}'s; choose"
-                    " another port",
-                    key=f"{HOSTS}.machines.{name}.servers.{instance}",
-                )
+            here = f"{name}.servers.{instance}"
+            other = taken.setdefault((str(machine.address), port), here)
+            if other != here:
+                raise _wrong(f"machines.{here}", f": {machine.address}:{port} is {other}'s; choose another port")
     return block
 
 
 def _check_places(composition: Composition, replicas: Mapping[str, list[Address]]) -> None:
     missing = [name for name, places in replicas.items() if not places]
     if missing:
-        raise ConfigError(
-            f"{HOSTS}.machines: no machine runs {', '.join(missing)}; give one 'servers: {{{missing[0]}: <port>}}'",
-            key=f"{HOSTS}.machines",
-        )
+        listed = ", ".join(missing)
+        raise _wrong("machines", f": no machine runs {listed}; give one 'servers: {{{missing[0]}: <port>}}'")
     for server in composition.servers.values():
         if server.workers > 1:
-            raise ConfigError(
-                f"{server.where}.num_workers: {HOSTS}.machines sets the number of replicas; remove the key, and"
-                " name the server on several machines",
-                key=".".join((*server.path, "num_workers")),
+            raise server.wrong(
+                "num_workers",
+                f": {HOSTS}.machines sets the number of replicas; remove the key, and name the server on several"
+                " machines",
             )
-        for key in _PLACE_KEYS:
+        for key in ("host", "port"):
             if server.values.get(key):
-                raise ConfigError(
-                    f"{server.where}.{key}: {HOSTS}.machines sets where servers listen; remove the key",
-                    key=".".join((*server.path, key)),
-                )
+                raise server.wrong(key, f": {HOSTS}.machines sets where servers listen; remove the key")

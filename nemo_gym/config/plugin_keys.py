@@ -59,10 +59,7 @@ def entrypoint(server: ServerBlock, roots: Sequence[Path]) -> Path:
     folder = find_plugin(server.server_type, server.implementation, roots)
     path = folder / str(server.values.get("entrypoint") or "app.py")
     if not path.is_file():
-        raise ConfigError(
-            f"{server.where}: entrypoint '{path.name}' does not exist in {folder}",
-            key=".".join((*server.path, "entrypoint")),
-        )
+        raise server.wrong("entrypoint", f" '{path.name}' does not exist in {folder}")
     return path
 
 

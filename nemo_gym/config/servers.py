@@ -38,6 +38,10 @@ class ServerBlock:
         """The block's name in messages: file and dotted path."""
         return f"{self.source}: {'.'.join(self.path)}"
 
+    def wrong(self, key: str, problem: str) -> ConfigError:
+        """The error for a key of the block; ``problem`` continues the sentence that the key's name begins."""
+        return ConfigError(f"{self.where}.{key}{problem}", key=".".join((*self.path, key)))
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -143,22 +147,18 @@ def check_references(servers: Mapping[str, ServerBlock], warnings: list[str]) ->
     checks only the first level of a block, so deeper down its own files get a warning for a missing instance."""
     for server in servers.values():
         for reference in references(server.values):
-            where = f"{server.where}.{'.'.join(reference.path)}"
+            key = ".".join(reference.path)
             target = servers.get(reference.name)
             same_type = [name for name, other in servers.items() if other.server_type == reference.server_type]
+            choices = f"instances of {reference.server_type}: {', '.join(same_type) or 'none'}"
             if target is None:
-                problem = ConfigError(
-                    f"{where}: no server instance '{reference.name}'{nearest(reference.name, servers)};"
-                    f" instances of {reference.server_type}: {', '.join(same_type) or 'none'}",
-                    key=".".join((*server.path, *reference.path)),
-                )
+                hint = nearest(reference.name, servers)
+                problem = server.wrong(key, f": no server instance '{reference.name}'{hint}; {choices}")
                 if len(reference.path) == 1:
                     raise problem
                 refuse(problem, server.source, warnings)
-                continue
-            if target.server_type != reference.server_type:
-                raise ConfigError(
-                    f"{where}: '{reference.name}' is one of {target.server_type}, not of {reference.server_type};"
-                    f" instances of {reference.server_type}: {', '.join(same_type) or 'none'}",
-                    key=".".join((*server.path, *reference.path)),
+            elif target.server_type != reference.server_type:
+                raise server.wrong(
+                    key,
+                    f": '{reference.name}' is one of {target.server_type}, not of {reference.server_type}; {choices}",
                 )

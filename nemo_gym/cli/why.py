@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,8 @@ from nemo_gym.cli import command
 
 if TYPE_CHECKING:
     from nemo_gym.view.index import ResultIndex
-    from nemo_gym.view.logs import LogLine
 
 NAME = "ng_why"
-MAX_CLASSES = 30
-MAX_LOG_LINES = 6
-EXAMPLES = 3
 
 
 def main() -> None:
@@ -36,110 +32,19 @@ def why(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
     from nemo_gym.cli.show import open_shown
+    from nemo_gym.view.why import explain_rollout, explain_run
 
     index = open_shown(arguments.output)
     if arguments.rollout:
-        explained = _explain_rollout(index, arguments.rollout)
+        explained = explain_rollout(index, arguments.rollout)
         classes = [] if explained is None else [explained]
     else:
-        classes = [*_explain_run(index)]
+        classes = [*explain_run(index)]
     if arguments.json:
         print(json.dumps({"output": str(index.files.output), "classes": classes}, indent=2))
     else:
         _print(index, classes)
     return command.EXIT_OK
-
-
-def _explain_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
-    """Yield a class for each way to fail, explained by its first rollout."""
-    from nemo_gym.view.queries import reasons
-
-    for group in reasons(index, MAX_CLASSES):
-        if group["rank"] == 3:
-            continue  # it has a reward
-        first = group["named"][0]["rollout_id"]
-        explained = _explain_rollout(index, first)
-        if explained is not None:
-            named = [f"{each['task_id']}#{each['sample_index']}" for each in group["named"][:EXAMPLES]]
-            yield {**explained, "rollouts": group["rollouts"], "named": named, "label": group["label"]}
-    if (stopped := _stopped(index)) is not None:
-        yield stopped
-
-
-def _stopped(index: ResultIndex) -> dict[str, Any] | None:
-    """Explain what a stopped run has left unfinished, with log lines of rollouts that had begun."""
-    from nemo_gym.view import live
-    from nemo_gym.view.logs import lines_of
-    from nemo_gym.view.why import CAUSES
-
-    unfinished = live.left_over(index.files)
-    if unfinished is None:
-        return None
-    count, begun = unfinished
-    folders = live.server_logs(index.files)
-    lines = [line for each in begun[:EXAMPLES] for line in lines_of(folders, each["rollout_id"])]
-    first = [f"{each['task_id']}#{each['sample_index']} in attempt {each['attempt']}" for each in begun[:EXAMPLES]]
-    more = ", …" if len(begun) > EXAMPLES else ""
-    return {
-        **CAUSES["stopped"].as_data(),
-        "evidence": [
-            f"{count} rollouts have no end, and no command works on them",
-            *([f"begun: {', '.join(first)}{more}"] if begun else []),
-        ],
-        "rollouts": count,
-        "named": [f"{each['task_id']}#{each['sample_index']}" for each in begun[:EXAMPLES]],
-        "label": "no verdict yet",
-        "rollout_id": None,
-        "log_lines": [_line(line) for line in lines[-MAX_LOG_LINES:]],
-        "log_folders": [str(folder) for folder in folders],
-        "evaluation_log": None,
-        "failing_lines": [],
-    }
-
-
-def _explain_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
-    from nemo_gym.view.logs import lines_of, log_folders, trouble_of
-    from nemo_gym.view.queries import find_row
-    from nemo_gym.view.rollout import evaluation_log
-    from nemo_gym.view.why import CAUSES, explain
-
-    result = find_row(index, rollout)
-    explained = explain(result.columns, result.row)
-    if explained is None:
-        return None
-    folders = log_folders(index.files, result.row)
-    lines = lines_of(folders, str(result.columns["rollout_id"]), result.row)
-    lines = [line for line in lines if line.is_trouble] or lines
-    if not lines and (words := CAUSES[explained["cause"]].log_words):
-        lines = trouble_of(folders, words)
-    log = evaluation_log(index.files, result.row)
-    failing = [line["text"] for line in log["lines"] if line["mark"] in ("fail", "test")] if log else []
-    return {
-        **explained,
-        "rollouts": 1,
-        "named": [f"{result.columns['task_id']}#{result.columns['sample_index']}"],
-        "label": result.columns["label"],
-        "rollout_id": result.columns["rollout_id"],
-        "log_lines": [_line(line) for line in lines[-MAX_LOG_LINES:]],
-        "log_folders": [str(folder) for folder in folders],
-        "evaluation_log": log and log["path"],
-        "failing_lines": failing[:MAX_LOG_LINES],
-    }
-
-
-def _line(line: LogLine) -> dict[str, Any]:
-    more = {key: value for key, value in line.more.items() if key != "exception"}
-    trace = str(line.more.get("exception", "")).strip().splitlines()
-    if trace:
-        more["exception"] = trace[-1]
-    return {
-        "at": f"{line.file.name}:{line.number}",
-        "timestamp": line.timestamp,
-        "server": line.server,
-        "level": line.level,
-        "event": line.event,
-        "more": more,
-    }
 
 
 def _print(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:

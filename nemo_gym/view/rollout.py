@@ -34,6 +34,7 @@ _FAILING = re.compile(
     r"\.\.\. (FAIL|ERROR)|^\S*(Error|Exception): "
 )
 _PASSING = re.compile(r"^(PASSED|ok\b)|\bPASSED\b|^\s*[✓✔] |\.\.\. ok\b")
+_SHOWN_AS_THEY_ARE = ("failure_reason", "failure_stage", "outcome_detail", "topology", "validation", "server_logs")
 _MODEL_ITEMS = frozenset({"message", "reasoning", "function_call"})
 
 
@@ -48,11 +49,7 @@ def rollout_view(index: ResultIndex, found: FoundRow) -> dict[str, Any]:
         "file": index.paths[found.source].name,
         "raw_bytes": len(found.raw),
         "is_readable": bool(row),
-        "failure_reason": row.get("failure_reason"),
-        "failure_stage": row.get("failure_stage"),
-        "outcome_detail": row.get("outcome_detail"),
-        "topology": row.get("topology"),
-        "validation": row.get("validation"),
+        **{name: row.get(name) for name in _SHOWN_AS_THEY_ARE},
         "timings": _timings(row),
         "steps": _steps(row),
         "prompt": _prompt(params),
@@ -65,7 +62,6 @@ def rollout_view(index: ResultIndex, found: FoundRow) -> dict[str, Any]:
         "evaluation": evaluation_log(index.files, row),
         "attempts": _attempts(row, stored),
         "chains": [*_chains(row)],
-        "server_logs": row.get("server_logs"),
         "finished_at": stored.get("finished_at"),
         **neighbours(index, columns),
     }
@@ -342,12 +338,7 @@ def packed_chain(chain: Trajectory, texts: Mapping[int, str]) -> bytes:
             "response": len(chain.response_ids),
             "has_logprobs": chain.logprobs is not None,
             "turns": [
-                {
-                    "start": turn.start,
-                    "end": turn.end,
-                    "finish_reason": turn.finish_reason,
-                    "weights_version": turn.weights_version,
-                }
+                {name: getattr(turn, name) for name in ("start", "end", "finish_reason", "weights_version")}
                 for turn in chain.turns
             ],
             "texts": texts,

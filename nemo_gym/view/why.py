@@ -7,13 +7,22 @@ benchmarks write them. Rows with an unknown cause are shown with their own reaso
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import FailureKind, is_context_exceeded
+from nemo_gym.view import live
+from nemo_gym.view.index import ResultIndex
 from nemo_gym.view.lines import list_of, mapping_of
+from nemo_gym.view.logs import LogLine, lines_of, log_folders, trouble_of
+from nemo_gym.view.queries import find_row, reasons
+from nemo_gym.view.rollout import evaluation_log
+
+MAX_CLASSES = 30
+MAX_LOG_LINES = 6
+EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,3 +344,80 @@ def _evidence(columns: Mapping[str, Any], row: Mapping[str, Any]) -> Iterable[st
         if failing and str(kind).endswith("_TO_PASS"):
             more = ", …" if len(failing) > 3 else ""
             yield f"{len(failing)} of {kind} fail: {', '.join(map(str, failing[:3]))}{more}"
+
+
+def explain_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
+    """Yield a class for each way to fail, explained by its first rollout."""
+    for group in reasons(index, MAX_CLASSES):
+        if group["rank"] == 3:
+            continue  # it has a reward
+        explained = explain_rollout(index, group["named"][0]["rollout_id"])
+        if explained is not None:
+            named = [f"{each['task_id']}#{each['sample_index']}" for each in group["named"][:EXAMPLES]]
+            yield {**explained, "rollouts": group["rollouts"], "named": named, "label": group["label"]}
+    if (unfinished := live.left_over(index.files)) is not None:
+        yield _stopped(index, *unfinished)
+
+
+def _stopped(index: ResultIndex, count: int, begun: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Explain what a stopped run has left unfinished, with log lines of rollouts that had ``begun``."""
+    folders = live.server_logs(index.files)
+    lines = [line for each in begun[:EXAMPLES] for line in lines_of(folders, each["rollout_id"])]
+    first = [f"{each['task_id']}#{each['sample_index']} in attempt {each['attempt']}" for each in begun[:EXAMPLES]]
+    more = ", …" if len(begun) > EXAMPLES else ""
+    return {
+        **CAUSES["stopped"].as_data(),
+        "evidence": [
+            f"{count} rollouts have no end, and no command works on them",
+            *([f"begun: {', '.join(first)}{more}"] if begun else []),
+        ],
+        "rollouts": count,
+        "named": [f"{each['task_id']}#{each['sample_index']}" for each in begun[:EXAMPLES]],
+        "label": "no verdict yet",
+        "rollout_id": None,
+        "log_lines": [_line(line) for line in lines[-MAX_LOG_LINES:]],
+        "log_folders": [str(folder) for folder in folders],
+        "evaluation_log": None,
+        "failing_lines": [],
+    }
+
+
+def explain_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
+    """Explain what happened to a rollout, with its servers' log lines; ``None`` if nothing needs explaining."""
+    result = find_row(index, rollout)
+    explained = explain(result.columns, result.row)
+    if explained is None:
+        return None
+    folders = log_folders(index.files, result.row)
+    lines = lines_of(folders, str(result.columns["rollout_id"]), result.row)
+    lines = [line for line in lines if line.is_trouble] or lines
+    if not lines and (words := CAUSES[explained["cause"]].log_words):
+        lines = trouble_of(folders, words)
+    log = evaluation_log(index.files, result.row)
+    failing = [line["text"] for line in log["lines"] if line["mark"] in ("fail", "test")] if log else []
+    return {
+        **explained,
+        "rollouts": 1,
+        "named": [f"{result.columns['task_id']}#{result.columns['sample_index']}"],
+        "label": result.columns["label"],
+        "rollout_id": result.columns["rollout_id"],
+        "log_lines": [_line(line) for line in lines[-MAX_LOG_LINES:]],
+        "log_folders": [str(folder) for folder in folders],
+        "evaluation_log": log and log["path"],
+        "failing_lines": failing[:MAX_LOG_LINES],
+    }
+
+
+def _line(line: LogLine) -> dict[str, Any]:
+    more = {key: value for key, value in line.more.items() if key != "exception"}
+    trace = str(line.more.get("exception", "")).strip().splitlines()
+    if trace:
+        more["exception"] = trace[-1]
+    return {
+        "at": f"{line.file.name}:{line.number}",
+        "timestamp": line.timestamp,
+        "server": line.server,
+        "level": line.level,
+        "event": line.event,
+        "more": more,
+    }

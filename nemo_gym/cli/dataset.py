@@ -19,6 +19,8 @@ import orjson
 from nemo_gym._util.suggest import first_line, nearest
 from nemo_gym.cli import command
 from nemo_gym.config.datasets import DataSet, digest_of
+from nemo_gym.config.keys import ENVIRONMENT_TYPE
+from nemo_gym.config.roots import find_plugin
 from nemo_gym.contract.errors import ConfigError
 
 DIRECTORIES = "NEMO_GYM_DATASETS"
@@ -53,7 +55,8 @@ def download(argv: Sequence[str]) -> int:
         raise ConfigError("which data set? ng dataset download owner/name", key="dataset")
     if revision := given.pop("revision", None):
         name = f"{name.partition('@')[0]}@{revision}"
-    folder = _environment(given.pop("environment", None))
+    environment = given.pop("environment", None)
+    folder = None if environment is None else find_plugin(ENVIRONMENT_TYPE, environment)
     output = given.pop("output", None)
     if wrong := next((key for key in given if key not in _FETCHED_BY), None):
         raise ConfigError(
@@ -67,15 +70,6 @@ def download(argv: Sequence[str]) -> int:
         rows = Path(output)
     print(rows)
     return command.EXIT_OK
-
-
-def _environment(name: str | None) -> Path | None:
-    if name is None:
-        return None
-    from nemo_gym.config.keys import ENVIRONMENT_TYPE
-    from nemo_gym.config.roots import find_plugin
-
-    return find_plugin(ENVIRONMENT_TYPE, name)
 
 
 def fetch_words(name: str, values: dict[str, Any], environment: Path | None) -> Path:

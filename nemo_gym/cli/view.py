@@ -6,13 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    import socket
 
 NAME = "ng_view"
 PASSWORD_VARIABLE = "NG_VIEW_PASSWORD"
@@ -44,6 +40,10 @@ def view(argv: Sequence[str]) -> int:
     parser.add_argument("--docs", metavar="FOLDER", help="the documentation that 'make docs' built (fern/site)")
     parser.add_argument("--prices", metavar="FILE", help="what a million tokens cost, by agent, as YAML")
     arguments = parser.parse_args(argv)
+    import uvicorn
+
+    from nemo_gym.config_types import BaseServerConfig
+    from nemo_gym.http.webserver import WebServer, bind
     from nemo_gym.view.docs import SITE
     from nemo_gym.view.queries import Prices
     from nemo_gym.view.runs import Runs
@@ -58,7 +58,9 @@ def view(argv: Sequence[str]) -> int:
     runs = Runs(paths, Prices.read(Path(arguments.prices)) if arguments.prices else None, services)
     docs = SITE if arguments.docs is None else Path(arguments.docs)
     app, token = viewer(runs, arguments.host, _password(arguments.password_file), docs)
-    listener = _listen(arguments.host, arguments.port)
+    if not 0 <= arguments.port <= 65535:
+        raise ConfigError(f"--port {arguments.port}: not a valid port", key="port")
+    listener = bind(BaseServerConfig(host=arguments.host, port=arguments.port), secured=True)
     host, port = listener.getsockname()[:2]
     url_host = f"[{host}]" if ":" in host else host
     runs.start()
@@ -66,10 +68,6 @@ def view(argv: Sequence[str]) -> int:
     print(f"http://{url_host}:{port}/{query}", flush=True)
     if token is None and not sys.stderr.isatty():
         print(f"{NAME}: the password crosses the network in the clear; put TLS before this", file=sys.stderr)
-    import uvicorn
-
-    from nemo_gym.http.webserver import WebServer
-
     config = uvicorn.Config(
         app, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="off", proxy_headers=False
     )
@@ -78,15 +76,6 @@ def view(argv: Sequence[str]) -> int:
     finally:
         runs.stop()
     return command.EXIT_OK
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    from nemo_gym.config_types import BaseServerConfig
-    from nemo_gym.http.webserver import bind
-
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port}: not a valid port", key="port")
-    return bind(BaseServerConfig(host=host, port=port), secured=True)
 
 
 def _password(path: str | None) -> str | None:

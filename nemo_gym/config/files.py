@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     assert isinstance(values, dict)
-    _reject_odd_keys(values, path)
-    return values  # type: ignore[return-value]
-
-
-def _reject_odd_keys(values: Mapping[Any, Any], path: Path, prefix: str = "") -> None:
+    # Deeper keys may be anything YAML allows (logit biases by token id): they are the plugin's business.
     for key in values:
         if not isinstance(key, str):
             raise ConfigError(
-                f"{path}: key {prefix}{key!r} is a {type(key).__name__}; write it in quotes",
-                file=str(path),
-                key=str(key),
+                f"{path}: key {key!r} is a {type(key).__name__}; write it in quotes", file=str(path), key=str(key)
             )
-    # Deeper keys may be anything YAML allows (logit biases by token id): they are the plugin's business.
+    return values  # type: ignore[return-value]
 
 
 def include_paths(value: Any, source: str) -> list[str]:

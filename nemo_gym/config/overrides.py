@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -141,11 +142,8 @@ def _require_known(merged: Merged, override: Override, known: set[str]) -> None:
     path = override.path
     if (len(path) == 1 and path[0] in known) or (len(path) > 1 and path[0] in (SERVE, OBSERVABILITY)):
         return
-    try:
+    with suppress(KeyError):
         lookup(merged.values, path)
-    except KeyError:
-        pass
-    else:
         return
     block = path[:2] if path[0] == "sandbox" else path[:3]
     if len(path) > len(block) and _is_mapping(merged, block):

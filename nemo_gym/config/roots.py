@@ -41,15 +41,9 @@ def find_plugin(server_type: str, implementation: str, roots: Iterable[Path] | N
         folder = root / server_type / implementation
         if folder.is_dir():
             return folder
-    known = sorted(
-        entry.name
-        for root in searched
-        if (root / server_type).is_dir()
-        for entry in (root / server_type).iterdir()
-        if entry.is_dir() and entry.name[0] not in "._"
-    )
+    known = sorted({each.name for root in searched for each in (root / server_type).glob("[!._]*") if each.is_dir()})
     raise ConfigError(
         f"there is no implementation '{implementation}' of {server_type}{nearest(implementation, known)}; there are:"
-        f" {', '.join(dict.fromkeys(known)) or 'none'}. Other folders are found through {EXTRA_ROOTS_VARIABLE}",
+        f" {', '.join(known) or 'none'}. Other folders are found through {EXTRA_ROOTS_VARIABLE}",
         key=f"{server_type}.{implementation}",
     )

@@ -278,12 +278,12 @@ class Site:
             if token.type == "heading_open" and token.tag == "h2"
         ]
         contents = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in headings)
-        here = order.index(page) if page in order else None
-        around = [order[at] if here is not None and 0 <= at < len(order) else None for at in _neighbour_indices(here)]
+        here = order.index(page) if page in order else len(order)
+        before, after = order[:here][-1:] if page in order else [], order[here + 1 :][:1]
         links = "".join(
             f'<a rel="{rel}" href="{prefix}{each.name}">{arrow.format(escape(each.title))}</a>'
-            for each, rel, arrow in zip(around, ("prev", "next"), ("← {}", "{} →"), strict=True)
-            if each is not None
+            for pages, rel, arrow in ((before, "prev", "← {}"), (after, "next", "{} →"))
+            for each in pages
         )
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -325,10 +325,6 @@ class Site:
 
 
 CURRENT = ' aria-current="page"'
-
-
-def _neighbour_indices(here: int | None) -> tuple[int, int]:
-    return (-1, -1) if here is None else (here - 1, here + 1)
 
 
 def _scrolling(label: str, inner: str) -> str:

@@ -6,6 +6,7 @@ the servers it may call, and the shared values it uses. It is never fetched over
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -132,15 +133,13 @@ class GlobalConfigDictParser:
         values: dict[str, Any] = {str(key): value for key, value in dict(container).items()}  # type: ignore[arg-type]
         paths = [*(values.pop(CONFIG_PATHS_KEY_NAME, None) or ())]
         with tempfile.TemporaryDirectory() as scratch:
-            for fallback in ({POLICY_MODEL_KEY_NAME: _ANY_MODEL}, {}):
-                file = Path(scratch) / "given.yaml"
-                file.write_text(yaml.safe_dump({**fallback, **values}), encoding="utf-8")
-                try:
-                    return _placed(compose([f"+config_paths=[{','.join(map(str, [file, *paths]))}]"]))
-                except ConfigError:
-                    if not fallback:
-                        raise
-        raise AssertionError
+            file = Path(scratch) / "given.yaml"
+            words = [f"+config_paths=[{','.join(map(str, [file, *paths]))}]"]
+            file.write_text(yaml.safe_dump({POLICY_MODEL_KEY_NAME: _ANY_MODEL, **values}), encoding="utf-8")
+            with contextlib.suppress(ConfigError):
+                return _placed(compose(words))
+            file.write_text(yaml.safe_dump(values), encoding="utf-8")
+            return _placed(compose(words))
 
 
 def _placed(composition: Composition) -> DictConfig:

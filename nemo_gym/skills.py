@@ -47,11 +47,11 @@ def hash_skill_dir(root: Path) -> str:
 def parse_skill_md(skill_md_path: Path) -> SkillMetadata:
     """Parse the YAML between the two ``---`` lines at the file's start. Raises ``ValueError`` naming the file."""
     lines = skill_md_path.read_text(encoding="utf-8").splitlines()
-    if not lines or lines[0].strip() != "---" or "---" not in [line.strip() for line in lines[1:]]:
+    ends = [number for number, line in enumerate(lines) if line.strip() == "---"]
+    if len(ends) < 2 or ends[0] != 0:
         raise ValueError(f"{skill_md_path} does not begin with a head between two lines '---'")
-    end = [line.strip() for line in lines[1:]].index("---") + 1
     try:
-        return SkillMetadata.model_validate(yaml.safe_load("\n".join(lines[1:end])) or {})
+        return SkillMetadata.model_validate(yaml.safe_load("\n".join(lines[1 : ends[1]])) or {})
     except (yaml.YAMLError, ValidationError) as error:
         raise ValueError(f"{skill_md_path}: its head needs 'name': {error}") from error
 

@@ -31,7 +31,13 @@ def validate(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.oracle:
-        return _oracle(arguments.settings)
+        from nemo_gym.cli.oracle_check import check_with_oracle
+
+        problems = check_with_oracle(arguments.settings)
+        for problem in problems:
+            print(problem, file=sys.stderr)
+        print("not verified" if problems else "verified: gold was rewarded and nothing was not")
+        return command.EXIT_FAILED if problems else command.EXIT_OK
     try:
         composition, report = inspect(arguments.settings)
     except ConfigError as error:
@@ -110,16 +116,6 @@ def _outlook(composition: Composition) -> dict[str, Any]:
         "finished": outlook.finished,
         "left": recorded.left if recorded is not None else outlook.inputs.rollouts,
     }
-
-
-def _oracle(words: Sequence[str]) -> int:
-    from nemo_gym.cli.oracle_check import check_with_oracle
-
-    problems = check_with_oracle(words)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    print("not verified" if problems else "verified: gold was rewarded and nothing was not")
-    return command.EXIT_FAILED if problems else command.EXIT_OK
 
 
 def _print_json(value: Any) -> None:

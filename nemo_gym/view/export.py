@@ -78,26 +78,19 @@ def export_otel(indexes: Sequence[ResultIndex], target: str, prices: Prices | No
     del prices
     if "://" in target:
         url = TracesConfig(endpoint=target).url
-        collector = Collector(url, headers={}, encoding=ENCODINGS["http/protobuf"], timeout_s=POST_TIMEOUT_S)
         encoding = ENCODINGS["http/protobuf"]
-
-        def send(resource: Mapping[str, Any], spans: Sequence[bytes]) -> None:
-            try:
-                collector.post(resource, spans)
-            except (RefusedError, OSError) as error:
-                raise ConfigError(f"to=: '{url}' does not take the spans: {error}", key="to") from error
-
-        with closing(collector):
-            _in_batches(indexes, encoding.span, send)
+        with closing(Collector(url, headers={}, encoding=encoding, timeout_s=POST_TIMEOUT_S)) as collector:
+            for resource, spans in _batches(indexes, encoding.span):
+                try:
+                    collector.post(resource, spans)
+                except (RefusedError, OSError) as error:
+                    raise ConfigError(f"to=: '{url}' does not take the spans: {error}", key="to") from error
         return url
     encoding = ENCODINGS["http/json"]
     try:
         with Path(target).open("wb") as file:
-
-            def write(resource: Mapping[str, Any], spans: Sequence[bytes]) -> None:
+            for resource, spans in _batches(indexes, encoding.span):
                 file.write(encoding.request(resource, spans) + b"\n")
-
-            _in_batches(indexes, encoding.span, write)
     except OSError as error:
         raise ConfigError(f"to=: cannot write '{target}': {error.strerror}", key="to") from error
     return target
@@ -151,11 +144,10 @@ def _rollouts(index: ResultIndex) -> list[list[Any]]:
 # -- Spans ---------------------------------------------------------------------------------------------------------
 
 
-def _in_batches(
-    indexes: Sequence[ResultIndex],
-    encode: Callable[[Span], bytes],
-    send: Callable[[Mapping[str, Any], Sequence[bytes]], None],
-) -> None:
+def _batches(
+    indexes: Sequence[ResultIndex], encode: Callable[[Span], bytes]
+) -> Iterator[tuple[Mapping[str, Any], Sequence[bytes]]]:
+    """Yield a run's resource and up to about `SPANS_AT_ONCE` encoded spans."""
     for index in indexes:
         resource = {"service.name": "nemo_gym", "service.namespace": "nemo_gym", "output": str(index.files.output)}
         batch: list[bytes] = []
@@ -164,10 +156,10 @@ def _in_batches(
         for source, offset, length in index.connection().execute(query):
             batch += map(encode, spans_of_row(orjson.loads(index.line(source, offset, length)), finished_ns))
             if len(batch) >= SPANS_AT_ONCE:
-                send(resource, batch)
+                yield resource, batch
                 batch = []
         if batch:
-            send(resource, batch)
+            yield resource, batch
 
 
 def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
@@ -205,11 +197,12 @@ def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
     yield rollout_span
     stage_start_ns = start_ns
     for number, (stage, length) in enumerate(lengths_ns.items(), 1):
-        if length and stage != "run":
-            yield span(stage, number, root, stage_start_ns, stage_start_ns + length)
+        end_ns = stage_start_ns + length
         if stage == "run":
-            yield from _spans_of_agent(row, agent, root, (stage_start_ns, stage_start_ns + length), span)
-        stage_start_ns += length
+            yield from _spans_of_agent(row, agent, root, (stage_start_ns, end_ns), span)
+        elif length:
+            yield span(stage, number, root, stage_start_ns, end_ns)
+        stage_start_ns = end_ns
 
 
 def _spans_of_agent(

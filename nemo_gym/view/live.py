@@ -83,28 +83,16 @@ def _progress(connection: sqlite3.Connection, files: RunFiles, collecting: bool)
             rate = len(recent) / seconds
     running = read_running(files.running) if collecting else []
     if running is None:
-        running = []
         since = "claimed_at" if timed else "NULL"
-        for row in connection.execute(
-            f"SELECT job_id, task_id, sample_index, agent, attempt, run_result IS NOT NULL, {since} FROM jobs"
-            " WHERE state = 'claimed' ORDER BY 7, seq LIMIT ?",
-            (MAX_RUNNING,),
-        ):
-            running.append(
-                {
-                    "rollout_id": row[0],
-                    "task_id": row[1],
-                    "sample_index": row[2],
-                    "agent": row[3],
-                    "attempt": row[4],
-                    "stage": "eval" if row[5] else "init or run",
-                    "works": True,
-                    "stage_seconds": None,
-                    "seconds": None if row[6] is None else max(0.0, now - row[6]),
-                    "server": None,
-                    "url": None,
-                }
+        running = [
+            {**dict(row), "works": True, "stage_seconds": None, "server": None, "url": None}
+            for row in connection.execute(
+                "SELECT job_id AS rollout_id, task_id, sample_index, agent, attempt,"
+                " iif(run_result IS NULL, 'init or run', 'eval') AS stage,"
+                f" max(0.0, ? - {since}) AS seconds FROM jobs WHERE state = 'claimed' ORDER BY {since}, seq LIMIT ?",
+                (now, MAX_RUNNING),
             )
+        ]
     left = total - ended
     return {
         "total": total,

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ _TIMEOUT_S = 30.0
 _NEMO_GYM_SETTINGS = {"repo_id": "dataset", "output_fpath": "output", "dataset_name": "dataset"}
 """NeMo Gym's setting → this command's setting."""
 _FETCHED_BY = ("split", "refresh", "sha256")
-"""Settings of `fetch_words`."""
+"""Settings of `fetch_rows`."""
 
 
 def download(argv: Sequence[str]) -> int:
@@ -63,7 +64,7 @@ def download(argv: Sequence[str]) -> int:
             f"'ng dataset download' knows no key '{wrong}'{nearest(wrong, ('output', *_FETCHED_BY))}",
             key=wrong,
         )
-    rows = fetch_words(name, given, folder)
+    rows = fetch_rows(name, given, folder)
     if output is not None:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         Path(output).write_bytes(rows.read_bytes())
@@ -72,19 +73,15 @@ def download(argv: Sequence[str]) -> int:
     return command.EXIT_OK
 
 
-def fetch_words(name: str, values: dict[str, Any], environment: Path | None) -> Path:
-    """Return the rows' file of the data set ``name``; remove ``split``, ``sha256`` and ``refresh`` from ``values``."""
-    refresh = str(values.pop("refresh", "false")).lower() in ("true", "1", "yes")
-    pinned = values.pop("sha256", None)
-    dataset = DataSet.parse(name, values.pop("split", None), environment)
-    return fetch(dataset, refresh=refresh, pinned=pinned)
-
-
-def fetch(dataset: DataSet, *, refresh: bool = False, pinned: str | None = None) -> Path:
-    """Return the rows' file of ``dataset``; fetch it unless it is there. Raises `ConfigError`."""
-    if not refresh:
+def fetch_rows(name: str, values: Mapping[str, Any], environment: Path | None) -> Path:
+    """Return the rows' file of the data set ``name``, of ``split`` and ``sha256``; fetch it unless it is there and
+    ``refresh`` is false. Raises `ConfigError`."""
+    dataset = DataSet.parse(name, values.get("split"), environment)
+    if pinned := values.get("sha256"):
+        dataset = replace(dataset, sha256=pinned)
+    if str(values.get("refresh", "false")).lower() not in ("true", "1", "yes"):
         try:
-            return _checked(dataset.prepared(), dataset, pinned)
+            return dataset.prepared()
         except ConfigError as error:
             if error.message != dataset.absent().message:
                 raise
@@ -95,7 +92,7 @@ def fetch(dataset: DataSet, *, refresh: bool = False, pinned: str | None = None)
         else:
             source, commit, where = _from_hub(dataset, Path(scratch))
         split, rows = _load(dataset, source, Path(scratch))
-        return _store(dataset, split, rows, {"commit": commit, "source": where}, pinned)
+        return _store(dataset, split, rows, {"commit": commit, "source": where})
 
 
 def _local_copy(dataset: DataSet) -> Path | None:
@@ -190,13 +187,7 @@ def _load(dataset: DataSet, source: Path, scratch: Path) -> tuple[str, Iterable[
     return chosen, splits[chosen]
 
 
-def _store(
-    dataset: DataSet,
-    split: str,
-    rows: Iterable[Mapping[str, Any]],
-    origin: Mapping[str, Any],
-    pinned: str | None,
-) -> Path:
+def _store(dataset: DataSet, split: str, rows: Iterable[Mapping[str, Any]], origin: Mapping[str, Any]) -> Path:
     """Write all rows or none, and the record of their origin."""
     dataset.folder.mkdir(parents=True, exist_ok=True)
     final, record = dataset.rows_file(split), dataset.record_file(split)
@@ -207,9 +198,13 @@ def _store(
             for row in _rename_fields(rows, dataset):
                 stream.write(orjson.dumps(row, default=str) + b"\n")
                 count += 1
-        _checked(temporary, dataset, pinned)
+        digest = digest_of(temporary)
+        if dataset.sha256 not in (None, digest):
+            raise ConfigError(
+                f"data set '{dataset.asked}' has sha256 {digest}, not {dataset.sha256} as pinned", key="sha256"
+            )
         data = {"dataset": dataset.repo, "subset": dataset.subset, "revision": dataset.revision, **origin}
-        data |= {"split": split, "rows": count, "sha256": digest_of(temporary)}
+        data |= {"split": split, "rows": count, "sha256": digest}
         _check_same_rows(record, data)
         temporary.replace(final)
         record.write_text(json.dumps(data, indent=1) + "\n")
@@ -233,13 +228,6 @@ def _check_same_rows(record: Path, data: Mapping[str, Any]) -> None:
             f" recorded in {record}",
             key="dataset",
         )
-
-
-def _checked(rows: Path, dataset: DataSet, pinned: str | None) -> Path:
-    expected = pinned or dataset.sha256
-    if expected and (digest := digest_of(rows)) != expected:
-        raise ConfigError(f"data set '{dataset.asked}' has sha256 {digest}, not {expected} as pinned", key="sha256")
-    return rows
 
 
 def _rename_fields(rows: Iterable[Mapping[str, Any]], dataset: DataSet) -> Iterator[dict[str, Any]]:

@@ -53,9 +53,9 @@ def prepare(argv: Sequence[str]) -> int:
         word.lstrip("+").partition("=")[::2] for word in words if word.lstrip("+").startswith(_DATASET_SETTINGS)
     )
     if dataset := values.pop("dataset", None):
-        from nemo_gym.cli.dataset import fetch_words
+        from nemo_gym.cli.dataset import fetch_rows
 
-        rows = fetch_words(dataset, values, folder)
+        rows = fetch_rows(dataset, values, folder)
         print(rows)
         if not script.is_file():
             return command.EXIT_OK

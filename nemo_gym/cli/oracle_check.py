@@ -36,7 +36,7 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
     from nemo_gym.config.compose import compose
 
     keys = {*map(command.key_of, words)}
-    if "environment" not in keys or keys & {"agent", "oracle", "output"}:
+    if "environment" not in keys or keys & {"agent", "oracle", "output", "output_jsonl_fpath"}:
         raise ConfigError(
             "--oracle needs environment=… (and sandbox=… if the environment does); input=… is optional; it sets agent,"
             " oracle and output itself",
@@ -44,14 +44,22 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
         )
     composition = compose([*words, "agent=oracle", "oracle=gold"])
     folder = folder_of(composition)
-    rows = Path(str(composition.run_values().get("input") or folder / "data" / "example.jsonl")).expanduser()
+    run = composition.run_values()
+    given = run.get("input") or run.get("input_jsonl_fpath") or folder / "data" / "example.jsonl"
+    rows = Path(str(given)).expanduser()
     if not rows.is_file():
         raise ConfigError(f"there are no rows to check with: '{rows}' does not exist; name them: input=…", key="input")
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="nemo-gym-oracle-") as directory:
         for mode in ("gold", "nothing"):
             output = Path(directory, f"{mode}.jsonl")
-            more = [f"oracle={mode}", "agent=oracle", f"++input={rows}", f"output={output}"]
+            more = [
+                f"oracle={mode}",
+                "agent=oracle",
+                f"++input={rows}",
+                "++input_jsonl_fpath=null",
+                f"output={output}",
+            ]
             if subprocess.run([sys.executable, "-c", _RUN, *words, *more], check=False).returncode not in (0, 3):
                 raise ConfigError(f"the oracle's run with oracle={mode} did not finish; see above")
             problems += _wrong_grades(output, mode)

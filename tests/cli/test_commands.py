@@ -386,6 +386,16 @@ def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(
     assert command(root, "validate", "--oracle", *GROUPS).returncode == 2  # the agent is its own
 
 
+def test_oracle_checks_the_rows_of_nemo_gyms_spelling(root: Path) -> None:
+    with_gold(root)
+    rows = write_rows(root / "rows.jsonl", 2)
+    words = ("environment=sums", "topology=none", "--oracle")
+    done = command(root, "validate", *words, f"input_jsonl_fpath={rows}")
+    assert done.returncode == 0, done.stderr
+    assert "2 rows of rows.jsonl" in command(root, "validate", *GROUPS).stdout
+    assert command(root, "validate", *words, "output_jsonl_fpath=out.jsonl").returncode == 2
+
+
 def test_marker_keeps_the_providers_of_before_until_the_sources_change(root: Path) -> None:
     folder = with_gold(root)
     oracle = ("environment=sums", "topology=none", "--oracle")

@@ -1,75 +1,189 @@
-"""The interface that an environment's routes require of its server."""
+"""The hooks of an environment: what a plugin overrides and the routes call."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
+from starlette.requests import Request
+
+from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig, CommandPath
+from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
-from nemo_gym.contract.verdict import Verdict
-from nemo_gym.environment.owned_boxes import OwnedBoxes
-from nemo_gym.environment.route_tools import CatchAll, RouteTool
+from nemo_gym.contract.verdict import RESPONSE_KEY, Verdict, decide_validity, public_row
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 
 if TYPE_CHECKING:
-    from nemo_gym.http.client import ServerClient
+    from nemo_gym.environment.owned_boxes import OwnedBoxes
+    from nemo_gym.environment.route_tools import CatchAll, RouteTool
+    from nemo_gym.http.environment_bodies import (
+        BaseSeedSessionRequest,
+        BaseSeedSessionResponse,
+        BaseVerifyRequest,
+        BaseVerifyResponse,
+        ResourcesCloseSessionRequest,
+        ResourcesCloseSessionResponse,
+        ResourcesSeedSessionRequest,
+        ResourcesSeedSessionResponse,
+    )
 
 MCP_PATH = "/mcp"
 ALLOWED_TOOLS_SESSION_KEY = "_ng_mcp_tools"
 """The session key for the names of the tools that may be called over MCP; absent if all may."""
 
 
-class EnvironmentHooks(Protocol):
-    """The hooks of `nemo_gym.environment.server.SimpleResourcesServer`, which documents each of them."""
+class ReverifyMode(StrEnum):
+    """Whether stored work can be graded again."""
 
-    config: Any
+    STATELESS = "stateless"
+    """Grading needs only the row, the response and the artifacts."""
+    UNSUPPORTED = "unsupported"
+    """The reward needs state of the live session."""
+    UNKNOWN = "unknown"
 
-    @property
-    def server_client(self) -> ServerClient: ...
 
-    @property
-    def own_credential(self) -> Any: ...
+class BaseResourcesServerConfig(BaseRunServerInstanceConfig):
+    """Configuration of an environment."""
 
-    @property
-    def seed_session(self) -> Any:
-        """A property, because plugins differ in the parameters of this hook and ``verify``."""
-        ...
+    REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.UNKNOWN
+    """A property of the implementation, declared here because NeMo Gym's plugins set it on their configuration."""
 
-    @property
-    def verify(self) -> Any: ...
+    expose_tools_over_mcp: bool = False
+    """Serve the tools (typed ``POST /<tool>`` routes) at ``/mcp`` as well, even if the class's ``tool_access`` does
+    not name ``mcp``. Needs the extra ``mcp``."""
+    state_dir: CommandPath | None = None
+    """The directory that keeps verdicts across restarts; default: the run's directory, else a temporary file."""
 
-    @property
-    def close_resources_session(self) -> Any: ...
+
+class BaseResourcesServer(BaseServer):
+    config: BaseResourcesServerConfig
+
+
+class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer):
+    """The hooks of `nemo_gym.environment.server.SimpleResourcesServer`, with their defaults."""
+
+    config: BaseResourcesServerConfig
+
+    ROLE: ClassVar[Role] = Role.ENVIRONMENT
+    REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.UNKNOWN
+    public_metadata_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of ``responses_create_params.metadata`` that an agent may see."""
 
     @classmethod
-    def overrides(cls, hook: str) -> bool: ...
+    def overrides(cls, hook: str) -> bool:
+        """Whether a subclass implements ``hook`` itself."""
+        return getattr(cls, hook) is not getattr(EnvironmentHooks, hook)
 
-    def derive_key(self, purpose: str) -> bytes: ...
+    # -- hooks of new environments -------------------------------------------------------------------------------
 
-    def get_session_middleware_key(self) -> str: ...
+    def task_id(self, row: dict[str, Any]) -> str:
+        """The task's public id; default: the row's ``task_id``, ``instance_id`` or ``id``."""
+        for key in ("task_id", "instance_id", "id"):
+            if isinstance(row.get(key), str | int):
+                return str(row[key])
+        return ""
 
-    def task_id(self, row: dict[str, Any]) -> str: ...
+    def public_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The part of a row that an agent may see: ``responses_create_params`` without ``metadata`` (except for
+        allow-listed keys) and the run's numbering."""
+        return public_row(row, self.public_metadata_keys)
 
-    def public_row(self, row: dict[str, Any]) -> dict[str, Any]: ...
+    async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
+        """Return what the agent of this attempt may know. Default: no world (topology ``none``).
 
-    async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor: ...
+        Called once per attempt, however often it is seeded. Raise `RowError` for a row that is not a task of this
+        environment, and another `NemoGymError` for other failures; a failed seed may be requested again.
+        """
+        return SessionDescriptor(environment=self.config.name, task_id=rollout.task_id, rollout=rollout)
 
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
-    ) -> Verdict: ...
+    ) -> Verdict:
+        """Judge the work of one attempt, without state from its seed. Default: the verdict of ``verify``.
 
-    async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None: ...
+        Raised errors become invalid verdicts: `SandboxError` and its like by their kind, anything else as a failure of
+        the verifier. A failure that the work itself can cause must be graded, not raised.
+        """
+        body = {**row, RESPONSE_KEY: response}
+        reply = plain(await PluginCall(self.verify)(Request({"type": "http", "session": {}, "headers": []}), body))
+        return decide_validity(reply)
 
-    def owned_boxes(self) -> OwnedBoxes | None: ...
+    async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """The task's known solution for the validation mode, or ``None``."""
+        return None
 
-    async def close_session(self, rollout: RolloutIdentity) -> None: ...
+    def owned_boxes(self) -> OwnedBoxes | None:
+        """The boxes that this environment creates for its attempts and lends to their agents. Default ``None``: agents
+        create the boxes that descriptors specify."""
+        return None
 
-    def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool] | None: ...
+    async def close_session(self, rollout: RolloutIdentity) -> None:
+        """Release what belongs to an attempt. Called once, when the attempt is closed or fenced. If no class overrides
+        this, a valid verdict ends the attempt."""
 
-    def mcp_allowed_tools_for_session(self, seed_body: dict[str, Any]) -> list[str] | None: ...
+    # -- hooks of NeMo Gym plugins -------------------------------------------------------------------------------
 
-    def exposes_mcp(self) -> bool: ...
+    async def seed_session(
+        self, body: ResourcesSeedSessionRequest | BaseSeedSessionRequest
+    ) -> ResourcesSeedSessionResponse | BaseSeedSessionResponse:
+        """Prepare a session; an override may also take the ``Request``. The reply goes to the agent."""
+        from nemo_gym.http.environment_bodies import (
+            BaseSeedSessionResponse,
+            ResourcesSeedSessionRequest,
+            ResourcesSeedSessionResponse,
+        )
 
-    def reverify_mode(self) -> Any: ...
+        if isinstance(body, ResourcesSeedSessionRequest):
+            return ResourcesSeedSessionResponse(resources_session_id=body.resources_session_id)
+        return BaseSeedSessionResponse()
 
-    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics: ...
+    async def close_resources_session(self, body: ResourcesCloseSessionRequest) -> ResourcesCloseSessionResponse:
+        """Release what a `ResourcesSeedSessionRequest` opened. Default: nothing is kept."""
+        from nemo_gym.http.environment_bodies import ResourcesCloseSessionResponse
+
+        return ResourcesCloseSessionResponse(resources_session_id=body.resources_session_id)
+
+    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+        """Judge a response; an override may also take the ``Request``."""
+        raise NotImplementedError(f"{type(self).__name__} implements neither grade() nor verify()")
+
+    def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool] | None:
+        """The tools to serve over MCP. Default: ``harvested``, the tools of the typed routes.
+
+        An override may omit some, add tools of a catch-all route (``catchall.tool(name, input_schema, description)``),
+        or return ``None`` to serve none. ``catchall`` is ``None`` unless there is exactly one route ``POST /{name}``.
+        """
+        return harvested
+
+    def mcp_allowed_tools_for_session(self, seed_body: dict[str, Any]) -> list[str] | None:
+        """The names of the tools that this row's attempt may call over MCP. Default ``None``: all."""
+        return None
+
+    def reverify_mode(self) -> ReverifyMode:
+        """The mode declared by the class or by its configuration class; without one, an environment with ``grade`` is
+        stateless."""
+        for declared in (self.REVERIFY_MODE, self.config.REVERIFY_MODE):
+            if (mode := ReverifyMode(declared)) is not ReverifyMode.UNKNOWN:  # a plugin may declare it as a string
+                return mode
+        return ReverifyMode.STATELESS if self.overrides("grade") else ReverifyMode.UNKNOWN
+
+    async def get_reverify_mode(self) -> ReverifyMode:
+        return self.reverify_mode()
+
+    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
+        """Metrics over all results; see `AggregateMetricsMixin` for what to override."""
+        return await asyncio.to_thread(
+            compute_aggregate_metrics,
+            body.verify_responses,
+            compute_metrics_fn=self.compute_metrics,
+            compute_repeat_metrics_fn=self.compute_repeat_metrics,
+            get_key_metrics_fn=self.get_key_metrics,
+        )
+
+    def exposes_mcp(self) -> bool:
+        """Whether the tools are served over MCP, by the class's ``tool_access`` or by the configuration."""
+        return self.config.expose_tools_over_mcp or "mcp" in (getattr(type(self), "tool_access", None) or ())

@@ -7,36 +7,31 @@ routes; it works unmodified. Either way the routes of `nemo_gym.environment.rout
 
 from __future__ import annotations
 
-import asyncio
 import posixpath
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-import structlog
 from pydantic import PrivateAttr
-from starlette.requests import Request
 
-from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig, CommandPath
-from nemo_gym.contract.credentials import Role
+from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
-from nemo_gym.contract.verdict import RESPONSE_KEY, Verdict, decide_validity, public_row
 from nemo_gym.environment.attempts import AttemptStore
+from nemo_gym.environment.hooks import (
+    BaseResourcesServer,
+    BaseResourcesServerConfig,
+    EnvironmentHooks,
+    ReverifyMode,
+)
 from nemo_gym.environment.routes import EnvironmentRoutes
 from nemo_gym.http.middleware import Application
-from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.server import BaseServer, SimpleServer
-from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp
 
-    from nemo_gym.environment.owned_boxes import OwnedBoxes
-    from nemo_gym.environment.route_tools import CatchAll, RouteTool
     from nemo_gym.http.environment_bodies import (
         BaseMultiRewardVerifyResponse,
         BaseRunRequest,
@@ -87,95 +82,12 @@ _COLLECTED = "collected"
 GRADING_LEASE_S = 120.0
 """How long a box of `SimpleResourcesServer.grading_box` outlives a killed server."""
 
-log = structlog.get_logger(__name__)
 
-
-class ReverifyMode(StrEnum):
-    """Whether stored work can be graded again."""
-
-    STATELESS = "stateless"
-    """Grading needs only the row, the response and the artifacts."""
-    UNSUPPORTED = "unsupported"
-    """The reward needs state of the live session."""
-    UNKNOWN = "unknown"
-
-
-class BaseResourcesServerConfig(BaseRunServerInstanceConfig):
-    """Configuration of an environment."""
-
-    REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.UNKNOWN
-    """A property of the implementation, declared here because NeMo Gym's plugins set it on their configuration."""
-
-    expose_tools_over_mcp: bool = False
-    """Serve the tools (typed ``POST /<tool>`` routes) at ``/mcp`` as well, even if the class's ``tool_access`` does
-    not name ``mcp``. Needs the extra ``mcp``."""
-    state_dir: CommandPath | None = None
-    """The directory that keeps verdicts across restarts; default: the run's directory, else a temporary file."""
-
-
-class BaseResourcesServer(BaseServer):
-    config: BaseResourcesServerConfig
-
-
-class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleServer):
+class SimpleResourcesServer(EnvironmentHooks):
     """An environment. Override hooks; the routes are fixed."""
-
-    config: BaseResourcesServerConfig
-
-    ROLE: ClassVar[Role] = Role.ENVIRONMENT
-    REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.UNKNOWN
-    public_metadata_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of ``responses_create_params.metadata`` that an agent may see."""
 
     _environment: EnvironmentRoutes | None = PrivateAttr(default=None)
     _box_owner: SandboxOwner | None = PrivateAttr(default=None)
-
-    # -- hooks of new environments -------------------------------------------------------------------------------
-
-    def task_id(self, row: dict[str, Any]) -> str:
-        """The task's public id; default: the row's ``task_id``, ``instance_id`` or ``id``."""
-        for key in ("task_id", "instance_id", "id"):
-            if isinstance(row.get(key), str | int):
-                return str(row[key])
-        return ""
-
-    def public_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The part of a row that an agent may see: ``responses_create_params`` without ``metadata`` (except for
-        allow-listed keys) and the run's numbering."""
-        return public_row(row, self.public_metadata_keys)
-
-    async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
-        """Return what the agent of this attempt may know. Default: no world (topology ``none``).
-
-        Called once per attempt, however often it is seeded. Raise `RowError` for a row that is not a task of this
-        environment, and another `NemoGymError` for other failures; a failed seed may be requested again.
-        """
-        return SessionDescriptor(environment=self.config.name, task_id=rollout.task_id, rollout=rollout)
-
-    async def grade(
-        self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
-    ) -> Verdict:
-        """Judge the work of one attempt, without state from its seed. Default: the verdict of ``verify``.
-
-        Raised errors become invalid verdicts: `SandboxError` and its like by their kind, anything else as a failure of
-        the verifier. A failure that the work itself can cause must be graded, not raised.
-        """
-        body = {**row, RESPONSE_KEY: response}
-        reply = plain(await PluginCall(self.verify)(Request({"type": "http", "session": {}, "headers": []}), body))
-        return decide_validity(reply)
-
-    async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        """The task's known solution for the validation mode, or ``None``."""
-        return None
-
-    def owned_boxes(self) -> OwnedBoxes | None:
-        """The boxes that this environment creates for its attempts and lends to their agents. Default ``None``: agents
-        create the boxes that descriptors specify."""
-        return None
-
-    async def close_session(self, rollout: RolloutIdentity) -> None:
-        """Release what belongs to an attempt. Called once, when the attempt is closed or fenced. If no class overrides
-        this, a valid verdict ends the attempt."""
 
     def boxed_session(
         self, rollout: RolloutIdentity, *, collect: Sequence[str] = (), workdir: str = "/home/task", **spec: Any
@@ -256,71 +168,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
             async with keep_renewed(provider, box.handle, merged.ttl_s or GRADING_LEASE_S):
                 yield box
 
-    # -- hooks of NeMo Gym plugins -------------------------------------------------------------------------------
-
-    async def seed_session(
-        self, body: ResourcesSeedSessionRequest | BaseSeedSessionRequest
-    ) -> ResourcesSeedSessionResponse | BaseSeedSessionResponse:
-        """Prepare a session; an override may also take the ``Request``. The reply goes to the agent."""
-        from nemo_gym.http.environment_bodies import (
-            BaseSeedSessionResponse,
-            ResourcesSeedSessionRequest,
-            ResourcesSeedSessionResponse,
-        )
-
-        if isinstance(body, ResourcesSeedSessionRequest):
-            return ResourcesSeedSessionResponse(resources_session_id=body.resources_session_id)
-        return BaseSeedSessionResponse()
-
-    async def close_resources_session(self, body: ResourcesCloseSessionRequest) -> ResourcesCloseSessionResponse:
-        """Release what a `ResourcesSeedSessionRequest` opened. Default: nothing is kept."""
-        from nemo_gym.http.environment_bodies import ResourcesCloseSessionResponse
-
-        return ResourcesCloseSessionResponse(resources_session_id=body.resources_session_id)
-
-    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-        """Judge a response; an override may also take the ``Request``."""
-        raise NotImplementedError(f"{type(self).__name__} implements neither grade() nor verify()")
-
-    def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool] | None:
-        """The tools to serve over MCP. Default: ``harvested``, the tools of the typed routes.
-
-        An override may omit some, add tools of a catch-all route (``catchall.tool(name, input_schema, description)``),
-        or return ``None`` to serve none. ``catchall`` is ``None`` unless there is exactly one route ``POST /{name}``.
-        """
-        return harvested
-
-    def mcp_allowed_tools_for_session(self, seed_body: dict[str, Any]) -> list[str] | None:
-        """The names of the tools that this row's attempt may call over MCP. Default ``None``: all."""
-        return None
-
-    def reverify_mode(self) -> ReverifyMode:
-        """The mode declared by the class or by its configuration class; without one, an environment with ``grade`` is
-        stateless."""
-        for declared in (self.REVERIFY_MODE, self.config.REVERIFY_MODE):
-            if (mode := ReverifyMode(declared)) is not ReverifyMode.UNKNOWN:  # a plugin may declare it as a string
-                return mode
-        return ReverifyMode.STATELESS if self.overrides("grade") else ReverifyMode.UNKNOWN
-
-    async def get_reverify_mode(self) -> ReverifyMode:
-        return self.reverify_mode()
-
-    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
-        """Metrics over all results; see `AggregateMetricsMixin` for what to override."""
-        return await asyncio.to_thread(
-            compute_aggregate_metrics,
-            body.verify_responses,
-            compute_metrics_fn=self.compute_metrics,
-            compute_repeat_metrics_fn=self.compute_repeat_metrics,
-            get_key_metrics_fn=self.get_key_metrics,
-        )
-
     # -- wiring --------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def overrides(cls, hook: str) -> bool:
-        """Whether a subclass implements ``hook`` itself."""
-        return getattr(cls, hook) is not getattr(SimpleResourcesServer, hook)
 
     def contract_app(self) -> Application:
         environment = self._environment = EnvironmentRoutes(self, self._attempt_store())
@@ -337,10 +185,6 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
             "words_prompts": self.overrides("public_row"),
             **({} if self.owned_boxes() is None else {"owns_boxes": True}),
         }
-
-    def exposes_mcp(self) -> bool:
-        """Whether the tools are served over MCP, by the class's ``tool_access`` or by the configuration."""
-        return self.config.expose_tools_over_mcp or "mcp" in (getattr(type(self), "tool_access", None) or ())
 
     def _attempt_store(self) -> AttemptStore:
         directory = self.config.state_dir or (self._launch.state_dir if self._launch is not None else None)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from nemo_gym.contract.verdict import NG_FAILURE_CLASS_KEY, FailureKind, Verdict
 from nemo_gym.http.client import ServerClient, get_response_json, raise_for_status
 
 T = TypeVar("T")
@@ -63,13 +64,5 @@ def judge_failsafe(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Await
 
 def judge_failure_fields(error: JudgeError) -> dict[str, Any]:
     """The invalid verdict of a sample that could not be judged, as fields of its result row."""
-    return {
-        "valid": False,
-        "reward": None,
-        "mask_sample": True,
-        "failure_kind": "verifier_failed",
-        "failure_reason": f"the judge failed: {error}",
-        "findings": [],
-        "_ng_failure_class": JUDGE_FAILED,
-        "_ng_failure_judge_error": str(error),
-    }
+    verdict = Verdict.invalid(FailureKind.VERIFIER_FAILED, f"the judge failed: {error}")
+    return {**verdict.as_fields(), NG_FAILURE_CLASS_KEY: JUDGE_FAILED, "_ng_failure_judge_error": str(error)}

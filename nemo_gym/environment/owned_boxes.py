@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
-from starlette.requests import Request
-from starlette.responses import Response
 
 from nemo_gym._util.tasks import finish
-from nemo_gym.contract.errors import ContractError, FencedError, SandboxError
+from nemo_gym.contract.errors import ContractError, SandboxError
 from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
     Artifact,
@@ -31,8 +27,7 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.environment.attempts import AttemptKey, AttemptStore
-from nemo_gym.http.requests import JsonResponse
+from nemo_gym.environment.attempts import AttemptKey
 from nemo_gym.sandbox.base import Connectable, SandboxHandle, SandboxProvider, SupportsFencing, box_labels, require
 from nemo_gym.sandbox.egress import HarnessNeeds, world_spec
 from nemo_gym.sandbox.facade import keep_renewed
@@ -202,70 +197,3 @@ def _labels(rollout: RolloutIdentity) -> dict[str, str]:
     return dict(
         box_labels(run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.WORK)
     )
-
-
-class Lending:
-    """The routes by which a pipeline keeps an environment's box alive and harvests it, and the lending at seed.
-
-    Args:
-        owned_boxes: returns the environment's boxes, or ``None`` if it creates none.
-        ask: checks a request's control token and returns its attempt.
-    """
-
-    def __init__(
-        self,
-        owned_boxes: Callable[[], OwnedBoxes | None],
-        attempts: AttemptStore,
-        ask: Callable[[Request], Awaitable[RolloutIdentity]],
-    ) -> None:
-        self._owned_boxes, self._attempts, self._ask = owned_boxes, attempts, ask
-
-    async def lent(self, descriptor: SessionDescriptor, needs: BoxNeeds) -> tuple[SessionDescriptor, dict[str, Any]]:
-        """Lend a box if this environment creates boxes. Returns the descriptor, and fields for the seed's reply
-        (``heartbeat_s``)."""
-        boxes = self._owned_boxes()
-        if boxes is None:
-            return descriptor, {}
-        lent = await boxes.lend(descriptor, needs)
-        if not boxes.owns(descriptor.rollout):
-            return descriptor, {}
-        try:
-            await self._attempts.require_live(*AttemptKey.of(descriptor.rollout))
-        except FencedError:
-            await boxes.release(descriptor.rollout)
-            raise
-        return lent, {"heartbeat_s": boxes.heartbeat_s}
-
-    async def heartbeat(self, request: Request) -> Response:
-        """Handle a pipeline's heartbeat for an attempt whose box this environment owns."""
-        rollout = await self._ask(request)
-        boxes = self._boxes()
-        await boxes.renew(rollout)
-        return JsonResponse({"heartbeat_s": boxes.heartbeat_s})
-
-    async def harvest(self, request: Request) -> Response:
-        """Take the box back from the agent, which has ended, and return its artifacts. The harvest continues if the
-        caller disconnects; a repeated request then returns its result."""
-        rollout = await self._ask(request)
-        harvesting = asyncio.ensure_future(self._boxes().harvest(rollout))
-        try:
-            artifacts = await asyncio.shield(harvesting)
-        except asyncio.CancelledError:
-            harvesting.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise
-        return JsonResponse({"artifacts": [artifact.model_dump() for artifact in artifacts]})
-
-    async def release(self, rollout: RolloutIdentity) -> None:
-        """Destroy the attempt's box, if it has one."""
-        boxes = self._owned_boxes()
-        if boxes is not None:
-            try:
-                await boxes.release(rollout)
-            except SandboxError as error:  # its lease ends it
-                log.warning("owned_box_not_released", rollout_id=rollout.rollout_id, error=str(error))
-
-    def _boxes(self) -> OwnedBoxes:
-        boxes = self._owned_boxes()
-        if boxes is None:
-            raise ContractError("this environment makes no boxes for agents")
-        return boxes

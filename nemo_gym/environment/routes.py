@@ -10,10 +10,12 @@ This module also turns the outcome of a plugin's grading hook, including any err
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import orjson
 import structlog
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -21,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
-from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
+from nemo_gym.config_types import AggregateMetricsRequest
 from nemo_gym.contract.credentials import (
     CONTROL_TOKEN_HEADER,
     ROW_REF_HEADER,
@@ -31,45 +33,53 @@ from nemo_gym.contract.credentials import (
     check_control_token,
     issue_control_token,
 )
-from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
-from nemo_gym.contract.session import RolloutIdentity, SessionEnvelope
+from nemo_gym.contract.errors import (
+    ConfigError,
+    ContractError,
+    FencedError,
+    InvalidBodyError,
+    NemoGymError,
+    RowError,
+    SandboxError,
+)
+from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionEnvelope
 from nemo_gym.contract.verdict import (
     NO_PROMPT,
     PARAMS_KEY,
     RESPONSE_KEY,
     SESSION_KEY,
+    FailureKind,
     RowAccess,
+    Verdict,
+    decide_validity,
     has_prompt,
     public_verdict,
     row_digest,
+    verdict_of_error,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
-from nemo_gym.environment.owned_boxes import Lending
+from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.environment.steps import StepRewards, is_stepped
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.requests import JsonResponse, LazySession, caller_of, parse_json_object, require_role, validated
-
-if TYPE_CHECKING:
-    from nemo_gym.environment.hooks import EnvironmentHooks
-    from nemo_gym.environment.mcp.endpoint import McpEndpoint
-
-
-import hashlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import orjson
-
-from nemo_gym.contract.session import Artifact
-from nemo_gym.contract.verdict import FailureKind, Verdict, decide_validity, verdict_of_error
-from nemo_gym.environment.judge import JudgeError, judge_failure_fields
-from nemo_gym.http.requests import describe_request
+from nemo_gym.http.requests import (
+    JsonResponse,
+    LazySession,
+    caller_of,
+    describe_request,
+    parse_json_object,
+    require_role,
+    validated,
+)
 from nemo_gym.http.telemetry import Counter, step
 
 if TYPE_CHECKING:
     from nemo_gym.environment.hooks import EnvironmentHooks
+    from nemo_gym.environment.mcp.endpoint import McpEndpoint
+    from nemo_gym.environment.owned_boxes import OwnedBoxes
 
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 VERDICTS = Counter("nemo_gym_verdicts", "Verdicts by outcome: valid, or the kind of failure", ("outcome",))
 
@@ -183,9 +193,6 @@ BASE_ROUTES = frozenset(
     }
 )
 
-T = TypeVar("T")
-log = structlog.get_logger(__name__)
-
 
 @dataclass(slots=True)
 class _Call:
@@ -197,7 +204,6 @@ class _Call:
     seeded_row: Mapping[str, Any]
     """The row as given to its attempt, without fields that an agent added."""
     access: RowAccess = RowAccess.FULL
-    row_ref: str | None = None
 
 
 class EnvironmentRoutes:
@@ -212,7 +218,6 @@ class EnvironmentRoutes:
         overridden = server.overrides("close_resources_session")
         self._close_session_hook = PluginCall(server.close_resources_session) if overridden else None
         self._grader = Grader(server)
-        self._lending = Lending(server.owned_boxes, attempts, self._box_attempt)
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
         self._mcp: McpEndpoint | None = None
         self._steps: StepRewards | None = None
@@ -222,8 +227,8 @@ class EnvironmentRoutes:
     def install(self, app: FastAPI) -> None:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/seed_session": self.seed,
-            "/heartbeat": self._lending.heartbeat,
-            "/harvest": self._lending.harvest,
+            "/heartbeat": self.heartbeat,
+            "/harvest": self.harvest,
             "/verify": self.verify,
             "/close": self.close,
             "/close_session": self.close_session,
@@ -264,22 +269,16 @@ class EnvironmentRoutes:
         envelope_data = body.pop(SESSION_KEY, None)
         envelope = None if envelope_data is None else validated(SessionEnvelope, envelope_data, f"'{SESSION_KEY}'")
         if caller is not None and caller.role is Role.AGENT:
-            return await self._resolve_agent(request, caller, envelope, body)
-        if envelope is not None and envelope.row_ref is not None:
+            envelope, stored = await self._row_of_agent(request, envelope)
+        elif envelope is not None and envelope.row_ref is not None:
             stored = await self._stored_row(envelope.row_ref, envelope.rollout)
-            return _Call(
-                caller=caller,
-                envelope=envelope,
-                row={**body, **stored.row},
-                seeded_row=stored.row,
-                access=stored.access,
-                row_ref=envelope.row_ref,
-            )
-        return _Call(caller=caller, envelope=envelope, row=body, seeded_row=body)
+        else:
+            return _Call(caller, envelope, row=body, seeded_row=body)
+        return _Call(caller, envelope, row={**body, **stored.row}, seeded_row=stored.row, access=stored.access)
 
-    async def _resolve_agent(
-        self, request: Request, caller: Caller, envelope: SessionEnvelope | None, body: dict[str, Any]
-    ) -> _Call:
+    async def _row_of_agent(
+        self, request: Request, envelope: SessionEnvelope | None
+    ) -> tuple[SessionEnvelope, StoredRow]:
         # An agent that rebuilds bodies from typed fields drops the reference, but its client's header and its seed's
         # cookie still carry it.
         ref = envelope.row_ref if envelope is not None else None
@@ -290,19 +289,11 @@ class EnvironmentRoutes:
                 route=request.url.path,
             )
         stored = await self.rows.get(ref)
-        if envelope is not None and envelope.rollout != stored.rollout:
+        if envelope is None:
+            return SessionEnvelope(rollout=stored.rollout, row_ref=ref), stored
+        if envelope.rollout != stored.rollout:
             raise RoleError("the row reference belongs to another attempt", route=request.url.path)
-        agent_envelope = SessionEnvelope(rollout=stored.rollout, row_ref=ref)
-        if envelope is not None:
-            agent_envelope = envelope.model_copy(update={"row_ref": ref, "validation": None, "close": False})
-        return _Call(
-            caller=caller,
-            envelope=agent_envelope,
-            row={**body, **stored.row},
-            seeded_row=stored.row,
-            access=stored.access,
-            row_ref=ref,
-        )
+        return envelope.model_copy(update={"row_ref": ref, "validation": None, "close": False}), stored
 
     async def _stored_row(self, ref: str, rollout: RolloutIdentity) -> StoredRow:
         stored = await self.rows.get(ref)
@@ -356,8 +347,7 @@ class EnvironmentRoutes:
         session.replace(stored.session)
         reply = dict(stored.reply)
         if call.caller is not None and call.caller.role is Role.AGENT:
-            if call.row_ref is not None:
-                session[ROW_REF_SESSION_KEY] = call.row_ref
+            session[ROW_REF_SESSION_KEY] = envelope.row_ref
             return JsonResponse(reply)
         reply["control_token"] = issue_control_token(self._control_key, CONTROL_SUBJECT, rollout)
         reply["public_row"] = self._server.public_row(call.row)
@@ -388,9 +378,16 @@ class EnvironmentRoutes:
             descriptor = self._mcp.offered(descriptor)
             reply.setdefault("mcp", self._mcp.nemo_metadata(rollout))
         needs = call.envelope.box_needs  # a pipeline that states none will send no heartbeats for a box
-        if needs is not None and (call.caller is None or call.caller.role is Role.PIPELINE):
-            descriptor, extra_fields = await self._lending.lent(descriptor, needs)
-            reply |= extra_fields
+        boxes = self._server.owned_boxes()
+        if needs is not None and boxes is not None and (call.caller is None or call.caller.role is Role.PIPELINE):
+            descriptor = await boxes.lend(descriptor, needs)
+            if boxes.owns(rollout):
+                reply["heartbeat_s"] = boxes.heartbeat_s
+                try:
+                    await self.attempts.require_live(*AttemptKey.of(rollout))
+                except FencedError:
+                    await boxes.release(rollout)
+                    raise
         reply["descriptor"] = descriptor.model_dump(mode="json")
         seed = Seed(digest, reply, session.copy())
         await self.attempts.keep_seed(rollout, seed)
@@ -423,6 +420,28 @@ class EnvironmentRoutes:
             )
         return solution
 
+    # -- boxes lent to agents ------------------------------------------------------------------------------------
+
+    async def heartbeat(self, request: Request) -> Response:
+        """Handle a pipeline's heartbeat for an attempt whose box this environment owns."""
+        rollout, boxes = await self._box_attempt(request)
+        await boxes.renew(rollout)
+        return JsonResponse({"heartbeat_s": boxes.heartbeat_s})
+
+    async def harvest(self, request: Request) -> Response:
+        """Take the box back from the agent, which has ended, and return its artifacts."""
+        rollout, boxes = await self._box_attempt(request)
+        artifacts = await self._once("harvest", rollout, "", lambda: boxes.harvest(rollout))
+        return JsonResponse({"artifacts": [artifact.model_dump() for artifact in artifacts]})
+
+    async def _box_attempt(self, request: Request) -> tuple[RolloutIdentity, OwnedBoxes]:
+        rollout = await self._read_rollout(request, Role.PIPELINE)
+        self._check_control(request, caller_of(request), rollout)
+        await self.attempts.require_current(rollout)
+        if (boxes := self._server.owned_boxes()) is None:
+            raise ContractError("this environment makes no boxes for agents")
+        return rollout, boxes
+
     # -- verify --------------------------------------------------------------------------------------------------
 
     async def verify(self, request: Request) -> Response:
@@ -442,46 +461,45 @@ class EnvironmentRoutes:
             )
         self._check_control(request, caller, rollout)
         if envelope.reverify:
-            await self.attempts.require_row(rollout, row_digest(call.seeded_row))
-            reply: Mapping[str, Any] = await self._reverify(request, call, response)
+            reply = await self._reverify(request, call, response, envelope)
         else:
-            digest = work_digest(response, envelope.artifacts)
-            reply = await self._verdict_for(request, call, response, digest)
+            reply = await self._first_verdict(request, call, response, envelope)
         if caller is not None and caller.role is Role.AGENT and call.access is not RowAccess.FULL:
             public_reply = {**self._server.public_row(call.row), RESPONSE_KEY: response, **public_verdict(reply)}
             return JsonResponse(public_reply)
-        if call.access is RowAccess.FULL and call.row_ref is not None:
+        if call.access is RowAccess.FULL and envelope.row_ref is not None:
             reply = {**reply, "row_access": RowAccess.FULL.value}
         return JsonResponse({**call.row, RESPONSE_KEY: response, **reply})
 
-    async def _verdict_for(
-        self, request: Request, call: _Call, response: dict[str, Any], digest: str
+    async def _first_verdict(
+        self, request: Request, call: _Call, response: dict[str, Any], envelope: SessionEnvelope
     ) -> Mapping[str, Any]:
-        assert call.envelope is not None
-        rollout = call.envelope.rollout
+        rollout, digest = envelope.rollout, work_digest(response, envelope.artifacts)
+        closes = envelope.close and self._closes
+
+        async def judge() -> StoredVerdict:
+            reply = await self._grader.grade(request, call.row, response, envelope.artifacts, rollout)
+            return await self.attempts.keep_verdict(
+                rollout, StoredVerdict(digest, bool(reply["valid"]), reply), closes=closes
+            )
+
         stored = await self.attempts.admit_verdict(rollout, row_digest(call.seeded_row), digest)
         if stored is None:
-            stored = await self._once("verify", rollout, digest, lambda: self._judge(request, call, response, digest))
-        elif call.envelope.close and self._closes:
+            stored = await self._once("verify", rollout, digest, judge)
+        elif closes:
             await self.attempts.close(rollout)
         return stored.reply
 
-    async def _judge(self, request: Request, call: _Call, response: dict[str, Any], digest: str) -> StoredVerdict:
-        assert call.envelope is not None
-        rollout = call.envelope.rollout
-        reply = await self._grader.grade(request, call.row, response, call.envelope.artifacts, rollout)
-        verdict, closes = StoredVerdict(digest, bool(reply["valid"]), reply), call.envelope.close and self._closes
-        return await self.attempts.keep_verdict(rollout, verdict, closes=closes)
-
-    async def _reverify(self, request: Request, call: _Call, response: dict[str, Any]) -> dict[str, Any]:
+    async def _reverify(
+        self, request: Request, call: _Call, response: dict[str, Any], envelope: SessionEnvelope
+    ) -> Mapping[str, Any]:
         """Grade stored work once more, for an operator; the first verdict is not changed."""
-        assert call.envelope is not None
+        await self.attempts.require_row(envelope.rollout, row_digest(call.seeded_row))
         if self._server.reverify_mode().value == "unsupported":
             raise ContractError(
                 f"environment '{self._server.config.name}' cannot verify again: its reward needs state of the live"
                 " session"
             )
-        envelope = call.envelope
         reply = await self._grader.grade(request, call.row, response, envelope.artifacts, envelope.rollout)
         return {**reply, "reverified": True}
 
@@ -507,7 +525,11 @@ class EnvironmentRoutes:
     async def _close_hook(self, rollout: RolloutIdentity) -> None:
         if self._steps is not None:
             self._steps.forget(rollout)
-        await self._lending.release(rollout)
+        if (boxes := self._server.owned_boxes()) is not None:
+            try:
+                await boxes.release(rollout)
+            except SandboxError as error:  # its lease ends it
+                log.warning("owned_box_not_released", rollout_id=rollout.rollout_id, error=str(error))
         await self._server.close_session(rollout)
 
     async def add_row(self, request: Request) -> Response:
@@ -554,24 +576,14 @@ class EnvironmentRoutes:
 
     async def aggregate_metrics(self, request: Request) -> Response:
         require_role(request, Role.PIPELINE, Role.OPERATOR, Role.AGENT)
-        return JsonResponse(plain(await self._aggregate(await parse_json_object(request))))
-
-    async def _aggregate(self, body: dict[str, Any]) -> AggregateMetrics:
-        responses = body.get("verify_responses")
+        responses = (await parse_json_object(request)).get("verify_responses")
         if not isinstance(responses, list):
             raise InvalidBodyError("/aggregate_metrics needs 'verify_responses': a list of result rows")
-        return await self._server.aggregate_metrics(
-            AggregateMetricsRequest.model_construct(verify_responses=responses)
-        )
+        body = AggregateMetricsRequest.model_construct(verify_responses=responses)
+        return JsonResponse(plain(await self._server.aggregate_metrics(body)))
 
     async def reverify_mode(self, request: Request) -> Response:
         return JsonResponse(self._server.reverify_mode().value)
-
-    async def _box_attempt(self, request: Request) -> RolloutIdentity:
-        rollout = await self._read_rollout(request, Role.PIPELINE)
-        self._check_control(request, caller_of(request), rollout)
-        await self.attempts.require_current(rollout)
-        return rollout
 
     async def _read_rollout(self, request: Request, *roles: Role) -> RolloutIdentity:
         require_role(request, *roles)

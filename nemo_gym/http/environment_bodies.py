@@ -11,24 +11,10 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from nemo_gym.contract.episodes import EpisodeId, SandboxAccess, TaskId, validate_failure_kind
-from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
-
-__all__ = [
-    "BaseMultiRewardVerifyResponse",
-    "BaseRunRequest",
-    "BaseSeedSessionRequest",
-    "BaseSeedSessionResponse",
-    "BaseVerifyRequest",
-    "BaseVerifyResponse",
-    "MCPServerMetadata",
-    "NeMoGymResponse",
-    "NeMoGymResponseCreateParamsNonStreaming",
-    "ResourcesCloseSessionRequest",
-    "ResourcesCloseSessionResponse",
-    "ResourcesSeedSessionRequest",
-    "ResourcesSeedSessionResponse",
-    "ResourcesVerifyRequest",
-]
+from nemo_gym.openai_types.responses import NeMoGymResponse as NeMoGymResponse
+from nemo_gym.openai_types.responses import (
+    NeMoGymResponseCreateParamsNonStreaming as NeMoGymResponseCreateParamsNonStreaming,
+)
 
 InputT = TypeVar("InputT")
 

@@ -33,6 +33,7 @@ class Waiting:
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Waiting)
+ConnectionT = TypeVar("ConnectionT")
 
 
 class GroupCommitThread(ABC, Generic[W]):
@@ -112,18 +113,71 @@ def resolve(batch: list[W]) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request(Waiting):
-    operation: Callable[[sqlite3.Connection], Any]
-    row: tuple[str, bytes] | None
+class OperationRequest(Waiting):
+    operation: Callable[[Any], Any]
+    row: tuple[str, bytes] | None = None
 
 
-class SqliteWriter(GroupCommitThread[_Request]):
-    """Runs operations in order on its own thread and SQLite connection, one transaction for all waiting callers.
+class OperationWriter(GroupCommitThread[OperationRequest], Generic[ConnectionT]):
+    """Runs operations in order on its own thread and connection, one transaction for all waiting callers.
+
+    Args:
+        after_commit: gets the rows of a committed transaction before its callers' futures resolve.
+        translate: converts the database's final error to the error that callers get.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        after_commit: Callable[[list[tuple[str, bytes]]], None] | None,
+        translate: Callable[[Exception], NemoGymError],
+    ) -> None:
+        self._name = name
+        self._after_commit = after_commit
+        self._translate = translate
+        self._connection: ConnectionT | None = None
+        self._broken: NemoGymError | None = None
+        """The error of every later call, if a failure has stopped the writer for good."""
+        super().__init__(name=name)
+
+    def call(
+        self, operation: Callable[[ConnectionT], T], *, row: tuple[str, bytes] | None = None
+    ) -> asyncio.Future[T]:
+        """Run ``operation`` in the next transaction. It may raise `NemoGymError`, which only its own caller gets, and
+        only before it writes. ``after_commit`` gets ``row`` if the operation succeeds."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self._broken is not None:
+            future.set_exception(self._broken)
+        elif self._closed:
+            future.set_exception(RuntimeError(f"{self._name} is closed"))
+        else:
+            self._put(OperationRequest(future, operation=operation, row=row))
+        return future
+
+    def _operate(self, connection: ConnectionT, batch: list[OperationRequest]) -> None:
+        """Run the operations of ``batch`` in the open transaction."""
+        for request in batch:
+            try:
+                request.outcome = request.operation(connection)
+            except NemoGymError as error:
+                request.error = error
+
+    def _report(self, batch: list[OperationRequest]) -> None:
+        """Hand over the rows of the committed ``batch``."""
+        rows = [request.row for request in batch if request.row is not None and request.error is None]
+        if self._after_commit is not None and rows:
+            self._after_commit(rows)
+
+    def _typed(self, error: Exception) -> NemoGymError:
+        return error if isinstance(error, NemoGymError) else self._translate(error)
+
+
+class SqliteWriter(OperationWriter[sqlite3.Connection]):
+    """An `OperationWriter` for SQLite.
 
     Args:
         connect: opens the connection, on the thread.
-        after_commit: gets the rows of a committed transaction before its callers' futures resolve.
-        translate: converts an error of the database to the error that callers get.
         stops_when_broken: if true, the first transaction that fails stops the writer for good: every later call raises
             the same error, so that no write is acknowledged after a lost one. If false, only its own callers fail.
     """
@@ -138,27 +192,8 @@ class SqliteWriter(GroupCommitThread[_Request]):
         stops_when_broken: bool = True,
     ) -> None:
         self._connect = connect
-        self._connection: sqlite3.Connection | None = None
-        self._name = name
-        self._after_commit = after_commit
-        self._translate = translate
         self._stops_when_broken = stops_when_broken
-        self._broken: NemoGymError | None = None
-        super().__init__(name=name)
-
-    def call(
-        self, operation: Callable[[sqlite3.Connection], T], *, row: tuple[str, bytes] | None = None
-    ) -> asyncio.Future[T]:
-        """Run ``operation`` in the next transaction. It may raise only before it writes. ``after_commit`` gets ``row``
-        if the operation succeeds."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        if self._broken is not None:
-            future.set_exception(self._broken)
-        elif self._closed:
-            future.set_exception(RuntimeError(f"{self._name} is closed"))
-        else:
-            self._put(_Request(future, operation=operation, row=row))
-        return future
+        super().__init__(name=name, after_commit=after_commit, translate=translate)
 
     def call_here(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
         """Run ``operation`` on this thread if no request is waiting, otherwise in its turn. It must not write anything
@@ -166,41 +201,34 @@ class SqliteWriter(GroupCommitThread[_Request]):
         if not self._idle or self._connection is None:
             return self.call(operation)
         future: asyncio.Future[T] = self._loop.create_future()
-        batch = [_Request(future, operation=operation, row=None)]
+        batch = [OperationRequest(future, operation=operation)]
         self._settle(batch)
         resolve(batch)
         return future
 
-    def _settle(self, batch: list[_Request]) -> None:
+    def _settle(self, batch: list[OperationRequest]) -> None:
         try:
             if self._broken is not None:
                 raise self._broken
             self._connection = self._connection or self._connect()
             self._commit(self._connection, batch)
         except Exception as error:  # noqa: BLE001 - the thread's boundary: every waiter gets the error, typed
-            broken = error if isinstance(error, NemoGymError) else self._translate(error)
+            broken = self._typed(error)
             if self._stops_when_broken:
                 self._broken = broken
             for request in batch:
                 request.error = request.error or broken
 
-    def _commit(self, connection: sqlite3.Connection, batch: list[_Request]) -> None:
+    def _commit(self, connection: sqlite3.Connection, batch: list[OperationRequest]) -> None:
         connection.execute("BEGIN IMMEDIATE")
         try:
-            for request in batch:
-                try:
-                    request.outcome = request.operation(connection)
-                except NemoGymError as error:  # raised before it wrote anything, so only its own caller gets it
-                    request.error = error
+            self._operate(connection, batch)
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-        if self._after_commit is not None:
-            rows = [request.row for request in batch if request.row is not None and request.error is None]
-            if rows:
-                self._after_commit(rows)
+        self._report(batch)
 
     def _disconnect(self) -> None:
         if self._connection is not None:

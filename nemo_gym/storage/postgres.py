@@ -7,17 +7,15 @@ times, so it may keep state between the calls.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from nemo_gym.contract.errors import ConfigError, NemoGymError
-from nemo_gym.storage.group_commit import GroupCommitThread, Waiting
+from nemo_gym.storage.group_commit import OperationRequest, OperationWriter
 
 if TYPE_CHECKING:
     import psycopg
@@ -29,8 +27,6 @@ PATIENCE_S = 60.0
 PAUSE_S = 0.5
 PREPARING = 0x6E67_6A62
 """Number of the advisory lock under which tables are created."""
-
-T = TypeVar("T")
 
 
 class PostgresConnection:
@@ -52,19 +48,11 @@ def _translated(statement: str) -> Any:
     return statement.replace("%", "%%").replace("?", "%s").encode()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Request(Waiting):
-    operation: Callable[[PostgresConnection], Any]
-    row: tuple[str, bytes] | None
-
-
-class PostgresWriter(GroupCommitThread[_Request]):
-    """Runs operations in order on its own thread and connection.
+class PostgresWriter(OperationWriter[PostgresConnection]):
+    """An `OperationWriter` for PostgreSQL.
 
     Args:
         prepare: creates missing tables, under a lock, after each connect.
-        after_commit: gets the rows of a committed transaction before its callers' futures resolve.
-        translate: converts the database's final error to the error that callers get.
         patience_s: seconds to wait for an unreachable database before the batch fails.
         held: numbers of advisory locks that the connection holds exclusively. While another process holds one of them,
             the database counts as unreachable.
@@ -89,28 +77,12 @@ class PostgresWriter(GroupCommitThread[_Request]):
             ) from None
         self._psycopg = psycopg
         self._url = url
-        self._name = name
         self._prepare = prepare
-        self._translate = translate
-        self._after_commit = after_commit
         self._patience_s = patience_s
         self._advisory_locks = held
-        self._connection: PostgresConnection | None = None
-        super().__init__(name=name)
+        super().__init__(name=name, after_commit=after_commit, translate=translate)
 
-    def call(
-        self, operation: Callable[[PostgresConnection], T], *, row: tuple[str, bytes] | None = None
-    ) -> asyncio.Future[T]:
-        """Run ``operation`` in the next transaction. It may raise `NemoGymError`, which only its own caller gets, and
-        only before it changes shared data. ``after_commit`` gets ``row`` if the operation succeeds."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        if self._closed:
-            future.set_exception(RuntimeError(f"{self._name} is closed"))
-        else:
-            self._put(_Request(future, operation=operation, row=row))
-        return future
-
-    def _settle(self, batch: list[_Request]) -> None:
+    def _settle(self, batch: list[OperationRequest]) -> None:
         give_up = time.monotonic() + self._patience_s
         while True:
             for request in batch:
@@ -131,23 +103,16 @@ class PostgresWriter(GroupCommitThread[_Request]):
                 self._fail(batch, error)
                 return
 
-    def _fail(self, batch: list[_Request], error: Exception) -> None:
-        failure = error if isinstance(error, NemoGymError) else self._translate(error)
+    def _fail(self, batch: list[OperationRequest], error: Exception) -> None:
+        failure = self._typed(error)
         for request in batch:
             request.error = failure
 
-    def _commit(self, batch: list[_Request]) -> None:
+    def _commit(self, batch: list[OperationRequest]) -> None:
         connection = self._connected()
         with connection.raw.transaction():
-            for request in batch:
-                try:
-                    request.outcome = request.operation(connection)
-                except NemoGymError as error:
-                    request.error = error
-        if self._after_commit is not None:
-            rows = [request.row for request in batch if request.row is not None and request.error is None]
-            if rows:
-                self._after_commit(rows)
+            self._operate(connection, batch)
+        self._report(batch)
 
     def _connected(self) -> PostgresConnection:
         if self._connection is None:

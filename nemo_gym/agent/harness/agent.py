@@ -1,4 +1,4 @@
-"""`CliAgent`: the agent server around any `CliHarness`, in every topology.
+"""`BoxAgent`: an agent server whose attempts need boxes; `CliAgent`: the one around any `CliHarness`.
 
 A new CLI agent is a folder with a harness class and
 
@@ -23,21 +23,83 @@ from nemo_gym.agent.harness.process import STOP_TIMEOUT_S
 from nemo_gym.agent.harness.run import RunSettings, run_in_box
 from nemo_gym.agent.server import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.agent.topology.bindings import AgentBoxes, prompt_text
-from nemo_gym.agent.topology.world import DEFAULT_LEASE_TTL_S, HarnessRun, World, act_in_world
+from nemo_gym.agent.topology.world import DEFAULT_LEASE_TTL_S, Harness, HarnessRun, World, act_in_world
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import ActRequest, ActResponse, BoxNeeds, MountModel, SandboxSpecModel, Topology
 from nemo_gym.http.client import server_path
 from nemo_gym.sandbox.egress import HarnessNeeds
 from nemo_gym.sandbox.facade import SandboxOwner
 
 
-class CliAgentConfig(BaseResponsesAPIAgentConfig):
-    """Configuration of every CLI agent."""
+class BoxAgentConfig(BaseResponsesAPIAgentConfig):
+    """Configuration of every agent whose attempts need boxes."""
 
     resources_server: ResourcesServerRef
     model_server: ModelServerRef
     sandbox_provider: str | dict[str, Any]
+    wall_clock_s: float = Field(3600.0, gt=0)
+    """Time per attempt, if the descriptor sets no limit."""
+    scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
+    """The box of an attempt whose harness does not work in the task's world (topology A; B for a CLI)."""
+    requires: list[str] = Field(default_factory=list)
+    """Sandbox capabilities that this agent needs in every box."""
+    max_concurrency: int = Field(64, gt=0)
+    """The number of attempts that run at once; others wait."""
+    sandbox_lease_s: float = Field(DEFAULT_LEASE_TTL_S, gt=0)
+    """How long a box outlives this server if the server is killed."""
+
+
+class BoxAgent(SimpleResponsesAPIAgent):
+    """Runs each attempt in its box, a bounded number at once."""
+
+    config: BoxAgentConfig
+
+    _slots: asyncio.Semaphore = PrivateAttr()
+    _owner: SandboxOwner = PrivateAttr()
+
+    def setup_webserver(self) -> FastAPI:
+        self._slots = asyncio.Semaphore(self.config.max_concurrency)
+        self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
+        self._owner.provider()  # an unusable provider must fail here, once, before any row runs
+        return super().setup_webserver()
+
+    async def box_needs(self) -> BoxNeeds:
+        return BoxNeeds(requires=tuple(self.config.requires))
+
+    async def act_in_box(
+        self,
+        request: ActRequest,
+        harness: Harness,
+        needs: HarnessNeeds,
+        *,
+        outer: SandboxSpec | None = None,
+        grace_s: float = 0.0,
+    ) -> ActResponse:
+        """`act_in_world`, once there is a free slot, with this agent's provider, boxes and limits."""
+        config = self.config
+        async with self._slots:
+            return await act_in_world(
+                request,
+                self._owner.provider(),
+                harness,
+                needs=needs,
+                boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=outer or SandboxSpec()),
+                topologies=self.topologies,
+                default_wall_clock_s=config.wall_clock_s,
+                grace_s=grace_s,
+                lease_ttl_s=config.sandbox_lease_s,
+            )
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        await self._owner.aclose()
+
+
+class CliAgentConfig(BoxAgentConfig):
+    """Configuration of every CLI agent."""
+
     harness: dict[str, Any] = Field(default_factory=dict)
     """Settings of the harness, defined by its options class."""
     max_turns: int | None = Field(None, gt=0)
@@ -46,23 +108,13 @@ class CliAgentConfig(BaseResponsesAPIAgentConfig):
     max_model_failures: int | None = Field(10, gt=0)
     """Consecutive failed requests to the model (429, 5xx, no or a partial answer) before the attempt ends as
     ``model_unreachable``, even if the CLI would retry. ``None`` leaves it to the CLI and the wall clock."""
-    wall_clock_s: float = Field(3600.0, gt=0)
-    """Time per attempt, if the descriptor sets no limit."""
-    scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
-    """The box in which the CLI runs if it does not run in the task's world (topologies A and B)."""
     outer: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
     """What the episode's box needs beyond the environment's world (topology D)."""
-    requires: list[str] = Field(default_factory=list)
-    """Sandbox capabilities that this agent needs in every box."""
-    max_concurrency: int = Field(64, gt=0)
-    """The number of attempts that run at once; others wait."""
-    sandbox_lease_s: float = Field(DEFAULT_LEASE_TTL_S, gt=0)
-    """How long a box outlives this server if the server is killed."""
     event_log_bytes: int = Field(64 * 1024, ge=0)
     """How much of the CLI's raw output the observations of each attempt keep."""
 
 
-class CliAgent(SimpleResponsesAPIAgent):
+class CliAgent(BoxAgent):
     """Runs a CLI as a process in a box. Subclasses set ``harness_class``, and ``topologies`` if not all are served."""
 
     config: CliAgentConfig
@@ -84,16 +136,10 @@ class CliAgent(SimpleResponsesAPIAgent):
     harness_class: ClassVar[type[CliHarness]]
 
     _harness: CliHarness = PrivateAttr()
-    _slots: asyncio.Semaphore = PrivateAttr()
-    _owner: SandboxOwner = PrivateAttr()
 
     def setup_webserver(self) -> FastAPI:
         self._harness = self._configured_harness()
-        self._slots = asyncio.Semaphore(self.config.max_concurrency)
-        self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
-        # Report a CLI that was not fetched or an unusable provider once, before any row runs.
-        self.installed()
-        self._owner.provider()
+        self.installed()  # report a CLI that was not fetched once, before any row runs
         return super().setup_webserver()
 
     def _configured_harness(self) -> CliHarness:
@@ -110,32 +156,20 @@ class CliAgent(SimpleResponsesAPIAgent):
         return self.harness_class(options)
 
     async def act(self, request: ActRequest) -> ActResponse:
-        config = self.config
         needs = HarnessNeeds.of(await self.box_needs())
         context, settings = self._context(request), self._settings(request)
+        needs = dataclasses.replace(needs, model_in_box=True, max_model_answers=context.max_turns)
 
         async def harness(world: World, run: HarnessRun) -> None:
             await run_in_box(world, run, self._harness, context, settings)
 
-        async with self._slots:
-            return await act_in_world(
-                request,
-                self._owner.provider(),
-                harness,
-                needs=dataclasses.replace(needs, model_in_box=True, max_model_answers=context.max_turns),
-                boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=config.outer.to_spec()),
-                topologies=self.topologies,
-                default_wall_clock_s=config.wall_clock_s,
-                grace_s=STOP_TIMEOUT_S,
-                lease_ttl_s=config.sandbox_lease_s,
-            )
+        outer = self.config.outer.to_spec()
+        return await self.act_in_box(request, harness, needs, outer=outer, grace_s=STOP_TIMEOUT_S)
 
     async def box_needs(self) -> BoxNeeds:
-        installed, package = await asyncio.to_thread(self.installed), self._harness.package
-        return BoxNeeds(
-            mounts=(MountModel(source=str(installed), target=package.install_dir),),
-            requires=tuple(self.config.requires),
-        )
+        installed = await asyncio.to_thread(self.installed)
+        mount = MountModel(source=str(installed), target=self._harness.package.install_dir)
+        return (await super().box_needs()).model_copy(update={"mounts": (mount,)})
 
     def installed(self) -> Path:
         """The package's directory on this host. Raises `ConfigError` if it was not fetched."""
@@ -170,7 +204,3 @@ class CliAgent(SimpleResponsesAPIAgent):
             event_log_bytes=self.config.event_log_bytes,
             max_model_failures=self.config.max_model_failures,
         )
-
-    async def shutdown(self) -> None:
-        await super().shutdown()
-        await self._owner.aclose()

@@ -156,22 +156,10 @@ class SandboxSpecModel(_Contract):
 
     def to_spec(self) -> SandboxSpec:
         """The in-process form, with no network and no doors."""
-        return SandboxSpec(
-            image=self.image,
-            ttl_s=self.ttl_s,
-            ready_timeout_s=self.ready_timeout_s,
-            workdir=self.workdir,
-            env=dict(self.env),
-            files=dict(self.files),
-            resources=SandboxResources(**self.resources.model_dump()),
-            entrypoint=self.entrypoint,
-            provider_options=dict(self.provider_options),
-            ports=self.ports,
-            network=NetworkPolicy.NONE,
-            mounts=tuple(Mount(source=mount.source, target=mount.target) for mount in self.mounts),
-            user=self.user,
-            requires=self.requires,
-        )
+        fields = self.model_dump(include=set(SandboxSpecModel.model_fields))
+        fields["resources"] = SandboxResources(**fields["resources"])
+        fields["mounts"] = tuple(Mount(**mount) for mount in fields["mounts"])
+        return SandboxSpec(**fields, network=NetworkPolicy.NONE)
 
 
 class LeaseScope(StrEnum):

@@ -17,6 +17,8 @@ from typing import Protocol, TypeVar
 
 from starlette.types import Receive
 
+from nemo_gym._util.tasks import finish
+
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
@@ -43,16 +45,11 @@ async def disconnected(request: Received) -> None:
 async def end(task: asyncio.Future[T]) -> None:
     """Cancel a task and wait until it has ended, even if the waiting task is cancelled meanwhile."""
     task.cancel()
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if not task.cancelled():
-        task.exception()  # mark it as retrieved: the work logs its own errors
-    if cancelled is not None:
-        raise cancelled
+    try:
+        await finish(asyncio.wait({task}))
+    finally:
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved: the work logs its own errors
 
 
 async def while_connected(request: Received, work: Awaitable[T]) -> T:

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from nemo_gym._util.tasks import finish
-from nemo_gym.agent.topology.bindings import AgentBoxes, Binding, bind
+from nemo_gym.agent.topology.bindings import AgentBoxes, Binding, bind, response_object
 from nemo_gym.contract.errors import (
     AgentError,
     ConfigError,
@@ -262,7 +262,7 @@ async def act_in_world(
         run.observations.setdefault("seconds", round(time.monotonic() - started, 3))
         artifacts = await _harvest(world, request) if binding.is_world and binding.lent is None else []
     return ActResponse(
-        response=run.response or empty_response(),
+        response=run.response or response_object([], model="none"),
         outcome=run.outcome,
         outcome_detail=run.detail,
         within_reach=run.within_reach,
@@ -335,10 +335,3 @@ async def _harvest(world: World, request: ActRequest) -> list[Artifact]:
             return await harvest_all(world.provider, world.handle, world.spec, items, world.spec.metadata)
     except TimeoutError:
         raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
-
-
-def empty_response(model: str = "none") -> dict[str, Any]:
-    """A Responses object for a harness that reported nothing."""
-    from nemo_gym.agent.topology.bindings import response_object
-
-    return response_object([], model=model)

@@ -13,27 +13,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import re
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+import zlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym._util.lazy import lazily
 from nemo_gym._util.suggest import nearest
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff
 from nemo_gym.config.launch import current_launch
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER
 from nemo_gym.contract.errors import ConfigError, ServerError, not_json
-from nemo_gym.http.connections import watched_socket
+from nemo_gym.http.connections import (
+    Connections,
+    NoHttpError,
+    NotConnectedError,
+    Origin,
+    Patience,
+    Reply,
+    TooLongError,
+    is_own_timeout,
+    watched_socket,
+)
 from nemo_gym.http.telemetry import (
     REPLICAS_HEADER,
     ROLLOUT_ID_HEADER,
     Chooser,
+    bound,
     current_replicas,
     current_rollout_id,
     encode_replicas,
@@ -45,33 +60,6 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse
 else:
     aiohttp = lazily("aiohttp")
-
-
-import re
-import zlib
-from functools import cache, lru_cache
-from types import MappingProxyType
-from typing import TYPE_CHECKING
-from urllib.parse import quote
-
-from nemo_gym._util.lazy import lazily
-from nemo_gym._util.tasks import NETWORK_JITTER, Backoff
-from nemo_gym.http.connections import (
-    Connections,
-    NoHttpError,
-    NotConnectedError,
-    Origin,
-    Patience,
-    Reply,
-    TooLongError,
-    is_own_timeout,
-)
-
-if TYPE_CHECKING:
-    import aiohttp
-else:
-    aiohttp = lazily("aiohttp")
-
 
 MAX_NUM_TRIES = 6
 FIRST_BACKOFF_S = 0.1
@@ -300,15 +288,10 @@ _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Owned] = weakre
 _attached: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("nemo_gym_attached_headers")
 
 
-@contextlib.contextmanager
-def attach_headers(server_name: str, headers: Mapping[str, str]) -> Iterator[None]:
+def attach_headers(server_name: str, headers: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
     """Add ``headers`` to `ServerClient` calls made inside the block to ``server_name``, and to no other server."""
     attached = _attached.get({})
-    reset = _attached.set({**attached, server_name: {**attached.get(server_name, {}), **headers}})
-    try:
-        yield
-    finally:
-        _attached.reset(reset)
+    return bound(_attached, {**attached, server_name: {**attached.get(server_name, {}), **headers}})
 
 
 def inference_context(server_name: str, token: str) -> contextlib.AbstractContextManager[None]:

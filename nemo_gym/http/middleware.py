@@ -8,6 +8,7 @@ request's ``traceparent`` only if the request carries a credential.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,10 @@ from nemo_gym.http.telemetry import (
 
 _CREDENTIAL_HEADER = CREDENTIAL_HEADER.lower().encode()
 _ROLLOUT_HEADER = ROLLOUT_ID_HEADER.lower().encode()
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 class BodyTooLargeError(NemoGymError):
@@ -139,7 +144,7 @@ class BodyLimitMiddleware:
             await self.app(scope, receive, send)
             return
         limits = self._agent_limits if sent_by_agent(scope) else self._limits
-        content_length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        content_length = _header(scope, b"content-length") or "0"
         received_bytes = 0
         counter = ValueCounter(_OF_CONTAINERS) if limits.max_values is not None else None
         error: NemoGymError | None = None
@@ -147,7 +152,7 @@ class BodyLimitMiddleware:
 
         async def receive_bounded() -> Message:
             nonlocal received_bytes, error
-            if error is None and not (content_length.isdigit() and int(content_length) > limits.max_bytes):
+            if error is None and not (content_length.isdecimal() and int(content_length) > limits.max_bytes):
                 message = await receive()
                 body = message.get("body", b"")
                 received_bytes += len(body)
@@ -295,18 +300,11 @@ class ObserveMiddleware:
                 telemetry.end(span, f"status {status}" if status >= 500 else None)
 
     def _begin_span(self, scope: Scope) -> telemetry.Span | None:
-        traceparent = rollout_id = None
-        follows = self._follows_anybody
-        for name, value in scope["headers"]:
-            if name == _TRACEPARENT:
-                traceparent = value
-            elif name == _CREDENTIAL_HEADER:
-                follows = True
-            elif name == _ROLLOUT_HEADER:
-                rollout_id = value.decode("latin-1")
-        if traceparent is None or not follows or (parent := telemetry.extract(traceparent.decode("latin-1"))) is None:
+        if not self._follows_anybody and _header(scope, _CREDENTIAL_HEADER) is None:
             return None
-        return telemetry.begin("", parent, SpanKind.SERVER, rollout_id=rollout_id)
+        if (parent := telemetry.extract(_header(scope, _TRACEPARENT))) is None:
+            return None
+        return telemetry.begin("", parent, SpanKind.SERVER, rollout_id=_header(scope, _ROLLOUT_HEADER))
 
 
 def _is_traced(path: str) -> bool:
@@ -332,15 +330,7 @@ class RolloutMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        replicas = next((value for name, value in scope["headers"] if name == _REPLICAS_HEADER), None)
-        if replicas is not None:
-            with replica_context(decode_replicas(replicas.decode("latin-1"))):
-                await self._with_rollout(scope, receive, send)
-        else:
-            await self._with_rollout(scope, receive, send)
-
-    async def _with_rollout(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rollout_id: str | None = None
+        rollout_id: str | None
         path: str = scope["path"]
         if path.startswith(_PREFIX):
             rollout_id, _, inner = path[len(_PREFIX) :].partition("/")
@@ -350,14 +340,12 @@ class RolloutMiddleware:
             prefix = {"rollout_id": rollout_id}
             scope = {**scope, "path": inner, "raw_path": inner.encode(), "path_params": prefix, TOKEN_CAPTURE: capture}
         else:
-            for name, value in scope["headers"]:
-                if name == _ROLLOUT_HEADER:
-                    rollout_id = value.decode("latin-1")
-                    break
-        if rollout_id is None or not ROLLOUT_ID_PATTERN.match(rollout_id):
-            await self.app(scope, receive, send)
-            return
-        with rollout_context(rollout_id):
+            rollout_id = _header(scope, _ROLLOUT_HEADER)
+        with contextlib.ExitStack() as stack:
+            if (replicas := _header(scope, _REPLICAS_HEADER)) is not None:
+                stack.enter_context(replica_context(decode_replicas(replicas)))
+            if rollout_id is not None and ROLLOUT_ID_PATTERN.match(rollout_id):
+                stack.enter_context(rollout_context(rollout_id))
             await self.app(scope, receive, send)
 
 
@@ -383,11 +371,7 @@ class CredentialMiddleware:
         if self._credentials is None or scope["type"] != "http" or _is_open(scope):
             await self.app(scope, receive, send)
             return
-        credential: str | None = None
-        for name, value in scope["headers"]:
-            if name == _CREDENTIAL_HEADER:
-                credential = value.decode("latin-1")
-                break
+        credential = _header(scope, _CREDENTIAL_HEADER)
         try:
             if credential is None and self._checks_callers(scope):
                 caller = None

@@ -27,34 +27,30 @@ refused a connection is tried last for a while.
 from __future__ import annotations
 
 import asyncio
+import collections
 import hashlib
 import random
 import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from enum import IntEnum
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
-
-from nemo_gym.contract.errors import NemoGymError
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
-
-import collections
-import contextlib
 from itertools import count
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import quote, unquote
 
 from pydantic import BaseModel
 
 from nemo_gym.config_types import ROLLOUT_PATH_PREFIX
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.verdict import ATTEMPT_INDEX_KEY, ROLLOUT_ID_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 __all__ = [
     "ROLLOUT_ID_HEADER",
@@ -72,21 +68,27 @@ TOKEN_CAPTURE_PATH_SEGMENT = "training-token-capture"
 ROLLOUT_ID_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 ROLLOUT_ID_HEADER = "X-NeMo-Gym-Rollout-Id"
 
+T = TypeVar("T")
 _rollout_id: ContextVar[str | None] = ContextVar("nemo_gym_rollout_id", default=None)
+
+
+@contextmanager
+def bound(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set ``variable`` to ``value`` until the block ends."""
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)
 
 
 def current_rollout_id() -> str | None:
     return _rollout_id.get()
 
 
-@contextmanager
-def rollout_context(rollout_id: str | None) -> Iterator[None]:
+def rollout_context(rollout_id: str | None) -> AbstractContextManager[None]:
     """Attribute everything called and logged inside the block to ``rollout_id``."""
-    token = _rollout_id.set(rollout_id)
-    try:
-        yield
-    finally:
-        _rollout_id.reset(token)
+    return bound(_rollout_id, rollout_id)
 
 
 def name_rollout(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -151,14 +153,9 @@ def current_replicas() -> Mapping[str, int]:
     return _current_replicas.get()
 
 
-@contextlib.contextmanager
-def replica_context(replicas: Mapping[str, int]) -> Iterator[None]:
+def replica_context(replicas: Mapping[str, int]) -> AbstractContextManager[None]:
     """Send requests made inside the block to these replicas, and name the replicas in their headers."""
-    reset = _current_replicas.set({**_current_replicas.get(), **replicas})
-    try:
-        yield
-    finally:
-        _current_replicas.reset(reset)
+    return bound(_current_replicas, {**_current_replicas.get(), **replicas})
 
 
 def encode_replicas(replicas: Mapping[str, int]) -> str:
@@ -199,7 +196,7 @@ class Chooser:
         """Record that the replica at ``url`` refused a connection."""
         self._left_out_until[url] = time.monotonic() + LEFT_OUT_S
 
-    @contextlib.contextmanager
+    @contextmanager
     def busy(self, url: str) -> Iterator[None]:
         """Count a request to ``url`` as open during the block."""
         self._busy[url] += 1
@@ -470,14 +467,9 @@ def enter(context: SpanContext) -> None:
     _current.set(context)
 
 
-@contextmanager
-def within(context: SpanContext | None) -> Iterator[None]:
+def within(context: SpanContext | None) -> AbstractContextManager[None]:
     """Make ``context`` the parent of steps inside the block; with ``None`` they have no parent."""
-    reset = _current.set(context)
-    try:
-        yield
-    finally:
-        _current.reset(reset)
+    return bound(_current, context)
 
 
 class step:  # noqa: N801 - reads as a verb: `with step("seed")`

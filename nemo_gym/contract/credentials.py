@@ -71,7 +71,8 @@ class Caller:
             )
 
 
-def _mac(key: bytes, message: str) -> str:
+def mac_of(key: bytes, message: str) -> str:
+    """The HMAC-SHA256 of ``message``, as base64 for URLs."""
     digest = hmac.digest(key, message.encode(), hashlib.sha256)
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
@@ -82,7 +83,7 @@ def _escape(name: str) -> str:
 
 def _sign(audience_key: bytes, role: Role, caller: str, target: str) -> str:
     body = f"{_CREDENTIAL}.{role}.{_escape(caller)}.{_escape(target)}"
-    return f"{body}.{_mac(audience_key, body)}"
+    return f"{body}.{mac_of(audience_key, body)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class ServerCredentials:
             raise CredentialError(f"{CREDENTIAL_HEADER} is not a credential of this suite")
         if unquote(parts[3]) != self.instance:
             raise CredentialError(f"the credential is not meant for server '{self.instance}'")
-        if not hmac.compare_digest(mac.encode(), _mac(self.audience_key, body).encode()):
+        if not hmac.compare_digest(mac.encode(), mac_of(self.audience_key, body).encode()):
             raise CredentialError("the credential's signature is wrong: it was forged, or belongs to another stack")
         try:
             role = Role(parts[1])
@@ -188,7 +189,7 @@ def issue_control_token(
 ) -> str:
     """Issue a token to control one attempt. ``subject`` is what it controls (``environment``, a gateway session)."""
     expiry = int(time.time() + ttl_s)
-    return f"{_CONTROL}.{expiry}.{_mac(key, _control_message(subject, rollout, expiry))}"
+    return f"{_CONTROL}.{expiry}.{mac_of(key, _control_message(subject, rollout, expiry))}"
 
 
 def check_control_token(key: bytes, subject: str, rollout: RolloutIdentity, token: str | None) -> None:
@@ -201,7 +202,7 @@ def check_control_token(key: bytes, subject: str, rollout: RolloutIdentity, toke
     if kind != _CONTROL or not expiry_text.isdecimal() or len(expiry_text) > _EXPIRY_DIGITS:
         raise CredentialError("the control token is malformed", rollout_id=rollout.rollout_id)
     expiry = int(expiry_text)
-    if not hmac.compare_digest(mac.encode(), _mac(key, _control_message(subject, rollout, expiry)).encode()):
+    if not hmac.compare_digest(mac.encode(), mac_of(key, _control_message(subject, rollout, expiry)).encode()):
         raise CredentialError("the control token is not one for this attempt", rollout_id=rollout.rollout_id)
     if expiry < time.time():
         raise CredentialError("the control token has expired", rollout_id=rollout.rollout_id)

@@ -87,6 +87,10 @@ class RolloutIdentity(_Contract):
     """Increases with every retry of RUN; a newer attempt fences the older one."""
     run_id: str = Field("run", max_length=128)
 
+    def __str__(self) -> str:
+        """As error messages name it: ``attempt 2 of rollout 'r'``."""
+        return f"attempt {self.attempt} of rollout '{self.rollout_id}'"
+
     @property
     def attempt_id(self) -> str:
         """``<rollout_id>-a<attempt>``: unique per attempt."""

@@ -322,8 +322,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
 def _check_row(rollout: RolloutIdentity, seed: Seed | None, digest: str) -> None:
     if seed is not None and seed.digest != digest:
         raise ContractError(
-            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was seeded with another row; a new row"
-            " needs a new rollout id",
+            f"{rollout} was seeded with another row; a new row needs a new rollout id",
             rollout_id=rollout.rollout_id,
         )
 
@@ -331,8 +330,7 @@ def _check_row(rollout: RolloutIdentity, seed: Seed | None, digest: str) -> None
 def _check_work(rollout: RolloutIdentity, stored: StoredVerdict, digest: str) -> None:
     if stored.digest != digest:
         raise FencedError(
-            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was already judged by other work; the"
-            " first verdict is final",
+            f"{rollout} was already judged by other work; the first verdict is final",
             rollout_id=rollout.rollout_id,
             attempt=rollout.attempt,
         )
@@ -341,7 +339,7 @@ def _check_work(rollout: RolloutIdentity, stored: StoredVerdict, digest: str) ->
 def _check_current(rollout: RolloutIdentity, state: _RolloutState) -> None:
     if state.attempt > rollout.attempt:
         raise FencedError(
-            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {state.attempt}",
+            f"{rollout} was replaced by attempt {state.attempt}",
             rollout_id=rollout.rollout_id,
             attempt=rollout.attempt,
             current_attempt=state.attempt,
@@ -350,9 +348,7 @@ def _check_current(rollout: RolloutIdentity, state: _RolloutState) -> None:
 
 def _check_open(rollout: RolloutIdentity, state: _RolloutState) -> None:
     if state == _RolloutState(rollout.attempt, True):
-        raise FencedError(
-            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was closed", rollout_id=rollout.rollout_id
-        )
+        raise FencedError(f"{rollout} was closed", rollout_id=rollout.rollout_id)
 
 
 def _load_state(db: sqlite3.Connection, key: tuple[str, str]) -> _RolloutState:

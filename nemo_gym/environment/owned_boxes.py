@@ -180,10 +180,7 @@ class OwnedBoxes:
     def _box(self, rollout: RolloutIdentity) -> _Box:
         box = self._boxes.get(AttemptKey.of(rollout))
         if box is None:
-            raise ContractError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' has no box of this environment",
-                rollout_id=rollout.rollout_id,
-            )
+            raise ContractError(f"{rollout} has no box of this environment", rollout_id=rollout.rollout_id)
         return box
 
     async def _destroy(self, box: _Box) -> None:

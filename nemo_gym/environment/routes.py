@@ -569,9 +569,7 @@ class EnvironmentRoutes:
         if stored is None and self._steps is not None and (episode := self._steps.episode_of(rollout)) is not None:
             return JsonResponse(reply_fields(episode.as_fields()))
         if stored is None:
-            raise ContractError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' has no verdict", code_hint="no_verdict"
-            )
+            raise ContractError(f"{rollout} has no verdict", code_hint="no_verdict")
         return JsonResponse(dict(stored.reply))
 
     async def aggregate_metrics(self, request: Request) -> Response:

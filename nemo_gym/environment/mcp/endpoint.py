@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import hmac
 import re
 import time
@@ -24,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from nemo_gym.contract.credentials import CREDENTIAL_HEADER
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, mac_of
 from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.contract.session import McpServer, RolloutIdentity, SessionDescriptor
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
@@ -295,8 +294,8 @@ _KIND = "ngm1"
 def issue_mcp_token(key: bytes, rollout: RolloutIdentity, *, ttl_s: float = MCP_TOKEN_TTL_S) -> str:
     """Issue a token for ``rollout``'s attempt that expires in ``ttl_s`` seconds."""
     claims = orjson.dumps([*AttemptKey.of(rollout), int(time.time() + ttl_s)])
-    body = f"{_KIND}.{_encode(claims)}"
-    return f"{body}.{_mac(key, body)}"
+    body = f"{_KIND}.{base64.urlsafe_b64encode(claims).decode().rstrip('=')}"
+    return f"{body}.{mac_of(key, body)}"
 
 
 def check_mcp_token(key: bytes, token: str | None) -> AttemptKey:
@@ -305,17 +304,9 @@ def check_mcp_token(key: bytes, token: str | None) -> AttemptKey:
         raise CredentialError("/mcp needs the header Authorization: Bearer <token of the attempt>")
     body, _, mac = token.rpartition(".")
     kind, _, claims = body.partition(".")
-    if kind != _KIND or not hmac.compare_digest(mac.encode(), _mac(key, body).encode()):
+    if kind != _KIND or not hmac.compare_digest(mac.encode(), mac_of(key, body).encode()):
         raise CredentialError("the MCP token is not one of this environment")
     run_id, rollout_id, attempt, expiry = orjson.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
     if expiry < time.time():
         raise CredentialError("the MCP token has expired", rollout_id=rollout_id)
     return AttemptKey(run_id, rollout_id, attempt)
-
-
-def _encode(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).decode().rstrip("=")
-
-
-def _mac(key: bytes, body: str) -> str:
-    return _encode(hmac.digest(key, body.encode(), hashlib.sha256))

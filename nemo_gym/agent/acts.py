@@ -36,7 +36,7 @@ from nemo_gym.http.delivery import CallerGoneError, end, while_connected
 from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 from nemo_gym.http.problems import send_problem
 from nemo_gym.http.requests import json_object
-from nemo_gym.http.telemetry import Counter, inject
+from nemo_gym.http.telemetry import Counter, inject, rollout_context
 
 REMEMBERED = 4096
 """Rollouts whose newest attempt is remembered, to refuse older ones; about 1 MB."""
@@ -53,11 +53,6 @@ class _Act:
     task: asyncio.Task[object]
 
 
-def invoked(agent: str) -> dict[str, str]:
-    """The span attributes of an act, by OpenTelemetry's conventions for generative AI."""
-    return {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": agent}
-
-
 class ActRegistry:
     """The acts of one agent server."""
 
@@ -71,7 +66,7 @@ class ActRegistry:
         return len(self._acts)
 
     async def run(self, rollout: RolloutIdentity, work: Callable[[], Coroutine[Any, Any, T]], request: Request) -> T:
-        """Run ``work`` for an attempt while its caller is connected.
+        """Run ``work`` for an attempt while its caller is connected; its calls and logs name the rollout.
 
         An older attempt of the rollout is ended first. Raises `FencedError` if this attempt was replaced or cancelled,
         `ContractError` if it is already running, and `CallerGoneError` if the caller disconnected.
@@ -81,7 +76,8 @@ class ActRegistry:
         if (older := self._acts.get(key)) is not None:
             await end(older.task)
             self._admit(key, rollout)
-        task: asyncio.Task[T] = asyncio.create_task(work())
+        with rollout_context(rollout.rollout_id):
+            task: asyncio.Task[T] = asyncio.create_task(work())
         act = self._acts[key] = _Act(rollout.attempt, task)
         try:
             return await while_connected(request, task)
@@ -91,10 +87,7 @@ class ActRegistry:
         except asyncio.CancelledError:
             if not task.cancelled() or (me := asyncio.current_task()) is None or me.cancelling():
                 raise
-            raise FencedError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was cancelled",
-                rollout_id=rollout.rollout_id,
-            ) from None
+            raise FencedError(f"{rollout} was cancelled", rollout_id=rollout.rollout_id) from None
         finally:
             if not task.done():
                 await end(task)
@@ -104,16 +97,10 @@ class ActRegistry:
     def _admit(self, key: tuple[str, str], rollout: RolloutIdentity) -> None:
         latest = self._latest.get(key, 0)
         if latest > rollout.attempt:
-            raise FencedError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {latest}",
-                rollout_id=rollout.rollout_id,
-            )
+            raise FencedError(f"{rollout} was replaced by attempt {latest}", rollout_id=rollout.rollout_id)
         running = self._acts.get(key)
         if running is not None and running.attempt == rollout.attempt:
-            raise ContractError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' is already running here",
-                rollout_id=rollout.rollout_id,
-            )
+            raise ContractError(f"{rollout} is already running here", rollout_id=rollout.rollout_id)
         self._remember(key, rollout.attempt)
 
     def _remember(self, key: tuple[str, str], attempt: int) -> None:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.agent.acts import ACTS, ActRegistry, OwnRunMiddleware, invoked
+from nemo_gym.agent.acts import ACTS, ActRegistry, OwnRunMiddleware
 from nemo_gym.agent.sessions import (
     AgentCloseSessionRequest,
     AgentCloseSessionResponse,
@@ -58,7 +58,7 @@ from nemo_gym.contract.verdict import (
     Verdict,
     failure_of_outcome,
 )
-from nemo_gym.http.client import expect_json, inference_context
+from nemo_gym.http.client import expect_json, inference_context, server_config_of
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import TOKEN_CAPTURE, Application
 from nemo_gym.http.peers import PeerError, Peers, Reply
@@ -69,7 +69,6 @@ from nemo_gym.http.telemetry import (
     Reading,
     apply_rollout_prefix,
     maybe_rollout_id_from_run_body,
-    rollout_context,
     rollout_path_prefix,
 )
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
@@ -267,20 +266,16 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
                 f"agent '{self.config.name}' may not see a task's solution; only agents with row_access: validation"
                 " may"
             )
-        cookies = dict(request.cookies)
-        describe_request(request.scope, f"invoke_agent {self.config.name}", invoked(self.config.name))
-
-        async def work() -> ActResponse:
-            with rollout_context(act_request.descriptor.rollout.rollout_id):
-                return await self.act_in_session(act_request, cookies)
-
+        cookies, rollout = dict(request.cookies), act_request.descriptor.rollout
+        # By OpenTelemetry's conventions for generative AI.
+        attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": self.config.name}
+        describe_request(request.scope, f"invoke_agent {self.config.name}", attributes)
         try:
-            response = await self._acts.run(act_request.descriptor.rollout, work, request)
+            response = await self._acts.run(rollout, lambda: self.act_in_session(act_request, cookies), request)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         ACTS.add(str(response.outcome))
         if (failure := failure_of_outcome(response.outcome, response.outcome_detail)) is not None:
-            rollout = act_request.descriptor.rollout
             log.warning(
                 "the act left nothing to grade",
                 rollout_id=rollout.rollout_id,
@@ -363,13 +358,8 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         attempt = Attempt(
             servers, rollout.model_dump(), orjson.dumps(row), row_ref=ref or None, cookies=dict(request.cookies)
         )
-
-        async def work() -> dict[str, Any]:
-            with rollout_context(rollout.rollout_id):
-                return await self._rollout(attempt)
-
         try:
-            return JsonResponse(await self._acts.run(rollout, work, request))
+            return JsonResponse(await self._acts.run(rollout, lambda: self._rollout(attempt), request))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -435,8 +425,6 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
 
     def resolve_model_base_url(self, model_server_name: str, rollout_id: str | None = None) -> str:
         """A model server's base URL for a harness, ending in ``/v1``."""
-        from nemo_gym.http.client import server_config_of
-
         block = server_config_of(self.server_client.global_config_dict, model_server_name)
         has_replicas = bool(block.get("urls"))
         client = self.server_client

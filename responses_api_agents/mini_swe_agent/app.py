@@ -46,30 +46,23 @@ class MiniSWEAgent(BoxAgent):
 
         config, params = self.config, request.responses_create_params
         system, task = prompt_text(params)
+        agent = {
+            "system_template": system or config.system_template,
+            "instance_template": config.instance_template,
+            "step_limit": request.turns(config.step_limit),
+            "cost_limit": 0.0,
+        }
+        model = loop.PolicyModelConfig(
+            model_name=request.inference.model,
+            observation_template=config.observation_template,
+            format_error_template=config.format_error_template,
+        )
         client = PolicyClient(request.inference, max_tries=config.model_max_tries)
+        policy = loop.PolicyModel(client, model, _sampling(params, config.max_output_tokens))
 
         async def harness(world: World, run: HarnessRun) -> None:
-            await loop.drive(
-                world,
-                run,
-                task=task,
-                inference=request.inference,
-                client=client,
-                sampling=_sampling(params, config.max_output_tokens),
-                model=loop.PolicyModelConfig(
-                    model_name=request.inference.model,
-                    observation_template=config.observation_template,
-                    format_error_template=config.format_error_template,
-                ),
-                agent={
-                    "system_template": system or config.system_template,
-                    "instance_template": config.instance_template,
-                    "step_limit": request.turns(config.step_limit),
-                    "cost_limit": 0.0,
-                },
-                command_timeout_s=config.command_timeout_s,
-                command_env=config.command_env,
-            )
+            environment = loop.BoxEnvironment(world, timeout_s=config.command_timeout_s, env=config.command_env)
+            await loop.drive(run, task, policy, environment, agent)
 
         return await self.act_in_box(request, harness, HarnessNeeds.of(await self.box_needs()))
 

@@ -22,7 +22,7 @@ from nemo_gym.agent.acts import ContextExceededError, PolicyClient
 from nemo_gym.agent.topology.bindings import output_items, response_object
 from nemo_gym.agent.topology.world import HarnessRun, World
 from nemo_gym.contract.errors import AgentError, ModelError
-from nemo_gym.contract.session import AgentOutcome, InferenceEndpoint
+from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
 
 # On import, the package creates its settings directory and reads a .env from it. A server must use neither.
@@ -217,21 +217,10 @@ class PolicyModel:
 
 
 async def drive(
-    world: World,
-    run: HarnessRun,
-    *,
-    task: str,
-    inference: InferenceEndpoint,
-    client: PolicyClient,
-    sampling: Mapping[str, Any],
-    model: PolicyModelConfig,
-    agent: Mapping[str, Any],
-    command_timeout_s: float,
-    command_env: Mapping[str, str],
+    run: HarnessRun, task: str, policy: PolicyModel, environment: BoxEnvironment, agent: Mapping[str, Any]
 ) -> None:
-    """Run the loop to its end and fill ``run``, even if the loop is interrupted."""
-    policy = PolicyModel(client, model, sampling)
-    environment = BoxEnvironment(world, timeout_s=command_timeout_s, env=command_env)
+    """Run the loop to its end and fill ``run``, even if the loop is interrupted. ``agent`` holds the settings of
+    mini-swe-agent's loop."""
     harness = DefaultAgent(policy, environment, **agent)
     try:
         info = await run_synchronous(harness.run, task)
@@ -241,7 +230,8 @@ async def drive(
             reason = f": {policy.stopped_by}" if policy.stopped_by else ""
             run.detail = f"mini-swe-agent stopped with {status or 'no exit status'}{reason}"
     finally:
-        run.response = response_object(output_items(harness.messages), model=inference.model, usage=policy.usage)
+        items = output_items(harness.messages)
+        run.response = response_object(items, model=policy.config.model_name, usage=policy.usage)
         run.observations.update(turns=harness.n_calls, tool_calls=_count_actions(harness.messages), **policy.usage)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -21,26 +20,22 @@ STOP_TIMEOUT_S = 20.0
 """How long a killed process may take to end; also the value to pass to `act_in_world` as ``grace_s``."""
 
 
-@dataclass(frozen=True)
-class Sinks:
-    """The receivers of a process's output."""
-
-    reader: EventReader
-    """Gets standard output line by line."""
-    output: BoundedLog
-    errors: BoundedLog
-
-
 async def follow(
-    process: ExecProcess, sinks: Sinks, timeout_s: float | None, watching: Coroutine[Any, Any, Judgement]
+    process: ExecProcess,
+    reader: EventReader,
+    output: BoundedLog,
+    errors: BoundedLog,
+    timeout_s: float | None,
+    watching: Coroutine[Any, Any, Judgement],
 ) -> tuple[ExecEnd, Judgement | None]:
     """Read a process until it ends. Returns its end, and why ``watching`` stopped it, if it did.
 
     Args:
+        reader: gets standard output line by line; ``output`` and ``errors`` get both streams.
         timeout_s: the time after which the provider ends the process; if it does not, this function soon does.
         watching: the process and its descendants are killed when this ends. It is cancelled if the process ends first.
     """
-    lines, stopped = LineSplitter(sinks.reader), None
+    lines, stopped = LineSplitter(reader), None
     end: ExecEnd | None = None
 
     async def stop() -> None:
@@ -58,10 +53,10 @@ async def follow(
                     if isinstance(event, ExecEnd):
                         end = event
                     elif event.stream == "stdout":
-                        sinks.output.write(event.data)
+                        output.write(event.data)
                         lines.feed(event.data)
                     else:
-                        sinks.errors.write(event.data)
+                        errors.write(event.data)
             finally:
                 watch.cancel()
     except TimeoutError:

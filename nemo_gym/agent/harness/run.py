@@ -28,7 +28,7 @@ from nemo_gym.agent.harness.base import (
     McpEndpoint,
 )
 from nemo_gym.agent.harness.events import BoundedLog, EventReader, InvocationStatus
-from nemo_gym.agent.harness.process import Sinks, follow
+from nemo_gym.agent.harness.process import follow
 from nemo_gym.agent.harness.provision import UNFIT_STATUS, fitness_check
 from nemo_gym.agent.topology.world import HarnessRun, OutputLimitError, World
 from nemo_gym.contract.errors import AgentError, ConfigError, SandboxLostError
@@ -42,7 +42,7 @@ from nemo_gym.contract.session import (
 )
 from nemo_gym.contract.verdict import is_context_exceeded, outcome_of_refusal
 from nemo_gym.http.telemetry import step
-from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
+from nemo_gym.sandbox.base import ExecOutcome, ExecRequest
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 # /tmp comes last: some CLIs distrust it.
@@ -194,22 +194,13 @@ async def until_over(
 ) -> Judgement:
     """Wait until a limit is exceeded, and return the judgement; without limits, wait forever."""
     while True:
-        judgement = _exceeded_limit(world, reader, max_turns, max_model_failures)
-        if judgement is not None:
-            return judgement
+        door = world.door_statistics(MODEL_DOOR)
+        turns = 0 if door is not None else reader.transcript.turns
+        if (door is not None and door.over_limit) or (max_turns is not None and turns > max_turns):
+            return AgentOutcome.MAX_TURNS, f"stopped after the {max_turns} turns it was given"
+        if door is not None and max_model_failures is not None and door.failures_since_answer >= max_model_failures:
+            return AgentOutcome.MODEL_UNREACHABLE, f"stopped after {door.failures_since_answer} failures in a row"
         await asyncio.sleep(POLL_S)
-
-
-def _exceeded_limit(
-    world: World, reader: EventReader, max_turns: int | None, max_model_failures: int | None
-) -> Judgement | None:
-    door = world.door_statistics(MODEL_DOOR)
-    turns = 0 if door is not None else reader.transcript.turns
-    if (door is not None and door.over_limit) or (max_turns is not None and turns > max_turns):
-        return AgentOutcome.MAX_TURNS, f"stopped after the {max_turns} turns it was given"
-    if door is not None and max_model_failures is not None and door.failures_since_answer >= max_model_failures:
-        return AgentOutcome.MODEL_UNREACHABLE, f"stopped after {door.failures_since_answer} failures in a row"
-    return None
 
 
 MAX_OUTPUT_BYTES = 512 * 1024 * 1024
@@ -254,15 +245,34 @@ async def run_in_box(
     timeout_s = None if context.wall_clock_s is None else max(context.wall_clock_s - setup_s, 1.0)
     try:
         with step("box_exec", command=harness.name, sandbox_id=world.handle.sandbox_id):
-            process = await world.start_exec(_request(context, command, timeout_s))
+            process = await world.start_exec(
+                ExecRequest(
+                    command=list(command.argv),
+                    cwd=context.workdir,
+                    env={"HOME": context.home, "TMPDIR": f"{context.home}/tmp", **command.env},
+                    timeout_s=timeout_s,
+                    stdin=command.stdin,
+                    max_output_bytes=MAX_OUTPUT_BYTES,
+                )
+            )
             watching = until_over(
                 world, reader, max_turns=context.max_turns, max_model_failures=settings.max_model_failures
             )
-            end, stopped = await follow(process, Sinks(reader, output, errors), timeout_s, watching)
+            end, stopped = await follow(process, reader, output, errors, timeout_s, watching)
         if end.outcome is ExecOutcome.LOST:
             lost = f"box {world.handle.sandbox_id} was lost while the harness ran in it"
             raise SandboxLostError(lost, retryable=True)
-        ended = _harness_ended(world, end, stopped, errors, reader, settings.mcp_servers)
+        doors = {name: world.door_statistics(name) for name in settings.mcp_servers}
+        ended = HarnessEnded(
+            outcome=end.outcome,
+            return_code=end.return_code,
+            signal=end.signal,
+            stderr=errors.text(),
+            reader=reader,
+            model_door=world.door_statistics(MODEL_DOOR),
+            mcp_doors={name: statistics for name, statistics in doors.items() if statistics is not None},
+            stopped=stopped,
+        )
         run.outcome, run.detail = judge(harness, ended)
         run.within_reach = within_reach(run.outcome, ended)
     except OutputLimitError as error:
@@ -306,38 +316,6 @@ async def _set_up(
         if no_shell or result.return_code == UNFIT_STATUS:
             raise ConfigError(f"image '{world.spec.image}' cannot run {harness.name}: {problem}", key="image")
     raise AgentError(f"the files of {harness.name} could not be written in the box: {problem}")
-
-
-def _request(context: HarnessContext, command: HarnessCommand, timeout_s: float | None) -> ExecRequest:
-    return ExecRequest(
-        command=list(command.argv),
-        cwd=context.workdir,
-        env={"HOME": context.home, "TMPDIR": f"{context.home}/tmp", **command.env},
-        timeout_s=timeout_s,
-        stdin=command.stdin,
-        max_output_bytes=MAX_OUTPUT_BYTES,
-    )
-
-
-def _harness_ended(
-    world: World,
-    end: ExecEnd,
-    stopped: Judgement | None,
-    errors: BoundedLog,
-    reader: EventReader,
-    mcp_servers: Iterable[str],
-) -> HarnessEnded:
-    doors = {name: statistics for name in mcp_servers if (statistics := world.door_statistics(name)) is not None}
-    return HarnessEnded(
-        outcome=end.outcome,
-        return_code=end.return_code,
-        signal=end.signal,
-        stderr=errors.text(),
-        reader=reader,
-        model_door=world.door_statistics(MODEL_DOOR),
-        mcp_doors=doors,
-        stopped=stopped,
-    )
 
 
 def _status(outcome: AgentOutcome) -> InvocationStatus:

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Any
 
 from nemo_gym.contract.errors import ConfigError, RowError
@@ -59,27 +60,19 @@ def process_doors(
     """The doors of a box in which the harness's process runs: the requested ones, and always those of the model and of
     every MCP server. ``topology`` ``none`` also means a scratch box, to which no egress policy applies.
     """
-    requested = {request.name: request for request in descriptor.egress.doors}
-    used_ports = {request.port for request in requested.values()}
-    requests = list(requested.values())
-    if MODEL_DOOR not in requested:
-        requests.append(DoorRequest(name=MODEL_DOOR, port=_free_port(DEFAULT_MODEL_DOOR_PORT, used_ports)))
-    for server in descriptor.mcp:
-        if server.name not in requested:
-            requests.append(DoorRequest(name=server.name, port=_free_port(FIRST_MCP_DOOR_PORT, used_ports)))
-    changes: dict[str, object] = {"doors": tuple(requests)}
+    ports = {request.name: request.port for request in descriptor.egress.doors}
+    first_ports = {
+        MODEL_DOOR: DEFAULT_MODEL_DOOR_PORT,
+        **{server.name: FIRST_MCP_DOOR_PORT for server in descriptor.mcp},
+    }
+    for name, first_port in first_ports.items():
+        if name not in ports:
+            ports[name] = next(port for port in count(first_port) if port not in ports.values())
+    changes: dict[str, object] = {"doors": tuple(DoorRequest(name=name, port=port) for name, port in ports.items())}
     if topology is Topology.NONE:
         changes["policy"] = EgressPolicy.MODEL_ONLY
     egress = descriptor.egress.model_copy(update=changes)
     return world_doors(descriptor.model_copy(update={"egress": egress}), inference, topology=topology, needs=needs)
-
-
-def _free_port(first: int, used_ports: set[int]) -> int:
-    port = first
-    while port in used_ports:
-        port += 1
-    used_ports.add(port)
-    return port
 
 
 def world_doors(
@@ -173,30 +166,34 @@ class Binding:
 
 def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: AgentBoxes) -> Binding:
     """The box for a request. Raises `ConfigError` if the topology is impossible for it, with advice in the message."""
-    descriptor = request.descriptor
-    match topology:
-        case Topology.NONE:
-            return Binding(_scratch(request, needs, boxes), is_world=True)
-        case Topology.ENV_SANDBOXED if needs.model_in_box:
-            if not descriptor.mcp:
-                raise ConfigError(
-                    f"environment '{descriptor.environment}' offers no MCP server, so an agent outside of its world"
-                    " cannot reach it in topology 'env_sandboxed'; use topology=agent_in_env where it supports that",
-                    key="topology",
-                )
-            return Binding(_scratch(request, needs, boxes), is_world=False)
-        case Topology.ENV_SANDBOXED | Topology.AGENT_IN_ENV:
-            if (lent := _lent(descriptor)) is not None:
-                build_doors = process_doors if needs.model_in_box else world_doors
-                doors = build_doors(descriptor, request.inference, topology=topology, needs=needs)
-                return Binding(SandboxSpec(workdir=lent.workdir, doors=doors), is_world=True, lent=lent)
-            base = _spec_of(descriptor)
-        case Topology.WHOLE_INTERACTION:
-            described = descriptor.sandbox is not None
-            base = joined(_spec_of(descriptor), boxes.outer, descriptor.environment) if described else boxes.outer
-    spec = world_spec(base, descriptor, needs)
+    descriptor, clause = request.descriptor, request.descriptor.sandbox
+    if topology is Topology.NONE:
+        return Binding(_scratch(request, needs, boxes), is_world=True)
+    if topology is Topology.ENV_SANDBOXED and needs.model_in_box:
+        if not descriptor.mcp:
+            raise ConfigError(
+                f"environment '{descriptor.environment}' offers no MCP server, so an agent outside of its world"
+                " cannot reach it in topology 'env_sandboxed'; use topology=agent_in_env where it supports that",
+                key="topology",
+            )
+        return Binding(_scratch(request, needs, boxes), is_world=False)
     build_doors = process_doors if needs.model_in_box else world_doors
     doors = build_doors(descriptor, request.inference, topology=topology, needs=needs)
+    is_outer = topology is Topology.WHOLE_INTERACTION
+    if clause is not None and clause.ref is not None and not is_outer:
+        return Binding(SandboxSpec(workdir=clause.ref.workdir, doors=doors), is_world=True, lent=clause.ref)
+    if clause is not None and clause.spec is not None:
+        base = clause.spec.to_spec()
+        if is_outer:
+            base = joined(base, boxes.outer, descriptor.environment)
+    elif clause is None and is_outer:
+        base = boxes.outer
+    else:
+        raise ConfigError(
+            f"environment '{descriptor.environment}' describes no box for topology '{descriptor.placement.topology}'",
+            key="sandbox",
+        )
+    spec = world_spec(base, descriptor, needs)
     return Binding(spec.replace(doors=(*spec.doors, *doors)), is_world=True)
 
 
@@ -220,19 +217,6 @@ def _scratch(request: ActRequest, needs: HarnessNeeds, boxes: AgentBoxes) -> San
         network=network_policy(descriptor.egress),
         doors=(*allowed, *doors),
     )
-
-
-def _spec_of(descriptor: SessionDescriptor) -> SandboxSpec:
-    if descriptor.sandbox is None or descriptor.sandbox.spec is None:
-        raise ConfigError(
-            f"environment '{descriptor.environment}' describes no box for topology '{descriptor.placement.topology}'",
-            key="sandbox",
-        )
-    return descriptor.sandbox.spec.to_spec()
-
-
-def _lent(descriptor: SessionDescriptor) -> SandboxRef | None:
-    return None if descriptor.sandbox is None else descriptor.sandbox.ref
 
 
 def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSpec:

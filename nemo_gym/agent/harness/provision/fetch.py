@@ -11,8 +11,6 @@ import shutil
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -59,7 +57,8 @@ def fetch(package: CliPackage) -> Path:
 
 def _fetch_locked(package: CliPackage, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target.parent / ".lock"):
+    with (target.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_installed(package):
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{package.version}.") as staging:
                 _make(package, Path(staging))
@@ -68,17 +67,13 @@ def _fetch_locked(package: CliPackage, target: Path) -> Path:
         directory = installed(package)
         if not _is_whole(package):  # installed without a copy of glibc
             with tempfile.TemporaryDirectory(dir=directory, prefix=f"{GLIBC}.") as staging:
-                _copy_glibc(package, directory, Path(staging) / GLIBC)
+                take_along([directory / package.command], Path(staging) / GLIBC)
                 Path(staging, GLIBC).rename(directory / GLIBC)
     return directory
 
 
 def _is_whole(package: CliPackage) -> bool:
     return is_installed(package) and (package.runtime != "elf-glibc" or (installed(package) / GLIBC).is_dir())
-
-
-def _copy_glibc(package: CliPackage, directory: Path, target: Path) -> None:
-    take_along([directory / package.command], target)
 
 
 def _make(package: CliPackage, staging: Path) -> None:
@@ -116,15 +111,8 @@ def _make_of_npm(package: CliPackage, staging: Path, root: Path) -> None:
 def _pack(name: str, version: str, directory: Path) -> Path:
     """Download one archive; ``version`` may be an alias (``npm:other@1.2.3``)."""
     spec = version.removeprefix("npm:") if version.startswith("npm:") else f"{name}@{version}"
-    command = [
-        _npm(),
-        "pack",
-        spec,
-        "--json",
-        "--ignore-scripts",
-        "--loglevel=error",
-        f"--pack-destination={directory}",
-    ]
+    options = ("--json", "--ignore-scripts", "--loglevel=error", f"--pack-destination={directory}")
+    command = [_npm(), "pack", spec, *options]
     path = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # node is beside npm
     try:
         completed = subprocess.run(
@@ -166,10 +154,3 @@ def _unpack(archive: Path, directory: Path) -> None:
             raise ConfigError(f"the npm archive {archive.name} cannot be unpacked: {error}", key="npm") from error
         directory.parent.mkdir(parents=True, exist_ok=True)
         first.rename(directory)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -138,14 +138,8 @@ def _query(python: str) -> Interpreter | None:
 
 def _install(package: CliPackage, interpreter: Interpreter, site: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary=:all:"]
-    pip += [
-        "--require-hashes",
-        "--ignore-requires-python",
-        "--python-version",
-        interpreter.version,
-        "--implementation",
-        "cp",
-    ]
+    pip += ["--require-hashes", "--ignore-requires-python", "--python-version", interpreter.version]
+    pip += ["--implementation", "cp"]
     _run([*pip, "--target", str(site), "--requirement", str(package.requirements)])
 
 

@@ -218,19 +218,13 @@ def why_not_ready(answer: tuple[int, bytes] | None) -> str | None:
     return "; ".join(parts) or f"/ready answers {answer[0]}"
 
 
-def health_word(status: int | None) -> str:
-    """Return ``ok``, ``silent`` (no response) or the HTTP status as ``HTTP 503``."""
-    if status is None:
-        return "silent"
-    return "ok" if status == 200 else f"HTTP {status}"
-
-
 async def health_of(stack: StackEntry, timeout_s: float = 2.0) -> dict[str, str]:
-    """Return server URL → health for every server of a stack; the servers are checked concurrently."""
-    statuses: list[int | None] = await asyncio.gather(
-        *(http_status(server.url, "/health", timeout_s) for server in stack.servers)
-    )
-    return {server.url: health_word(status) for server, status in zip(stack.servers, statuses, strict=True)}
+    """Return server URL → health for every server of a stack: ``ok``, ``silent`` (no response) or the HTTP status as
+    ``HTTP 503``. The servers are checked concurrently."""
+    urls = [server.url for server in stack.servers]
+    statuses = await asyncio.gather(*(http_status(url, "/health", timeout_s) for url in urls))
+    words = {200: "ok", None: "silent"}
+    return {url: words.get(status, f"HTTP {status}") for url, status in zip(urls, statuses, strict=True)}
 
 
 def public_listing(stack: StackEntry) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ Parent and nursery exchange datagrams on a socket: JSON with file descriptors at
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -20,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 PRELOAD = (
@@ -101,11 +102,9 @@ def main(channel_fd: int) -> NoReturn:
     gc.collect()
     gc.freeze()
     gc.enable()
-    try:
+    with contextlib.suppress(OSError):  # the parent is gone; `serve` has stopped the servers
         send(channel, {"event": "warm"})
         _Nursery(channel).serve()
-    except OSError:
-        pass  # the parent is gone; `serve` has stopped the servers
     os._exit(0)
 
 
@@ -128,7 +127,8 @@ class _Nursery:
             for key, _ in selector.select():
                 if key.fileobj is self.wake_read:
                     self._drain_wakeups()
-                    self._reap()
+                    for pid, number, code in self._ended():
+                        send(self.channel, {"event": "exited", "id": number, "pid": pid, "code": code})
                 else:
                     request = receive(self.channel)
                     if request is None:
@@ -137,11 +137,9 @@ class _Nursery:
                     self._fork(*request)
 
     def _drain_wakeups(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self.wake_read.recv(4096):
                 pass
-        except BlockingIOError:
-            pass
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
         request["parent_pid"] = os.getpid()
@@ -166,7 +164,8 @@ class _Nursery:
 
         child.start(request, fds)
 
-    def _reap(self) -> None:
+    def _ended(self) -> Iterator[tuple[int, int, int]]:
+        """Reap the servers that have ended: pid, number and exit code of each."""
         while self.children:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -175,47 +174,28 @@ class _Nursery:
             if pid == 0:
                 return
             number = self.children.pop(pid, None)
-            if number is None:
-                continue
-            _kill_group(pid, signal.SIGKILL)  # kill any processes that the dead server left behind
-            code = os.waitstatus_to_exitcode(status)
-            send(self.channel, {"event": "exited", "id": number, "pid": pid, "code": code})
+            if number is not None:
+                _kill_group(pid)  # kill any processes that the dead server left behind
+                yield pid, number, os.waitstatus_to_exitcode(status)
 
     def _stop_all(self) -> None:
         """Stop every server, now that the parent is gone; kill those that do not end within `ORPHAN_GRACE_S`."""
         for pid in self.children:
-            _kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + ORPHAN_GRACE_S
         while self.children and time.monotonic() < deadline:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid:
-                self.children.pop(pid, None)
-                _kill_group(pid, signal.SIGKILL)
-            else:
+            if not any(self._ended()):
                 time.sleep(0.02)
         for pid in self.children:
-            _kill_group(pid, signal.SIGKILL)
+            _kill_group(pid)
 
 
 def _set_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the process already leads its own group, or has ended
         os.setpgid(pid, pid)
-    except OSError:
-        pass  # the process already leads its own group, or has ended
 
 
-def _kill(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
-def _kill_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

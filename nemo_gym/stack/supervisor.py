@@ -8,6 +8,7 @@ a pause that doubles each time. A server that crashes too often, or fails before
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -40,21 +41,16 @@ SHUTDOWN_TIMEOUT_S = 30.0
 MAX_RESTARTS = 5
 
 
-@dataclass
 class Settings:
     """The supervisor's timeouts and restart limit, from the configuration keys of the same names."""
 
-    startup_timeout_s: float = STARTUP_TIMEOUT_S
-    shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S
-    max_restarts: int = MAX_RESTARTS
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        def read(key: str, default: Any) -> Any:
+            return default if values.get(key) is None else values[key]
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Settings:
-        result = cls()
-        for key in ("startup_timeout_s", "shutdown_timeout_s", "max_restarts"):
-            if values.get(key) is not None:
-                setattr(result, key, values[key])
-        return result
+        self.startup_timeout_s: float = read("startup_timeout_s", STARTUP_TIMEOUT_S)
+        self.shutdown_timeout_s: float = read("shutdown_timeout_s", SHUTDOWN_TIMEOUT_S)
+        self.max_restarts: int = read("max_restarts", MAX_RESTARTS)
 
 
 @dataclass
@@ -124,7 +120,7 @@ class Supervisor:
     ) -> None:
         self.composition = composition
         self.run_id, self.run_dir, self.keys = run_id, run_dir, keys
-        self.settings = Settings.of(composition.values)
+        self.settings = Settings(composition.values)
         self._say = say
         self._nursery_pid, self._channel = nursery_process
         self._secrets = secret_values(composition.values) | {keys.to_hex()}
@@ -405,10 +401,8 @@ class Supervisor:
 
     def _signal(self, server: Server, number: signal.Signals) -> None:
         if server.pid is not None and not server.ended.is_set():
-            try:
+            with contextlib.suppress(ProcessLookupError):  # the event of its exit has not arrived yet
                 os.kill(server.pid, number)
-            except ProcessLookupError:
-                pass  # the event of its exit has not arrived yet
 
     def _fail(self, error: ServerError | ConfigError) -> None:
         if not self.failure.done() and not self._stopping:
@@ -452,19 +446,15 @@ class Supervisor:
 
 def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 def stop_nursery(pid: int) -> None:
     """Kill the nursery, which has no servers any more, and reap it."""
-    try:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
 
 
 def _describe_unready(server: Server) -> str:

@@ -172,7 +172,8 @@ def _make(folder: Path, plugin: Path, lines: list[str], constraints: list[str]) 
     python = folder / "bin" / "python"
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     # A venv made from a venv sees only the base interpreter's packages; this file adds those of this interpreter.
-    inherited = "".join(f"import site; site.addsitedir({path!r})\n" for path in _site_packages())
+    folders = [path for path in site.getsitepackages() if Path(path).is_dir()]
+    inherited = "".join(f"import site; site.addsitedir({path!r})\n" for path in folders)
     (packages / "zz_nemo_gym_parent.pth").write_text(inherited, encoding="utf-8")
     requirements = folder / "requirements.txt"
     requirements.write_text("\n".join([*lines, *constraints]) + "\n", encoding="utf-8")
@@ -181,10 +182,6 @@ def _make(folder: Path, plugin: Path, lines: list[str], constraints: list[str]) 
         [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "-r", str(requirements)],
         plugin,
     )
-
-
-def _site_packages() -> list[str]:
-    return [path for path in site.getsitepackages() if Path(path).is_dir()]
 
 
 def _run(command: list[str], plugin: Path) -> None:

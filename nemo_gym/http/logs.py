@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import structlog
@@ -42,7 +43,7 @@ def configure_server_logging(launch: ServerLaunch) -> None:
             secrets,
             foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
             processors=[
-                _Identity(launch.instance, launch.run_id),
+                partial(_identify, launch),
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.JSONRenderer(default=str),
             ],
@@ -67,17 +68,13 @@ def configure_plain_logging() -> None:
     )
 
 
-class _Identity:
-    def __init__(self, server: str, run_id: str) -> None:
-        self.server, self.run_id = server, run_id
-
-    def __call__(self, logger: Any, name: str, event: Any) -> Any:
-        event.setdefault("server", self.server)
-        event.setdefault("run_id", self.run_id)
-        if is_on() and (span := current()) is not None:
-            event.setdefault("trace_id", span.trace_id)
-            event.setdefault("span_id", span.span_id)
-        return event
+def _identify(launch: ServerLaunch, logger: Any, name: str, event: Any) -> Any:
+    event.setdefault("server", launch.instance)
+    event.setdefault("run_id", launch.run_id)
+    if is_on() and (span := current()) is not None:
+        event.setdefault("trace_id", span.trace_id)
+        event.setdefault("span_id", span.span_id)
+    return event
 
 
 class _ScrubbingFormatter(structlog.stdlib.ProcessorFormatter):

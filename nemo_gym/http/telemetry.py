@@ -226,8 +226,6 @@ class Counter:
     """A number that only grows. Without labels it is exported from the start, else from each label value's first
     count."""
 
-    kind: Literal["counter", "histogram"] = "counter"
-
     def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
         self.name, self.documentation, self.labels = name, documentation, tuple(labels)
         self.values: dict[Labels, float] = {} if labels else {(): 0.0}
@@ -239,8 +237,6 @@ class Counter:
 
 class Histogram:
     """Durations in seconds."""
-
-    kind: Literal["counter", "histogram"] = "histogram"
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
         self.name, self.documentation, self.labels = name, documentation, tuple(labels)

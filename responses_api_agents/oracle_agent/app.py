@@ -6,9 +6,6 @@ run configuration), and all its responses are marked as validation.
 
 from __future__ import annotations
 
-import io
-import tarfile
-from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
@@ -20,9 +17,6 @@ from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.errors import AgentError, ConfigError
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Topology
 from nemo_gym.sandbox.facade import SandboxOwner
-
-PATCH_DIRECTORY = "/tmp/oracle"
-PATCH_FILE = "solution.patch"
 
 
 class OracleAgentConfig(BaseResponsesAPIAgentConfig):
@@ -87,22 +81,11 @@ class OracleAgent(SimpleResponsesAPIAgent):
 
 
 async def _apply(world: World, path: str, patch: str) -> None:
-    """Apply a git patch in the box, from a file outside the repository."""
-    await world.provider.put_archive(world.handle, PATCH_DIRECTORY, _tar(PATCH_FILE, patch.encode()))
-    source = f"{PATCH_DIRECTORY}/{PATCH_FILE}"
-    result = await world.exec(["git", "apply", "--whitespace=nowarn", source], cwd=path, timeout_s=120)
+    """Apply a git patch in the box."""
+    command = ["git", "apply", "--whitespace=nowarn", "-"]
+    result = await world.exec(command, cwd=path, stdin=patch.encode(), timeout_s=120)
     if not result.ok:
         raise AgentError(f"the gold patch does not apply in {path}: {(result.stderr or '')[-500:]}")
-    await world.exec(["rm", "-rf", PATCH_DIRECTORY], cwd="/")
-
-
-async def _tar(name: str, content: bytes) -> AsyncIterator[bytes]:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        archive.addfile(member, io.BytesIO(content))
-    yield buffer.getvalue()
 
 
 def _answer(text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -190,22 +190,11 @@ def pause_after(failures: int, *, first_s: float, longest_s: float) -> float:
     return min(first_s * 2.0 ** min(failures - 1, 64), longest_s)
 
 
-@overload
-def retry_after_s(header: str | None) -> float | None: ...
-
-
-@overload
-def retry_after_s(header: str | None, default: float) -> float: ...
-
-
-def retry_after_s(header: str | None, default: float | None = None) -> float | None:
-    """Return the seconds of a ``Retry-After`` header in either of its forms, at most `RETRY_AFTER_AT_MOST_S`;
-    ``default`` if the header is missing or malformed."""
-    seconds = _seconds(header) if header else None
-    return default if seconds is None else seconds
-
-
-def _seconds(header: str) -> float | None:
+def retry_after_s(header: str | None) -> float | None:
+    """Return the seconds of a ``Retry-After`` header in either of its forms, at most `RETRY_AFTER_AT_MOST_S`; ``None``
+    if the header is missing or malformed."""
+    if not header:
+        return None
     try:
         return waiting_s(float(header))
     except ValueError:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from starlette.requests import Request
 
-from nemo_gym.contract.episodes import EpisodeId, SandboxAccess, TaskId, ToolAccess, unique_tool_names
+from nemo_gym.contract.episodes import EpisodeId, SandboxAccess, StrictModel, TaskId, ToolAccess, unique_tool_names
 from nemo_gym.rollout_observability import AgentObservationBundle
 
 if TYPE_CHECKING:
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 AGENT_SESSION_COOKIE_KEY = "agent_session_id"
 
 
-class AgentSeedSessionRequest(BaseModel):
+class AgentSeedSessionRequest(StrictModel):
     """Opens a session under the caller's id."""
-
-    model_config = ConfigDict(extra="forbid")
 
     agent_session_id: str = Field(min_length=1)
     task_id: TaskId
@@ -43,23 +41,17 @@ class AgentSeedSessionRequest(BaseModel):
         return unique_tool_names(accesses)
 
 
-class AgentSeedSessionResponse(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class AgentSeedSessionResponse(StrictModel):
     agent_session_id: str
 
 
-class AgentCloseSessionRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class AgentCloseSessionRequest(StrictModel):
     agent_session_id: str
     episode_id: EpisodeId
 
 
-class AgentCloseSessionResponse(BaseModel):
+class AgentCloseSessionResponse(StrictModel):
     """The session's results: the agent's observations, and the latest cookies it got from the environment."""
-
-    model_config = ConfigDict(extra="forbid")
 
     agent_session_id: str
     agent_observations: AgentObservationBundle | None = None

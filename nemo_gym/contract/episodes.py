@@ -81,11 +81,13 @@ def validate_failure_kind(name: str | None) -> str | None:
 # -- who and what ----------------------------------------------------------------------------------------------------
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
+    """A body that forbids unknown keys."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class EpisodeId(_Strict):
+class EpisodeId(StrictModel):
     """One attempt of one rollout."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -106,7 +108,7 @@ class EpisodeId(_Strict):
         return f"{self.rollout_id}-a{self.attempt}" if self.attempt else self.rollout_id
 
 
-class TaskId(_Strict):
+class TaskId(StrictModel):
     """One task of a set of tasks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -120,7 +122,7 @@ TaskInputT = TypeVar("TaskInputT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
 
 
-class EpisodeFailure(_Strict):
+class EpisodeFailure(StrictModel):
     """Why an episode has no result."""
 
     failure_reason: str = Field(max_length=2000)
@@ -143,21 +145,21 @@ class EpisodeFailure(_Strict):
         }
 
 
-class MaterializedTask(_Strict, Generic[TaskInputT]):
+class MaterializedTask(StrictModel, Generic[TaskInputT]):
     """A task's identity with the input of its environment's protocol."""
 
     task_id: TaskId
     task_input: TaskInputT
 
 
-class BaseEpisodeRequest(_Strict, Generic[TaskInputT]):
+class BaseEpisodeRequest(StrictModel, Generic[TaskInputT]):
     """The body of a request to an environment server's ``/run``."""
 
     episode_id: EpisodeId
     task: MaterializedTask[TaskInputT]
 
 
-class BaseEpisodeResponse(_Strict, Generic[ResultT]):
+class BaseEpisodeResponse(StrictModel, Generic[ResultT]):
     """The response of ``/run``: either a result or a failure."""
 
     episode_id: EpisodeId
@@ -180,7 +182,7 @@ def is_materialized_task_row(row: Mapping[str, object]) -> bool:
 # -- an agent's tools and sandbox ------------------------------------------------------------------------------------
 
 
-class DirectHTTPToolAccess(_Strict):
+class DirectHTTPToolAccess(StrictModel):
     """Tools as plain POST routes below a URL."""
 
     kind: Literal["direct_http"] = "direct_http"
@@ -191,7 +193,7 @@ class DirectHTTPToolAccess(_Strict):
     headers: dict[str, str] = Field(default_factory=dict, repr=False)
 
 
-class MCPStreamableHTTPConnection(_Strict):
+class MCPStreamableHTTPConnection(StrictModel):
     """The address of an MCP server."""
 
     transport: Literal["streamable_http"] = "streamable_http"
@@ -199,7 +201,7 @@ class MCPStreamableHTTPConnection(_Strict):
     headers: dict[str, str] = Field(default_factory=dict, repr=False)
 
 
-class MCPToolAccess(_Strict):
+class MCPToolAccess(StrictModel):
     """Tools of one MCP server. A required one that cannot be reached fails the seed."""
 
     kind: Literal["mcp"] = "mcp"
@@ -211,7 +213,7 @@ class MCPToolAccess(_Strict):
 ToolAccess = Annotated[DirectHTTPToolAccess | MCPToolAccess, Field(discriminator="kind")]
 
 
-class DirectSandboxConnection(_Strict):
+class DirectSandboxConnection(StrictModel):
     """How a borrower reaches a box: the name of the provider's configuration block, and the argument of `connect`."""
 
     kind: Literal["direct"] = "direct"
@@ -219,7 +221,7 @@ class DirectSandboxConnection(_Strict):
     descriptor: dict[str, JsonValue]
 
 
-class SandboxAccess(_Strict):
+class SandboxAccess(StrictModel):
     """A box that another server owns, and the working directory in it."""
 
     connection: DirectSandboxConnection

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
-from nemo_gym.contract.episodes import EpisodeId, SandboxAccess, TaskId, validate_failure_kind
+from nemo_gym.contract.episodes import EpisodeId, SandboxAccess, StrictModel, TaskId, validate_failure_kind
 from nemo_gym.openai_types.responses import NeMoGymResponse as NeMoGymResponse
 from nemo_gym.openai_types.responses import (
     NeMoGymResponseCreateParamsNonStreaming as NeMoGymResponseCreateParamsNonStreaming,
@@ -62,10 +62,8 @@ class BaseSeedSessionResponse(BaseModel):
     pass
 
 
-class ResourcesSeedSessionRequest(BaseModel):
+class ResourcesSeedSessionRequest(StrictModel):
     """Opens a session under the caller's id; a repeated request gets the same response."""
-
-    model_config = ConfigDict(extra="forbid")
 
     resources_session_id: str = Field(min_length=1)
     episode_id: EpisodeId
@@ -73,25 +71,19 @@ class ResourcesSeedSessionRequest(BaseModel):
     task_data: dict[str, JsonValue]
 
 
-class ResourcesCloseSessionRequest(BaseModel):
+class ResourcesCloseSessionRequest(StrictModel):
     """Ends a session. If the id was never seeded, a later seed of it must be refused."""
-
-    model_config = ConfigDict(extra="forbid")
 
     resources_session_id: str
     episode_id: EpisodeId
 
 
-class ResourcesCloseSessionResponse(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ResourcesCloseSessionResponse(StrictModel):
     resources_session_id: str
 
 
-class ResourcesVerifyRequest(BaseModel, Generic[InputT]):
+class ResourcesVerifyRequest(StrictModel, Generic[InputT]):
     """An episode's result to verify, in the environment's own type."""
-
-    model_config = ConfigDict(extra="forbid")
 
     episode_id: EpisodeId
     task_id: TaskId
@@ -113,10 +105,8 @@ class MCPServerMetadata(BaseModel):
         return self
 
 
-class ResourcesSeedSessionResponse(BaseModel):
+class ResourcesSeedSessionResponse(StrictModel):
     """Confirms a session, and lists the tools and the sandbox that its agent may use."""
-
-    model_config = ConfigDict(extra="forbid")
 
     resources_session_id: str
     resources_tools: MCPServerMetadata | None = None

@@ -157,7 +157,13 @@ class CliAgent(BoxAgent):
 
     async def act(self, request: ActRequest) -> ActResponse:
         needs = HarnessNeeds.of(await self.box_needs())
-        context, settings = self._context(request), self._settings(request)
+        context = self._context(request)
+        settings = RunSettings(
+            mcp_servers=tuple(server.name for server in request.descriptor.mcp),
+            harvest=request.descriptor.harvest,
+            event_log_bytes=self.config.event_log_bytes,
+            max_model_failures=self.config.max_model_failures,
+        )
         needs = dataclasses.replace(needs, model_in_box=True, max_model_answers=context.max_turns)
 
         async def harness(world: World, run: HarnessRun) -> None:
@@ -195,12 +201,4 @@ class CliAgent(BoxAgent):
             max_turns=request.turns(self.config.max_turns),
             wall_clock_s=request.wall_clock_s(self.config.wall_clock_s),
             max_output_tokens=params.get("max_output_tokens"),
-        )
-
-    def _settings(self, request: ActRequest) -> RunSettings:
-        return RunSettings(
-            mcp_servers=tuple(server.name for server in request.descriptor.mcp),
-            harvest=request.descriptor.harvest,
-            event_log_bytes=self.config.event_log_bytes,
-            max_model_failures=self.config.max_model_failures,
         )

@@ -275,7 +275,7 @@ async def _problem(response: aiohttp.ClientResponse) -> tuple[Problem, float]:
     except (aiohttp.ClientError, TimeoutError, ConnectionError):
         body = b""
     response.close()
-    return parse_problem(response.status, body), retry_after_s(response.headers.get("Retry-After"), default=0.0)
+    return parse_problem(response.status, body), retry_after_s(response.headers.get("Retry-After")) or 0.0
 
 
 def _unreachable(method: str, url: str, error: BaseException, *, started: str) -> BrokerUnreachableError:

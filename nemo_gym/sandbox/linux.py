@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import signal
 import socket
 import struct
-import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 # -- System calls --------------------------------------------------------------------------------------------------
 
@@ -30,9 +33,12 @@ CLONE_NEWNET = 0x40000000
 MS_RDONLY = 0x1
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_REMOUNT = 0x20
 MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
+MS_RELATIME = 0x200000
 MNT_DETACH = 0x2
 
 PR_SET_PDEATHSIG = 1
@@ -44,7 +50,7 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
-_LINUX_CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same on every type of processor
 _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_F_EMPTY_PATH = 0x4
@@ -62,6 +68,12 @@ def _check(result: int, call: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
+
+
+def _syscall(call: str, number: int, *arguments: int | bytes) -> int:
+    """Make a system call for which the C library has no function; ``call`` names it in the error message."""
+    words = (ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments)
+    return _check(int(_libc.syscall(ctypes.c_long(number), *words)), call)
 
 
 def setns(fd: int, namespaces: int) -> None:
@@ -90,22 +102,14 @@ def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str 
 def clone_mount(path: str, user_namespace: int | None = None, *, recursive: bool = False) -> int:
     """Return a descriptor of a detached copy of the mount whose root is ``path``; attach it with `attach_mount`. With
     ``user_namespace`` (a descriptor), that namespace's id map applies to the owners of files in the copy."""
-    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
-    result = _libc.syscall(ctypes.c_long(_OPEN_TREE), ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(flags))
-    tree = _check(int(result), f"open_tree {path}")
+    recursion = _AT_RECURSIVE if recursive else 0
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | recursion
+    tree = _syscall(f"open_tree {path}", _OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags)
     if user_namespace is not None:
         attributes = struct.pack("QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, user_namespace)
-        flags = _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0)
-        result = _libc.syscall(
-            ctypes.c_long(_MOUNT_SETATTR),
-            ctypes.c_int(tree),
-            b"",
-            ctypes.c_uint(flags),
-            attributes,
-            ctypes.c_size_t(len(attributes)),
-        )
+        flags = _AT_EMPTY_PATH | recursion
         try:
-            _check(int(result), f"mount_setattr {path}")
+            _syscall(f"mount_setattr {path}", _MOUNT_SETATTR, tree, b"", flags, attributes, len(attributes))
         except OSError:
             os.close(tree)
             raise
@@ -115,15 +119,8 @@ def clone_mount(path: str, user_namespace: int | None = None, *, recursive: bool
 def attach_mount(tree: int, target: str) -> None:
     """Mount the tree that `clone_mount` returned at ``target``, and close its descriptor."""
     try:
-        result = _libc.syscall(
-            ctypes.c_long(_MOVE_MOUNT),
-            ctypes.c_int(tree),
-            b"",
-            ctypes.c_int(_AT_FDCWD),
-            os.fsencode(target),
-            ctypes.c_uint(_MOVE_MOUNT_F_EMPTY_PATH),
-        )
-        _check(int(result), f"move_mount {target}")
+        flags = _MOVE_MOUNT_F_EMPTY_PATH
+        _syscall(f"move_mount {target}", _MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), flags)
     finally:
         os.close(tree)
 
@@ -131,11 +128,6 @@ def attach_mount(tree: int, target: str) -> None:
 def umount(target: str, flags: int = 0) -> None:
     """Call umount2(2)."""
     _check(_libc.umount2(os.fsencode(target), ctypes.c_int(flags)), f"umount {target}")
-
-
-def make_mounts_private() -> None:
-    """Stop mount events from propagating between this mount namespace and any other."""
-    mount("none", "/", None, MS_REC | MS_PRIVATE)
 
 
 def prctl(option: int, value: int = 0, third: int = 0) -> int:
@@ -159,15 +151,7 @@ def fork_as_sibling() -> int:
     number = _CLONE_NUMBER.get(platform.machine())
     if number is None:
         raise OSError(f"fork_as_sibling: processor type {platform.machine()} is not supported")
-    result = _libc.syscall(
-        ctypes.c_long(number),
-        ctypes.c_ulong(CLONE_PARENT | signal.SIGCHLD),
-        ctypes.c_void_p(0),
-        ctypes.c_void_p(0),
-        ctypes.c_void_p(0),
-        ctypes.c_void_p(0),
-    )
-    return _check(int(result), "clone")
+    return _syscall("clone", number, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
 
 
 def drop_bounding_capabilities() -> None:
@@ -184,18 +168,15 @@ def drop_bounding_capabilities() -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability this process has."""
-    header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
-    data = (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(header, data), "capset")
+    _check(_libc.capset(_CAPABILITY_HEADER, (ctypes.c_uint32 * 6)()), "capset")
 
 
 def raise_capabilities() -> None:
     """Make every capability effective that this process is permitted to have."""
-    header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
-    _check(_libc.capget(header, data), "capget")
+    _check(_libc.capget(_CAPABILITY_HEADER, data), "capget")
     data[0], data[3] = data[1], data[4]
-    _check(_libc.capset(header, data), "capset")
+    _check(_libc.capset(_CAPABILITY_HEADER, data), "capset")
 
 
 def become_for_files(uid: int, gid: int) -> None:
@@ -216,7 +197,7 @@ def listen_on_loopback(port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-        listener.listen(128)
+        listener.listen()
         listener.setblocking(False)
     except BaseException:
         listener.close()
@@ -239,27 +220,52 @@ def listen_in_network_namespace(namespace: int | str, port: int) -> socket.socke
         OSError: no such process, no permission (CAP_SYS_ADMIN over the namespace is needed), or the port is taken.
     """
     path = f"/proc/{namespace}/ns/net" if isinstance(namespace, int) else namespace
-    outcome: list[socket.socket | BaseException] = []
 
-    def in_own_thread() -> None:
-        # setns changes only the calling thread's namespace, so a separate thread leaves all others where they are.
+    def listen() -> socket.socket:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                setns(fd, CLONE_NEWNET)
-            finally:
-                os.close(fd)
-            outcome.append(listen_on_loopback(port))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
-            outcome.append(error)
+            setns(fd, CLONE_NEWNET)
+        finally:
+            os.close(fd)
+        return listen_on_loopback(port)
 
-    thread = threading.Thread(target=in_own_thread, name="netns-listener", daemon=True)
-    thread.start()
-    thread.join()
-    result = outcome[0]
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    # setns changes only the calling thread's namespace, so a thread of its own leaves all others where they are.
+    with ThreadPoolExecutor(1, thread_name_prefix="netns-listener") as thread:
+        return thread.submit(listen).result()
+
+
+# -- Processes -----------------------------------------------------------------------------------------------------
+
+_PF_EXITING = 0x4
+
+
+@dataclass(frozen=True)
+class LiveProcess:
+    """What ``/proc/<pid>/stat`` says about a process that has not ended."""
+
+    pid: int
+    parent: int
+    session: int
+    is_exiting: bool
+    """Whether the process has begun to exit. A box's process 1, when it exits, waits until all others have ended."""
+    started_ticks: int
+    """When it started, on the clock of `uptime_ticks`."""
+
+
+def live_process(pid: int) -> LiveProcess | None:
+    """Read a process's data; ``None`` if there is no such process, or it has ended and waits to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return LiveProcess(pid, int(fields[1]), int(fields[3]), bool(int(fields[6]) & _PF_EXITING), int(fields[19]))
+
+
+def uptime_ticks() -> int:
+    """The current time on the clock on which the kernel records when processes start."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 # -- System call filter of boxes -----------------------------------------------------------------------------------
@@ -422,8 +428,6 @@ def elf_image(machine: str) -> bytes:
 
 def open_program() -> int:
     """Return an inheritable descriptor of the executable for this machine, sealed against every change."""
-    import fcntl
-
     descriptor = os.memfd_create("box-init", os.MFD_ALLOW_SEALING)
     os.write(descriptor, elf_image(platform.machine()))
     # Not readable, so that the kernel lets no process in the box trace it. A tracer could make it exit, which would

@@ -42,8 +42,6 @@ from nemo_gym.sandbox.providers.local.supervisor.construction import (
 #
 # This code runs in children of the supervisor, so it uses only the standard library.
 
-_MS_NOEXEC = 0x8
-_MS_REMOUNT = 0x20
 _STANDARD_PLACES = ("/dev", "/proc", "/run", "/tmp", "/var/tmp")
 _OWN_VARIABLES = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "HOME", "SHLVL", "TERM", "_")
 
@@ -105,7 +103,7 @@ def _protect_proc() -> None:
     for path in PROC_READ_ONLY:
         if os.path.exists(path):  # noqa: PTH110
             linux.mount(path, path, None, linux.MS_BIND | linux.MS_REC)
-            _remount_read_only(path, _MS_NOEXEC)
+            _remount_read_only(path, linux.MS_NOEXEC)
     for path in PROC_ABSENT:
         if os.path.exists(path):  # noqa: PTH110
             _hide(path)
@@ -135,7 +133,7 @@ def _hide(path: str) -> None:
 
 
 def _remount_read_only(path: str, extra_flags: int, *, nodev: bool = True) -> None:
-    flags = linux.MS_BIND | _MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | extra_flags
+    flags = linux.MS_BIND | linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | extra_flags
     linux.mount("none", path, None, flags | (linux.MS_NODEV if nodev else 0))
 
 
@@ -327,7 +325,7 @@ def _become_apptainer(
         step = "apptainer"
         linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWCGROUP)
         # Apptainer looks up its own processes in /proc by their pids in this namespace.
-        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | _MS_NOEXEC)
+        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
         os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
         os.dup2(ready_fd, 1)
         os.dup2(stderr_fd, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal as signals
 import time
 import uuid
@@ -16,9 +17,10 @@ from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.doors import DoorServer
 from nemo_gym.sandbox.egress import EgressProxy
+from nemo_gym.sandbox.linux import uptime_ticks
 from nemo_gym.sandbox.providers.docker.engine import Attachment, AttachRefused, Engine, attach, sdk_errors, status_of
 from nemo_gym.sandbox.providers.docker.names import EXEC_MARK, spec_env
-from nemo_gym.sandbox.providers.docker.processes import BoxControl, kill_exec, now_ticks, signal_exec
+from nemo_gym.sandbox.providers.docker.processes import BoxControl, Selection, kill_exec, select, signal_exec
 
 _SIGNAL_CODES = {
     128 + number
@@ -110,7 +112,7 @@ class DockerExec:
         self._timed_out = False
         self._concurrent: set[str] = set()
         self._began = time.monotonic()
-        self._began_ticks = now_ticks()
+        self._began_ticks = uptime_ticks()
         self._oom_before: int | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._feeding: asyncio.Task[None] | None = None
@@ -289,16 +291,7 @@ class DockerExec:
         if control is None:
             await self._signal_from_inside(number)
             return
-        main_pid = await self._main_pid()
-        await self._engine.call(
-            signal_exec,
-            control,
-            number,
-            exec_id=self.exec_id,
-            main_pid=main_pid,
-            began_ticks=self._began_ticks,
-            others=frozenset(self._concurrent),
-        )
+        await self._engine.call(signal_exec, control, number, await self._selection())
 
     async def kill(self) -> None:
         """Kill the command's whole process tree, including daemons that left its session. Idempotent."""
@@ -306,14 +299,7 @@ class DockerExec:
             return
         control = self._box.control
         if control is not None:
-            all_dead = await self._engine.call(
-                kill_exec,
-                control,
-                exec_id=self.exec_id,
-                main_pid=await self._main_pid(),
-                began_ticks=self._began_ticks,
-                others=frozenset(self._concurrent),
-            )
+            all_dead = await self._engine.call(kill_exec, control, await self._selection())
         else:
             all_dead = False
             for _ in range(3):
@@ -325,6 +311,15 @@ class DockerExec:
             # Kill the box: losing it is better than keeping one with a command that cannot be stopped.
             with contextlib.suppress(*sdk_errors()):
                 await self._engine.call(self._engine.client.kill, self._box.container_id)
+
+    async def _selection(self) -> Selection:
+        return functools.partial(
+            select,
+            exec_id=self.exec_id,
+            main_pid=await self._main_pid(),
+            began_ticks=self._began_ticks,
+            others=frozenset(self._concurrent),
+        )
 
     async def _main_pid(self) -> int | None:
         """The host's pid of the command itself; ``None`` if the command is not running."""

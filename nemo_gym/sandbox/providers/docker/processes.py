@@ -11,19 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal as signals
-import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym._util.tasks import Backoff
+from nemo_gym.sandbox import cgroups
+from nemo_gym.sandbox.linux import live_process
 from nemo_gym.sandbox.providers.docker.names import EXEC_MARK
 
-_PROC = Path("/proc")
 _KILL_PATIENCE_S = 10.0
-_PF_EXITING = 0x4
-_FULL_WITHIN_BYTES = 4 * 1024 * 1024
-"""Tolerance for a full box: the kernel charges memory in batches, so some may be free when an allocation fails."""
 
 
 @dataclass(frozen=True)
@@ -37,132 +34,66 @@ class Process:
 
 @dataclass(frozen=True)
 class BoxControl:
-    """The host's files with the counters and the process list of one container."""
+    """The control groups of one container on the host."""
 
     init_pid: int
-    process_list: Path
-    """The ``cgroup.procs`` of the container's control group."""
-    memory_events: Path | None
-    """The file with the container's ``oom_kill`` counter."""
+    group: Path
+    """The control group with the container's processes."""
+    memory: Path | None
+    """The control group that counts the container's memory and memory kills."""
 
     @classmethod
     def find(cls, init_pid: int, container_id: str) -> BoxControl | None:
-        """Find a container's files; ``None`` if its processes are not visible, or this process may not signal them."""
-        groups = _cgroup_paths(init_pid)
-        paths = {name: path for name, path in groups.items() if container_id in path.name or container_id in str(path)}
-        for name in ("pids", "memory", "unified"):
-            path = paths.get(name)
-            if path is not None and (path / "cgroup.procs").is_file():
-                break
-        else:
-            return None
+        """Find a container's groups; ``None`` if its processes are not visible or may not be signalled from here."""
+        groups: dict[str, Path] = {}
         try:
+            for hierarchy in cgroups.hierarchies(init_pid):
+                names = ["unified"] if hierarchy.version == 2 else hierarchy.controllers
+                if container_id in str(hierarchy.group):
+                    groups |= dict.fromkeys(names, hierarchy.group)
             os.kill(init_pid, 0)
-            (_PROC / str(init_pid) / "environ").read_bytes()
+            Path(f"/proc/{init_pid}/environ").read_bytes()
         except OSError:
             return None
-        events = None
-        if "memory" in paths and (paths["memory"] / "memory.oom_control").is_file():
-            events = paths["memory"] / "memory.oom_control"
-        elif "unified" in paths and (paths["unified"] / "memory.events").is_file():
-            events = paths["unified"] / "memory.events"
-        return cls(init_pid=init_pid, process_list=path / "cgroup.procs", memory_events=events)
+        paths = [groups[name] for name in ("pids", "memory", "unified") if name in groups]
+        group = next((path for path in paths if (path / "cgroup.procs").is_file()), None)
+        memory = next((path for path in paths if cgroups.counts_memory(path)), None)
+        return None if group is None else cls(init_pid, group, memory)
 
     def is_alive(self) -> bool:
         """Whether the box's first process lives. When that begins to exit, the kernel kills all others."""
-        try:
-            fields = (_PROC / str(self.init_pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            return False
-        return fields[0] not in "ZX" and not int(fields[6]) & _PF_EXITING
+        process = live_process(self.init_pid)
+        return process is not None and not process.is_exiting
 
     def oom_kills(self) -> int | None:
         """How many of the box's processes the kernel killed for memory; ``None`` if unknown or the box is gone."""
-        return None if self.memory_events is None else _counter(self.memory_events, "oom_kill")
+        return None if self.memory is None else cgroups.oom_kills(self.memory)
 
     def was_full(self) -> bool:
         """Whether the box has ever reached its memory limit. If not, a memory kill means that the host ran out."""
-        if self.memory_events is None:
-            return False
-        if self.memory_events.name == "memory.events":
-            return bool(_counter(self.memory_events, "oom"))
-        # Not the group's failcnt: Linux 6.18 does not count it if memory and swap have the same limit.
-        limit = _counter(self.memory_events.with_name("memory.limit_in_bytes")) or 0
-        peak = _counter(self.memory_events.with_name("memory.max_usage_in_bytes")) or 0
-        return peak > limit - _FULL_WITHIN_BYTES
-
-    def pids(self) -> list[int]:
-        """The ids of all processes of the box, including those in nested control groups."""
-        pids: list[int] = []
-        root = self.process_list.parent
-        for directory, _, _ in os.walk(root):
-            with contextlib.suppress(OSError):
-                pids += [int(line) for line in (Path(directory) / "cgroup.procs").read_text().split()]
-        return pids
+        return self.memory is not None and cgroups.was_full(self.memory)
 
     def processes(self) -> list[Process]:
         """All processes of the box outside the session of its first process, which only waits and reaps; the idle
         command below it keeps the box alive. An exec starts in its own session and cannot enter this one."""
-        processes = (read_process(pid) for pid in self.pids() if pid != self.init_pid)
+        pids = cgroups.group_processes(self.group)
+        processes = (read_process(pid) for pid in pids if pid != self.init_pid)
         return [process for process in processes if process is not None and process.session != self.init_pid]
-
-
-def _counter(file: Path, name: str = "") -> int | None:
-    """Read the counter ``name`` from a control group's file, or its only counter; ``None`` if it is not readable."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in file.read_text().splitlines():
-            word, _, value = line.rpartition(" ")
-            if word == name:
-                return int(value)
-    return None
-
-
-def _cgroup_paths(pid: int) -> dict[str, Path]:
-    """Controller name (``unified`` for version 2) → the directory of the process's control group."""
-    mounts: dict[str, tuple[str, str]] = {}
-    try:
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            kind, _, options = [*after.split(" "), "", ""][:3]
-            root, point = before.split(" ")[3:5]
-            if kind == "cgroup2":
-                mounts["unified"] = (root, point)
-            elif kind == "cgroup":
-                for option in options.split(","):
-                    mounts[option] = (root, point)
-        lines = (_PROC / str(pid) / "cgroup").read_text().splitlines()
-    except OSError:
-        return {}
-    paths: dict[str, Path] = {}
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        for name in ["unified"] if number == "0" and not controllers else controllers.split(","):
-            if name in mounts:
-                root, point = mounts[name]
-                below = path.removeprefix(root) if root != "/" else path
-                paths[name] = Path(point + "/" + below.lstrip("/"))
-    return paths
 
 
 def read_process(pid: int) -> Process | None:
     """Read a process's data; ``None`` if the process is gone or a zombie."""
+    process = live_process(pid)
     try:
-        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
-        environ = (_PROC / str(pid) / "environ").read_bytes()
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()
-    if fields[0] in "ZX":
+    if process is None:
         return None
     prefix = f"{EXEC_MARK}=".encode()
-    marks = [item[len(prefix) :] for item in environ.split(b"\0") if item.startswith(prefix)]
-    mark = marks[0].decode(errors="replace") if marks else None
-    return Process(pid=pid, parent=int(fields[1]), session=int(fields[3]), started_ticks=int(fields[19]), mark=mark)
-
-
-def now_ticks() -> int:
-    """The current time on the clock of `Process.started_ticks`."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+    mark = next((item[len(prefix) :] for item in environ.split(b"\0") if item.startswith(prefix)), None)
+    decoded = None if mark is None else mark.decode(errors="replace")
+    return Process(pid, process.parent, process.session, process.started_ticks, decoded)
 
 
 def select(
@@ -203,6 +134,10 @@ def select(
     return selected
 
 
+Selection = Callable[[Collection[Process]], set[int]]
+"""`select` for one exec: its processes' pids among those of the box."""
+
+
 def send(control: BoxControl, pids: Collection[int], number: int) -> None:
     """Signal processes of the box, but no process outside it that has reused one of the pids since."""
     descriptors: dict[int, int] = {}
@@ -210,7 +145,7 @@ def send(control: BoxControl, pids: Collection[int], number: int) -> None:
         for pid in pids:
             with contextlib.suppress(OSError):
                 descriptors[pid] = os.pidfd_open(pid)
-        still = set(control.pids())
+        still = set(cgroups.group_processes(control.group))
         for pid, descriptor in descriptors.items():
             if pid in still:
                 with contextlib.suppress(OSError):
@@ -220,34 +155,21 @@ def send(control: BoxControl, pids: Collection[int], number: int) -> None:
             os.close(descriptor)
 
 
-def signal_exec(
-    control: BoxControl,
-    number: int,
-    *,
-    exec_id: str,
-    main_pid: int | None,
-    began_ticks: int,
-    others: Collection[str],
-) -> None:
+def signal_exec(control: BoxControl, number: int, select_pids: Selection) -> None:
     """Signal every process of one exec once. Parents come first: a parent that notices its child's end might otherwise
     exit before its own signal arrives."""
     processes = control.processes()
     began = {process.pid: (process.started_ticks, process.pid) for process in processes}
-    pids = select(processes, exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
-    send(control, sorted(pids, key=began.__getitem__), number)
+    send(control, sorted(select_pids(processes), key=began.__getitem__), number)
 
 
-def kill_exec(
-    control: BoxControl, *, exec_id: str, main_pid: int | None, began_ticks: int, others: Collection[str]
-) -> bool:
+def kill_exec(control: BoxControl, select_pids: Selection) -> bool:
     """Kill every process of one exec; return whether none is left. Blocks for about 10 seconds at most."""
     backoff = Backoff(first_s=0.002, longest_s=0.1, patience_s=_KILL_PATIENCE_S)
-    while True:
-        alive = select(control.processes(), exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
-        if not alive:
-            return True
+    while alive := select_pids(control.processes()):
         # Stop the processes first, so that none forks between being listed and being killed.
         send(control, alive, signals.SIGSTOP)
         send(control, alive, signals.SIGKILL)
         if not backoff.again_blocking():
             return False
+    return True

@@ -146,7 +146,7 @@ def release() -> str:
     package = INSTALL_ROOT / "nemo_gym" / "sandbox"
     local, apptainer = package / "providers" / "local", package / "providers" / "apptainer"
     sources = [*local.glob("*.py"), *(local / "supervisor").glob("*.py"), *apptainer.glob("*.py")]
-    for path in sorted([package / "linux.py", package / "archive.py", *sources]):
+    for path in sorted([*(package / name for name in ("archive.py", "cgroups.py", "linux.py")), *sources]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

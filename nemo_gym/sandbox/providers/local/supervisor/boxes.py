@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.sandbox import linux
-from nemo_gym.sandbox.providers.local.cgroups import BoxGroups, CommandGroups
+from nemo_gym.sandbox.cgroups import BoxGroups, CommandGroups
 from nemo_gym.sandbox.providers.local.images import ImageManifest, remove_directory
 from nemo_gym.sandbox.providers.local.protocol import close_all
 from nemo_gym.sandbox.providers.local.supervisor import processes
@@ -38,15 +38,17 @@ class StartError(Exception):
 class RunningCommand:
     """One command, from its start until its end is reported."""
 
-    def __init__(self, groups: CommandGroups | None, init_pid: int, on_end: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, groups: CommandGroups, init_pid: int, on_end: Callable[[dict[str, Any]], None]) -> None:
         self.groups = groups
+        self._is_grouped = groups.tracker is not None
+        """Whether a control group keeps the process tree together; if not, a watcher process does."""
         self._init_pid = init_pid
         self._on_end = on_end
         self._pid = 0
         self._pidfd = -1
         self._status_fd = -1
         self._started_at = time.monotonic()
-        self._started_ticks = _uptime_ticks()
+        self._started_ticks = linux.uptime_ticks()
         self._timer: asyncio.TimerHandle | None = None
         self._killed = False
         self._timed_out = False
@@ -60,7 +62,7 @@ class RunningCommand:
         Raises:
             StartError: the command was not started.
         """
-        joins = self.groups.open_joins() if self.groups is not None else []
+        joins = self.groups.open_joins()
         report_read, report_write = os.pipe()
         status_read, status_write = os.pipe()
         keep = [init_fd, *joins, report_write, status_write, command.stdin, command.stdout, command.stderr]
@@ -90,7 +92,7 @@ class RunningCommand:
             )
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._time_out)
-        self._task = asyncio.create_task(self._finish(command.watched))
+        self._task = asyncio.create_task(self._finish())
 
     def signal(self, number: int) -> None:
         """Send a signal to every process of the tree."""
@@ -113,12 +115,8 @@ class RunningCommand:
             self._timed_out = True
             self.kill()
 
-    @property
-    def _is_grouped(self) -> bool:
-        return self.groups is not None and self.groups.tracker is not None
-
     def _kill_tree(self) -> None:
-        if self.groups is not None and self.groups.tracker is not None:
+        if self._is_grouped:
             self.groups.kill()
         else:
             self.signal(signal.SIGKILL)
@@ -132,22 +130,22 @@ class RunningCommand:
             os.kill(self._pid, signal.SIGKILL)
 
     def _tree(self) -> list[int]:
-        if self.groups is not None and self.groups.tracker is not None:
+        if self._is_grouped:
             return self.groups.processes()
-        processes = _processes()
-        if any(pid == self._pid for pid, _, _ in processes):
-            return _descendants(processes, self._pid)
+        pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - names, not paths
+        running = [process for process in map(linux.live_process, pids) if process is not None]
+        if any(process.pid == self._pid for process in running):
+            return _descendants(running, self._pid)
         # The watcher was killed from within the box: find the processes that process 1 inherited since the start.
-        strays = [p for p, parent, ticks in processes if parent == self._init_pid and ticks >= self._started_ticks]
-        return [pid for stray in strays for pid in (stray, *_descendants(processes, stray))]
+        strays = [p.pid for p in running if p.parent == self._init_pid and p.started_ticks >= self._started_ticks]
+        return [pid for stray in strays for pid in (stray, *_descendants(running, stray))]
 
-    async def _finish(self, watched: bool) -> None:
-        status = await self._await_end(watched)
+    async def _finish(self) -> None:
+        status = await self._await_end()
         if self._timer is not None:
             self._timer.cancel()
         if self._killed:
             await self._await_empty()
-        oom_kills = self.groups.oom_kills() if self.groups is not None else 0
         end: dict[str, Any] = {"duration_s": time.monotonic() - self._started_at}
         if os.WIFEXITED(status):
             end.update(outcome="exited", return_code=os.WEXITSTATUS(status))
@@ -155,8 +153,8 @@ class RunningCommand:
             end.update(outcome="signaled", signal=os.WTERMSIG(status))
         if self._timed_out:
             end.update(outcome="timed_out", return_code=None)
-        elif oom_kills and end.get("return_code") != 0:
-            if self.groups is not None and self.groups.box_was_full():
+        elif self.groups.ran_out_of_memory and end.get("return_code") != 0:
+            if self.groups.box_was_full:
                 end.update(outcome="out_of_memory")
             else:
                 # The host ran out of memory, not the box, so the command is not to blame.
@@ -164,8 +162,8 @@ class RunningCommand:
         self.ended.set()
         self._on_end(end)
 
-    async def _await_end(self, watched: bool) -> int:
-        if not watched:
+    async def _await_end(self) -> int:
+        if self._is_grouped:
             os.close(self._status_fd)
             return await processes.wait_for_exit(self._pid, self._pidfd)
         packed_status = await processes.read_all(self._status_fd)
@@ -183,30 +181,11 @@ class RunningCommand:
             await asyncio.sleep(0.003)
 
 
-def _uptime_ticks() -> int:
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-
-
-def _processes() -> list[tuple[int, int, int]]:
-    """Return pid, parent pid and start time (ticks since boot) of every visible live process."""
-    entries = []
-    for name in os.listdir("/proc"):  # noqa: PTH208 - names are wanted, not paths
-        if not name.isdigit():
-            continue
-        try:
-            fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        if fields[0] not in (b"Z", b"X"):
-            entries.append((int(name), int(fields[1]), int(fields[19])))
-    return entries
-
-
-def _descendants(processes: Sequence[tuple[int, int, int]], root: int) -> list[int]:
+def _descendants(processes: Sequence[linux.LiveProcess], root: int) -> list[int]:
     descendants: list[int] = []
     level: Sequence[int] = [root]
     while level:
-        level = [pid for pid, parent, _ in processes if parent in level]
+        level = [process.pid for process in processes if process.parent in level]
         descendants += level
     return descendants
 
@@ -222,7 +201,6 @@ _NAMESPACES = (
     | linux.CLONE_NEWCGROUP
 )
 
-_PF_EXITING = 0x4
 _REMOVE_PAUSE_S = 0.002
 _REMOVE_ATTEMPTS = 5000
 
@@ -354,7 +332,8 @@ class Box:
 
     def is_dying(self) -> bool:
         """Whether the box is ending by itself, so that the kernel is killing its processes."""
-        return any(_is_exiting(pid) for pid in (self._built.monitor_pid, self._built.init_pid))
+        firsts = map(linux.live_process, (self._built.monitor_pid, self._built.init_pid))
+        return any(process is None or process.is_exiting for process in firsts)
 
     async def died(self) -> None:
         """Wait until the box's processes are gone, for any reason."""
@@ -395,15 +374,6 @@ class Box:
             await asyncio.sleep(_REMOVE_PAUSE_S)
         await remove_files(self.directory)
         close_all(self._layer_locks)
-
-
-def _is_exiting(pid: int) -> bool:
-    """Whether a process has ended or is exiting. A box's first process, when it exits, waits for all others to end."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return True
-    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
 
 
 async def remove_files(directory: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_gym.sandbox import linux
-from nemo_gym.sandbox.providers.local.cgroups import Cgroups, remove_tree
+from nemo_gym.sandbox.cgroups import Cgroups, remove_tree
 from nemo_gym.sandbox.providers.local.images import remove_directory
 from nemo_gym.sandbox.providers.local.supervisor.server import Supervisor
 
@@ -34,8 +34,6 @@ BOOT = (
     "from nemo_gym.sandbox.providers.local.supervisor.main import main; main()"
 )
 SOCKET_NAME = "socket"
-_MS_REMOUNT = 32
-_MS_RELATIME = 1 << 21
 _ST_RELATIME = 4096
 _SAME_FLAGS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
 
@@ -95,12 +93,12 @@ def _confine(options: dict[str, Any]) -> NoReturn:
                 )
             )
             _fail(f"user {user} cannot make user namespaces here ({error.strerror}): {hint}")
-    linux.make_mounts_private()
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)  # mount events stay in this namespace
     interpreter = os.path.realpath(sys.executable)
     linux.mount(interpreter, interpreter, None, linux.MS_BIND)
     flags = os.statvfs(interpreter).f_flag
-    kept_flags = flags & _SAME_FLAGS | (_MS_RELATIME if flags & _ST_RELATIME else 0)
-    linux.mount("none", interpreter, None, linux.MS_BIND | _MS_REMOUNT | linux.MS_RDONLY | kept_flags)
+    kept_flags = flags & _SAME_FLAGS | (linux.MS_RELATIME if flags & _ST_RELATIME else 0)
+    linux.mount("none", interpreter, None, linux.MS_BIND | linux.MS_REMOUNT | linux.MS_RDONLY | kept_flags)
     confined_options = {**options, "confined": True, "ordinary": ordinary}
     environment = {**os.environ, OPTIONS_VARIABLE: json.dumps(confined_options)}
     os.execve(interpreter, [interpreter, "-I", "-S", "-X", "utf8", "-c", BOOT], environment)

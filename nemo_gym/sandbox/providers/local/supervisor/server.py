@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym._util.tasks import BackgroundTasks, finish
+from nemo_gym.sandbox.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local import images
-from nemo_gym.sandbox.providers.local.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
 from nemo_gym.sandbox.providers.local.supervisor import construction, files, processes
@@ -167,9 +167,8 @@ class Supervisor:
             "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2,
             "protocol": PROTOCOL_VERSION,
             "pid": os.getpid(),
-            "limits": sorted(self._cgroups.enforced),
+            "limits": self._cgroups.enforced,
             "reasons": self._cgroups.reasons,
-            "tracks_processes": self._cgroups.tracks_processes,
             "max_uid": self._max_uid,
         }
 

@@ -1,6 +1,7 @@
 """Control groups of boxes and of their commands, on cgroup v1, v2 and both at once. Uses only the standard library.
 
-A box's group carries the box's limits. Each command has its own group inside, for two purposes: to kill the command's
+The first part reads the groups of any process, also a container's. The rest makes those of the local provider: a box's
+group carries the box's limits. Each command has its own group inside, for two purposes: to kill the command's
 whole process tree (a daemon can leave its session and its parent, but not its group), and to attribute an
 out-of-memory kill to the command.
 """
@@ -24,21 +25,24 @@ _HOW_TO_DELEGATE = "run as root, or start the client with `systemd-run --user --
 
 
 @dataclass(frozen=True)
-class _Mounted:
+class Hierarchy:
+    """A mounted cgroup hierarchy, and the group of one process in it."""
+
     version: int
     controllers: frozenset[str]
-    own: Path
-    """The directory of this process's group in the hierarchy."""
+    group: Path
+    """The directory of the process's group."""
     top: Path
 
 
-def _mounted_hierarchies() -> list[_Mounted]:
-    """The cgroup hierarchies that this process can see, with its group in each."""
+def hierarchies(pid: int | str = "self") -> list[Hierarchy]:
+    """The cgroup hierarchies that this process can see, with the group of the process ``pid`` in each. Raises
+    `OSError` if there is no such process."""
     own_groups: dict[str, str] = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         number, names, path = line.split(":", 2)
         own_groups["" if number == "0" else names] = path
-    hierarchies = []
+    found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -59,9 +63,51 @@ def _mounted_hierarchies() -> list[_Mounted]:
         else:
             continue
         relative = path.removeprefix(root.rstrip("/")) if root != "/" else path
-        own_directory = top / relative.lstrip("/")
-        hierarchies.append(_Mounted(version, controllers, own_directory if own_directory.is_dir() else top, top))
-    return hierarchies
+        group = top / relative.lstrip("/")
+        found.append(Hierarchy(version, controllers, group if group.is_dir() else top, top))
+    return found
+
+
+def group_processes(directory: Path) -> list[int]:
+    """The ids of the processes in a group and in the groups below it."""
+    pids: list[int] = []
+    for path, _, _ in os.walk(directory):
+        with contextlib.suppress(OSError):
+            pids += [int(word) for word in Path(path, "cgroup.procs").read_text().split()]
+    return [pid for pid in pids if pid > 0]
+
+
+def counts_memory(group: Path) -> bool:
+    """Whether the files of a memory group are readable here."""
+    return (group / "memory.events").is_file() or (group / "memory.oom_control").is_file()
+
+
+def oom_kills(memory: Path) -> int | None:
+    """How many processes of a memory group the kernel killed because memory ran out; ``None`` if the group is gone."""
+    kills = _counter(memory / "memory.events", "oom_kill")
+    return _counter(memory / "memory.oom_control", "oom_kill") if kills is None else kills
+
+
+def was_full(memory: Path) -> bool:
+    """Whether a memory group has ever reached its limit. If not, a memory kill means that the host ran out."""
+    if (overruns := _counter(memory / "memory.events", "oom")) is not None:
+        return overruns > 0
+    # Not the group's failcnt: Linux 6.18 does not count it if memory and swap have the same limit.
+    limit = _counter(memory / "memory.limit_in_bytes") or 0
+    return (_counter(memory / "memory.max_usage_in_bytes") or 0) > limit - _FULL_WITHIN_BYTES
+
+
+def _counter(file: Path, name: str = "") -> int | None:
+    """Read the counter ``name`` from a group's file, or its only counter; ``None`` if it is not readable."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            word, _, value = line.rpartition(" ")
+            if word == name:
+                return int(value)
+    return None
+
+
+# -- Groups of local boxes -----------------------------------------------------------------------------------------
 
 
 class Cgroups:
@@ -76,10 +122,10 @@ class Cgroups:
         if not enabled:
             self.reasons = dict.fromkeys(LIMITS, "cgroups are switched off by the provider's option use_cgroups=false")
             return
-        hierarchies = _mounted_hierarchies()
-        if not hierarchies:
+        mounted_hierarchies = hierarchies()
+        if not mounted_hierarchies:
             self.reasons = dict.fromkeys(LIMITS, "no cgroup file system is mounted; mount cgroup2 on /sys/fs/cgroup")
-        for mounted in hierarchies:
+        for mounted in mounted_hierarchies:
             requested = [limit for limit in LIMITS if limit in mounted.controllers]
             if mounted.version == 1 and not requested and "freezer" not in mounted.controllers:
                 continue
@@ -88,78 +134,67 @@ class Cgroups:
             if limit not in self._limits:
                 self.reasons.setdefault(limit, f"no mounted cgroup hierarchy has the '{limit}' controller")
 
-    def _claim(self, mounted: _Mounted, requested: list[str], name: str) -> None:
+    def _claim(self, mounted: Hierarchy, requested: list[str], name: str) -> None:
         """Create the group ``name`` as near to this process as possible, where most wanted limits can be set."""
-        best: tuple[Path, list[str]] | None = None
+        base: Path | None = None
+        usable: list[str] = []
         problem = ""
-        places = [mounted.own, *(p for p in mounted.own.parents if p.is_relative_to(mounted.top))]
-        for place in places:
-            base = place / name
+        for place in (mounted.group, *(p for p in mounted.group.parents if p.is_relative_to(mounted.top))):
+            candidate, possible = place / name, requested
             try:
-                base.mkdir(exist_ok=True)
-                usable = requested
+                candidate.mkdir(exist_ok=True)
                 if mounted.version == 2:
-                    usable = [limit for limit in requested if _enable(place, limit) and _enable(base, limit)]
-                    if usable != requested:
+                    possible = [limit for limit in requested if _enable(place, limit) and _enable(candidate, limit)]
+                    if possible != requested:
                         problem = problem or f"{place} has processes of its own, so no limit can be set below it"
-                _prove_joinable(base, mounted.version)
+                _prove_joinable(candidate, mounted.version)
             except OSError as error:
                 problem = problem or f"{place} cannot be used by this user ({error.strerror})"
-                usable = []
-                _remove_if_possible(base)
+                _remove_if_possible(candidate)
                 continue
-            if best is None or len(usable) > len(best[1]):
-                if best is not None:
-                    _remove_if_possible(best[0])
-                best = base, usable
-            else:
+            if base is not None:
+                if len(possible) <= len(usable):
+                    _remove_if_possible(candidate)
+                    continue
                 _remove_if_possible(base)
+            base, usable = candidate, possible
             if usable == requested:
                 break
-        usable = best[1] if best is not None else []
         for limit in requested:
-            if best is not None and limit in usable:
-                self._limits[limit] = (mounted.version, best[0])
+            if base is not None and limit in usable:
+                self._limits[limit] = (mounted.version, base)
                 self.reasons.pop(limit, None)
             elif limit not in self._limits:
                 self.reasons[limit] = f"cgroup v{mounted.version}: {problem}; {_HOW_TO_DELEGATE}"
-        if best is None:
-            return
-        self.bases.append(best[0])
-        if mounted.version == 2 or ("freezer" in mounted.controllers and self._tracker is None):
-            self._tracker = best[0]
+        if base is not None:
+            self.bases.append(base)
+            if mounted.version == 2 or ("freezer" in mounted.controllers and self._tracker is None):
+                self._tracker = base
 
     @property
-    def enforced(self) -> frozenset[str]:
+    def enforced(self) -> list[str]:
         """The limits, of `LIMITS`, that can be enforced here."""
-        return frozenset(self._limits)
-
-    @property
-    def tracks_processes(self) -> bool:
-        """Whether groups track the processes of each command."""
-        return self._tracker is not None
+        return sorted(self._limits)
 
     def create_box(self, box_id: str, *, memory_mib: int | None, pids: int | None, cpu: float | None) -> BoxGroups:
         """Create a box's groups and set its limits. Raises `OSError` if the kernel refuses a limit."""
-        directories: dict[str, Path] = {}
         values = {"memory": memory_mib, "pids": pids, "cpu": cpu}
-        for limit, value in values.items():
-            if value is not None:
-                directories[limit] = self._limits[limit][1] / box_id
+        directories = {limit: self._limits[limit][1] / box_id for limit in LIMITS if values[limit] is not None}
         if self._tracker is not None:
             directories["tracker"] = self._tracker / box_id
-        groups = BoxGroups(directories, self._limits.get("memory", (2, None))[0])
+        groups = BoxGroups(directories)
         try:
             for directory in set(directories.values()):
                 directory.mkdir()
             if memory_mib is not None:
-                _limit_memory(directories["memory"], self._limits["memory"][0], memory_mib * 1024 * 1024)
+                version = self._limits["memory"][0]
+                _limit_memory(directories["memory"], version, memory_mib * 1024 * 1024)
+                if version == 2:
+                    _enable(directories["memory"], "memory")
             if pids is not None:
                 (directories["pids"] / "pids.max").write_text(str(pids))
             if cpu is not None:
                 _limit_cpu(directories["cpu"], self._limits["cpu"][0], cpu)
-            if self._limits.get("memory", (1, None))[0] == 2 and memory_mib is not None:
-                _enable(directories["memory"], "memory")
         except BaseException:
             groups.remove()
             raise
@@ -174,23 +209,20 @@ class Cgroups:
 class BoxGroups:
     """The groups of one box."""
 
-    def __init__(self, directories: Mapping[str, Path], memory_version: int) -> None:
-        self._directories = dict(directories)
-        self._memory_version = memory_version
+    def __init__(self, directories: Mapping[str, Path]) -> None:
+        self._directories = directories
 
     def create_command(self, exec_id: str) -> CommandGroups:
         """Create the groups of one command inside the box's groups."""
         tracker, memory = self._directories.get("tracker"), self._directories.get("memory")
-        created = {d / exec_id for d in (tracker, memory) if d is not None}
-        for directory in created:
-            directory.mkdir()
-        shared = {d for name, d in self._directories.items() if name in ("pids", "cpu") and d != tracker}
+        parents = {d for d in (tracker, memory) if d is not None}
+        for directory in parents:
+            (directory / exec_id).mkdir()
+        shared = {d for name, d in self._directories.items() if name in ("pids", "cpu")} - parents
         return CommandGroups(
             tracker=tracker / exec_id if tracker else None,
             memory=memory / exec_id if memory else None,
-            box_memory=memory,
-            memory_version=self._memory_version,
-            join=[*created, *(d for d in shared if d not in {o.parent for o in created})],
+            join=[*(d / exec_id for d in parents), *shared],
         )
 
     def freeze(self, frozen: bool) -> None:
@@ -203,11 +235,6 @@ class BoxGroups:
                 (tracker / "cgroup.freeze").write_text("1" if frozen else "0")
             else:
                 (tracker / "freezer.state").write_text("FROZEN" if frozen else "THAWED")
-
-    def kill(self) -> None:
-        """Kill every process of the box, without waiting."""
-        if "tracker" in self._directories:
-            kill_group(self._directories["tracker"])
 
     def try_remove(self) -> bool:
         """Remove the groups. If processes are left in them, kill these and return ``False``."""
@@ -226,9 +253,7 @@ class CommandGroups:
 
     tracker: Path | None
     memory: Path | None
-    box_memory: Path | None
-    """The memory group of the whole box, which carries the limit."""
-    memory_version: int
+    """The command's group inside the memory group of the whole box, which carries the limit."""
     join: list[Path]
 
     def open_joins(self) -> list[int]:
@@ -243,22 +268,14 @@ class CommandGroups:
         if self.tracker is not None:
             kill_group(self.tracker)
 
-    def oom_kills(self) -> int:
-        """How many of the command's processes the kernel killed because memory ran out."""
-        if self.memory is None:
-            return 0
-        name = "memory.events" if self.memory_version == 2 else "memory.oom_control"
-        return _counter(self.memory / name, "oom_kill")
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel killed a process of the command because memory ran out, in the box or on the host."""
+        return self.memory is not None and bool(oom_kills(self.memory))
 
+    @property
     def box_was_full(self) -> bool:
-        """Whether the box has ever reached its memory limit. If not, a memory kill means that the host ran out."""
-        if self.box_memory is None:
-            return False
-        if self.memory_version == 2:
-            return _counter(self.box_memory / "memory.events", "oom") > 0
-        # Not the group's failcnt: Linux 6.18 does not count it if memory and swap have the same limit.
-        limit = _counter(self.box_memory / "memory.limit_in_bytes")
-        return _counter(self.box_memory / "memory.max_usage_in_bytes") > limit - _FULL_WITHIN_BYTES
+        return self.memory is not None and was_full(self.memory.parent)
 
     def remove_if_empty(self) -> bool:
         """Remove the groups; return ``False`` if processes are left in them."""
@@ -270,25 +287,6 @@ class CommandGroups:
             except OSError:
                 return False
         return True
-
-
-def _counter(file: Path, name: str = "") -> int:
-    """Read the counter ``name`` from a control group's file, or its only counter; 0 if the group is gone."""
-    with contextlib.suppress(OSError):
-        for line in file.read_text().splitlines():
-            word, _, value = line.rpartition(" ")
-            if word == name:
-                return int(value)
-    return 0
-
-
-def group_processes(directory: Path) -> list[int]:
-    """The ids of the processes in a group and in the groups below it."""
-    pids: list[int] = []
-    for path, _, _ in os.walk(directory):
-        with contextlib.suppress(OSError):
-            pids += [int(word) for word in Path(path, "cgroup.procs").read_text().split()]
-    return [pid for pid in pids if pid > 0]
 
 
 def kill_group(directory: Path) -> None:

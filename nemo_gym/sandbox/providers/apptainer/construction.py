@@ -10,32 +10,33 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import os
 import signal
 import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_gym._util.tasks import finish
 from nemo_gym.sandbox import linux
 from nemo_gym.sandbox.providers.apptainer import CONFIGURATION
-from nemo_gym.sandbox.providers.local.protocol import close_all
-from nemo_gym.sandbox.providers.local.supervisor import files, processes
+from nemo_gym.sandbox.providers.local.protocol import BASE_ENV, close_all, readable
+from nemo_gym.sandbox.providers.local.supervisor import processes
 from nemo_gym.sandbox.providers.local.supervisor.construction import (
+    GO,
     PROC_ABSENT,
     PROC_READ_ONLY,
-    RUN_BYTES,
-    SHM_BYTES,
     BoxPlan,
     BuildError,
     BuiltBox,
+    enter_mount_namespace,
+    enter_user_namespace,
     explain,
     mount_overlay,
+    set_streams,
     write_maps,
 )
+from nemo_gym.sandbox.providers.local.supervisor.processes import Problem, Report
 
 # -- Finishing -----------------------------------------------------------------------------------------------------
 # Work before and after Apptainer's own: creating mount points before it, adding the last mounts after it.
@@ -78,22 +79,19 @@ def make_places(root: Path, binds: Sequence[tuple[str, str]]) -> None:
         os._exit(1)
 
 
-async def finish_mounts(init_fd: int, plan: BoxPlan) -> dict[str, Any] | None:
+async def finish_mounts(init_fd: int, plan: BoxPlan) -> Problem | None:
     """Add the mounts that Apptainer omits, in a box where nothing has run yet; return the problem, or ``None``."""
 
-    def job(report_fd: int) -> None:
-        step = "entering the box"
-        try:
-            linux.setns(init_fd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
-            step = "protecting /proc"
-            _protect_proc()
-            step = "mounting /dev/shm and /run"
-            _mount_memory(plan.memory_bytes)
-            for path in plan.hidden:
-                step = f"hiding {path}"
-                _hide(path)
-        except OSError as error:
-            processes.report_error(report_fd, step, error)
+    def job(report: Report) -> None:
+        report.step = "entering the box"
+        linux.setns(init_fd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
+        report.step = "protecting /proc"
+        _protect_proc()
+        report.step = "mounting /dev/shm and /run"
+        _mount_memory(*plan.memory_file_systems)
+        for path in plan.hidden:
+            report.step = f"hiding {path}"
+            _hide(path)
 
     return await processes.run(job, keep=[init_fd])
 
@@ -109,11 +107,7 @@ def _protect_proc() -> None:
             _hide(path)
 
 
-def _mount_memory(memory_bytes: int | None) -> None:
-    # Files in memory count as memory that cannot be reclaimed, so leave room for a process that deletes them.
-    shm, run = SHM_BYTES, RUN_BYTES
-    if memory_bytes is not None:
-        shm, run = min(shm, memory_bytes // 2), min(run, memory_bytes // 8)
+def _mount_memory(shm: int, run: int) -> None:
     flags = linux.MS_NOSUID | linux.MS_NODEV
     with contextlib.suppress(OSError):
         linux.umount("/dev/mqueue", linux.MNT_DETACH)
@@ -154,7 +148,6 @@ def image_env(init_pid: int) -> dict[str, str]:
 
 MOVES_IDS = False
 """Boxes cannot have their own user ids: Apptainer finds its files by paths that only the user outside can access."""
-_GO = b"g"
 
 
 async def build(plan: BoxPlan) -> BuiltBox:
@@ -167,55 +160,43 @@ async def build(plan: BoxPlan) -> BuiltBox:
         (plan.directory / name).mkdir(exist_ok=True)
     (plan.directory / "apptainer.conf").write_text(CONFIGURATION)
     binds = _binds(plan)
-    error_read, error_write = os.pipe()
     status_read, status_write = os.pipe()
     go_read, go_write = os.pipe()
-    stderr_read, stderr_write = os.pipe()
+    error_read, error_write = os.pipe()
     program = linux.open_program()
     ready, ready_child = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     # The kernel adds the sender's pid, as valid in this pid namespace: that of the box's first process.
     ready.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     ready.setblocking(False)
+    ready_fd = ready_child.detach()
     arguments = _arguments(plan, binds, program)
-
-    def child() -> None:
-        _become_apptainer(
-            plan, arguments, binds, error_write, status_write, go_read, ready_child.fileno(), stderr_write, program
-        )
-
-    keep = [error_write, status_write, go_read, ready_child.fileno(), stderr_write, program]
     try:
-        maker = processes.fork(child, keep=keep)
+        maker = processes.fork(
+            lambda report: _become_apptainer(plan, arguments, binds, report, status_write, go_read, ready_fd, program),
+            error_write,
+            keep=[status_write, go_read, ready_fd, program],
+        )
     finally:
-        close_all([error_write, status_write, go_read, stderr_write, program])
-        ready_child.close()
+        close_all([status_write, go_read, ready_fd, error_write, program])
     maker_fd = os.pidfd_open(maker)
     monitor, monitor_fd, built = 0, -1, False
     try:
-        await processes.readable(status_read)
-        if os.read(status_read, 1):
+        if await processes.read_byte(status_read):
             write_maps(maker, plan.identity)
-            os.write(go_write, _GO)
-            monitor = int(os.read(status_read, 16) or b"0") if await _becomes_readable(status_read) else 0
+            os.write(go_write, GO)
+            await readable(status_read)
+            monitor = int(os.read(status_read, 16) or b"0")
         if monitor:
             monitor_fd = os.pidfd_open(monitor)
-            os.write(go_write, _GO)
+            os.write(go_write, GO)
         init_pid = await _first_process(ready)
         if not init_pid:
-            (
-                problem,
-                error_read,
-            ) = await processes.read_all(error_read), -1
-            (
-                stderr_text,
-                stderr_read,
-            ) = await processes.read_all(stderr_read), -1
-            raise BuildError(_explain(plan, json.loads(problem) if problem else None, stderr_text))
+            raise BuildError(explain(plan, await processes.read_all(os.dup(error_read))))
         init_fd = os.pidfd_open(init_pid)
         try:
-            mount_problem = await finish_mounts(init_fd, plan)
-            if mount_problem is not None:
-                raise BuildError(f"making the box failed while {mount_problem['step']}: {mount_problem['message']}")
+            problem = await finish_mounts(init_fd, plan)
+            if problem is not None:
+                raise BuildError(f"making the box failed while {problem['step']}: {problem['message']}")
             network_fd = os.open(f"/proc/{init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             env = image_env(init_pid)
         except BaseException:
@@ -225,7 +206,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
         return BuiltBox(monitor, monitor_fd, init_fd, init_pid, network_fd, env)
     finally:
         ready.close()
-        close_all([d for d in (error_read, status_read, go_write, stderr_read) if d >= 0])
+        close_all([status_read, go_write, error_read])
         if not built:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(maker, signal.SIGKILL)
@@ -236,14 +217,9 @@ async def build(plan: BoxPlan) -> BuiltBox:
         await finish(processes.wait_for_exit(maker, maker_fd))
 
 
-async def _becomes_readable(descriptor: int) -> bool:
-    await processes.readable(descriptor)
-    return True
-
-
 async def _first_process(ready: socket.socket) -> int:
     """Wait until the box's first process runs and return its pid; 0 if it did not start."""
-    await processes.readable(ready.fileno())
+    await readable(ready.fileno())
     data, ancillary, _, _ = ready.recvmsg(16, socket.CMSG_SPACE(struct.calcsize("3i")))
     if data != linux.READY:
         return 0
@@ -281,64 +257,41 @@ def _become_apptainer(
     plan: BoxPlan,
     arguments: Sequence[str],
     binds: Sequence[tuple[str, str, bool]],
-    error_fd: int,
+    report: Report,
     status_fd: int,
     go_fd: int,
     ready_fd: int,
-    stderr_fd: int,
     program: int,
 ) -> None:
     """In the child: mount the box's files, enter a user namespace, start Apptainer in a sibling process, and exit."""
-    step = "mounting"
-    try:
-        os.setsid()
-        linux.unshare(linux.CLONE_NEWNS)
-        if plan.disk_bytes is not None:
-            step = "disk"
-            files.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
-        for overlay in plan.overlays:
-            step = f"overlay {overlay.part}"
-            # Mount the overlays side by side, not nested: only a mount without submounts can become Apptainer's root.
-            target = plan.directory / ("root" if overlay.part == "root" else f"parts/{overlay.part}")
-            target.mkdir(exist_ok=True)
-            mount_overlay(plan, overlay, target)
-        step = "making the places of mounts"
-        make_places(plan.directory / "root", [(source, target) for source, target, _ in binds])
-        step = "user namespace"
-        linux.unshare(linux.CLONE_NEWUSER)
-        os.write(status_fd, b"u")
-        if os.read(go_fd, 1) != _GO:
-            os._exit(1)
-        processes.limit_counters()
-        # Nothing inside may create further user namespaces: most kernel vulnerabilities are reached through them.
-        Path("/proc/sys/user/max_user_namespaces").write_text("0")
-        # Apptainer and its box run in a pid namespace whose process 1 ends when the supervisor or Apptainer ends.
-        linux.unshare(linux.CLONE_NEWPID)
-        pid = linux.fork_as_sibling()
-        if pid:
-            os.write(status_fd, str(pid).encode())
-            os._exit(0)
-        linux.die_with_parent()
-        os.close(status_fd)
-        if os.read(go_fd, 1) != _GO:  # the supervisor died before it opened a pidfd of this process
-            os._exit(1)
-        step = "apptainer"
-        linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWCGROUP)
-        # Apptainer looks up its own processes in /proc by their pids in this namespace.
-        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
-        os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
-        os.dup2(ready_fd, 1)
-        os.dup2(stderr_fd, 2)
-        os.set_inheritable(program, True)
-        _fork_and_watch()
-        environment = {
-            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "HOME": str(plan.directory / "files"),
-            "LANG": "C.UTF-8",
-        }
-        os.execve(plan.program, list(arguments), environment)
-    except OSError as error:
-        processes.report_error(error_fd, step, error)
+    enter_mount_namespace(plan, report)
+    for overlay in plan.overlays:
+        report.step = f"overlay {overlay.part}"
+        # Mount the overlays side by side, not nested: only a mount without submounts can become Apptainer's root.
+        target = plan.directory / ("root" if overlay.part == "root" else f"parts/{overlay.part}")
+        target.mkdir(exist_ok=True)
+        mount_overlay(plan, overlay, target)
+    report.step = "making the places of mounts"
+    make_places(plan.directory / "root", [(source, target) for source, target, _ in binds])
+    enter_user_namespace(report, status_fd, go_fd)
+    # Apptainer and its box run in a pid namespace whose process 1 ends when the supervisor or Apptainer ends.
+    linux.unshare(linux.CLONE_NEWPID)
+    pid = linux.fork_as_sibling()
+    if pid:
+        os.write(status_fd, str(pid).encode())
+        os._exit(0)
+    linux.die_with_parent()
+    os.close(status_fd)
+    if os.read(go_fd, 1) != GO:  # the supervisor died before it opened a pidfd of this process
+        os._exit(1)
+    report.step = "apptainer"
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWCGROUP)
+    # Apptainer looks up its own processes in /proc by their pids in this namespace.
+    linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    set_streams(report, ready_fd, [program])
+    _fork_and_watch()
+    environment = {**BASE_ENV, "HOME": str(plan.directory / "files")}
+    os.execve(plan.program, list(arguments), environment)
 
 
 def _fork_and_watch() -> None:
@@ -352,9 +305,3 @@ def _fork_and_watch() -> None:
     while os.wait()[0] != child:
         pass
     os._exit(0)
-
-
-def _explain(plan: BoxPlan, problem: dict[str, Any] | None, stderr_text: bytes) -> str:
-    if problem is not None and problem["step"] == "apptainer":
-        return f"cannot run '{plan.program}' ({problem.get('message')}): set the provider's option apptainer"
-    return explain(plan, problem, stderr_text)

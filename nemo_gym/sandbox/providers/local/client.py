@@ -18,9 +18,9 @@ import sys
 import sysconfig
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym._util.tasks import Backoff
@@ -36,15 +36,18 @@ from nemo_gym.contract.errors import (
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, absolute
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions
-from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all, memory_file
+from nemo_gym.sandbox.providers.local.protocol import (
+    BASE_ENV,
+    PROTOCOL_VERSION,
+    Connection,
+    Message,
+    close_all,
+    memory_file,
+)
 from nemo_gym.sandbox.providers.local.supervisor.main import BOOT, OPTIONS_VARIABLE, SOCKET_NAME
 
 # -- Requests ------------------------------------------------------------------------------------------------------
 
-BASE_ENV = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "LANG": "C.UTF-8",
-}
 _SUITE_PACKAGES = ("nemo_gym", "resources_servers", "responses_api_agents", "responses_api_models")
 _SYSTEM_ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
@@ -390,54 +393,6 @@ class SupervisorClient:
 
 def _start_attempts() -> Backoff:
     return Backoff(first_s=0.02, tries=5)
-
-
-# -- Pipes ---------------------------------------------------------------------------------------------------------
-
-_CHUNK_BYTES = 256 * 1024
-
-
-async def write_stream(descriptor: int, chunks: AsyncIterator[bytes]) -> None:
-    """Write a stream into a pipe and close it. A reader that is gone is no error here: it has reported the cause."""
-    loop = asyncio.get_running_loop()
-    try:
-        async for chunk in chunks:
-            view = memoryview(chunk)
-            while view:
-                try:
-                    view = view[os.write(descriptor, view) :]
-                except BlockingIOError:
-                    await _ready(loop.add_writer, loop.remove_writer, descriptor)
-                except BrokenPipeError:
-                    return
-    finally:
-        os.close(descriptor)
-
-
-async def read_stream(descriptor: int) -> AsyncGenerator[bytes, None]:
-    os.set_blocking(descriptor, False)
-    loop = asyncio.get_running_loop()
-    try:
-        while True:
-            try:
-                chunk = os.read(descriptor, _CHUNK_BYTES)
-            except BlockingIOError:
-                await _ready(loop.add_reader, loop.remove_reader, descriptor)
-                continue
-            if not chunk:
-                return
-            yield chunk
-    finally:
-        os.close(descriptor)
-
-
-async def _ready(add: Any, remove: Any, descriptor: int) -> None:
-    ready = asyncio.get_running_loop().create_future()
-    add(descriptor, lambda: None if ready.done() else ready.set_result(None))
-    try:
-        await ready
-    finally:
-        remove(descriptor)
 
 
 # -- Process -------------------------------------------------------------------------------------------------------

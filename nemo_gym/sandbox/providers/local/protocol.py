@@ -1,4 +1,4 @@
-"""Messages between a client and its supervisor: JSON objects with file descriptors. Uses only the standard library.
+"""What a client and its supervisor exchange: JSON objects with file descriptors, and pipes. Standard library only.
 
 A SOCK_SEQPACKET socket keeps message boundaries and delivers descriptors with the message they belong to. A message
 too large for one packet travels in a memory file whose descriptor comes last.
@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from nemo_gym._util.files import write_all
@@ -21,7 +21,14 @@ from nemo_gym._util.files import write_all
 PROTOCOL_VERSION = 1
 _INLINE_BYTES = 32 * 1024
 _MAX_FDS = 64
+_CHUNK_BYTES = 256 * 1024
 _IN_PACKET, _IN_FILE = b"P", b"F"
+
+BASE_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+}
+"""Environment of a box's commands, unless the image or the spec sets other values."""
 
 Message = dict[str, Any]
 
@@ -43,6 +50,56 @@ def memory_file(data: bytes, name: str) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor has data or is at its end."""
+    loop = asyncio.get_running_loop()
+    await _ready(loop.add_reader, loop.remove_reader, descriptor)
+
+
+async def _ready(add: Any, remove: Any, descriptor: int) -> None:
+    ready = asyncio.get_running_loop().create_future()
+    add(descriptor, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        remove(descriptor)
+
+
+async def read_stream(descriptor: int) -> AsyncGenerator[bytes, None]:
+    """Yield what comes through a pipe, and close it."""
+    os.set_blocking(descriptor, False)
+    try:
+        while True:
+            try:
+                chunk = os.read(descriptor, _CHUNK_BYTES)
+            except BlockingIOError:
+                await readable(descriptor)
+                continue
+            if not chunk:
+                return
+            yield chunk
+    finally:
+        os.close(descriptor)
+
+
+async def write_stream(descriptor: int, chunks: AsyncIterator[bytes]) -> None:
+    """Write a stream into a pipe and close it. A reader that is gone is no error here: it has reported the cause."""
+    os.set_blocking(descriptor, False)
+    loop = asyncio.get_running_loop()
+    try:
+        async for chunk in chunks:
+            view = memoryview(chunk)
+            while view:
+                try:
+                    view = view[os.write(descriptor, view) :]
+                except BlockingIOError:
+                    await _ready(loop.add_writer, loop.remove_writer, descriptor)
+                except BrokenPipeError:
+                    return
+    finally:
+        os.close(descriptor)
 
 
 class Connection:

@@ -26,17 +26,15 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.providers.local.client import (
-    BASE_ENV,
     LocalProcess,
     SupervisorClient,
     argv,
     create_request,
-    read_stream,
     stdin_file,
-    write_stream,
 )
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
 from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
+from nemo_gym.sandbox.providers.local.protocol import BASE_ENV, read_stream, write_stream
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 _NO_NESTING = (
@@ -238,7 +236,6 @@ class LocalProvider(StreamingProvider):
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
         read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
         writing = asyncio.create_task(write_stream(write_end, tar))
         try:
             unpacking = asyncio.create_task(

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_gym.sandbox import linux
 from nemo_gym.sandbox.cgroups import BoxGroups, CommandGroups
 from nemo_gym.sandbox.providers.local.images import ImageManifest, remove_directory
-from nemo_gym.sandbox.providers.local.protocol import close_all
+from nemo_gym.sandbox.providers.local.protocol import close_all, readable
 from nemo_gym.sandbox.providers.local.supervisor import processes
 from nemo_gym.sandbox.providers.local.supervisor.construction import BuiltBox
 from nemo_gym.sandbox.providers.local.supervisor.processes import Command, enter_and_execute
@@ -65,10 +65,11 @@ class RunningCommand:
         joins = self.groups.open_joins()
         report_read, report_write = os.pipe()
         status_read, status_write = os.pipe()
-        keep = [init_fd, *joins, report_write, status_write, command.stdin, command.stdout, command.stderr]
         try:
             helper = processes.fork(
-                lambda: enter_and_execute(command, init_fd, joins, report_write, status_write), keep=keep
+                lambda report: enter_and_execute(command, init_fd, joins, report, status_write),
+                report_write,
+                keep=[init_fd, *joins, status_write, *command.streams],
             )
         finally:
             close_all([*joins, report_write, status_write])
@@ -86,10 +87,9 @@ class RunningCommand:
             problem = json.loads(problem_line)
             await processes.wait_for_exit(self._pid, self._pidfd)
             os.close(status_read)
-            kind = "user" if problem["step"] == "user" else "lost"
-            raise StartError(
-                kind, f"{problem['step']}: {problem['message']}" if kind == "lost" else problem["message"]
-            )
+            if problem["kind"] == "user":
+                raise StartError("user", problem["message"])
+            raise StartError("lost", f"{problem['step']}: {problem['message']}")
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._time_out)
         self._task = asyncio.create_task(self._finish())
@@ -306,9 +306,7 @@ class Box:
                     env=command["env"],
                     cwd=command["cwd"],
                     user=command.get("user"),
-                    stdin=descriptors[0],
-                    stdout=descriptors[1],
-                    stderr=descriptors[2],
+                    streams=descriptors,
                     namespaces=_NAMESPACES | (0 if self._open_network else linux.CLONE_NEWNET),
                     max_uid=self._max_uid,
                     first_id=self.first_id,
@@ -340,7 +338,7 @@ class Box:
         await self._gone.wait()
 
     async def _watch(self) -> None:
-        await processes.readable(self.monitor_fd)
+        await readable(self.monitor_fd)
         self._gone.set()
 
     async def destroy(self, reason: str) -> None:
@@ -362,7 +360,7 @@ class Box:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(10.0):
                     await command.ended.wait()
-        await processes.readable(self.init_fd)
+        await readable(self.init_fd)
         await self._gone.wait()
         processes.reap(self._built.monitor_pid)
         os.close(self.monitor_fd)

@@ -11,17 +11,20 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from nemo_gym._util.tasks import finish
 from nemo_gym.sandbox import linux
 from nemo_gym.sandbox.providers.local.protocol import close_all, memory_file
 from nemo_gym.sandbox.providers.local.supervisor import files, processes
+from nemo_gym.sandbox.providers.local.supervisor.processes import Report
 
 MOVES_IDS = True
 """This builder can give boxes their own user ids; see "User ids" in `processes`."""
-SHM_BYTES = 1024 * 1024 * 1024
-RUN_BYTES = 64 * 1024 * 1024
+UNSHARED, GO = b"u", b"g"
+"""What a new box's first child writes when it is in its user namespace, and the supervisor when it has written the
+namespace's id maps."""
+_SHM_BYTES = 1024 * 1024 * 1024
+_RUN_BYTES = 64 * 1024 * 1024
 PROC_READ_ONLY = ("/proc/sys", "/proc/fs")
 PROC_ABSENT = (
     *("/proc/sysrq-trigger", "/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/sched_debug"),
@@ -79,6 +82,14 @@ class BoxPlan:
         """The directory where the box's root is assembled."""
         return str(self.directory / "root") if self.first_id is None else f"{self.stage}/root"
 
+    @property
+    def memory_file_systems(self) -> tuple[int, int]:
+        """Sizes of ``/dev/shm`` and ``/run`` in bytes. Files in memory count as memory that cannot be reclaimed, so
+        there is room left for a process that deletes them."""
+        if self.memory_bytes is None:
+            return _SHM_BYTES, _RUN_BYTES
+        return min(_SHM_BYTES, self.memory_bytes // 2), min(_RUN_BYTES, self.memory_bytes // 8)
+
     def source(self, number: int) -> str:
         """The path from which the source of ``mounts[number]`` is mounted into the box."""
         return self.mounts[number][0] if self.first_id is None else f"{self.stage}/mount-{number}"
@@ -107,48 +118,39 @@ async def build(plan: BoxPlan) -> BuiltBox:
         BuildError: the box could not be created; the message gives the reason.
     """
     (plan.directory / "root").mkdir(exist_ok=True)
-    error_read, error_write = os.pipe()
-    unshared_read, unshared_write = os.pipe()
-    mapped_read, mapped_write = os.pipe()
     ready_read, ready_write = os.pipe()
-    stderr_read, stderr_write = os.pipe()
+    go_read, go_write = os.pipe()
+    error_read, error_write = os.pipe()
     info_read, info_write = os.pipe()
     program = linux.open_program()
     files = {path: memory_file(data, "file") for path, data in plan.network_files.items()}
     inherited = [program, info_write, *files.values()]
     arguments = _bwrap_arguments(plan, program, info_write, files)
-
-    def child() -> None:
-        _become_bwrap(plan, arguments, error_write, unshared_write, mapped_read, ready_write, stderr_write, inherited)
-
-    keep = [error_write, unshared_write, mapped_read, ready_write, stderr_write, *inherited]
     try:
-        pid = processes.fork(child, keep=keep)
+        pid = processes.fork(
+            lambda report: _become_bwrap(plan, arguments, report, ready_write, go_read, inherited),
+            error_write,
+            keep=[ready_write, go_read, *inherited],
+        )
     finally:
-        close_all(keep)
+        close_all([ready_write, go_read, error_write, *inherited])
     pidfd = os.pidfd_open(pid)
     built = False
     try:
-        await processes.readable(unshared_read)
-        if os.read(unshared_read, 1):
+        signal_byte = await processes.read_byte(ready_read)
+        if signal_byte == UNSHARED:
             write_maps(pid, plan.identity)
-        os.close(mapped_write)
-        mapped_write = -1
-        await processes.readable(ready_read)
-        if os.read(ready_read, 1) != linux.READY:
-            # `read_all` closes its pipe, also if it is cancelled.
-            problem_read, error_read = error_read, -1
-            problem = await processes.read_all(problem_read)
-            text_read, stderr_read = stderr_read, -1
-            stderr_text = await processes.read_all(text_read)
-            raise BuildError(explain(plan, json.loads(problem) if problem else None, stderr_text))
+            os.write(go_write, GO)
+            signal_byte = await processes.read_byte(ready_read)
+        if signal_byte != linux.READY:
+            raise BuildError(explain(plan, await processes.read_all(os.dup(error_read))))
         init_pid = int(json.loads(os.read(info_read, 65536))["child-pid"])
         init_fd = os.pidfd_open(init_pid)
         network_fd = os.open(f"/proc/{init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         built = True
         return BuiltBox(pid, pidfd, init_fd, init_pid, network_fd)
     finally:
-        close_all([d for d in (error_read, unshared_read, mapped_write, ready_read, stderr_read, info_read) if d >= 0])
+        close_all([ready_read, go_write, error_read, info_read])
         if not built:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -160,58 +162,68 @@ def write_maps(pid: int, identity: str) -> None:
         Path(f"/proc/{pid}/{name}").write_text(identity)
 
 
+def enter_mount_namespace(plan: BoxPlan, report: Report) -> None:
+    """In the child: enter a new session and mount namespace, and mount the box's disk, if it has one."""
+    report.step = "mounting"
+    os.setsid()
+    linux.unshare(linux.CLONE_NEWNS)
+    if plan.disk_bytes is not None:
+        report.step = "disk"
+        files.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
+
+
+def enter_user_namespace(report: Report, unshared_fd: int, go_fd: int) -> None:
+    """In the child: enter a new user namespace without rights outside, once the supervisor has written its id maps."""
+    report.step = "user namespace"
+    linux.unshare(linux.CLONE_NEWUSER)
+    os.write(unshared_fd, UNSHARED)
+    if os.read(go_fd, 1) != GO:
+        os._exit(1)
+    processes.limit_counters()
+    forbid_user_namespaces()
+
+
+def forbid_user_namespaces() -> None:
+    """Let nothing inside create further user namespaces: most kernel vulnerabilities are reached through them."""
+    Path("/proc/sys/user/max_user_namespaces").write_text("0")
+
+
+def set_streams(report: Report, ready_fd: int, inherited: Sequence[int]) -> None:
+    """In the child: prepare the descriptors of the program that it will execute."""
+    for number, descriptor in enumerate((os.open("/dev/null", os.O_RDONLY), ready_fd, report.descriptor)):
+        os.dup2(descriptor, number)
+    for descriptor in inherited:
+        os.set_inheritable(descriptor, True)
+
+
 def _become_bwrap(
-    plan: BoxPlan,
-    arguments: Sequence[str],
-    error_fd: int,
-    unshared_fd: int,
-    mapped_fd: int,
-    ready_fd: int,
-    stderr_fd: int,
-    inherited: Sequence[int],
+    plan: BoxPlan, arguments: Sequence[str], report: Report, ready_fd: int, go_fd: int, inherited: Sequence[int]
 ) -> None:
     """In the child: mount the box's files, enter a user namespace without rights outside, and execute bubblewrap."""
     parent = os.getppid()
-    step = "mounting"
-    try:
-        os.setsid()
-        linux.unshare(linux.CLONE_NEWNS)
-        if plan.disk_bytes is not None:
-            step = "disk"
-            files.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
-        program = os.open(plan.program, os.O_RDONLY | os.O_CLOEXEC)
-        namespace = None
-        if plan.first_id is not None:
-            step = "user namespace"
-            namespace = processes.user_namespace(plan.first_id)
-            step = "moving user ids"
-            _move_ids(plan, namespace)
-        for overlay in plan.overlays:
-            step = f"overlay {overlay.part}"
-            target = Path(plan.root)
-            mount_overlay(plan, overlay, target if overlay.part == "root" else target / overlay.part)
-        step = "user namespace"
-        if namespace is not None:
-            processes.become_root_of(namespace)
-            os.close(namespace)
-        else:
-            linux.unshare(linux.CLONE_NEWUSER)
-            os.write(unshared_fd, b"u")
-            os.read(mapped_fd, 1)
-            processes.limit_counters()
-        os.close(unshared_fd)
-        linux.die_with_parent(parent)
-        # Nothing inside may create further user namespaces: most kernel vulnerabilities are reached through them.
-        Path("/proc/sys/user/max_user_namespaces").write_text("0")
-        step = "bwrap"
-        os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
-        os.dup2(ready_fd, 1)
-        os.dup2(stderr_fd, 2)
-        for descriptor in inherited:
-            os.set_inheritable(descriptor, True)
-        os.execve(program, list(arguments), {"PATH": "/usr/bin:/bin"})
-    except OSError as error:
-        processes.report_error(error_fd, step, error)
+    enter_mount_namespace(plan, report)
+    program = os.open(plan.program, os.O_RDONLY | os.O_CLOEXEC)
+    namespace = None
+    if plan.first_id is not None:
+        report.step = "user namespace"
+        namespace = processes.user_namespace(plan.first_id)
+        report.step = "moving user ids"
+        _move_ids(plan, namespace)
+    for overlay in plan.overlays:
+        report.step = f"overlay {overlay.part}"
+        target = Path(plan.root)
+        mount_overlay(plan, overlay, target if overlay.part == "root" else target / overlay.part)
+    if namespace is None:
+        enter_user_namespace(report, ready_fd, go_fd)
+    else:
+        report.step = "user namespace"
+        linux.setns(namespace, linux.CLONE_NEWUSER)
+        processes.become_root()
+        forbid_user_namespaces()
+    linux.die_with_parent(parent)
+    report.step = "bwrap"
+    set_streams(report, ready_fd, inherited)
+    os.execve(program, list(arguments), {"PATH": "/usr/bin:/bin"})
 
 
 def _move_ids(plan: BoxPlan, namespace: int) -> None:
@@ -295,10 +307,7 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
     arguments += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
     arguments += ["--hostname", plan.hostname, "--bind", plan.root, "/"]
     arguments += ["--proc", "/proc", *_protect_proc(), "--dev", "/dev"]
-    # Files in memory count as memory that cannot be reclaimed, so leave room for a process that deletes them.
-    shm, run = SHM_BYTES, RUN_BYTES
-    if plan.memory_bytes is not None:
-        shm, run = min(shm, plan.memory_bytes // 2), min(run, plan.memory_bytes // 8)
+    shm, run = plan.memory_file_systems
     arguments += ["--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     arguments += ["--perms", "0755", "--size", str(run), "--tmpfs", "/run"]
     arguments += ["--perms", "1777", "--dir", "/run/lock"]
@@ -331,12 +340,17 @@ def _protect_proc() -> list[str]:
     return arguments
 
 
-def explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
-    """Build the error message: the cause of the failure, and a remedy."""
-    if problem is None:
+def explain(plan: BoxPlan, said: bytes) -> str:
+    """Build the error message, the cause of the failure and a remedy, from the child's problem or, if the child became
+    ``plan.program``, from that program's error output."""
+    try:
+        problem: processes.Problem = json.loads(said)
+        step, number, message = problem["step"], problem["errno"], problem["message"]
+    except (ValueError, TypeError, KeyError):
         text = said.decode("utf-8", "replace").strip() or "it ended without an error message"
         return f"{plan.program} could not make the box: {text}"
-    step, number, message = str(problem["step"]), problem.get("errno"), problem.get("message")
+    if step == "apptainer":
+        return f"cannot run '{plan.program}' ({message}): set the provider's option apptainer"
     if number == errno.ENOSPC:
         if step == "user namespace":
             return "no more user namespaces can be made: raise the sysctl user.max_user_namespaces, or close boxes"

@@ -18,7 +18,6 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_gym._util.files import write_all
 from nemo_gym.sandbox import archive, linux
@@ -30,88 +29,90 @@ from nemo_gym.sandbox.providers.local.images import (
     remove_directory,
 )
 from nemo_gym.sandbox.providers.local.supervisor import processes
+from nemo_gym.sandbox.providers.local.supervisor.processes import Problem, Report
 
 _ENTER = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
 
 
-async def put_archive(init_fd: int, path: str, stream: int) -> dict[str, Any] | None:
+async def put_archive(init_fd: int, path: str, stream: int) -> Problem | None:
     """Unpack the tar stream from the pipe ``stream`` below ``path`` of the box; return the problem, or ``None``."""
 
-    def job(report_fd: int) -> None:
-        with _reporting(report_fd, f"unpacking into {path}"):
-            _enter(init_fd)
-            os.umask(0o022)
-            os.makedirs(path, exist_ok=True)  # noqa: PTH103 - plain strings throughout
-            archive.extract(functools.partial(os.read, stream), path)
+    def job(report: Report) -> None:
+        report.step = f"unpacking into {path}"
+        _enter(init_fd)
+        os.umask(0o022)
+        os.makedirs(path, exist_ok=True)  # noqa: PTH103 - plain strings throughout
+        archive.extract(functools.partial(os.read, stream), path)
 
     return await processes.run(job, keep=[init_fd, stream])
 
 
 async def get_archive(
     init_fd: int, path: str, stream: int, exclude: Sequence[str], max_bytes: int | None
-) -> dict[str, Any] | None:
+) -> Problem | None:
     """Pack ``path`` of the box into the pipe ``stream``; return the problem, or ``None``."""
 
-    def job(report_fd: int) -> None:
-        with _reporting(report_fd, f"packing {path}"):
-            _enter(init_fd)
-            try:
-                for chunk in archive.pack(path, exclude=exclude, max_bytes=max_bytes):
-                    write_all(stream, chunk)
-            except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-                # The box's contents cause these errors; they are no failure of the supervisor.
-                raise archive.ArchiveError(f"there is nothing to pack at '{path}': {error.strerror}") from error
+    def job(report: Report) -> None:
+        report.step = f"packing {path}"
+        _enter(init_fd)
+        try:
+            for chunk in archive.pack(path, exclude=exclude, max_bytes=max_bytes):
+                write_all(stream, chunk)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            # The box's contents cause these errors; they are no failure of the supervisor.
+            raise archive.ArchiveError(f"there is nothing to pack at '{path}': {error.strerror}") from error
 
     return await processes.run(job, keep=[init_fd, stream])
 
 
-async def write_files(init_fd: int, files: Mapping[str, str], directory: str | None) -> dict[str, Any] | None:
+async def write_files(init_fd: int, files: Mapping[str, str], directory: str | None) -> Problem | None:
     """Create the spec's working directory and write its files, in a box where nothing has run yet."""
 
-    def job(report_fd: int) -> None:
+    def job(report: Report) -> None:
         _enter(init_fd)
         os.umask(0o022)
         if directory is not None:
-            with _reporting(report_fd, f"making the working directory {directory}"):
-                os.makedirs(directory, exist_ok=True)  # noqa: PTH103
+            report.step = f"making the working directory {directory}"
+            os.makedirs(directory, exist_ok=True)  # noqa: PTH103
         for name, text in files.items():
-            with _reporting(report_fd, f"writing {name}"):
-                os.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH103, PTH120
-                with open(name, "wb") as file:  # noqa: PTH123
-                    file.write(text.encode("utf-8", "surrogateescape"))
+            report.step = f"writing {name}"
+            os.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH103, PTH120
+            with open(name, "wb") as file:  # noqa: PTH123
+                file.write(text.encode("utf-8", "surrogateescape"))
 
     return await processes.run(job, keep=[init_fd])
 
 
-async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged: Path) -> dict[str, Any] | None:
+async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged: Path) -> Problem | None:
     """Copy the files that a box wrote into ``staged``, one directory per part; return the problem, or ``None``."""
 
-    def job(report_fd: int) -> None:
-        with _reporting(report_fd, "copying the box's files"):
-            # The box's disk may be mounted only in the mount namespace where its overlays were mounted.
-            linux.setns(monitor_fd, linux.CLONE_NEWNS)
-            for part in parts:
-                copy_layer(upper / part, staged / part)
-                with contextlib.suppress(FileNotFoundError):
-                    for name in ("tmp", "var/tmp"):
-                        _empty(staged / part / name)
-            os.sync()
+    def job(report: Report) -> None:
+        report.step = "copying the box's files"
+        # The box's disk may be mounted only in the mount namespace where its overlays were mounted.
+        linux.setns(monitor_fd, linux.CLONE_NEWNS)
+        for part in parts:
+            copy_layer(upper / part, staged / part)
+            with contextlib.suppress(FileNotFoundError):
+                for name in ("tmp", "var/tmp"):
+                    for path in (staged / part / name).iterdir():
+                        remove_directory(path)
+        os.sync()
 
     return await processes.run(job, keep=[monitor_fd])
 
 
 async def publish(
     store: ImageStore, name: str, parent: ImageManifest, staged: Path, labels: Mapping[str, str], xattrs: str
-) -> dict[str, Any] | None:
+) -> Problem | None:
     """`ImageStore.publish`, which may wait for another process and delete large layers; return the problem, or
     ``None``."""
 
-    def job(report_fd: int) -> None:
-        with _reporting(report_fd, f"storing the image '{name}'"):
-            try:
-                store.publish(name, parent, staged, labels, xattrs)
-            except ImageError as error:
-                raise OSError(str(error)) from error
+    def job(report: Report) -> None:
+        report.step = f"storing the image '{name}'"
+        try:
+            store.publish(name, parent, staged, labels, xattrs)
+        except ImageError as error:
+            raise OSError(str(error)) from error
 
     return await processes.run(job)
 
@@ -120,30 +121,6 @@ def _enter(init_fd: int) -> None:
     """Enter a box's mount namespace, as the box's user 0."""
     linux.setns(init_fd, _ENTER)
     processes.become_root()
-
-
-def _empty(directory: Path) -> None:
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            remove_directory(path)
-        else:
-            path.unlink()
-
-
-class _reporting(contextlib.AbstractContextManager["_reporting"]):  # noqa: N801 - reads as a statement
-    """Report an error in the ``with`` block to the parent, and end the child."""
-
-    def __init__(self, descriptor: int, step: str) -> None:
-        self._descriptor = descriptor
-        self._step = step
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, archive.ArchiveError):
-            named = "archive_too_large" if isinstance(error, archive.ArchiveTooLargeError) else "archive"
-            processes.report(self._descriptor, {"step": self._step, "kind": named, "message": str(error)})
-            os._exit(1)
-        if isinstance(error, OSError):
-            processes.report_error(self._descriptor, self._step, error)
 
 
 # -- Disk limits ---------------------------------------------------------------------------------------------------
@@ -157,7 +134,6 @@ _LOOP_CONFIGURE = 0x4C0A
 _LO_FLAGS_AUTOCLEAR = 4
 _ATTEMPTS = 64
 _MIN_BYTES = 16 * 1024 * 1024
-_PROBE_BYTES = 16 * 1024 * 1024
 
 
 def make_and_mount(file: Path, target: Path, size: int) -> None:
@@ -175,17 +151,9 @@ def make_and_mount(file: Path, target: Path, size: int) -> None:
         os.truncate(opened.fileno(), size)
     # Its data need not survive a crash, so it has no journal, and unmounting it does not wait for the host's disk
     # (barrier=0). It never grows and has one user, so no blocks are reserved for growth or for root.
-    options = [
-        "-q",
-        "-F",
-        "-m",
-        "0",
-        "-O",
-        "^has_journal,^resize_inode",
-        "-E",
-        "lazy_itable_init=1,nodiscard,root_owner=0:0",
-    ]
-    result = subprocess.run([program, *options, str(file)], capture_output=True, check=False, env={"LC_ALL": "C"})
+    features = ("-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard,root_owner=0:0")
+    command = [program, "-q", "-F", "-m", "0", *features, str(file)]
+    result = subprocess.run(command, capture_output=True, check=False, env={"LC_ALL": "C"})
     if result.returncode:
         if os.strerror(errno.ENOSPC).encode() in result.stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -244,19 +212,11 @@ async def measure(directories: Sequence[str]) -> dict[str, int]:
 async def why_not(directory: Path) -> str | None:
     """Why disks cannot be limited here, determined by creating one; ``None`` if they can."""
 
-    def job(report_fd: int) -> None:
-        file = Path(tempfile.mkdtemp(prefix=".probe-", dir=directory))
-        try:
+    def job(_: Report) -> None:
+        with tempfile.TemporaryDirectory(prefix=".probe-", dir=directory, ignore_cleanup_errors=True) as probe:
             linux.unshare(linux.CLONE_NEWNS)
-            make_and_mount(file / "disk.img", file / "disk", _PROBE_BYTES)
-            linux.umount(str(file / "disk"))
-        except OSError as error:
-            processes.report(
-                report_fd, {"step": "disk", "errno": error.errno, "message": error.strerror or str(error)}
-            )
-        finally:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(file)
+            make_and_mount(Path(probe, "disk.img"), Path(probe, "disk"), _MIN_BYTES)
+            linux.umount(f"{probe}/disk")
 
     problem = await processes.run(job)
     return None if problem is None else str(problem["message"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -18,28 +17,58 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_gym.sandbox import linux
+from nemo_gym.sandbox import archive, linux
+from nemo_gym.sandbox.providers.local.protocol import read_stream, readable
 
 # -- Children ------------------------------------------------------------------------------------------------------
 
 _RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
-def fork(function: Callable[[], None], *, keep: Sequence[int]) -> int:
-    """Run ``function`` in a child that has only the descriptors in ``keep`` (and 0, 1, 2) and dies with the
-    supervisor. The child exits with 0 if the function returns and with 1 if it raises. Return the child's pid."""
+Problem = dict[str, Any]
+"""Why a child failed: ``step`` (what it was doing), ``kind`` (of error response), ``errno`` and ``message``."""
+
+
+class UserError(Exception):
+    """A user that does not exist in the box."""
+
+
+_KINDS = {UserError: "user", archive.ArchiveTooLargeError: "archive_too_large", archive.ArchiveError: "archive"}
+
+
+class Report:
+    """A child's pipe to its parent. If the child fails, its parent learns from it the last ``step`` and the error."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.step = "starting a helper process"
+
+    def write(self, error: Exception) -> None:
+        kind = next((kind for class_, kind in _KINDS.items() if isinstance(error, class_)), "sandbox")
+        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        problem = {"step": self.step, "kind": kind, "errno": getattr(error, "errno", None), "message": message}
+        os.write(self.descriptor, json.dumps(problem).encode())
+
+
+def fork(function: Callable[[Report], None], report_fd: int, *, keep: Sequence[int] = ()) -> int:
+    """Run ``function`` in a child that has only the descriptors in ``keep`` (and 0, 1, 2 and ``report_fd``) and dies
+    with the supervisor. The child exits with 0 if the function returns and with 1 if it raises. An `OSError`, an
+    `archive.ArchiveError` or a `UserError` is written to ``report_fd`` as a `Problem`. Return the child's pid."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     status = 1
+    report = Report(report_fd)
     try:
         for number in _RESET_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         linux.die_with_parent(parent)
-        close_all_but(keep)
-        function()
+        close_all_but([*keep, report_fd])
+        function(report)
         status = 0
+    except (OSError, archive.ArchiveError, UserError) as error:
+        report.write(error)
     except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor's loop
         traceback.print_exc()
     finally:
@@ -55,44 +84,15 @@ def close_all_but(keep: Sequence[int]) -> None:
     os.closerange(start, 1 << 20)
 
 
-def report(descriptor: int, problem: dict[str, Any]) -> None:
-    """Write a problem to the pipe that the parent reads."""
-    os.write(descriptor, json.dumps(problem).encode())
-
-
-def report_error(descriptor: int, step: str, error: OSError) -> NoReturn:
-    """Report a failed system call of the step ``step``, and end the child."""
-    report(descriptor, {"step": step, "errno": error.errno, "message": error.strerror or str(error)})
-    os._exit(1)
-
-
-async def readable(descriptor: int) -> None:
-    """Wait until a descriptor has data or is at its end."""
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_reader(descriptor, lambda: None if ready.done() else ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_reader(descriptor)
+async def read_byte(descriptor: int) -> bytes:
+    """Wait for a byte from a pipe; return it, or ``b""`` at the pipe's end."""
+    await readable(descriptor)
+    return os.read(descriptor, 1)
 
 
 async def read_all(descriptor: int) -> bytes:
     """Read a pipe to its end, and close it."""
-    os.set_blocking(descriptor, False)
-    chunks: list[bytes] = []
-    try:
-        while True:
-            try:
-                chunk = os.read(descriptor, 65536)
-            except BlockingIOError:
-                await readable(descriptor)
-                continue
-            if not chunk:
-                return b"".join(chunks)
-            chunks.append(chunk)
-    finally:
-        os.close(descriptor)
+    return b"".join([chunk async for chunk in read_stream(descriptor)])
 
 
 def reap(pid: int) -> int:
@@ -109,28 +109,26 @@ async def wait_for_exit(pid: int, pidfd: int) -> int:
     return reap(pid)
 
 
-async def run(function: Callable[[int], None], *, keep: Sequence[int] = ()) -> dict[str, Any] | None:
-    """Run a blocking job in a child. Return the problem that it writes to its argument, a descriptor, or ``None``.
-
-    Cancelling kills the child. A child that fails without a report is a problem too.
-    """
+async def run(function: Callable[[Report], None], *, keep: Sequence[int] = ()) -> Problem | None:
+    """Run a blocking job in a child; return its problem, or ``None``. Cancelling kills the child."""
     read_end, write_end = os.pipe()
-    pid = fork(lambda: function(write_end), keep=[*keep, write_end])
+    pid = fork(function, write_end, keep=keep)
     os.close(write_end)
     pidfd = os.pidfd_open(pid)
     try:
-        report_text = await read_all(read_end)
+        report = await read_all(read_end)
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         reap(pid)
         os.close(pidfd)
         raise
     status = await wait_for_exit(pid, pidfd)
-    if report_text:
-        problem: dict[str, Any] = json.loads(report_text)
+    if report:
+        problem: Problem = json.loads(report)
         return problem
     if status:
-        return {"step": "helper", "errno": None, "message": f"a helper process ended with wait status {status}"}
+        message = f"a helper process ended with wait status {status}"
+        return {"step": "helper", "kind": "sandbox", "errno": None, "message": message}
     return None
 
 
@@ -193,14 +191,11 @@ class IdRanges:
         devices = frozenset(os.stat(directory).st_dev for directory in directories)  # noqa: PTH116 - plain strings
         if devices not in self._can_shift:
 
-            def job(report_fd: int) -> None:
-                try:
-                    linux.unshare(linux.CLONE_NEWNS)
-                    namespace = user_namespace(_FIRST)
-                    for directory in directories:
-                        os.close(linux.clone_mount(directory, namespace))
-                except OSError as error:
-                    report_error(report_fd, "moving user ids", error)
+            def job(_: Report) -> None:
+                linux.unshare(linux.CLONE_NEWNS)
+                namespace = user_namespace(_FIRST)
+                for directory in directories:
+                    os.close(linux.clone_mount(directory, namespace))
 
             self._can_shift[devices] = await run(job) is None
         return self._can_shift[devices]
@@ -257,12 +252,6 @@ def user_namespace(first: int) -> int:
         os.waitpid(pid, 0)
 
 
-def become_root_of(namespace: int) -> None:
-    """Enter a user namespace and become its user 0."""
-    linux.setns(namespace, linux.CLONE_NEWUSER)
-    become_root()
-
-
 def become_root() -> None:
     """Become user 0 of the current user namespace. On entry, a process still has its user from outside."""
     with contextlib.suppress(PermissionError):  # an ordinary user's namespace has one group
@@ -302,9 +291,8 @@ class Command:
     env: Mapping[str, str]
     cwd: str
     user: str | None
-    stdin: int
-    stdout: int
-    stderr: int
+    streams: Sequence[int]
+    """Descriptors of standard input, output and error."""
     namespaces: int
     """Mask of the box's namespaces to enter."""
     max_uid: int
@@ -324,27 +312,27 @@ class Account:
     name: str
 
 
-class UserError(Exception):
-    """A user that does not exist in the box."""
-
-
-def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report_fd: int, status_fd: int) -> NoReturn:
+def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report: Report, status_fd: int) -> NoReturn:
     """Start the command as a child of the supervisor, and exit. Runs in another child of the supervisor.
 
-    Writes ``{"pid": …}`` to ``report_fd``, then a problem if the command cannot be started. With ``watched``, the
+    Writes ``{"pid": …}`` to the report, then a problem if the command cannot be started. With ``watched``, the
     command's wait status is written to ``status_fd``.
     """
+    report.step = "entering the box"
     if command.first_id is not None:
-        for descriptor in (command.stdin, command.stdout, command.stderr):
+        for descriptor in command.streams:
             _give_stream(descriptor, command.first_id, command.first_id)
     linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nothing in the box may inspect this process until it runs the command
     linux.setns(pidfd, command.namespaces)
     os.close(pidfd)
     pid = linux.fork_as_sibling()
     if pid:
-        os.write(report_fd, json.dumps({"pid": pid}).encode() + b"\n")
+        os.write(report.descriptor, json.dumps({"pid": pid}).encode() + b"\n")
         os._exit(0)
-    _start(command, joins, report_fd, status_fd)
+    try:
+        _start(command, joins, report, status_fd)
+    except (TypeError, ValueError):  # what no system call takes, such as a zero byte in a variable
+        os._exit(1)
 
 
 def _give_stream(descriptor: int, uid: int, gid: int) -> None:
@@ -353,39 +341,32 @@ def _give_stream(descriptor: int, uid: int, gid: int) -> None:
         os.fchown(descriptor, uid, gid)
 
 
-def _start(command: Command, joins: Sequence[int], report_fd: int, status_fd: int) -> NoReturn:
-    step = "joining the box's control groups"
-    try:
-        for descriptor in joins:
-            os.write(descriptor, b"0")
-            os.close(descriptor)
-        step = "starting the command"
-        os.setsid()
-        if command.watched:
-            _watch(status_fd)
-        else:
-            os.close(status_fd)
-        for number, descriptor in enumerate((command.stdin, command.stdout, command.stderr)):
-            os.dup2(descriptor, number)
-        for descriptor in {command.stdin, command.stdout, command.stderr} - {0, 1, 2}:
-            os.close(descriptor)
-        account = find_account(command.user, command.max_uid)
-        with contextlib.suppress(OSError):
-            for descriptor in range(3):
-                _give_stream(descriptor, account.uid, account.gid)
-        if command.first_id is None:
-            limit_process()
-        _become(account)
-        os.umask(0o022)
-        env = {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, **command.env}
-        _change_directory(command.cwd)
-        _execute(command.argv, env)
-    except UserError as error:
-        report(report_fd, {"step": "user", "errno": None, "message": str(error)})
-    except OSError as error:
-        report(report_fd, {"step": step, "errno": error.errno, "message": f"{error.strerror}"})
-    finally:
-        os._exit(1)
+def _start(command: Command, joins: Sequence[int], report: Report, status_fd: int) -> NoReturn:
+    report.step = "joining the box's control groups"
+    for descriptor in joins:
+        os.write(descriptor, b"0")
+        os.close(descriptor)
+    report.step = "starting the command"
+    os.setsid()
+    if command.watched:
+        _watch(status_fd)
+    else:
+        os.close(status_fd)
+    for number, descriptor in enumerate(command.streams):
+        os.dup2(descriptor, number)
+    for descriptor in {*command.streams} - {0, 1, 2}:
+        os.close(descriptor)
+    account = find_account(command.user, command.max_uid)
+    with contextlib.suppress(OSError):
+        for descriptor in range(3):
+            _give_stream(descriptor, account.uid, account.gid)
+    if command.first_id is None:
+        limit_process()
+    _become(account)
+    os.umask(0o022)
+    env = {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, **command.env}
+    _change_directory(command.cwd)
+    _execute(command.argv, env)
 
 
 def _become(account: Account) -> None:

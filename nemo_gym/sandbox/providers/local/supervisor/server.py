@@ -325,11 +325,9 @@ class Supervisor:
         path = self._state_dir / "host"
         path.mkdir(mode=0o755)
 
-        def job(report_fd: int) -> None:
-            try:
-                images.build_skeleton(path)
-            except OSError as error:
-                processes.report_error(report_fd, "building the host image", error)
+        def job(report: processes.Report) -> None:
+            report.step = "building the host image"
+            images.build_skeleton(path)
 
         problem = await processes.run(job)
         if problem is not None:
@@ -497,9 +495,9 @@ def _info(box: Box) -> Message:
     }
 
 
-def _raise_for(problem: dict[str, Any] | None) -> None:
+def _raise_for(problem: processes.Problem | None) -> None:
     if problem is not None:
-        raise RequestError(problem.get("kind", "sandbox"), f"{problem['step']}: {problem['message']}")
+        raise RequestError(problem["kind"], f"{problem['step']}: {problem['message']}")
 
 
 def _network_files() -> dict[str, bytes]:

@@ -109,7 +109,7 @@ class Connection:
         self,
         sock: socket.socket,
         *,
-        on_message: Callable[[Message, list[int]], None],
+        on_message: Callable[[Message, list[int]], object],
         on_close: Callable[[], None],
     ) -> None:
         sock.setblocking(False)

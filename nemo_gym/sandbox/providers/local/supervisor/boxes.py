@@ -19,7 +19,7 @@ from nemo_gym.sandbox.cgroups import BoxGroups, CommandGroups
 from nemo_gym.sandbox.providers.local.images import ImageManifest, remove_directory
 from nemo_gym.sandbox.providers.local.protocol import close_all, readable
 from nemo_gym.sandbox.providers.local.supervisor import processes
-from nemo_gym.sandbox.providers.local.supervisor.construction import BuiltBox
+from nemo_gym.sandbox.providers.local.supervisor.construction import BoxPlan, BuiltBox
 from nemo_gym.sandbox.providers.local.supervisor.processes import Command, enter_and_execute
 
 # -- Commands ------------------------------------------------------------------------------------------------------
@@ -211,26 +211,20 @@ class Box:
     def __init__(
         self,
         box_id: str,
-        directory: Path,
+        plan: BoxPlan,
         built: BuiltBox,
         *,
         manifest: ImageManifest,
         layer_locks: list[int],
         groups: BoxGroups,
-        open_network: bool,
-        labels: Mapping[str, str],
-        upper: Path,
-        parts: list[str],
+        labels: dict[str, str],
         max_uid: int,
-        first_id: int | None,
+        on_expired: Callable[[Box], object],
     ) -> None:
         self.box_id = box_id
-        self.first_id = first_id
-        self.directory = directory
+        self.plan = plan
         self.manifest = manifest
-        self.labels = dict(labels)
-        self.upper = upper
-        self.parts = parts
+        self.labels = labels
         self.groups = groups
         self.env = dict(built.env)
         self.init_fd = built.init_fd
@@ -242,25 +236,26 @@ class Box:
         """Bytes that the box may write, if it has no separate disk of that size."""
         self._built = built
         self._layer_locks = layer_locks
-        self._open_network = open_network
         self._max_uid = max_uid
         self._finished: list[CommandGroups] = []
         self._expires_at = 0.0
         self._lease: asyncio.TimerHandle | None = None
         self._destroying: asyncio.Task[None] | None = None
-        self._on_expired: Callable[[Box], object] = lambda _: None
-        self._gone = asyncio.Event()
-        self._watching = asyncio.create_task(self._watch())
+        self._on_expired = on_expired
+        self._dying = asyncio.create_task(readable(self.monitor_fd))
+
+    @property
+    def upper(self) -> Path:
+        """The directory with the files that the box wrote."""
+        return self.plan.writable / "upper"
 
     @property
     def expires_in_s(self) -> float:
         """Seconds until the lease ends."""
         return max(0.0, self._expires_at - time.monotonic())
 
-    def renew(self, ttl_s: float, on_expired: Callable[[Box], object] | None = None) -> None:
+    def renew(self, ttl_s: float) -> None:
         """Let the lease end ``ttl_s`` seconds from now, on a clock that cannot be set."""
-        if on_expired is not None:
-            self._on_expired = on_expired
         self._expires_at = time.monotonic() + ttl_s
         self._arm()
 
@@ -307,9 +302,9 @@ class Box:
                     cwd=command["cwd"],
                     user=command.get("user"),
                     streams=descriptors,
-                    namespaces=_NAMESPACES | (0 if self._open_network else linux.CLONE_NEWNET),
+                    namespaces=_NAMESPACES | (0 if self.plan.open_network else linux.CLONE_NEWNET),
                     max_uid=self._max_uid,
-                    first_id=self.first_id,
+                    first_id=self.plan.first_id,
                     watched=groups.tracker is None,
                 ),
                 self.init_fd,
@@ -323,7 +318,7 @@ class Box:
 
     def listen(self, port: int) -> socket.socket:
         """Open a listener on the box's loopback interface. Raises `OSError` if the port is taken."""
-        if self._open_network:
+        if self.plan.open_network:
             return linux.listen_on_loopback(port)
         # The supervisor does not enter the network namespace itself: as an ordinary user it could not come back.
         return linux.listen_in_network_namespace(f"/proc/self/fd/{self._built.network_fd}", port)
@@ -335,11 +330,7 @@ class Box:
 
     async def died(self) -> None:
         """Wait until the box's processes are gone, for any reason."""
-        await self._gone.wait()
-
-    async def _watch(self) -> None:
-        await readable(self.monitor_fd)
-        self._gone.set()
+        await asyncio.shield(self._dying)
 
     async def destroy(self, reason: str) -> None:
         """End the box: remove its processes, groups and files. All callers wait for the same removal."""
@@ -351,26 +342,23 @@ class Box:
     async def _destroy(self) -> None:
         if self._lease is not None:
             self._lease.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.monitor_fd, signal.SIGKILL)
+        for pidfd in (self.init_fd, self.monitor_fd):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for command in list(self.commands.values()):
             # Commands die with process 1 of their pid namespace; wait until their ends have been reported.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(10.0):
                     await command.ended.wait()
         await readable(self.init_fd)
-        await self._gone.wait()
+        await self._dying
         processes.reap(self._built.monitor_pid)
-        os.close(self.monitor_fd)
-        os.close(self.init_fd)
-        os.close(self._built.network_fd)
+        close_all([self.monitor_fd, self.init_fd, self._built.network_fd])
         for _ in range(_REMOVE_ATTEMPTS):
             if self.groups.try_remove():
                 break
             await asyncio.sleep(_REMOVE_PAUSE_S)
-        await remove_files(self.directory)
+        await remove_files(self.plan.directory)
         close_all(self._layer_locks)
 
 

@@ -312,10 +312,7 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
     arguments += ["--perms", "0755", "--size", str(run), "--tmpfs", "/run"]
     arguments += ["--perms", "1777", "--dir", "/run/lock"]
     for path in plan.hidden:
-        if os.path.isdir(path):  # noqa: PTH112 - plain strings throughout
-            arguments += ["--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
-        else:
-            arguments += ["--ro-bind", "/dev/null", path]
+        arguments += _hide(path)
     for path, descriptor in files.items():
         arguments += ["--ro-bind-data", str(descriptor), path]
     for number, (_, target) in enumerate(plan.mounts):
@@ -333,11 +330,15 @@ def _protect_proc() -> list[str]:
         if os.path.exists(path):  # noqa: PTH110 - plain strings throughout
             arguments += ["--ro-bind", path, path]
     for path in PROC_ABSENT:
-        if os.path.isdir(path):  # noqa: PTH112
-            arguments += ["--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
-        elif os.path.exists(path):  # noqa: PTH110
-            arguments += ["--ro-bind", "/dev/null", path]
+        if os.path.exists(path):  # noqa: PTH110
+            arguments += _hide(path)
     return arguments
+
+
+def _hide(path: str) -> list[str]:
+    if os.path.isdir(path):  # noqa: PTH112 - plain strings throughout
+        return ["--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
+    return ["--ro-bind", "/dev/null", path]
 
 
 def explain(plan: BoxPlan, said: bytes) -> str:

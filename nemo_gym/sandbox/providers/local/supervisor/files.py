@@ -209,8 +209,8 @@ async def measure(directories: Sequence[str]) -> dict[str, int]:
     return {os.fsdecode(path): int(size) for size, _, path in sizes}
 
 
-async def why_not(directory: Path) -> str | None:
-    """Why disks cannot be limited here, determined by creating one; ``None`` if they can."""
+async def can_make_disks(directory: Path) -> bool:
+    """Whether a disk can be made and mounted here, determined by doing so."""
 
     def job(_: Report) -> None:
         with tempfile.TemporaryDirectory(prefix=".probe-", dir=directory, ignore_cleanup_errors=True) as probe:
@@ -218,5 +218,4 @@ async def why_not(directory: Path) -> str | None:
             make_and_mount(Path(probe, "disk.img"), Path(probe, "disk"), _MIN_BYTES)
             linux.umount(f"{probe}/disk")
 
-    problem = await processes.run(job)
-    return None if problem is None else str(problem["message"])
+    return await processes.run(job) is None

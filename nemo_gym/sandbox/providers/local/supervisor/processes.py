@@ -201,13 +201,20 @@ class IdRanges:
         return self._can_shift[devices]
 
 
+def _id_maps() -> list[tuple[int, int, int]]:
+    """The first line of this process's maps of user ids and of group ids: first id here, first id outside, count."""
+    lines = (Path("/proc/self", name).read_text().split()[:3] for name in ("uid_map", "gid_map"))
+    return [(int(here), int(outside), int(count)) for here, outside, count in lines]
+
+
 def _all_ids_exist() -> bool:
     """Whether all ids up to the end of the ranges exist here, as they do outside of any user namespace."""
-    for name in ("uid_map", "gid_map"):
-        map_line = Path("/proc/self", name).read_text().split()
-        if (int(map_line[0]), int(map_line[1])) != (0, 0) or int(map_line[2]) < _FIRST + _RANGES * COUNT:
-            return False
-    return True
+    return all((here, outside) == (0, 0) and count >= _FIRST + _RANGES * COUNT for here, outside, count in _id_maps())
+
+
+def highest_id() -> int:
+    """The highest user and group id that boxes can have: the highest one that exists here, at most 65535."""
+    return min(COUNT - 1, *(count - 1 if here == 0 else 0 for here, _, count in _id_maps()))
 
 
 def stage_for(directory: Path) -> str:

@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ from nemo_gym._util.tasks import BackgroundTasks, finish
 from nemo_gym.sandbox.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local import images
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
-from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
+from nemo_gym.sandbox.providers.local.protocol import BASE_ENV, PROTOCOL_VERSION, Connection, Message, close_all
 from nemo_gym.sandbox.providers.local.supervisor import construction, files, processes
 from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, StartError, remove_files
 
 Builder = Callable[[construction.BoxPlan], Awaitable[construction.BuiltBox]]
 
 _REMEMBERED_DEAD = 4096
-_MAX_IDS = 65536
 _DISK_PAUSE_S = 0.5
 _DISK_IDLE_SHARE = 4
 """Pause after a measurement, as a multiple of its duration: measuring takes at most a fifth of the time."""
@@ -44,10 +43,19 @@ class RequestError(Exception):
 class Client:
     """One client's connection, its running commands and its unfinished requests."""
 
-    def __init__(self) -> None:
-        self.connection: Connection | None = None
+    def __init__(
+        self,
+        sock: socket.socket,
+        answer: Callable[[Client, Message, list[int]], Coroutine[Any, Any, None]],
+        on_disconnect: Callable[[Client], None],
+    ) -> None:
         self.commands: set[tuple[str, str]] = set()
         self.tasks = BackgroundTasks()
+        self.connection = Connection(
+            sock,
+            on_message=lambda message, descriptors: self.tasks.start(answer(self, message, descriptors)),
+            on_close=lambda: on_disconnect(self),
+        )
 
 
 class Supervisor:
@@ -77,25 +85,19 @@ class Supervisor:
         self._dead: OrderedDict[str, str] = OrderedDict()
         self._clients: set[Client] = set()
         self._background = BackgroundTasks()
-        self._skeleton: asyncio.Task[Path] | None = None
+        self._building_skeleton = asyncio.Lock()
         self._linger: asyncio.TimerHandle | None = None
-        self._disk: asyncio.Task[str | None] | None = None
+        self._disk: asyncio.Task[bool] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._ids = processes.IdRanges()
         self.finished = asyncio.Event()
-        self._max_uid = _highest_id()
+        self._max_uid = processes.highest_id()
 
     # ------------------------------------------------------------------------------------------- connections
 
     def accept(self, sock: socket.socket) -> None:
         """Serve a new client."""
-        client = Client()
-
-        def on_message(message: Message, descriptors: list[int]) -> None:
-            client.tasks.start(self._answer(client, message, descriptors))
-
-        client.connection = Connection(sock, on_message=on_message, on_close=lambda: self._on_disconnect(client))
-        self._clients.add(client)
+        self._clients.add(Client(sock, self._answer, self._on_disconnect))
         self.consider_leaving()
 
     def _on_disconnect(self, client: Client) -> None:
@@ -119,7 +121,7 @@ class Supervisor:
         answer: Message = {"id": message.get("id")}
         sent: list[int] = []
         try:
-            operation = self._operations().get(str(message.get("op")))
+            operation = getattr(self, f"do_{message.get('op')}", None)
             if operation is None:
                 raise RequestError("sandbox", f"the supervisor does not know the request '{message.get('op')}'")
             answer.update(await operation(client, message, descriptors, sent) or {})
@@ -130,25 +132,7 @@ class Supervisor:
             traceback.print_exc()
         finally:
             close_all(descriptors)
-        if client.connection is not None:
-            client.connection.send(answer, sent)
-
-    def _operations(self) -> dict[str, Callable[..., Awaitable[Message | None]]]:
-        return {
-            "hello": self._hello,
-            "create": self._create,
-            "exec": self._exec,
-            "signal": self._signal,
-            "put": self._put,
-            "get": self._get,
-            "status": self._status,
-            "renew": self._renew,
-            "close": self._close,
-            "list": self._list,
-            "reap": self._reap,
-            "listen": self._listen,
-            "commit": self._commit,
-        }
+        client.connection.send(answer, sent)
 
     def _box(self, message: Message) -> Box:
         box_id = str(message["box"])
@@ -161,8 +145,10 @@ class Supervisor:
         return box
 
     # -------------------------------------------------------------------------------------------- operations
+    # `do_<op>` serves the request ``op``. It gets the client, the message, the descriptors that came with it, and a
+    # list for those to send back. It returns the fields of the response.
 
-    async def _hello(self, *_: Any) -> Message:
+    async def do_hello(self, *_: Any) -> Message:
         return {
             "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2,
             "protocol": PROTOCOL_VERSION,
@@ -172,7 +158,7 @@ class Supervisor:
             "max_uid": self._max_uid,
         }
 
-    async def _create(self, client: Client, message: Message, _d: list[int], _s: list[int]) -> Message:
+    async def do_create(self, client: Client, message: Message, _d: list[int], _s: list[int]) -> Message:
         spec: Message = message["spec"]
         box_id, key = str(spec["box"]), spec.get("idempotency_key")
         if key is not None and key in self._by_key:
@@ -196,7 +182,7 @@ class Supervisor:
             if task.done():
                 self._creating.pop(box_id, None)
             self.consider_leaving()
-        if client.connection is not None and client.connection.closed and key is None:
+        if client.connection.closed and key is None:
             await self._destroy(box, "its creator left before it was ready")
         return {"box": box_id, "env": dict(box.env)}
 
@@ -216,16 +202,12 @@ class Supervisor:
                     overlays.append(construction.Overlay(part, await self._lowers(store, manifest, part)))
             directory.mkdir(mode=0o700)
             limits: Message = spec["limits"]
-            groups = self._cgroups.create_box(
-                box_id, memory_mib=limits.get("memory_mib"), pids=limits.get("pids"), cpu=limits.get("cpu")
-            )
-            memory = limits.get("memory_mib")
-            disk_bytes = limits.get("disk_bytes")
+            memory, disk_bytes = limits["memory_mib"], limits["disk_bytes"]
+            groups = self._cgroups.create_box(box_id, memory_mib=memory, pids=limits["pids"], cpu=limits["cpu"])
             has_disk = disk_bytes is not None and await self._makes_disks()
             lowers = [lower for overlay in overlays for lower in overlay.lowers if lower.startswith("/")]
             if self._moves_ids and await self._ids.can_move([str(self._boxes_dir), str(store.layers), *lowers]):
                 first_id = self._ids.take()
-            max_uid = self._max_uid if first_id is None else processes.COUNT - 1
             plan = construction.BoxPlan(
                 directory=directory,
                 layers=store.layers,
@@ -246,17 +228,14 @@ class Supervisor:
             built = await self._builder(plan)
             box = Box(
                 box_id,
-                directory,
+                plan,
                 built,
                 manifest=manifest,
                 layer_locks=locks,
                 groups=groups,
-                open_network=spec["open_network"],
                 labels=spec["labels"],
-                upper=plan.writable / "upper",
-                parts=[overlay.part for overlay in overlays],
-                max_uid=max_uid,
-                first_id=first_id,
+                max_uid=self._max_uid if first_id is None else processes.COUNT - 1,
+                on_expired=lambda expired: self._background.start(self._destroy(expired, "its lease ended")),
             )
         except BaseException as error:
             self._ids.give_back(first_id)
@@ -272,7 +251,7 @@ class Supervisor:
                 raise RequestError("create", error_text + self._hint(error.errno, store)) from error
             raise
         self._boxes[box_id] = box
-        box.renew(spec["ttl_s"], lambda expired: self._background.start(self._destroy(expired, "its lease ended")))
+        box.renew(spec["ttl_s"])
         self._background.start(self._remove_when_dead(box))
         if disk_bytes is not None and not has_disk:
             box.watched_disk_bytes = disk_bytes
@@ -291,8 +270,8 @@ class Supervisor:
     async def _makes_disks(self) -> bool:
         """Whether boxes can have disks of limited size. The first call finds out by creating one."""
         if self._disk is None:
-            self._disk = asyncio.create_task(files.why_not(self._boxes_dir))
-        return await asyncio.shield(self._disk) is None
+            self._disk = asyncio.create_task(files.can_make_disks(self._boxes_dir))
+        return await asyncio.shield(self._disk)
 
     async def _watch_disks(self) -> None:
         """Measure what boxes without such disks have written, repeatedly, and end those that exceed their limit."""
@@ -312,33 +291,30 @@ class Supervisor:
         if manifest.base_dir is not None:
             lowers.append(manifest.base_dir)
         if manifest.host_base:
-            lowers.append(str(await self._skeleton_path()) if part == "root" else f"/{part}")
+            lowers.append(str(await self._skeleton()) if part == "root" else f"/{part}")
         return lowers
 
-    async def _skeleton_path(self) -> Path:
+    async def _skeleton(self) -> Path:
         """The lowest layer of the host image, built on first use."""
-        if self._skeleton is None or (self._skeleton.done() and self._skeleton.exception() is not None):
-            self._skeleton = asyncio.create_task(self._make_skeleton())
-        return await asyncio.shield(self._skeleton)
-
-    async def _make_skeleton(self) -> Path:
         path = self._state_dir / "host"
-        path.mkdir(mode=0o755)
 
         def job(report: processes.Report) -> None:
             report.step = "building the host image"
             images.build_skeleton(path)
 
-        problem = await processes.run(job)
-        if problem is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            raise RequestError("create", f"{problem['step']} failed: {problem['message']}")
+        async with self._building_skeleton:
+            if not path.exists():
+                path.mkdir(mode=0o755)
+                problem = await processes.run(job)
+                if problem is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    raise RequestError("create", f"{problem['step']} failed: {problem['message']}")
         return path
 
     async def _start_entrypoint(self, box: Box, command: Message) -> None:
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         try:
-            with_image = {**command, "env": {**command["base_env"], **box.env, **command["env"]}}
+            with_image = {**command, "env": {**BASE_ENV, **box.env, **command["env"]}}
             await box.start_command("entrypoint", with_image, (null, null, null), lambda _: None)
         except StartError as error:
             await self._destroy(box, "its entry point could not be started")
@@ -354,7 +330,7 @@ class Supervisor:
         await box.destroy(reason)
         if self._boxes.pop(box.box_id, None) is None:
             return
-        self._ids.give_back(box.first_id)
+        self._ids.give_back(box.plan.first_id)
         for key in [key for key, box_id in self._by_key.items() if box_id == box.box_id]:
             del self._by_key[key]
         self._dead[box.box_id] = box.termination_reason or reason
@@ -362,7 +338,7 @@ class Supervisor:
             self._dead.popitem(last=False)
         self.consider_leaving()
 
-    async def _exec(self, client: Client, message: Message, descriptors: list[int], _s: list[int]) -> None:
+    async def do_exec(self, client: Client, message: Message, descriptors: list[int], _s: list[int]) -> None:
         box = self._box(message)
         exec_id = str(message["exec"])
         expected = 2 if message["merge_stderr"] else 3
@@ -375,8 +351,7 @@ class Supervisor:
             if box.termination_reason is not None or (end.get("signal") == signal.SIGKILL and box.is_dying()):
                 reason = box.termination_reason or "the box ended"
                 end = {"outcome": "lost", "duration_s": end["duration_s"], "reason": reason}
-            if client.connection is not None:
-                client.connection.send({"event": "end", "exec": exec_id, **end})
+            client.connection.send({"event": "end", "exec": exec_id, **end})
 
         client.commands.add((box.box_id, exec_id))
         try:
@@ -384,10 +359,10 @@ class Supervisor:
         except StartError as error:
             client.commands.discard((box.box_id, exec_id))
             raise RequestError(error.kind, str(error)) from error
-        if client.connection is not None and client.connection.closed and exec_id in box.commands:
+        if client.connection.closed and exec_id in box.commands:
             box.commands[exec_id].kill()
 
-    async def _signal(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
+    async def do_signal(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
         box = self._boxes.get(str(message["box"]))
         command = box.commands.get(str(message["exec"])) if box is not None else None
         if command is None:
@@ -397,11 +372,11 @@ class Supervisor:
         else:
             command.signal(int(message["signal"]))
 
-    async def _put(self, _c: Client, message: Message, descriptors: list[int], _s: list[int]) -> None:
+    async def do_put(self, _c: Client, message: Message, descriptors: list[int], _s: list[int]) -> None:
         box = self._box(message)
         _raise_for(await files.put_archive(box.init_fd, message["path"], descriptors[0]))
 
-    async def _get(self, _c: Client, message: Message, descriptors: list[int], _s: list[int]) -> None:
+    async def do_get(self, _c: Client, message: Message, descriptors: list[int], _s: list[int]) -> None:
         box = self._box(message)
         _raise_for(
             await files.get_archive(
@@ -409,7 +384,7 @@ class Supervisor:
             )
         )
 
-    async def _status(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> Message:
+    async def do_status(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> Message:
         box_id = str(message["box"])
         if box_id in self._creating:
             return {"status": "starting"}
@@ -418,10 +393,10 @@ class Supervisor:
             return {"status": "running", **_info(box)}
         return {"status": "stopped", "termination_reason": self._dead.get(box_id)}
 
-    async def _renew(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
+    async def do_renew(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
         self._box(message).renew(float(message["ttl_s"]))
 
-    async def _close(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
+    async def do_close(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
         box_id = str(message["box"])
         if box_id in self._creating:
             with contextlib.suppress(Exception):
@@ -430,10 +405,10 @@ class Supervisor:
         if box is not None:
             await self._destroy(box, "it was closed")
 
-    async def _list(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> Message:
+    async def do_list(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> Message:
         return {"boxes": [_info(box) for box in self._matching(message["labels"])]}
 
-    async def _reap(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> Message:
+    async def do_reap(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> Message:
         matching = self._matching(message["labels"])
         await asyncio.gather(*(self._destroy(box, "it was reaped by its labels") for box in matching))
         return {"boxes": [box.box_id for box in matching]}
@@ -445,7 +420,7 @@ class Supervisor:
             if box.termination_reason is None and labels.items() <= box.labels.items()
         ]
 
-    async def _listen(self, _c: Client, message: Message, _d: list[int], sent: list[int]) -> None:
+    async def do_listen(self, _c: Client, message: Message, _d: list[int], sent: list[int]) -> None:
         port = int(message["port"])
         try:
             with self._box(message).listen(port) as listener:
@@ -453,14 +428,15 @@ class Supervisor:
         except OSError as error:
             raise RequestError("sandbox", f"cannot listen on port {port} of the box: {error.strerror}") from error
 
-    async def _commit(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
+    async def do_commit(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
         box = self._box(message)
         store = ImageStore(Path(message["image_dir"]))
         staged = store.new_staging()
         try:
             box.groups.freeze(True)
             try:
-                problem = await files.copy_upper(box.monitor_fd, box.upper, box.parts, staged)
+                parts = [overlay.part for overlay in box.plan.overlays]
+                problem = await files.copy_upper(box.monitor_fd, box.upper, parts, staged)
             finally:
                 box.groups.freeze(False)
             if problem is None:
@@ -481,8 +457,7 @@ class Supervisor:
     async def close_everything(self) -> None:
         """Destroy all boxes and close all connections."""
         for client in list(self._clients):
-            if client.connection is not None:
-                client.connection.close()
+            client.connection.close()
         await asyncio.gather(*(box.destroy("the supervisor was stopped") for box in list(self._boxes.values())))
 
 
@@ -507,12 +482,3 @@ def _network_files() -> dict[str, bytes]:
         with contextlib.suppress(OSError):
             contents[path] = Path(path).read_bytes()
     return contents
-
-
-def _highest_id() -> int:
-    """The highest user and group id that boxes can have: the highest one that exists here, at most 65535."""
-    highest = _MAX_IDS - 1
-    for name in ("uid_map", "gid_map"):
-        map_line = Path("/proc/self", name).read_text().split()
-        highest = min(highest, int(map_line[2]) - 1 if int(map_line[0]) == 0 else 0)
-    return highest

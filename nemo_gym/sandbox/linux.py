@@ -5,6 +5,7 @@ Every wrapper raises `OSError` with the kernel's errno and a message that names 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -14,7 +15,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,6 +235,17 @@ def listen_in_network_namespace(namespace: int | str, port: int) -> socket.socke
         return thread.submit(listen).result()
 
 
+@contextlib.contextmanager
+def locked(path: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold a lock on a file, which is created if it is missing, during the ``with`` block. Blocks until it is free."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, operation)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 # -- Processes -----------------------------------------------------------------------------------------------------
 
 _PF_EXITING = 0x4
@@ -296,27 +308,22 @@ class _Calls:
 
     arch: int
     socket: tuple[int, ...]
-    denied: Mapping[int, int]
-    """Number of a denied call → errno that it returns."""
+    refused: tuple[int, ...]
+    """Calls that fail with EPERM: add_key, request_key, keyctl; perf_event_open, bpf, userfaultfd."""
+    absent: tuple[int, ...] = (425, 426, 427)
+    """Calls that fail with ENOSYS: io_uring_*, numbered alike everywhere."""
 
 
-def _calls(
-    arch: int, sockets: tuple[int, ...], *, keys: tuple[int, ...], probes: tuple[int, ...], more: tuple[int, ...] = ()
-) -> _Calls:
-    absent = (425, 426, 427, *more)  # io_uring_*, numbered alike everywhere
-    return _Calls(arch, sockets, dict.fromkeys((*keys, *probes), errno.EPERM) | dict.fromkeys(absent, errno.ENOSYS))
-
-
-# keys: add_key, request_key, keyctl; probes: perf_event_open, bpf, userfaultfd. Programs for the 32-bit ABI of the
-# same processor get the same filter; socketcall (102) fails with ENOSYS, as a filter cannot see its arguments.
+# Programs for the 32-bit ABI of the same processor get the same filter; socketcall (102) fails too, as a filter cannot
+# see its arguments.
 _BY_MACHINE = {
     "x86_64": (
-        _calls(0xC000003E, (41, 53), keys=(248, 249, 250), probes=(298, 321, 323)),
-        _calls(0x40000003, (359, 360), keys=(286, 287, 288), probes=(336, 357, 374), more=(102,)),
+        _Calls(0xC000003E, (41, 53), (248, 249, 250, 298, 321, 323)),
+        _Calls(0x40000003, (359, 360), (286, 287, 288, 336, 357, 374), (102, 425, 426, 427)),
     ),
     "aarch64": (
-        _calls(0xC00000B7, (198, 199), keys=(217, 218, 219), probes=(241, 280, 282)),
-        _calls(0x40000028, (281, 288), keys=(309, 310, 311), probes=(364, 386, 388), more=(102,)),
+        _Calls(0xC00000B7, (198, 199), (217, 218, 219, 241, 280, 282)),
+        _Calls(0x40000028, (281, 288), (309, 310, 311, 364, 386, 388), (102, 425, 426, 427)),
     ),
 }
 
@@ -341,7 +348,8 @@ def _body(calls: _Calls) -> list[bytes]:
     code = [_step(_LOAD, _NUMBER_AT)]
     if calls.arch == 0xC000003E:
         code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _FAIL | errno.ENOSYS)]
-    for number, error in sorted(calls.denied.items()):
+    denied = dict.fromkeys(calls.refused, errno.EPERM) | dict.fromkeys(calls.absent, errno.ENOSYS)
+    for number, error in sorted(denied.items()):
         code += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _FAIL | error)]
     # For a call that creates sockets, jump to the check of its first argument; allow every other call.
     for index, number in enumerate(calls.socket):

@@ -16,7 +16,7 @@ from nemo_gym.contract.session import AgentOutcome, FilesHarvest, SandboxClause,
 from nemo_gym.sandbox.base import BoxLabel, SandboxProvider
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.sandbox.providers.local.images import ImageStore
+from nemo_gym.sandbox.providers.local.images import ImageStore, copy_layer
 from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from responses_api_agents.codex_agent.app import CodexAgent
@@ -93,7 +93,8 @@ async def place(
         directory = tmp_path_factory.mktemp("boxes")
         settings = {"state_dir": str(directory / "state"), "image_dir": str(directory / "images")}
         for name, root in roots.items():
-            ImageStore(directory / "images").add_tree(name, root, {})
+            with ImageStore(directory / "images").building(name, {}) as staged:
+                copy_layer(root, staged / "root")
         made: SandboxProvider = LocalProvider(**settings)
     else:
         settings = {"base_url": request.getfixturevalue("docker_engine")}

@@ -124,7 +124,8 @@ def build_tree(tree: Path) -> Path:
 async def test_root_filesystem_without_any_program_of_the_host_works(place: LocalPlace, tmp_path: Path) -> None:
     tree = build_tree(tmp_path / "tree")
     store = ImageStore(place.base / "images")
-    store.add_tree("tiny", tree, {"made": "here"})
+    with store.building("tiny", {"made": "here"}) as staged:
+        copy_layer(tree, staged / "root")
     box = await place.create(image="tiny", workdir="/work")
     done = await place.provider.exec(box, ["/bin/own", "6", "*", "7"])
     assert (done.return_code, done.stdout) == (0, "42\n")

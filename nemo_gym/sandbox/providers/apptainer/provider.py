@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import fcntl
 import hashlib
 import os
 import re
@@ -17,8 +16,9 @@ from typing import Any, ClassVar
 
 from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.linux import locked
 from nemo_gym.sandbox.providers.apptainer import CONFIGURATION
-from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, remove_directory
+from nemo_gym.sandbox.providers.local.images import ImageStore
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions, default_image_dir, default_state_dir
 from nemo_gym.sandbox.providers.local.provider import LocalProvider
 
@@ -30,27 +30,18 @@ class ApptainerOptions(SupervisedOptions):
     provider: ClassVar[str] = "apptainer"
     builder: ClassVar[str] = "nemo_gym.sandbox.providers.apptainer.construction"
 
+    program_option: ClassVar[str] = "apptainer"
+    program_package: ClassVar[tuple[str, str]] = (
+        "Apptainer",
+        "install the package apptainer (on Debian, `scripts/install-system --with-apptainer`)",
+    )
+
     state_dir: Path = field(default_factory=lambda: default_state_dir("apptainer"))
     """Directory of the supervisor and of the files that boxes write. Each directory has its own supervisor."""
     image_dir: Path = field(default_factory=lambda: default_image_dir("apptainer"))
     """Directory of committed and unpacked images."""
     apptainer: str = "apptainer"
     """Name or path of Apptainer, 1.1 or later."""
-
-    def program(self) -> str:
-        path = shutil.which(self.apptainer)
-        if path is None:
-            raise SandboxCreateError(
-                f"Apptainer was not found as '{self.apptainer}': install the package apptainer (on Debian, "
-                "`scripts/install-system --with-apptainer`) or set the option apptainer of the sandbox provider "
-                "'apptainer'",
-                provider=self.provider,
-            )
-        return str(Path(path).absolute())
-
-    @classmethod
-    def program_names(cls) -> tuple[str, ...]:
-        return ("apptainer",)
 
 
 # -- Images --------------------------------------------------------------------------------------------------------
@@ -86,7 +77,11 @@ def image_from_path(image: str, store: ImageStore, options: SupervisedOptions) -
     family = _digest(str(path))
     name = f"file-{family}-{_digest(f'{info.st_size} {info.st_mtime_ns} {info.st_ino}')}"
     if store.manifest(name) is None:
-        _unpack_once(name, f"{kind}{path}", {"path": str(path)}, store, options)
+        store.prepare()
+        with locked(store.root / f".{name}.lock"):
+            if store.manifest(name) is None:  # another process may have unpacked it meanwhile
+                with store.building(name, {"path": str(path)}) as staged:
+                    _unpack(f"{kind}{path}", staged, options)
         for older in store.names():
             if older.startswith(f"file-{family}-") and older != name:
                 store.remove(older)
@@ -95,27 +90,6 @@ def image_from_path(image: str, store: ImageStore, options: SupervisedOptions) -
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-def _unpack_once(
-    name: str, source: str, labels: dict[str, str], store: ImageStore, options: SupervisedOptions
-) -> None:
-    store.prepare()
-    lock = os.open(store.root / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if store.manifest(name) is not None:
-            return
-        staged = store.new_staging()
-        try:
-            _unpack(source, staged, options)
-            xattrs = "trusted" if os.geteuid() == 0 else "user"
-            store.publish(name, ImageManifest(name, host_base=False), staged, labels, xattrs)
-        finally:
-            if staged.exists():
-                remove_directory(staged)
-    finally:
-        os.close(lock)
 
 
 def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_gym._util.files import INSTALL_ROOT
+from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym._util.tasks import Backoff
 from nemo_gym.contract.errors import (
     ConfigError,
@@ -35,6 +36,7 @@ from nemo_gym.contract.errors import (
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, absolute
+from nemo_gym.sandbox.linux import locked
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions
 from nemo_gym.sandbox.providers.local.protocol import (
     BASE_ENV,
@@ -68,7 +70,6 @@ def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
     if spec.entrypoint is not None:
         entrypoint = {
             "argv": list(spec.entrypoint),
-            "base_env": BASE_ENV,
             "env": dict(spec.env),
             "cwd": spec.workdir or "/",
             "user": spec.user,
@@ -185,11 +186,13 @@ class SupervisorClient:
         self.state_dir = options.state_dir / release()
         self._options = options
         self._name = f"the {options.provider} sandbox supervisor"
+        self._ended_early = f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
         self._connection: Connection | None = None
         self._connecting: asyncio.Lock = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
-        self._ends: dict[str, Callable[[Message | None], None]] = {}
+        self.on_end: dict[str, Callable[[Message | None], None]] = {}
+        """Exec id → what is called with the command's end event, or with ``None`` if the supervisor is lost first."""
         self.greeting: Message = {}
 
     async def request(self, message: Message, descriptors: Sequence[int] = ()) -> Message:
@@ -235,13 +238,6 @@ class SupervisorClient:
             raise kind(problem["message"], provider=self._options.provider, kind=problem["kind"])
         return answer, received
 
-    def expect_end(self, exec_id: str, callback: Callable[[Message | None], None]) -> None:
-        """Register ``callback`` for a command's end event, which is ``None`` if the supervisor is lost first."""
-        self._ends[exec_id] = callback
-
-    def forget_end(self, exec_id: str) -> None:
-        self._ends.pop(exec_id, None)
-
     def notify(self, message: Message) -> None:
         """Send a request without waiting for the response. Without a connection, do nothing."""
         if self._connection is not None and not self._connection.closed:
@@ -253,20 +249,17 @@ class SupervisorClient:
         Raises:
             SandboxLostError: several supervisors in a row exited before they answered; another call may succeed.
         """
-        backoff = _start_attempts()
-        while True:
-            with self._start_and_connect() as sock:
-                # A supervisor that is about to exit accepts no connections and closes those it has. The next round
-                # starts another supervisor.
-                packet = b""
-                with contextlib.suppress(ConnectionError):
-                    sock.send(b"P" + json.dumps({"op": "hello", "id": 0}).encode())
-                    packet = sock.recv(1 << 20)
-            if packet:
-                greeting: Message = json.loads(packet[1:])
-                return greeting
-            if not backoff.again_blocking():
-                raise SandboxLostError(f"{self._name} is gone", retryable=True)
+        thread = LoopThread("supervisor-greeting")
+        try:
+            return thread.run(SupervisorClient(self._options).greet())
+        finally:
+            thread.close()
+
+    async def greet(self) -> Message:
+        """Connect, return the supervisor's greeting, and close the connection."""
+        await self._connected()
+        await self.close()
+        return self.greeting
 
     async def close(self) -> None:
         """Close the connection. Boxes stay until their leases end."""
@@ -280,7 +273,7 @@ class SupervisorClient:
         async with self._connecting:
             if self._connection is not None and not self._connection.closed:
                 return self._connection
-            backoff = _start_attempts()
+            backoff = Backoff(first_s=0.02, tries=5)
             while True:
                 sock = self._try_to_connect()
                 if sock is None:
@@ -293,9 +286,7 @@ class SupervisorClient:
                     # The supervisor was about to exit; the next round starts another.
                     if await backoff.again():
                         continue
-                    raise SandboxCreateError(
-                        f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
-                    ) from error
+                    raise SandboxLostError(self._ended_early, retryable=True) from error
                 if self.greeting.get("protocol") != PROTOCOL_VERSION:
                     await self.close()
                     raise SandboxError(
@@ -305,19 +296,17 @@ class SupervisorClient:
                 return connection
 
     def _try_to_connect(self) -> socket.socket | None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             directory = os.open(self.state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
-            sock.close()
             return None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             sock.connect(f"/proc/self/fd/{directory}/{SOCKET_NAME}")
-        except (FileNotFoundError, ConnectionRefusedError):
+        except BaseException as error:
             sock.close()
-            return None
-        except BaseException:
-            sock.close()
+            if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                return None
             raise
         finally:
             os.close(directory)
@@ -327,20 +316,14 @@ class SupervisorClient:
         """Start a supervisor, unless another process just did, and connect to it. Blocks; runs in a thread."""
         prepare_state_dir(self.root)
         prepare_state_dir(self.state_dir)
-        lock = os.open(self.state_dir / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.state_dir / "start.lock"):
             sock = self._try_to_connect()
             if sock is not None:
                 return sock
             self._start()
             sock = self._try_to_connect()
-        finally:
-            os.close(lock)
         if sock is None:
-            raise SandboxCreateError(
-                f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
-            )
+            raise SandboxCreateError(self._ended_early)
         return sock
 
     def _start(self) -> None:
@@ -372,7 +355,7 @@ class SupervisorClient:
     def _received(self, message: Message, descriptors: list[int]) -> None:
         if message.get("event") == "end":
             close_all(descriptors)
-            callback = self._ends.pop(str(message["exec"]), None)
+            callback = self.on_end.pop(str(message["exec"]), None)
             if callback is not None:
                 callback(message)
             return
@@ -386,13 +369,9 @@ class SupervisorClient:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(SandboxLostError(f"{self._name} is gone", retryable=True))
-        ends, self._ends = self._ends, {}
+        ends, self.on_end = self.on_end, {}
         for callback in ends.values():
             callback(None)
-
-
-def _start_attempts() -> Backoff:
-    return Backoff(first_s=0.02, tries=5)
 
 
 # -- Process -------------------------------------------------------------------------------------------------------
@@ -482,7 +461,7 @@ class LocalProcess:
             self._client.notify(
                 {"op": "signal", "box": self._box_id, "exec": self.exec_id, "signal": int(signal.SIGKILL)}
             )
-        self._client.forget_end(self.exec_id)
+        self._client.on_end.pop(self.exec_id, None)
         for name in list(self._streams):
             self._close_stream(name)
         self._end = self._end or ExecEnd(ExecOutcome.LOST)

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from nemo_gym.sandbox.linux import locked
+
 # -- The image of this host ----------------------------------------------------------------------------------------
 # The lowest layer of the built-in ``host`` image, without the system directories. Uses only the standard library.
 #
@@ -33,18 +35,9 @@ _ETC = (
     *("ca-certificates.conf", "crypto-policies", "debian_version", "default/locale", "fonts", "gai.conf", "gss"),
     *("host.conf", "inputrc", "java-*", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "locale.conf"),
     *("localtime", "lsb-release", "magic", "magic.mime", "mime.types", "networks", "nsswitch.conf", "os-release"),
-    *(
-        "perl",
-        "pki/ca-trust",
-        "pki/tls/certs",
-        "profile",
-        "profile.d",
-        "protocols",
-        "python3",
-        "python3.*",
-        "redhat-release",
-    ),
-    *("rpc", "services", "sgml", "shells", "skel", "ssl/certs", "ssl/openssl.cnf", "terminfo", "timezone", "xml"),
+    *("perl", "pki/ca-trust", "pki/tls/certs", "profile", "profile.d", "protocols", "python3", "python3.*"),
+    *("redhat-release", "rpc", "services", "sgml", "shells", "skel", "ssl/certs", "ssl/openssl.cnf", "terminfo"),
+    *("timezone", "xml"),
 )
 _MAX_ETC_FILE_BYTES = 4 * 1024 * 1024
 
@@ -214,12 +207,8 @@ class ImageStore:
     def locked(self, *, exclusive: bool) -> Iterator[None]:
         """Lock the store: shared to pick layers, exclusive to publish or collect them."""
         self.prepare()
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        with locked(self.root / "lock", fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH):
             yield
-        finally:
-            os.close(descriptor)
 
     def hold_layers(self, manifest: ImageManifest) -> list[int]:
         """Open descriptors that protect the image's layers from `collect` until they are closed."""
@@ -241,16 +230,17 @@ class ImageStore:
         path.mkdir(mode=0o755)
         return path
 
-    def add_tree(self, name: str, tree: Path, labels: Mapping[str, str]) -> None:
-        """Create the image ``name`` from a copy of a directory with a complete root filesystem."""
+    @contextlib.contextmanager
+    def building(self, name: str, labels: Mapping[str, str]) -> Iterator[Path]:
+        """Create the image ``name`` from the complete root filesystem that the ``with`` block makes as ``root`` in the
+        directory it gets."""
         staged = self.new_staging()
         try:
-            copy_layer(tree, staged / "root")
+            yield staged
             xattrs = "trusted" if os.geteuid() == 0 else "user"
             self.publish(name, ImageManifest(name, host_base=False), staged, labels, xattrs)
         finally:
-            if staged.exists():
-                remove_directory(staged)
+            remove_directory(staged)  # does nothing if the image has it
 
     def add_base(self, name: str, directory: Path, labels: Mapping[str, str]) -> None:
         """Create the image ``name`` from a directory with a complete root filesystem, without copying it."""
@@ -301,7 +291,8 @@ class ImageStore:
             return
         removed = []
         with self.locked(exclusive=True):
-            used = {layer for name in self.names() for layer in self._layers_of(name)}
+            manifests = (self.manifest(name) for name in self.names())
+            used = {layer for manifest in manifests if manifest is not None for layer in manifest.layers}
             for path in self.layers.iterdir():
                 if path.name in used:
                     continue
@@ -315,10 +306,6 @@ class ImageStore:
                     os.close(descriptor)
         for path in removed:
             remove_directory(path)
-
-    def _layers_of(self, name: str) -> list[str]:
-        manifest = self.manifest(name)
-        return manifest.layers if manifest is not None else []
 
     def _path(self, name: str) -> Path:
         return self.root / "images" / f"{quote(name, safe='')}.json"
@@ -356,8 +343,7 @@ def remove_directory(path: Path) -> None:
 
 def copy_layer(source: Path, target: Path) -> None:
     """Copy a tree in overlayfs form, with owners, modes, times, extended attributes, hard links and whiteouts."""
-    links: dict[tuple[int, int], Path] = {}
-    _copy_entry(source, target, links)
+    _copy_entry(source, target, {})
 
 
 def _copy_entry(source: Path, target: Path, links: dict[tuple[int, int], Path]) -> None:

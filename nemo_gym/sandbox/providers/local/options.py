@@ -35,6 +35,10 @@ class SupervisedOptions:
     provider: ClassVar[str]
     builder: ClassVar[str]
     """Module whose function ``build`` creates a box in the supervisor."""
+    program_option: ClassVar[str]
+    """Option with the name or path of the program that creates boxes."""
+    program_package: ClassVar[tuple[str, str]]
+    """What that program is called, and how it is installed, for an error message."""
 
     state_dir: Path = field(default_factory=default_state_dir)
     """Directory of the supervisor and of the files that boxes write. Each directory has its own supervisor."""
@@ -57,12 +61,16 @@ class SupervisedOptions:
         Raises:
             SandboxCreateError: it is not installed; the message says how to install it.
         """
-        raise NotImplementedError
-
-    @classmethod
-    def program_names(cls) -> tuple[str, ...]:
-        """Options that name a program."""
-        return ()
+        name: str = getattr(self, self.program_option)
+        path = shutil.which(name)
+        if path is None:
+            title, installing = self.program_package
+            raise SandboxCreateError(
+                f"{title} was not found as '{name}': {installing} or set the option {self.program_option} of the "
+                f"sandbox provider '{self.provider}'",
+                provider=self.provider,
+            )
+        return str(Path(path).absolute())
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -88,7 +96,7 @@ class SupervisedOptions:
                 options["linger_s"] = float(options["linger_s"])
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: linger_s must be a number of seconds") from error
-        for name in ("default_image", *cls.program_names()):
+        for name in ("default_image", cls.program_option):
             if name in options and not (isinstance(options[name], str) and options[name]):
                 raise ConfigError(f"{where}: {name} must be a non-empty string")
         if "use_cgroups" in options and not isinstance(options["use_cgroups"], bool):
@@ -103,28 +111,11 @@ class LocalOptions(SupervisedOptions):
     provider: ClassVar[str] = "local"
     builder: ClassVar[str] = "nemo_gym.sandbox.providers.local.supervisor.construction"
 
+    program_option: ClassVar[str] = "bwrap"
+    program_package: ClassVar[tuple[str, str]] = (
+        "bubblewrap",
+        "install the package bubblewrap (`apt-get install bubblewrap`, `dnf install bubblewrap`)",
+    )
+
     bwrap: str = "bwrap"
     """Name or path of bubblewrap."""
-
-    def program(self) -> str:
-        return find_bwrap(self.bwrap)
-
-    @classmethod
-    def program_names(cls) -> tuple[str, ...]:
-        return ("bwrap",)
-
-
-def find_bwrap(name: str) -> str:
-    """The path of bubblewrap.
-
-    Raises:
-        SandboxCreateError: it is not installed; the message says how to install it.
-    """
-    path = shutil.which(name)
-    if path is None:
-        raise SandboxCreateError(
-            f"bubblewrap was not found as '{name}': install the package bubblewrap (`apt-get install bubblewrap`, "
-            "`dnf install bubblewrap`) or set the option bwrap of the sandbox provider 'local'",
-            provider="local",
-        )
-    return str(Path(path).absolute())

@@ -11,7 +11,7 @@ from builtins import list as List  # noqa: N812 - the contract has a method of t
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import Any, Literal
 
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import (
@@ -86,22 +86,12 @@ class LocalProvider(StreamingProvider):
         }
         try:
             self.options.program()
-            greeting = self._new_client().ask_for_greeting()
+            greeting = SupervisorClient(self.options).ask_for_greeting()
         except SandboxLostError:
             raise
         except SandboxError as error:
-            reason = str(error)
-            names = (
-                "loopback_door",
-                "snapshot",
-                "connect",
-                "disk_limit",
-                *_LIMIT_NAMES.values(),
-                "network_none",
-                "network_open",
-            )
-            return SandboxCapabilities(reasons={**reasons, **dict.fromkeys(names, reason)})
-        limits = greeting["limits"]
+            others = ("loopback_door", "snapshot", "connect", "disk_limit", "network_none", "network_open")
+            return SandboxCapabilities(reasons=reasons | dict.fromkeys((*others, *_LIMIT_NAMES.values()), str(error)))
         if not greeting["max_uid"]:
             reasons["exec_user"] = "boxes of an ordinary user have user 0 alone; run as root for others"
         reasons |= {_LIMIT_NAMES[name]: reason for name, reason in greeting["reasons"].items()}
@@ -110,9 +100,9 @@ class LocalProvider(StreamingProvider):
             loopback_door=True,
             snapshot=True,
             connect=True,
-            memory_limit="memory" in limits,
-            cpu_limit="cpu" in limits,
-            pids_limit="pids" in limits,
+            memory_limit="memory" in greeting["limits"],
+            cpu_limit="cpu" in greeting["limits"],
+            pids_limit="pids" in greeting["limits"],
             disk_limit=True,
             user_limits=True,
             reasons=reasons,
@@ -122,7 +112,7 @@ class LocalProvider(StreamingProvider):
     @property
     def supervisor_dir(self) -> Path:
         """Directory of this provider's supervisor, below ``state_dir``. It contains the supervisor's log."""
-        return self._new_client().state_dir
+        return SupervisorClient(self.options).state_dir
 
     # -------------------------------------------------------------------------------------------------- life
 
@@ -131,14 +121,13 @@ class LocalProvider(StreamingProvider):
         request = create_request(await self._with_image(spec), self.options)
         box_id: str = request["spec"]["box"]
         client = self._client()
+        timeout_s = spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S
         try:
-            async with asyncio.timeout(spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 answer = await client.request(request)
         except TimeoutError as error:
             client.notify({"op": "close", "box": box_id})
-            raise SandboxCreateError(
-                f"the box was not ready within {spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S} s", provider=self.name
-            ) from error
+            raise SandboxCreateError(f"the box was not ready within {timeout_s} s", provider=self.name) from error
         except SandboxLostError as error:
             raise SandboxCreateError(f"the box was lost while it was made: {error}", retryable=True) from error
         except asyncio.CancelledError:
@@ -207,11 +196,12 @@ class LocalProvider(StreamingProvider):
         exec_id = uuid.uuid4().hex[:16]
         process = LocalProcess(client, handle.sandbox_id, exec_id, max_output_bytes=request.max_output_bytes)
         command_fds = [stdin_file(request.stdin)]
-        for name in ("stdout",) if request.merge_stderr else ("stdout", "stderr"):
+        names: tuple[Literal["stdout", "stderr"], ...] = ("stdout",) if request.merge_stderr else ("stdout", "stderr")
+        for name in names:
             read_end, write_end = os.pipe()
             command_fds.append(write_end)
-            process.add_stream("stdout" if name == "stdout" else "stderr", read_end)
-        client.expect_end(exec_id, process.ended)
+            process.add_stream(name, read_end)
+        client.on_end[exec_id] = process.ended
         try:
             await client.request(
                 {
@@ -235,53 +225,38 @@ class LocalProvider(StreamingProvider):
     # ------------------------------------------------------------------------------------------------- files
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
+        request = {"op": "put", "box": handle.sandbox_id, "path": absolute(path)}
         read_end, write_end = os.pipe()
         writing = asyncio.create_task(write_stream(write_end, tar))
+        unpacking = asyncio.create_task(self._client().request(request, [read_end]))
         try:
-            unpacking = asyncio.create_task(
-                self._client().request({"op": "put", "box": handle.sandbox_id, "path": absolute(path)}, [read_end])
-            )
-            try:
-                # If the caller's stream fails, the supervisor reports a damaged archive. Raise the cause instead.
-                await asyncio.wait({writing, unpacking}, return_when=asyncio.FIRST_EXCEPTION)
-                if writing.done() and not writing.cancelled() and (error := writing.exception()) is not None:
-                    raise error
-                await unpacking
-            finally:
-                if not unpacking.done():
-                    await asyncio.wait({unpacking})
-                with contextlib.suppress(Exception):
-                    unpacking.result()
+            await asyncio.wait({writing, unpacking}, return_when=asyncio.FIRST_EXCEPTION)
+            if writing.done():
+                writing.result()  # if the caller's stream failed, the supervisor reports only a damaged archive
+            await unpacking
         finally:
-            writing.cancel()
-            await asyncio.wait({writing})
+            writing.cancel()  # closes the pipe, which ends the unpacking
+            await _settle(writing, unpacking)
 
     async def get_archive(
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
+        request = {
+            "op": "get",
+            "box": handle.sandbox_id,
+            "path": absolute(path),
+            "exclude": list(exclude),
+            "max_bytes": max_bytes,
+        }
         read_end, write_end = os.pipe()
-        packing = asyncio.create_task(
-            self._client().request(
-                {
-                    "op": "get",
-                    "box": handle.sandbox_id,
-                    "path": absolute(path),
-                    "exclude": list(exclude),
-                    "max_bytes": max_bytes,
-                },
-                [write_end],
-            )
-        )
+        packing = asyncio.create_task(self._client().request(request, [write_end]))
         try:
             async with contextlib.aclosing(read_stream(read_end)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             await packing
         finally:
-            if not packing.done():
-                await asyncio.wait({packing})
-            with contextlib.suppress(Exception):
-                packing.result()
+            await _settle(packing)
 
     # ------------------------------------------------------------------------------------------------- doors
 
@@ -358,14 +333,11 @@ class LocalProvider(StreamingProvider):
 
     # ---------------------------------------------------------------------------------------------- internals
 
-    def _new_client(self) -> SupervisorClient:
-        return SupervisorClient(self.options)
-
     def _client(self) -> SupervisorClient:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients = {other: client for other, client in self._clients.items() if not other.is_closed()}
-            self._clients[loop] = self._new_client()
+            self._clients[loop] = SupervisorClient(self.options)
         return self._clients[loop]
 
     async def _with_image(self, spec: SandboxSpec) -> SandboxSpec:
@@ -385,6 +357,14 @@ class LocalProvider(StreamingProvider):
         spec = spec.replace(resources=capabilities.limits(spec.resources))
         capabilities.check(spec, self.name)
         return spec
+
+
+async def _settle(*tasks: asyncio.Task[Any]) -> None:
+    """Wait until the tasks have ended, and ignore how."""
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
 
 
 def _box_of(handle: SandboxHandle) -> _LocalBox:

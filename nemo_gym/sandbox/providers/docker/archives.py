@@ -19,6 +19,7 @@ from nemo_gym.sandbox.archive import (
     TarParser,
     check_member,
     encode_header,
+    pack_bytes,
 )
 from nemo_gym.sandbox.base import absolute
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
@@ -48,17 +49,11 @@ class Upload:
         self.implied: set[tuple[str, ...]] = set()
         """Directories that members lie in although the archive does not contain them."""
 
-    def feed(self, data: bytes) -> None:
-        """Check and store a chunk of the stream. Raises `SandboxArchiveError` if a member would leave the target."""
+    def feed(self, data: bytes | None) -> None:
+        """Check and store a chunk of the stream, or its end (``None``). Raises `SandboxArchiveError` if a member would
+        leave the target, or the stream ended early."""
         try:
-            out = self._filter.feed(data)
-            self._write(out)
-        except ArchiveError as error:
-            raise SandboxArchiveError(f"the archive for '{self.path}' is refused: {error}") from error
-
-    def finish(self) -> None:
-        try:
-            self._write(self._filter.finish())
+            self._write(self._filter.finish() if data is None else self._filter.feed(data))
         except ArchiveError as error:
             raise SandboxArchiveError(f"the archive for '{self.path}' is refused: {error}") from error
 
@@ -146,13 +141,11 @@ def make_directories(engine: Engine, container_id: str, path: str) -> None:
 
 def files_archive(files: Mapping[str, str]) -> bytes:
     """Pack the spec's files into one archive, to be unpacked at ``/``."""
-    data = b""
-    for path, text in files.items():
-        content = text.encode("utf-8", "surrogateescape")
-        member = tarfile.TarInfo(posixpath.normpath(absolute(path)).lstrip("/"))
-        member.size, member.mode = len(content), 0o644
-        data += encode_header(member) + content + bytes(-len(content) % tarfile.BLOCKSIZE)
-    return data + END_OF_ARCHIVE
+    members = (
+        pack_bytes(posixpath.normpath(absolute(path)).lstrip("/"), text.encode("utf-8", "surrogateescape"))
+        for path, text in files.items()
+    )
+    return b"".join(member.removesuffix(END_OF_ARCHIVE) for member in members) + END_OF_ARCHIVE
 
 
 def download(

@@ -23,7 +23,7 @@ from nemo_gym.contract.errors import (
     reject_unknown_keys,
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox.linux import SOCKET_FAMILIES, elf_image
+from nemo_gym.sandbox.linux import CLONE_NEWUSER, SOCKET_FAMILIES, elf_image
 from nemo_gym.sandbox.providers.docker import watchdog
 from nemo_gym.sandbox.providers.docker.archives import files_archive
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
@@ -48,7 +48,6 @@ from nemo_gym.sandbox.providers.docker.names import SPEC_KEY, container_labels, 
 OLDEST_ENGINE = (20, 10, 10)
 """Earlier engines cannot return an error code chosen by the profile, which recent C libraries rely on."""
 
-_CLONE_NEWUSER = 0x10000000
 _FAMILIES = 64
 """More than the kernel's number of address families. One rule refuses all families from this number on."""
 _ABSENT = ("io_uring_setup", "io_uring_enter", "io_uring_register", "clone3", "socketcall")
@@ -71,11 +70,11 @@ _REFUSED = (
 def profile() -> str:
     """The profile in the engine's JSON format."""
     rules = [_rule(_REFUSED, errno.EPERM), _rule(_ABSENT, errno.ENOSYS)]
-    rules.append(_rule(("clone",), errno.EPERM, _masked(0, _CLONE_NEWUSER)))
+    rules.append(_rule(("clone",), errno.EPERM, op="SCMP_CMP_MASKED_EQ", value=CLONE_NEWUSER, valueTwo=CLONE_NEWUSER))
     calls = ("socket", "socketpair")
     families = [family for family in range(_FAMILIES) if family not in {*map(int, SOCKET_FAMILIES)}]
-    rules += [_rule(calls, errno.EAFNOSUPPORT, _compared(0, "SCMP_CMP_EQ", family)) for family in families]
-    rules.append(_rule(calls, errno.EAFNOSUPPORT, _compared(0, "SCMP_CMP_GE", _FAMILIES)))
+    rules += [_rule(calls, errno.EAFNOSUPPORT, op="SCMP_CMP_EQ", value=family) for family in families]
+    rules.append(_rule(calls, errno.EAFNOSUPPORT, op="SCMP_CMP_GE", value=_FAMILIES))
     architectures = [
         {"architecture": "SCMP_ARCH_X86_64", "subArchitectures": ["SCMP_ARCH_X86", "SCMP_ARCH_X32"]},
         {"architecture": "SCMP_ARCH_AARCH64", "subArchitectures": ["SCMP_ARCH_ARM"]},
@@ -89,16 +88,10 @@ def supports_profile(version: str) -> bool:
     return parts is not None and tuple(int(part or 0) for part in parts.groups()) >= OLDEST_ENGINE
 
 
-def _rule(names: tuple[str, ...], error: int, *arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": error, "args": list(arguments)}
-
-
-def _compared(index: int, operator: str, value: int) -> dict[str, Any]:
-    return {"index": index, "op": operator, "value": value}
-
-
-def _masked(index: int, bits: int) -> dict[str, Any]:
-    return {"index": index, "op": "SCMP_CMP_MASKED_EQ", "value": bits, "valueTwo": bits}
+def _rule(names: tuple[str, ...], error: int, **first_argument: Any) -> dict[str, Any]:
+    """A rule that lets calls fail with ``error``: all of them, or those whose first argument compares as given."""
+    arguments = [{"index": 0, **first_argument}] if first_argument else []
+    return {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": error, "args": arguments}
 
 
 # -- First process -------------------------------------------------------------------------------------------------
@@ -107,6 +100,10 @@ def _masked(index: int, bits: int) -> dict[str, Any]:
 # A box lives as long as its first process. An idle command from the image would be an ordinary process of the box:
 # `kill -9 -1` would end the box, which would then be taken for lost through no fault of its contents, and be retried.
 # Only process 1 itself is safe from signals of its own box, and only an unreadable program from being traced there.
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "nemo-gym"
 
 
 def program_path() -> Path | None:
@@ -119,9 +116,7 @@ def program_path() -> Path | None:
         image = elf_image(platform.machine())
     except NotImplementedError:
         return None
-    configured = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(configured) if configured else Path("~").expanduser() / ".cache"
-    path = cache / "nemo-gym" / f"box-init-{hashlib.sha256(image).hexdigest()[:16]}"
+    path = _cache() / f"box-init-{hashlib.sha256(image).hexdigest()[:16]}"
     if path.is_file():
         return path
     try:
@@ -145,10 +140,8 @@ def program_path() -> Path | None:
 def lock_path(engine_url: str) -> Path:
     """The file that an engine's watchdog keeps locked. The name contains a digest of the watchdog's code, so watchdogs
     of several releases can run side by side: each does what its release requires and removes no box too early."""
-    configured = os.environ.get("XDG_CACHE_HOME")
     digest = hashlib.sha256(engine_url.encode() + b"\0" + Path(watchdog.__file__).read_bytes())
-    cache = Path(configured) if configured else Path("~").expanduser() / ".cache"
-    return cache / "nemo-gym" / "watchdogs" / f"docker-{digest.hexdigest()[:16]}.lock"
+    return _cache() / "watchdogs" / f"docker-{digest.hexdigest()[:16]}.lock"
 
 
 def watchdog_command(lock: Path, engine_url: str) -> list[str]:
@@ -277,10 +270,10 @@ class Creation:
                     client.remove_container(container_id, force=True, v=True)
                     return None
             except sdk_errors() as error:
-                if status_of(error) not in (404, 409):
-                    raise
                 if status_of(error) == 404:
                     return None
+                if status_of(error) != 409:
+                    raise
             time.sleep(0.05)
 
     def run(self) -> dict[str, Any]:
@@ -358,12 +351,7 @@ class Creation:
             # 404: the container is gone. 409: another request is removing it.
             if status_of(error) not in (404, 409):
                 raise translate(error, "removing a box that was not wanted any more") from error
-
-    def _security_options(self) -> list[str]:
-        options = ["no-new-privileges:true"]
-        if self._config.seccomp == "suite" and supports_profile(self._engine.release):
-            options.append(f"seccomp={profile()}")
-        return options
+        self.created = False
 
     def _create(self) -> str:
         spec, config, client = self._spec, self._config, self._engine.client
@@ -376,6 +364,7 @@ class Creation:
             options["nano_cpus"] = int(limits.cpu * 1e9)
         if runtime := spec.provider_options.get("runtime", config.runtime):
             options["runtime"] = runtime
+        filtered = config.seccomp == "suite" and supports_profile(self._engine.release)
         builds = spec.network is NetworkPolicy.OPEN
         idle = spec.entrypoint is None
         program = self._first_process if idle else None
@@ -387,7 +376,7 @@ class Creation:
             network_mode="bridge" if builds else "none",
             cap_drop=["ALL"],
             cap_add=[*dict.fromkeys((*config.capabilities, *(config.build_capabilities if builds else ())))] or None,
-            security_opt=self._security_options(),
+            security_opt=["no-new-privileges:true", *([f"seccomp={profile()}"] if filtered else [])],
             pids_limit=limits.pids,
             ulimits=[{"Name": name, "Soft": limit, "Hard": limit} for name, limit in _ULIMITS.items()],
             log_config={"Type": "none", "Config": {}},
@@ -421,9 +410,7 @@ class Creation:
             )
         except sdk_errors() as error:
             # A response with a status below 500 means that this request created nothing.
-            status = status_of(error)
-            self.created = status is None or status >= 500
-            if self.created:
-                self.discard()
+            self.created = (status_of(error) or 500) >= 500
+            self.discard()
             raise
         return str(response["Id"])

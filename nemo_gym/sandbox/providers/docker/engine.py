@@ -10,6 +10,7 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -59,7 +60,6 @@ class Engine:
         self.url = engine_url(base_url)
         self._request_timeout_s = request_timeout_s
         self._client: Any = None
-        self._release: str | None = None
         self._threads: ThreadPoolExecutor | None = None
 
     @property
@@ -100,12 +100,10 @@ class Engine:
                 ) from error
         return self._client
 
-    @property
+    @cached_property
     def release(self) -> str:
         """The engine's version, for example ``20.10.24``; requested once."""
-        if self._release is None:
-            self._release = str(self.client.version().get("Version", ""))
-        return self._release
+        return str(self.client.version().get("Version", ""))
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking function on the pool. Cancelling the caller does not stop the function."""

@@ -301,11 +301,9 @@ class DockerExec:
         if control is not None:
             all_dead = await self._engine.call(kill_exec, control, await self._selection())
         else:
-            all_dead = False
             for _ in range(3):
                 await self._signal_from_inside(signals.SIGKILL)
-                all_dead = await self._main_pid() is None
-                if all_dead:
+                if all_dead := await self._main_pid() is None:
                     break
         if not all_dead:
             # Kill the box: losing it is better than keeping one with a command that cannot be stopped.

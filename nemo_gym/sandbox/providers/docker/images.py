@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
+from nemo_gym.sandbox.linux import locked
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine, explain, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.names import IMAGE_LABELS, image_reference
@@ -343,9 +343,7 @@ def ensure_host_image(engine: Engine) -> str:
         return cached
     packages = closure()
     image = reference(packages)
-    lock = Path(tempfile.gettempdir()) / f"nemo-gym-host-image-{os.getuid()}.lock"
-    with open(lock, "w") as lock_file:  # noqa: PTH123
-        fcntl.flock(lock_file, fcntl.LOCK_EX)
+    with locked(Path(tempfile.gettempdir()) / f"nemo-gym-host-image-{os.getuid()}.lock"):
         try:
             try:
                 engine.client.inspect_image(image)

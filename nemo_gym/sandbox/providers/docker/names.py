@@ -2,7 +2,7 @@
 
 A container's labels cannot change, but its name can. So a label holds the end of the first lease, and a renewal
 renames the container to ``<base>.<unix seconds>``. Everyone who can list containers sees the current lease; there is
-no state outside the engine. ``watchdog.py`` reads the same names but cannot import this module; a test compares them.
+no state outside the engine. ``watchdog.py``, which cannot import this module, has what both need.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym.sandbox.base import BoxLabel
+from nemo_gym.sandbox.providers.docker.watchdog import DISK_BYTES
 
 SPEC_ENV = "nemo_gym.docker.env"
 """The spec's environment, as JSON. Each exec gets it; images committed from the box do not."""
@@ -22,8 +23,6 @@ GIVEN_LABELS = "nemo_gym.docker.labels"
 """The creator's labels, as JSON, to tell them from the labels that the container inherits from its image."""
 SPEC_KEY = "nemo_gym.docker.key"
 """Digest of the spec's idempotency key."""
-DISK_BYTES = "nemo_gym.docker.disk_bytes"
-"""Bytes that the box may write. The watchdog removes a box that has written more."""
 IMAGE_LABELS = "nemo_gym.docker.image_labels"
 """Label of a committed image: the caller's labels, as JSON."""
 EXEC_MARK = "NEMO_GYM_EXEC_ID"
@@ -49,17 +48,6 @@ def container_name(idempotency_key: str | None) -> str:
 def renewed_name(name: str, expires_at: float) -> str:
     """The container name for a lease that ends at ``expires_at`` (Unix seconds, rounded up)."""
     return f"{name.lstrip('/').partition('.')[0]}.{int(-(-expires_at // 1))}"
-
-
-def lease_end(name: str, labels: Mapping[str, str]) -> float | None:
-    """When a container's lease ends, in Unix seconds; ``None`` if neither its name nor its label gives a time."""
-    renewed = name.partition(".")[2]
-    for text in (renewed, labels.get(BoxLabel.EXPIRES_AT, "")):
-        try:
-            return float(text)
-        except ValueError:
-            continue
-    return None
 
 
 def image_reference(image: str) -> str:

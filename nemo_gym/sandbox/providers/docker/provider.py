@@ -16,13 +16,16 @@ from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLo
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import BoxLabel, ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
+from nemo_gym.sandbox.doors import door_server
+from nemo_gym.sandbox.linux import listen_in_network_namespace
 from nemo_gym.sandbox.providers.docker import archives
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.creation import Creation, ensure_watchdog
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.images import Images
-from nemo_gym.sandbox.providers.docker.names import lease_end, public_labels, renewed_name
+from nemo_gym.sandbox.providers.docker.names import public_labels, renewed_name
+from nemo_gym.sandbox.providers.docker.watchdog import lease_end
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 _STATES = {
@@ -36,8 +39,6 @@ _STATES = {
 }
 _CAP_SYS_ADMIN = 1 << 21
 _MIB = 1024 * 1024
-
-
 _NO_NESTING = (
     "processes in a box may make no namespaces and no mounts, so no containers either; where its policy may be trusted"
     " with the host, the settings capabilities: [SYS_ADMIN] and seccomp: engine let them"
@@ -69,7 +70,7 @@ class DockerProvider(StreamingProvider):
         self.config = DockerConfig.from_mapping(options)
         self._engine = Engine(self.config.base_url, request_timeout_s=self.config.request_timeout_s)
         self._images = Images(self._engine, self.config)
-        self._creating: asyncio.Semaphore | None = None
+        self._creating = asyncio.Semaphore(self.config.max_concurrent_creates)
         self._boxes: dict[str, DockerBox] = {}
 
     @cached_property
@@ -130,51 +131,36 @@ class DockerProvider(StreamingProvider):
                 await self._engine.call(creation.prepare_image)
                 if self.config.watchdog:
                     await self._engine.call(ensure_watchdog, self._engine.url)
-                if self._creating is None:
-                    self._creating = asyncio.Semaphore(self.config.max_concurrent_creates)
-                async with self._creating:
-                    inspection = await self._run_creation(creation)
-                # From here on this call must remove the container if it is cancelled at any later point.
-                box: DockerBox | None = None
+                handle: SandboxHandle | None = None
                 try:
-                    box = await self._engine.call(DockerBox.from_inspection, inspection, local=self._local)
+                    async with self._creating:
+                        inspection = await self._engine.call(creation.find_existing)
+                        if inspection is None:
+                            inspection = await finish(self._engine.call(creation.run))
+                    handle = await self._handle(inspection)
                     for door in spec.doors:
-                        await self._open_door(box, door)
+                        await self.open_door(handle, door)
                     if self.config.watchdog:
                         # At the first check the watchdog may have been about to exit.
                         await self._engine.call(ensure_watchdog, self._engine.url)
                 except BaseException:
-                    await finish(self._abandon(box, creation))
+                    # The engine has finished what was asked of it, so this finds whatever it created.
+                    await finish(self._abandon(handle, creation))
                     raise
         except TimeoutError as error:
             raise SandboxCreateError(
                 f"docker: the box was not ready after ready_timeout_s={timeout_s:g} seconds", retryable=True
             ) from error
-        self._boxes[box.container_id] = box
+        self._boxes[handle.sandbox_id] = box_of(handle)
+        return handle
+
+    async def _handle(self, inspection: Mapping[str, Any]) -> SandboxHandle:
+        box = await self._engine.call(DockerBox.from_inspection, inspection, local=self._local)
         return SandboxHandle(sandbox_id=box.container_id, provider_name=self.name, raw=box)
 
-    async def _run_creation(self, creation: Creation) -> dict[str, Any]:
-        """Create the container. If cancelled meanwhile, wait for the engine to finish, then remove the container."""
-        existing = await self._engine.call(creation.find_existing)
-        if existing is not None:
-            return existing
-        running = asyncio.ensure_future(self._engine.call(creation.run))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-
-            async def discard() -> None:
-                await asyncio.wait([running])
-                if not running.cancelled():
-                    running.exception()
-                await self._engine.call(creation.discard)
-
-            await finish(discard())
-            raise
-
-    async def _abandon(self, box: DockerBox | None, creation: Creation) -> None:
-        if box is not None:
-            await self._close_doors(box)
+    async def _abandon(self, handle: SandboxHandle | None, creation: Creation) -> None:
+        if handle is not None:
+            await self._close_doors(box_of(handle))
         await self._engine.call(creation.discard)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
@@ -273,7 +259,7 @@ class DockerProvider(StreamingProvider):
         try:
             async for chunk in tar:
                 await asyncio.to_thread(upload.feed, chunk)
-            upload.finish()
+            upload.feed(None)
             await self._engine.call(upload.send, self._engine, box_of(handle).container_id)
         finally:
             upload.close()
@@ -304,21 +290,8 @@ class DockerProvider(StreamingProvider):
     # ------------------------------------------------------------------------------------------- loopback doors
 
     async def open_door(self, handle: SandboxHandle, door: Door) -> None:
-        await self._open_door(box_of(handle), door)
-
-    async def close_door(self, handle: SandboxHandle, name: str) -> None:
-        server = box_of(handle).doors.pop(name, None)
-        if server is not None:
-            await server.aclose()
-
-    def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
-        return {name: server.statistics for name, server in box_of(handle).doors.items()}
-
-    async def _open_door(self, box: DockerBox, door: Door) -> None:
         """Serve a door on a listener created in the container's network namespace."""
-        from nemo_gym.sandbox.doors import door_server
-        from nemo_gym.sandbox.linux import listen_in_network_namespace
-
+        box = box_of(handle)
         if door.name in box.doors:
             raise SandboxError(f"docker: the box already has a door named '{door.name}'")
         if not box.init_pid:
@@ -332,6 +305,14 @@ class DockerProvider(StreamingProvider):
         server = door_server(door, listener)
         await server.start()
         box.doors[door.name] = server
+
+    async def close_door(self, handle: SandboxHandle, name: str) -> None:
+        server = box_of(handle).doors.pop(name, None)
+        if server is not None:
+            await server.aclose()
+
+    def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
+        return {name: server.statistics for name, server in box_of(handle).doors.items()}
 
     async def _close_doors(self, box: DockerBox) -> None:
         servers = [*box.doors.values()]
@@ -352,11 +333,10 @@ class DockerProvider(StreamingProvider):
     # ------------------------------------------------------------------------------------------ other processes
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
-        box = box_of(handle)
         return {
             "provider": self.name,
             "base_url": self._engine.url,
-            "container_id": box.container_id,
+            "container_id": box_of(handle).container_id,
             "scope": scope,
         }
 
@@ -377,8 +357,7 @@ class DockerProvider(StreamingProvider):
             raise SandboxError(f"docker: the container {container_id[:12]} is not a box of this suite")
         if not inspection["State"]["Running"]:
             raise SandboxLostError(f"docker: the box {container_id[:12]} has stopped")
-        box = await self._engine.call(DockerBox.from_inspection, inspection, local=self._local)
-        return SandboxHandle(sandbox_id=box.container_id, provider_name=self.name, raw=box)
+        return await self._handle(inspection)
 
 
 def _info(container: Mapping[str, Any]) -> SandboxInfo:

@@ -21,6 +21,7 @@ import ssl
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -28,6 +29,7 @@ from urllib.parse import quote, urlsplit
 MANAGED = "nemo_gym.managed"
 EXPIRES_AT = "nemo_gym.lease_expires_at"
 DISK_BYTES = "nemo_gym.docker.disk_bytes"
+"""Label: bytes that the box may write."""
 POLL_S = 1.0
 DISK_POLL_S = 0.5
 DISK_IDLE_SHARE = 4
@@ -56,14 +58,11 @@ class Engine:
 
     def request(self, method: str, path: str) -> tuple[int, Any]:
         """Return status and decoded body. Raises `OSError` or `http.client.HTTPException` if there is no response."""
-        connection = self._connection()
-        try:
+        with contextlib.closing(self._connection()) as connection:
             connection.request(method, path)
             response = connection.getresponse()
             body = response.read()
             return response.status, json.loads(body) if body else None
-        finally:
-            connection.close()
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._url.startswith("unix://"):
@@ -95,8 +94,9 @@ class Engine:
         self.request("DELETE", f"/containers/{container_id}?force=1&v=1")
 
 
-def lease_end(name: str, labels: dict[str, str]) -> float | None:
-    """When a container's lease ends, in Unix seconds. A time in the name is newer than the label's."""
+def lease_end(name: str, labels: Mapping[str, str]) -> float | None:
+    """When a container's lease ends, in Unix seconds; ``None`` if neither its name nor its label gives a time. A time
+    in the name is newer."""
     for text in (name.partition(".")[2], labels.get(EXPIRES_AT, "")):
         try:
             return float(text)
@@ -143,19 +143,25 @@ class Watchdog:
 
 def over_disk_limit(engine: Engine) -> dict[str, tuple[int, int]]:
     """Container id → bytes written and bytes allowed, for every running box that wrote more than it may."""
-    over = {}
+    over: dict[str, tuple[int, int]] = {}
     # To measure, the engine walks through all files of each box, so skip this if no box has a limit.
-    if any((listed_container.get("Labels") or {}).get(DISK_BYTES) for listed_container in engine.containers("all=0")):
-        for container in engine.containers("all=0&size=1"):
-            limit = (container.get("Labels") or {}).get(DISK_BYTES)
-            if not limit or int(container.get("SizeRw") or 0) <= int(limit):
-                continue
+    if all(disk_limit(container) is None for container in engine.containers("all=0")):
+        return over
+    for container in engine.containers("all=0&size=1"):
+        limit, written = disk_limit(container), int(container.get("SizeRw") or 0)
+        if limit is not None and written > limit:
             # Engines add up the apparent sizes of files; a sparse file takes less space.
             disk_bytes = on_disk(engine, str(container["Id"]))
-            written = int(container["SizeRw"]) if disk_bytes is None else disk_bytes
-            if written > int(limit):
-                over[str(container["Id"])] = written, int(limit)
+            written = written if disk_bytes is None else disk_bytes
+            if written > limit:
+                over[str(container["Id"])] = written, limit
     return over
+
+
+def disk_limit(container: dict[str, Any]) -> int | None:
+    """Bytes that a container may write; ``None`` if there is no limit."""
+    limit = (container.get("Labels") or {}).get(DISK_BYTES)
+    return int(limit) if limit else None
 
 
 def on_disk(engine: Engine, container_id: str) -> int | None:

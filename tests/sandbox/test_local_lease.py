@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -18,10 +19,14 @@ from typing import Any
 
 import pytest
 
+from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym.contract.errors import SandboxLostError
 from nemo_gym.contract.sandbox import SandboxResources
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxStatus
+from nemo_gym.sandbox.providers.apptainer.provider import ApptainerOptions
 from nemo_gym.sandbox.providers.local import LocalProvider
+from nemo_gym.sandbox.providers.local.client import supervisor_sources
+from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
 from nemo_gym.sandbox.providers.local.supervisor.main import SOCKET_NAME
 from tests.sandbox.local_boxes import LocalPlace, alive, config_below, leftovers, local_place, until
 
@@ -168,6 +173,19 @@ async def test_clients_that_start_together_share_one_supervisor(tmp_path: Path) 
         for other in others:
             assert [info.sandbox_id for info in await other.list()] == [handle.sandbox_id]
             await other.aclose()
+
+
+@pytest.mark.parametrize("options", [LocalOptions, ApptainerOptions])
+def test_a_release_is_named_after_every_module_that_a_supervisor_loads(options: type[SupervisedOptions]) -> None:
+    script = (
+        f"import sys; sys.path.append({str(INSTALL_ROOT)!r})\n"
+        f"import nemo_gym.sandbox.providers.local.supervisor.main, {options.builder}\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('nemo_gym.')), sep='\\n')"
+    )
+    command = [sys.executable, "-I", "-S", "-c", script]
+    loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert any(path.endswith("tar_stream.py") for path in loaded)
+    assert loaded <= set(map(str, supervisor_sources()))
 
 
 async def test_supervisor_of_another_release_is_left_alone_and_swept_when_it_is_dead(

@@ -147,12 +147,17 @@ def release() -> str:
     """A name for the current version of the supervisor's code. Each version has its own directory below the state
     directory, so clients of a new release start a new supervisor while the old one's boxes live out their leases."""
     digest = hashlib.sha256(f"{PROTOCOL_VERSION} {sys.version}".encode())
-    package = INSTALL_ROOT / "nemo_gym" / "sandbox"
-    local, apptainer = package / "providers" / "local", package / "providers" / "apptainer"
-    sources = [*local.glob("*.py"), *(local / "supervisor").glob("*.py"), *apptainer.glob("*.py")]
-    for path in sorted([*(package / name for name in ("archive.py", "cgroups.py", "linux.py")), *sources]):
+    for path in supervisor_sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def supervisor_sources() -> list[Path]:
+    """The files of every folder from which a supervisor loads modules."""
+    sandbox = INSTALL_ROOT / "nemo_gym" / "sandbox"
+    providers, local = sandbox / "providers", sandbox / "providers" / "local"
+    folders = (sandbox.parent / "_util", sandbox, providers, local, local / "supervisor", providers / "apptainer")
+    return sorted(path for folder in folders for path in folder.glob("*.py"))
 
 
 def prepare_state_dir(path: Path) -> None:

@@ -47,6 +47,16 @@ async def test_layers_keep_owners_modes_links_and_deletions_of_system_files(plac
     assert (await place.provider.exec(third, "/usr/bin/env; test ! -e /opt/a")).ok
 
 
+async def test_commit_leaves_out_one_directory_of_temporary_files_when_the_other_is_untouched(
+    place: LocalPlace,
+) -> None:
+    first = await place.create()
+    await place.run(first, "touch /var/tmp/scratch")
+    await place.provider.commit(first, "one", {})
+    second = await place.create(image="one")
+    assert await place.run(second, "ls -A /var/tmp") == ""
+
+
 async def test_removed_image_stays_usable_for_its_boxes_and_is_deleted_after_them(place: LocalPlace) -> None:
     made = await place.create()
     await place.run(made, "mkdir /opt/data; echo kept > /opt/data/f")

@@ -92,8 +92,8 @@ async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged:
         linux.setns(monitor_fd, linux.CLONE_NEWNS)
         for part in parts:
             copy_layer(upper / part, staged / part)
-            with contextlib.suppress(FileNotFoundError):
-                for name in ("tmp", "var/tmp"):
+            for name in ("tmp", "var/tmp"):
+                with contextlib.suppress(FileNotFoundError):
                     for path in (staged / part / name).iterdir():
                         remove_directory(path)
         os.sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -139,6 +140,21 @@ async def test_files_in_memory_leave_room_to_delete_them(tmp_path: Path) -> None
         )
         assert not filled.ok
         await place.run(handle, "rm /dev/shm/f /run/f")
+
+
+async def test_cancelled_upload_ends_although_its_stream_stands_still(tmp_path: Path) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with local_place(tmp_path) as place:
+        handle = await place.create()
+        uploading = asyncio.create_task(place.provider.put_archive(handle, "/opt", chunks()))
+        await asyncio.wait({uploading}, timeout=0.5)
+        uploading.cancel()
+        ended, _ = await asyncio.wait({uploading}, timeout=30)
+        assert ended
+        assert uploading.cancelled()
 
 
 async def test_unknown_user_is_refused_by_name(place: LocalPlace) -> None:

@@ -37,14 +37,6 @@ class Images:
         name = image or self._config.default_image
         return ensure_host_image(self._engine) if name == HOST_IMAGE else image_reference(name)
 
-    def inspect(self, reference: str) -> dict[str, Any] | None:
-        try:
-            return dict(self._engine.client.inspect_image(reference))
-        except sdk_errors() as error:
-            if status_of(error) == 404:
-                return None
-            raise translate(error, f"looking for the image '{reference}'") from error
-
     def pull(self, reference: str) -> None:
         """Pull an image from a registry. Each step of the pull may take up to ``pull_timeout_s``.
 
@@ -104,9 +96,13 @@ class Images:
 
     def labels(self, image: str) -> dict[str, str] | None:
         """The labels given to `commit`; ``None`` if there is no such image."""
-        inspection = self.inspect(image_reference(image))
-        if inspection is None:
-            return None
+        reference = image_reference(image)
+        try:
+            inspection: dict[str, Any] = self._engine.client.inspect_image(reference)
+        except sdk_errors() as error:
+            if status_of(error) == 404:
+                return None
+            raise translate(error, f"looking for the image '{reference}'") from error
         labels: dict[str, str] = (inspection.get("Config") or {}).get("Labels") or {}
         if IMAGE_LABELS in labels:
             return {str(key): str(value) for key, value in json.loads(labels[IMAGE_LABELS]).items()}

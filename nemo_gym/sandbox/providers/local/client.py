@@ -449,12 +449,13 @@ class LocalProcess:
             if self._end is None:
                 self.abandon()
 
+    def _signal_request(self, number: int) -> Message:
+        return {"op": "signal", "box": self._box_id, "exec": self.exec_id, "signal": int(number)}
+
     async def signal(self, number: int) -> None:
         """Send a signal to the command's whole process tree."""
         if self._end is None:
-            await self._client.request(
-                {"op": "signal", "box": self._box_id, "exec": self.exec_id, "signal": int(number)}
-            )
+            await self._client.request(self._signal_request(number))
 
     async def kill(self) -> None:
         """Kill the whole process tree; idempotent."""
@@ -463,9 +464,7 @@ class LocalProcess:
     def abandon(self) -> None:
         """Kill the command without waiting, and stop reading its output."""
         if self._end is None:
-            self._client.notify(
-                {"op": "signal", "box": self._box_id, "exec": self.exec_id, "signal": int(signal.SIGKILL)}
-            )
+            self._client.notify(self._signal_request(signal.SIGKILL))
         self._client.on_end.pop(self.exec_id, None)
         for name in list(self._streams):
             self._close_stream(name)

@@ -213,12 +213,13 @@ class Creation:
         self.created = False
         """Whether this object created the container. Another call with the same idempotency key may have done so."""
 
-    def check(self) -> None:
-        """Check everything that can be checked without the engine.
+    def prepare(self) -> None:
+        """Check what can be checked without a container, and resolve the image's name. Pull the image if the pull
+        policy is ``always``.
 
         Raises:
             ConfigError: an unknown provider option.
-            SandboxCreateError: a mount's source does not exist.
+            SandboxCreateError: a mount's source does not exist, or the image cannot be built or pulled.
         """
         reject_unknown_keys(self._spec.provider_options, ["runtime", "platform"], where="docker provider_options")
         for mount in self._spec.mounts:
@@ -227,9 +228,6 @@ class Creation:
         files_archive(self._spec.files)
         if self._spec.entrypoint is None and self._engine.is_local():
             self._first_process = program_path()
-
-    def prepare_image(self) -> None:
-        """Resolve the image's name, and pull the image if the pull policy is ``always``."""
         self._image = self._images.reference(self._spec.image)
         if self._config.pull == "always" and not self._image.startswith("nemo-gym/"):
             self._images.pull(self._image)

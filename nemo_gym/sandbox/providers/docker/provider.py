@@ -127,8 +127,7 @@ class DockerProvider(StreamingProvider):
                 spec = spec.replace(resources=capabilities.limits(spec.resources))
                 capabilities.check(spec, self.name)
                 creation = Creation(self._engine, self._images, self.config, spec)
-                await self._engine.call(creation.check)
-                await self._engine.call(creation.prepare_image)
+                await self._engine.call(creation.prepare)
                 if self.config.watchdog:
                     await self._engine.call(ensure_watchdog, self._engine.url)
                 handle: SandboxHandle | None = None

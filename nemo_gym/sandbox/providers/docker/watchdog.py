@@ -82,13 +82,13 @@ class Engine:
             raise OSError(f"the engine answered {status}")
         return list(containers)
 
-    def boxes(self) -> dict[str, tuple[str, float | None]]:
-        """Container id → name and end of lease (Unix seconds), for every container of this suite."""
-        boxes = {}
+    def lease_ends(self) -> dict[str, float | None]:
+        """Container id → end of lease (Unix seconds), for every container of this suite."""
+        ends = {}
         for container in self.containers("all=1"):
             name = ((container.get("Names") or [""])[0] or "").lstrip("/")
-            boxes[str(container["Id"])] = (name, lease_end(name, container.get("Labels") or {}))
-        return boxes
+            ends[str(container["Id"])] = lease_end(name, container.get("Labels") or {})
+        return ends
 
     def remove(self, container_id: str) -> None:
         self.request("DELETE", f"/containers/{container_id}?force=1&v=1")
@@ -119,21 +119,18 @@ class Watchdog:
 
     def look(self) -> int:
         """Remove the boxes whose lease ended; return how many boxes are left."""
-        boxes = self._engine.boxes()
-        for removed_id in set(self._deadlines) - set(boxes):
+        lease_ends = self._engine.lease_ends()
+        for removed_id in set(self._deadlines) - set(lease_ends):
             del self._deadlines[removed_id]
-        for container_id, (_, end) in boxes.items():
-            if end is None:
-                continue
-            recorded = self._deadlines.get(container_id)
-            if recorded is None or recorded[0] != end:
+        for container_id, end in lease_ends.items():
+            if end is not None and self._deadlines.get(container_id, (None, 0))[0] != end:
                 self._deadlines[container_id] = (end, now_s() + end - time.time())
-        box_count = len(boxes)
+        box_count = len(lease_ends)
         for container_id, (end, deadline) in list(self._deadlines.items()):
             if now_s() < deadline + _GRACE_S:
                 continue
             # The lease may have been renewed since the boxes were listed.
-            if self._engine.boxes().get(container_id, ("", None))[1] not in (end, None):
+            if self._engine.lease_ends().get(container_id) not in (end, None):
                 continue
             with contextlib.suppress(OSError, http.client.HTTPException):
                 self._engine.remove(container_id)

@@ -101,7 +101,7 @@ def _protect_proc() -> None:
     for path in PROC_READ_ONLY:
         if os.path.exists(path):  # noqa: PTH110
             linux.mount(path, path, None, linux.MS_BIND | linux.MS_REC)
-            _remount_read_only(path, linux.MS_NOEXEC)
+            _remount_read_only(path, linux.MS_NODEV | linux.MS_NOEXEC)
     for path in PROC_ABSENT:
         if os.path.exists(path):  # noqa: PTH110
             _hide(path)
@@ -112,7 +112,7 @@ def _mount_memory(shm: int, run: int) -> None:
     with contextlib.suppress(OSError):
         linux.umount("/dev/mqueue", linux.MNT_DETACH)
     linux.mount("tmpfs", "/dev/shm", "tmpfs", flags, f"mode=1777,size={shm}")
-    _remount_read_only("/dev", 0, nodev=False)
+    _remount_read_only("/dev")
     linux.mount("tmpfs", "/run", "tmpfs", flags, f"mode=0755,size={run}")
     os.mkdir("/run/lock")  # noqa: PTH102
     os.chmod("/run/lock", 0o1777)  # noqa: PTH101
@@ -126,9 +126,9 @@ def _hide(path: str) -> None:
         linux.mount("/dev/null", path, None, linux.MS_BIND)
 
 
-def _remount_read_only(path: str, extra_flags: int, *, nodev: bool = True) -> None:
+def _remount_read_only(path: str, extra_flags: int = 0) -> None:
     flags = linux.MS_BIND | linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | extra_flags
-    linux.mount("none", path, None, flags | (linux.MS_NODEV if nodev else 0))
+    linux.mount("none", path, None, flags)
 
 
 def image_env(init_pid: int) -> dict[str, str]:

@@ -27,8 +27,8 @@ from nemo_gym.sandbox.providers.local.supervisor.processes import Command, enter
 _KILL_DEADLINE_S = 10.0
 
 
-class StartError(Exception):
-    """A command could not be started; ``kind`` is ``user`` or ``lost``."""
+class RequestError(Exception):
+    """An error response; ``kind`` selects the exception that the client raises."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class RunningCommand:
         """Start the command. The caller keeps the descriptors in ``command`` and must close them.
 
         Raises:
-            StartError: the command was not started.
+            RequestError: the command was not started.
         """
         joins = self.groups.open_joins()
         report_read, report_write = os.pipe()
@@ -80,7 +80,7 @@ class RunningCommand:
         self._pid = int(started.get("pid", 0))
         if not self._pid:
             os.close(status_read)
-            raise StartError("lost", f"the box could not be entered: {started.get('message', 'it is gone')}")
+            raise RequestError("lost", f"the box could not be entered: {started.get('message', 'it is gone')}")
         self._pidfd = os.pidfd_open(self._pid)
         self._status_fd = status_read
         if problem_line:
@@ -88,8 +88,8 @@ class RunningCommand:
             await processes.wait_for_exit(self._pid, self._pidfd)
             os.close(status_read)
             if problem["kind"] == "user":
-                raise StartError("user", problem["message"])
-            raise StartError("lost", f"{problem['step']}: {problem['message']}")
+                raise RequestError("user", problem["message"])
+            raise RequestError("lost", f"{problem['step']}: {problem['message']}")
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._time_out)
         self._task = asyncio.create_task(self._finish())
@@ -281,7 +281,7 @@ class Box:
         """Start a command with the given standard descriptors, which the caller must close.
 
         Raises:
-            StartError: the command was not started.
+            RequestError: the command was not started.
         """
         self._finished = [groups for groups in self._finished if not groups.remove_if_empty()]
         groups = self.groups.create_command(exec_id)

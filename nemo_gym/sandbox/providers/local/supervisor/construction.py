@@ -56,20 +56,20 @@ class BoxPlan:
     """Path of the program that creates the box's namespaces."""
     hostname: str
     open_network: bool
-    mounts: Sequence[tuple[str, str]] = ()
-    hidden: Sequence[str] = ()
-    memory_bytes: int | None = None
-    disk_bytes: int | None = None
+    mounts: Sequence[tuple[str, str]]
+    hidden: Sequence[str]
+    memory_bytes: int | None
+    disk_bytes: int | None
     """Size of a separate disk for the files that the box writes; ``None`` uses the state directory's disk."""
-    user_overlays: bool = False
+    user_overlays: bool
     """Whether an ordinary user mounts overlayfs (in a user namespace)."""
-    identity: str = "0 0 1"
+    identity: str
     """The box's user ids as a line of the kernel's id map, if the box does not have its own range of ids."""
-    first_id: int | None = None
+    first_id: int | None
     """The host's id of the box's user 0, if the box has its own range of ids; see "User ids" in `processes`."""
-    stage: str = ""
+    stage: str
     """With ``first_id``: the directory where the box's mounts are assembled, as only root can reach ``directory``."""
-    network_files: dict[str, bytes] = field(default_factory=dict)
+    network_files: dict[str, bytes]
     """Path in the box → content, for boxes on the host's network."""
 
     @property

@@ -22,7 +22,7 @@ from nemo_gym.sandbox.providers.local import images
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
 from nemo_gym.sandbox.providers.local.protocol import BASE_ENV, PROTOCOL_VERSION, Connection, Message, close_all
 from nemo_gym.sandbox.providers.local.supervisor import construction, files, processes
-from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, StartError, remove_files
+from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, RequestError, remove_files
 
 Builder = Callable[[construction.BoxPlan], Awaitable[construction.BuiltBox]]
 
@@ -30,14 +30,6 @@ _REMEMBERED_DEAD = 4096
 _DISK_PAUSE_S = 0.5
 _DISK_IDLE_SHARE = 4
 """Pause after a measurement, as a multiple of its duration: measuring takes at most a fifth of the time."""
-
-
-class RequestError(Exception):
-    """An error response; ``kind`` selects the exception that the client raises."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class Client:
@@ -316,7 +308,7 @@ class Supervisor:
         try:
             with_image = {**command, "env": {**BASE_ENV, **box.env, **command["env"]}}
             await box.start_command("entrypoint", with_image, (null, null, null), lambda _: None)
-        except StartError as error:
+        except RequestError as error:
             await self._destroy(box, "its entry point could not be started")
             raise RequestError("create", f"the entry point could not be started: {error}") from error
         finally:
@@ -356,9 +348,9 @@ class Supervisor:
         client.commands.add((box.box_id, exec_id))
         try:
             await box.start_command(exec_id, message, (stdin, stdout, stderr), on_end)
-        except StartError as error:
+        except RequestError:
             client.commands.discard((box.box_id, exec_id))
-            raise RequestError(error.kind, str(error)) from error
+            raise
         if client.connection.closed and exec_id in box.commands:
             box.commands[exec_id].kill()
 

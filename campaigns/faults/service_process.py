@@ -28,7 +28,7 @@ from nemo_gym.stack.stack import PIPELINE
 from nemo_gym.storage.group_commit import SqliteWriter
 from nemo_gym.storage.postgres import PostgresWriter
 
-OPERATIONS = ("offer", "claim", "record_stage", "_finish", "requeue", "release", "cancel", "claim_overdue")
+OPERATIONS = ("offer", "claim", "record_run", "_finish", "requeue", "release", "cancel", "claim_overdue")
 """Methods of `SqlJobStore` that write."""
 BOUNDARIES = tuple(f"{operation} {moment}" for operation in OPERATIONS for moment in ("before", "after"))
 

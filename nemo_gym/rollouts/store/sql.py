@@ -210,7 +210,12 @@ class SqlJobStore:
             )
             return self._best(connection, limit, now, room)
 
-        return await self._claim(owner, lease_s, best)
+        claimed: list[Job] = []
+
+        def operation(connection: Connection) -> list[Job]:
+            return self._claim(connection, claimed, owner, lease_s, best)
+
+        return await self._writer.call(operation)
 
     def _best(self, connection: Connection, limit: int, now: float, room: Room | None) -> list[int]:
         """Return the places of the queued jobs to claim."""
@@ -234,27 +239,35 @@ class SqlJobStore:
             rows += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
             return list(dict.fromkeys(seq for (seq,) in rows))
 
-        return await self._claim(owner, lease_s, overdue)
-
-    async def _claim(self, owner: str, lease_s: float, choose: Callable[[Connection, float], list[int]]) -> list[Job]:
-        """Claim the jobs at the places in the queue that ``choose`` returns, given the current time."""
         claimed: list[Job] = []
 
         def operation(connection: Connection) -> list[Job]:
-            now = self._now(connection)
-            if still := self._still_claimed(connection, claimed, owner, now + lease_s):
-                return still
-            places = choose(connection, now)
-            connection.executemany(
-                "UPDATE jobs SET state = 'claimed', attempt = attempt + CASE WHEN run_result IS NULL THEN 1 ELSE 0"
-                " END, lease_owner = ?, lease_epoch = lease_epoch + 1, lease_until = ?, claimed_at = ? WHERE seq = ?",
-                [(owner, now + lease_s, now, seq) for seq in places],
-            )
-            query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
-            claimed[:] = [_job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
-            return list(claimed)
+            return self._claim(connection, claimed, owner, lease_s, overdue)
 
         return await self._writer.call(operation)
+
+    def _claim(
+        self,
+        connection: Connection,
+        claimed: list[Job],
+        owner: str,
+        lease_s: float,
+        choose: Callable[[Connection, float], list[int]],
+    ) -> list[Job]:
+        """Claim the jobs at the places in the queue that ``choose`` returns, given the current time. ``claimed`` keeps
+        them for another call of the same claim."""
+        now = self._now(connection)
+        if still := self._still_claimed(connection, claimed, owner, now + lease_s):
+            return still
+        places = choose(connection, now)
+        connection.executemany(
+            "UPDATE jobs SET state = 'claimed', attempt = attempt + CASE WHEN run_result IS NULL THEN 1 ELSE 0 END,"
+            " lease_owner = ?, lease_epoch = lease_epoch + 1, lease_until = ?, claimed_at = ? WHERE seq = ?",
+            [(owner, now + lease_s, now, seq) for seq in places],
+        )
+        query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
+        claimed[:] = [_job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
+        return list(claimed)
 
     def _still_claimed(self, connection: Connection, jobs: Sequence[Job], owner: str, lease_until: float) -> list[Job]:
         """Return the jobs of an earlier call of the same claim whose commit took effect without an acknowledgement."""

@@ -237,9 +237,10 @@ async def test_cancelled_command_is_killed_although_its_submission_got_no_answer
         await asyncio.sleep(0.2)
 
 
-async def test_answer_that_is_no_brokers_is_an_error_that_says_so() -> None:
+@pytest.mark.parametrize("status", [200, 302, 404])
+async def test_answer_that_is_no_brokers_is_an_error_that_says_so(status: int) -> None:
     async def handle(request: web.BaseRequest) -> web.Response:
-        return web.Response(status=404, text="<html>It works!</html>")
+        return web.Response(status=status, text="<html>It works!</html>", headers={"Location": "/elsewhere"})
 
     runner = web.ServerRunner(web.Server(handle))
     await runner.setup()

@@ -156,7 +156,7 @@ def parse_problem(status: int, body: bytes) -> Problem:
         text = body[:300].decode("utf-8", "replace").strip()
         return Problem(
             title="Not a problem body",
-            status=status,
+            status=status if status >= 400 else 502,
             detail=f"the broker's response (status {status}) is not a problem body: {text or 'it is empty'}",
             code="not_a_problem",
             retryable=status in (429, 502, 503, 504),

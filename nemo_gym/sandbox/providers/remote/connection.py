@@ -12,7 +12,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import structlog
@@ -32,6 +32,8 @@ from nemo_gym.sandbox.wire.models import DoorsView
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
 
 log = structlog.get_logger(__name__)
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 # -- Handle --------------------------------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class BrokerConnection:
                 if not (never_started or repeatable) or not await backoff.again():
                     raise _unreachable(method, url, error, started="no" if never_started else "unknown") from error
                 continue
-            if response.status < 400:
+            if response.status < 300:
                 break
             problem, retry_after_s = await _problem(response)
             sent.raise_its_own()
@@ -278,6 +280,21 @@ async def _problem(response: aiohttp.ClientResponse) -> tuple[Problem, float]:
     return parse_problem(response.status, body), retry_after_s(response.headers.get("Retry-After")) or 0.0
 
 
+def answer_as(model: type[ModelT], answer: bytes) -> ModelT:
+    """Read the body of a successful response. Raises `SandboxError` for one that no broker sends."""
+    try:
+        return model.model_validate_json(answer)
+    except ValidationError as error:
+        if answer.lstrip().startswith(b"{"):
+            problem = validation_problems(error, whole="body")  # without values: a lease's token is among them
+        else:
+            problem = answer[:300].decode("utf-8", "replace").strip() or "it is empty"
+        raise SandboxError(
+            f"the response is not a broker's {model.__name__}: {problem}; check that the URL is a broker's",
+            started="unknown",
+        ) from error
+
+
 def _unreachable(method: str, url: str, error: BaseException, *, started: str) -> BrokerUnreachableError:
     parts = URL(url)
     what_happened = "cannot be reached" if started == "no" else "did not answer"
@@ -310,7 +327,7 @@ class DoorCounts:
         except NemoGymError as error:
             log.info("remote_doors_not_heard", sandbox_id=box.sandbox_id, error=str(error))
             return
-        for name, counted in DoorsView.model_validate_json(answer).doors.items():
+        for name, counted in answer_as(DoorsView, answer).doors.items():
             if counted is None:
                 box.doors.pop(name, None)
             else:  # into the existing object, which callers may hold

@@ -14,7 +14,7 @@ from yarl import URL
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.http.telemetry import Chooser
 from nemo_gym.sandbox.base import SandboxCapabilities
-from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, answer_as
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.models import CapabilitiesView
 
@@ -170,5 +170,5 @@ class Brokers:
                     if broker_patience_s is None:  # it was the last one
                         raise
                     self.unreachable(broker)
-            self.abilities = CapabilitiesView.model_validate_json(answer).to_capabilities(carried=_CARRIED)
+            self.abilities = answer_as(CapabilitiesView, answer).to_capabilities(carried=_CARRIED)
         return self.abilities

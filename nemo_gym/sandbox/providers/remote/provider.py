@@ -31,6 +31,7 @@ from nemo_gym.sandbox.providers.remote.connection import (
     BrokerUnreachableError,
     DoorCounts,
     RemoteBox,
+    answer_as,
     box_of,
     refusals,
 )
@@ -124,7 +125,7 @@ class RemoteProvider(StreamingProvider):
         except asyncio.CancelledError:
             self._take_back(broker, key, spec)
             raise
-        lease = CreatedSandbox.model_validate_json(answer).lease
+        lease = answer_as(CreatedSandbox, answer).lease
         box = RemoteBox(broker.url, lease.sandbox_id, _token(lease), lease.scope, lease.expires_at)
         box.doors = {door.name: DoorStatistics() for door in spec.doors}
         return SandboxHandle(box.sandbox_id, self.name, box)
@@ -143,7 +144,7 @@ class RemoteProvider(StreamingProvider):
         with refusals():
             body = RenewLease(ttl_s=ttl_s)
         answer = await self._connection.ask_box(box, "PUT", "lease", body=body)
-        box.expires_at = LeaseView.model_validate_json(answer).expires_at
+        box.expires_at = answer_as(LeaseView, answer).expires_at
 
     async def close(self, handle: SandboxHandle) -> None:
         """Destroy the box if this handle's lease has the owner's scope; otherwise only release the handle."""
@@ -162,7 +163,7 @@ class RemoteProvider(StreamingProvider):
         cursor: str | None = None
         while True:
             query = _label_query(labels) + ([("cursor", cursor)] if cursor else [])
-            page = SandboxPage.model_validate_json(await self._ask(broker, "GET", query=query))
+            page = answer_as(SandboxPage, await self._ask(broker, "GET", query=query))
             infos += (view.to_info() for view in page.sandboxes)
             cursor = page.next_cursor
             if cursor is None:
@@ -180,7 +181,7 @@ class RemoteProvider(StreamingProvider):
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        return [box_id for answer in answers for box_id in ReapedView.model_validate_json(cast(bytes, answer)).reaped]
+        return [box_id for answer in answers for box_id in answer_as(ReapedView, cast(bytes, answer)).reaped]
 
     async def aclose(self) -> None:
         """Finish background work (killing abandoned commands), then close the connections."""
@@ -252,7 +253,7 @@ class RemoteProvider(StreamingProvider):
                     return None
                 raise
             else:
-                labels = ImageView.model_validate_json(answer).labels
+                labels = answer_as(ImageView, answer).labels
         if labels is None and unreachable is not None:
             raise unreachable
         return labels
@@ -272,7 +273,7 @@ class RemoteProvider(StreamingProvider):
         if lease_scope is not box.scope:
             # Repeating this request may leave a lease whose token was lost. It does no harm and ends with the box.
             answer = await self._connection.ask_box(box, "POST", "leases", body=MintLease(scope=lease_scope))
-            lease = LeaseView.model_validate_json(answer)
+            lease = answer_as(LeaseView, answer)
             token, expires_at = _token(lease), lease.expires_at
             box.lent.add(lease.lease_id)
         ref = SandboxRef(
@@ -349,7 +350,7 @@ class RemoteProvider(StreamingProvider):
         )
 
     async def _view(self, box: RemoteBox) -> SandboxView:
-        return SandboxView.model_validate_json(await self._connection.ask_box(box, "GET"))
+        return answer_as(SandboxView, await self._connection.ask_box(box, "GET"))
 
     def _take_back(self, broker: Broker, key: str, spec: SandboxSpec) -> None:
         # With the caller's idempotency key, another create may already use the box, so let its lease end it.

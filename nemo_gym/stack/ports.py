@@ -21,11 +21,11 @@ from nemo_gym.config.keys import HOST, HOSTS
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.visibility import Address
 from nemo_gym.contract.errors import ConfigError, ServerError
+from nemo_gym.http.client import is_loopback
 from nemo_gym.stack.endpoints import http_answer, why_not_ready
 
 DEFAULT_HOST = "127.0.0.1"
 LISTEN_BACKLOG = 4096
-LOOPBACK_HOSTS = ("127.", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def close_listeners(listeners: Iterable[Listener]) -> None:
 def _configured(server: ServerBlock, default_host: str) -> Address:
     host = str(server.values.get("host") or default_host)
     port = int(server.values.get("port") or 0)
-    if not host.startswith(LOOPBACK_HOSTS):
+    if not is_loopback(host):
         raise ConfigError(
             f"{server.where}.host: '{host}' can be reached from other machines, and servers speak plain HTTP; use"
             f" 127.0.0.1, and a TLS proxy in front where others must call, or a '{HOSTS}' block that names a private"

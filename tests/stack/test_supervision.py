@@ -251,8 +251,9 @@ def test_two_servers_on_one_port_are_named(root: Path) -> None:
         )
 
 
-def test_host_off_loopback_is_refused(root: Path) -> None:
-    with ng_run(root, SUMS, "default_host=0.0.0.0") as stack:
+@pytest.mark.parametrize("host", ["0.0.0.0", "localhost.example.com"])
+def test_host_off_loopback_is_refused(root: Path, host: str) -> None:
+    with ng_run(root, SUMS, f"default_host={host}") as stack:
         assert stack.wait_end() == 2
         assert "can be reached from other machines" in stack.stderr
 

@@ -18,7 +18,8 @@ def profile(argv: Sequence[str]) -> int:
     parser.add_argument("--inputs", help="accepted: the results hold what is needed of their rows")
     parser.add_argument("--rollouts", "-i", help="the result file")
     arguments = parser.parse_intermixed_args(argv)
-    given = _settings(arguments.settings)
+    keys = ("input", "materialized_inputs_jsonl_fpath", "rollouts_jsonl_fpath")
+    given = command.settings_of(arguments.settings, keys)
     source = arguments.rollouts or given.get("rollouts_jsonl_fpath") or given.get("input")
     if not source:
         raise ConfigError("say which results: ng eval profile --rollouts results/rollouts.jsonl", key="rollouts")
@@ -60,7 +61,7 @@ def render(argv: Sequence[str]) -> int:
     parser.add_argument("--prompt-config", help="the template")
     parser.add_argument("--output", "-o", help="the rows with prompts")
     arguments = parser.parse_intermixed_args(argv)
-    given = _settings(arguments.settings)
+    given = command.settings_of(arguments.settings, ("input_jsonl_fpath", "output_jsonl_fpath", "prompt_config"))
     source = arguments.input or given.get("input_jsonl_fpath")
     template = arguments.prompt_config or given.get("prompt_config")
     target = arguments.output or given.get("output_jsonl_fpath")
@@ -76,11 +77,6 @@ def render(argv: Sequence[str]) -> int:
         raise ConfigError(str(error.args[0]), key="prompt_config") from error
     print(f"{count} rows: {target}")
     return command.EXIT_OK
-
-
-def _settings(words: Sequence[str]) -> dict[str, str]:
-    pairs = (word.lstrip("+").partition("=") for word in words)
-    return {key: value for key, _, value in pairs}
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -163,6 +163,8 @@ def test_metrics_of_files_need_no_servers(tmp_path: Path, capsys: pytest.Capture
     assert "mean/reward: 0.75" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="cannot be read"):
         profile(["--rollouts", str(tmp_path / "none.jsonl")])
+    with pytest.raises(ConfigError, match="did you mean 'rollouts_jsonl_fpath'"):
+        profile([f"rollout_jsonl_fpath={one}"])
 
 
 def test_rows_get_the_prompts_of_a_template(tmp_path: Path) -> None:
@@ -176,6 +178,8 @@ def test_rows_get_the_prompts_of_a_template(tmp_path: Path) -> None:
     template.write_text("user: '{c}'\n")
     with pytest.raises(ConfigError, match="'c'"):
         render(["-i", str(rows), "--prompt-config", str(template), "-o", str(out)])
+    with pytest.raises(ConfigError, match="did you mean 'prompt_config'"):
+        render(["-i", str(rows), f"promt_config={template}", "-o", str(out)])
 
 
 def commands_of_the_page() -> list[tuple[str, str]]:

@@ -129,8 +129,8 @@ class RolloutSampler:
         await self._start()
         if version < self._weights_version:
             raise ConfigError(
-                f"weights_version={version} is older than the current {self._weights_version}: versions only grow;"
-                " load_state_dict goes back",
+                f"weights_version={version} is older than {self._weights_version}, the current one: versions only"
+                " grow; load_state_dict goes back",
                 key="weights_version",
             )
         async with self._turn:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -271,7 +272,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": self.config.name}
         describe_request(request.scope, f"invoke_agent {self.config.name}", attributes)
         try:
-            response = await self._acts.run(rollout, lambda: self.act_in_session(act_request, cookies), request)
+            response = await self._acts.run(rollout, partial(self.act_in_session, act_request, cookies), request)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         ACTS.add(str(response.outcome))
@@ -359,7 +360,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             servers, rollout.model_dump(), orjson.dumps(row), row_ref=ref or None, cookies=dict(request.cookies)
         )
         try:
-            return JsonResponse(await self._acts.run(rollout, lambda: self._rollout(attempt), request))
+            return JsonResponse(await self._acts.run(rollout, partial(self._rollout, attempt), request))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 

@@ -7,17 +7,12 @@ routes; it works unmodified. Either way the routes of `nemo_gym.environment.rout
 
 from __future__ import annotations
 
-import posixpath
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
-from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
 from nemo_gym.environment.attempts import AttemptStore
 from nemo_gym.environment.hooks import (
     BaseResourcesServer,
@@ -48,8 +43,6 @@ if TYPE_CHECKING:
         ResourcesSeedSessionResponse,
         ResourcesVerifyRequest,
     )
-    from nemo_gym.sandbox.base import SandboxProvider
-    from nemo_gym.sandbox.facade import AsyncSandbox, SandboxOwner
 
 __all__ = [
     "NEMO_GYM_MCP_METADATA_KEY",
@@ -77,98 +70,12 @@ __all__ = [
 
 NEMO_GYM_MCP_METADATA_KEY = "mcp"
 NEMO_GYM_MCP_SESSION_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
-_COLLECTED = "collected"
-"""The name of the harvest item of `SimpleResourcesServer.boxed_session`."""
-GRADING_LEASE_S = 120.0
-"""How long a box of `SimpleResourcesServer.grading_box` outlives a killed server."""
 
 
 class SimpleResourcesServer(EnvironmentHooks):
     """An environment. Override hooks; the routes are fixed."""
 
     _environment: EnvironmentRoutes | None = PrivateAttr(default=None)
-    _box_owner: SandboxOwner | None = PrivateAttr(default=None)
-
-    def boxed_session(
-        self, rollout: RolloutIdentity, *, collect: Sequence[str] = (), workdir: str = "/home/task", **spec: Any
-    ) -> SessionDescriptor:
-        """A descriptor for work in a box, for `open_session`. The class's ``topologies`` are supported, the first is
-        the default.
-
-        Args:
-            rollout: the attempt.
-            collect: files to harvest for `collected`; relative paths are below ``workdir``.
-            workdir: the agent's working directory; relative paths of ``files`` (path → text) are below it too.
-            spec: further fields of `SandboxSpecModel`: ``image``, ``files``, ``env``, ``resources``, …
-        """
-        from nemo_gym.contract.session import FilesHarvest, Placement, SandboxClause, SandboxSpecModel, Topology
-
-        supported = tuple(getattr(type(self), "topologies", None) or (Topology.AGENT_IN_ENV,))
-        files = {posixpath.join(workdir, path): text for path, text in spec.pop("files", {}).items()}
-        paths = tuple(posixpath.join(workdir, path) for path in collect)
-        return SessionDescriptor(
-            environment=self.config.name,
-            task_id=rollout.task_id,
-            rollout=rollout,
-            placement=Placement(topology=supported[0], supported=supported),
-            sandbox=SandboxClause(spec=SandboxSpecModel(workdir=workdir, files=files, **spec)),
-            harvest=(FilesHarvest(name=_COLLECTED, paths=paths),) if paths else (),
-        )
-
-    def collected(self, artifacts: Sequence[Artifact], path: str, *, workdir: str = "/home/task") -> str | None:
-        """The text of a file that `boxed_session` collected; ``None`` if it does not exist. Untrusted."""
-        from nemo_gym.sandbox.harvest import harvested_file
-
-        content = harvested_file(artifacts, _COLLECTED, posixpath.join(workdir, path))
-        return None if content is None else content.decode("utf-8", "replace")
-
-    # -- boxes of this environment's own -------------------------------------------------------------------------
-
-    def box_provider(self) -> SandboxProvider:
-        """The provider that the configuration's ``sandbox_provider`` names, closed with this server.
-
-        Raises:
-            ConfigError: the configuration has no usable ``sandbox_provider``.
-        """
-        if self._box_owner is None:
-            from nemo_gym.sandbox.facade import SandboxOwner
-
-            configured = getattr(self.config, "sandbox_provider", None)
-            if configured is None:
-                raise ConfigError(
-                    f"environment '{self.config.name}' makes boxes, but its configuration class has no"
-                    " 'sandbox_provider'; add `sandbox_provider: str | dict[str, Any]`",
-                    key="sandbox_provider",
-                )
-            self._box_owner = SandboxOwner(configured, self.server_client)
-        return self._box_owner.provider()
-
-    @asynccontextmanager
-    async def grading_box(self, rollout: RolloutIdentity, **spec: Any) -> AsyncIterator[AsyncSandbox]:
-        """A fresh box for `grade`, destroyed when the block ends. If this server is killed, the box's lease expires.
-
-        Args:
-            rollout: the attempt that is graded; the box is labelled with it.
-            spec: fields of `SandboxSpec`. The network is ``none`` by default.
-
-        Raises:
-            ConfigError: see `box_provider`.
-            SandboxError: the box could not be created. Raised out of `grade`, it makes the verdict invalid.
-        """
-        from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
-        from nemo_gym.sandbox.base import box_labels
-        from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-
-        labels = box_labels(
-            run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.EVAL
-        )
-        merged = SandboxSpec(**{"ttl_s": GRADING_LEASE_S, **spec, "metadata": {**spec.get("metadata", {}), **labels}})
-        provider = self.box_provider()
-        async with AsyncSandbox(provider, merged) as box:
-            async with keep_renewed(provider, box.handle, merged.ttl_s or GRADING_LEASE_S):
-                yield box
-
-    # -- wiring --------------------------------------------------------------------------------------------------
 
     def contract_app(self) -> Application:
         environment = self._environment = EnvironmentRoutes(self, self._attempt_store())

@@ -93,8 +93,8 @@ def was_full(memory: Path) -> bool:
     if (overruns := _counter(memory / "memory.events", "oom")) is not None:
         return overruns > 0
     # Not the group's failcnt: Linux 6.18 does not count it if memory and swap have the same limit.
-    limit = _counter(memory / "memory.limit_in_bytes") or 0
-    return (_counter(memory / "memory.max_usage_in_bytes") or 0) > limit - _FULL_WITHIN_BYTES
+    limit, peak = _counter(memory / "memory.limit_in_bytes"), _counter(memory / "memory.max_usage_in_bytes")
+    return limit is not None and peak is not None and peak > limit - _FULL_WITHIN_BYTES
 
 
 def _counter(file: Path, name: str = "") -> int | None:

@@ -57,6 +57,26 @@ async def test_commit_leaves_out_one_directory_of_temporary_files_when_the_other
     assert await place.run(second, "ls -A /var/tmp") == ""
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -r /tmp && ln -s {place} /tmp",
+        "mv /var /var.old && ln -s {place} /var",
+        "rm -r /var/tmp && ln -s {place} /var/tmp",
+    ],
+)
+async def test_commit_touches_no_file_of_the_host_whatever_links_a_box_makes(
+    place: LocalPlace, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "kept" / "tmp").mkdir(parents=True)
+    for file in (tmp_path / "kept" / "file", tmp_path / "kept" / "tmp" / "file"):
+        file.write_text("of the host")
+    box = await place.create()
+    await place.run(box, command.format(place=tmp_path / "kept"))
+    await place.provider.commit(box, "linked", {})
+    assert sorted(path.name for path in (tmp_path / "kept").rglob("*")) == ["file", "file", "tmp"]
+
+
 async def test_removed_image_stays_usable_for_its_boxes_and_is_deleted_after_them(place: LocalPlace) -> None:
     made = await place.create()
     await place.run(made, "mkdir /opt/data; echo kept > /opt/data/f")

@@ -19,11 +19,11 @@ import sysconfig
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 from nemo_gym._util.files import INSTALL_ROOT
-from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym._util.tasks import Backoff
 from nemo_gym.contract.errors import (
     ConfigError,
@@ -180,6 +180,10 @@ def prepare_state_dir(path: Path) -> None:
         path.chmod(0o700)
 
 
+class EndedEarlyError(SandboxCreateError):
+    """Several supervisors in a row exited before they answered; another call may succeed."""
+
+
 class SupervisorClient:
     """A connection to the supervisor of one state directory. It connects on first use, and again after a break.
 
@@ -248,24 +252,6 @@ class SupervisorClient:
         if self._connection is not None and not self._connection.closed:
             self._connection.send({**message, "id": 0})
 
-    def ask_for_greeting(self) -> Message:
-        """Request the supervisor's description of itself and this machine. Blocks, and uses a separate connection.
-
-        Raises:
-            SandboxLostError: several supervisors in a row exited before they answered; another call may succeed.
-        """
-        thread = LoopThread("supervisor-greeting")
-        try:
-            return thread.run(SupervisorClient(self._options).greet())
-        finally:
-            thread.close()
-
-    async def greet(self) -> Message:
-        """Connect, return the supervisor's greeting, and close the connection."""
-        await self._connected()
-        await self.close()
-        return self.greeting
-
     async def close(self) -> None:
         """Close the connection. Boxes stay until their leases end."""
         if self._connection is not None:
@@ -291,7 +277,7 @@ class SupervisorClient:
                     # The supervisor was about to exit; the next round starts another.
                     if await backoff.again():
                         continue
-                    raise SandboxLostError(self._ended_early, retryable=True) from error
+                    raise EndedEarlyError(self._ended_early) from error
                 if self.greeting.get("protocol") != PROTOCOL_VERSION:
                     await self.close()
                     raise SandboxError(
@@ -305,14 +291,15 @@ class SupervisorClient:
             directory = os.open(self.state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return None
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            sock.connect(f"/proc/self/fd/{directory}/{SOCKET_NAME}")
-        except BaseException as error:
-            sock.close()
-            if isinstance(error, FileNotFoundError | ConnectionRefusedError):
-                return None
-            raise
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            try:
+                sock.connect(f"/proc/self/fd/{directory}/{SOCKET_NAME}")
+            except BaseException as error:
+                sock.close()
+                if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                    return None
+                raise
         finally:
             os.close(directory)
         return sock
@@ -377,6 +364,24 @@ class SupervisorClient:
         ends, self.on_end = self.on_end, {}
         for callback in ends.values():
             callback(None)
+
+
+def greeting_of(options: SupervisedOptions) -> Message:
+    """Request the supervisor's description of itself and this machine. Blocks, and uses a separate connection.
+
+    Raises:
+        EndedEarlyError: several supervisors in a row exited before they answered; another call may succeed.
+        SandboxCreateError, SandboxError: no supervisor can be started, or it uses another protocol version.
+    """
+
+    async def ask() -> Message:
+        client = SupervisorClient(options)
+        await client._connected()
+        await client.close()
+        return client.greeting
+
+    with ThreadPoolExecutor(1) as thread:  # this one may run an event loop
+        return thread.submit(asyncio.run, ask()).result()
 
 
 # -- Process -------------------------------------------------------------------------------------------------------

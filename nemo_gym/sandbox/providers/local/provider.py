@@ -26,10 +26,12 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.providers.local.client import (
+    EndedEarlyError,
     LocalProcess,
     SupervisorClient,
     argv,
     create_request,
+    greeting_of,
     stdin_file,
 )
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
@@ -86,9 +88,9 @@ class LocalProvider(StreamingProvider):
         }
         try:
             self.options.program()
-            greeting = SupervisorClient(self.options).ask_for_greeting()
-        except SandboxLostError:
-            raise
+            greeting = greeting_of(self.options)
+        except EndedEarlyError as error:
+            raise SandboxLostError(error.message, retryable=True) from error
         except SandboxError as error:
             others = ("loopback_door", "snapshot", "connect", "disk_limit", "network_none", "network_open")
             return SandboxCapabilities(reasons=reasons | dict.fromkeys((*others, *_LIMIT_NAMES.values()), str(error)))

@@ -324,10 +324,11 @@ class DoorCounts:
             return
         try:
             answer = await self._connection.ask_box(box, "GET", "doors", patience_s=_DOORS_PATIENCE_S)
+            view = answer_as(DoorsView, answer)
         except NemoGymError as error:
             log.info("remote_doors_not_heard", sandbox_id=box.sandbox_id, error=str(error))
             return
-        for name, counted in answer_as(DoorsView, answer).doors.items():
+        for name, counted in view.doors.items():
             if counted is None:
                 box.doors.pop(name, None)
             else:  # into the existing object, which callers may hold

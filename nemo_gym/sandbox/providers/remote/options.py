@@ -145,14 +145,17 @@ class Brokers:
         url = told.rstrip("/")
         return url if url in self._urls else None
 
-    def ask_blocking(self, connection: BrokerConnection) -> SandboxCapabilities:
-        """Like `ask`, with one attempt per broker and for any thread, also one that runs an event loop."""
+    def ask_abilities_blocking(self, connection: BrokerConnection) -> SandboxCapabilities:
+        """Like `ask_abilities`, with one attempt per broker and for any thread, also one that runs an event loop."""
         if self.abilities is not None:
             return self.abilities
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self.ask(connection, patience_s=0.0)).result()
+            own = BrokerConnection(request_timeout_s=connection.request_timeout_s, patience_s=0.0)
+            return thread.submit(asyncio.run, self.ask_abilities(own, patience_s=0.0)).result()
 
-    async def ask(self, connection: BrokerConnection, *, patience_s: float | None = None) -> SandboxCapabilities:
+    async def ask_abilities(
+        self, connection: BrokerConnection, *, patience_s: float | None = None
+    ) -> SandboxCapabilities:
         """Return the abilities, for which one broker is asked once. ``patience_s`` overrides for how long to retry a
         broker. Raises `BrokerUnreachableError` if no broker can be reached, or the broker's error."""
         if self.abilities is None:

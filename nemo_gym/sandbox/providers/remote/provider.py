@@ -81,14 +81,14 @@ class RemoteProvider(StreamingProvider):
     @property
     def capabilities(self) -> SandboxCapabilities:
         """The abilities of the broker's backend that the wire protocol supports. Asks the broker once; blocks."""
-        return self._configured().ask_blocking(self._connection)
+        return self._configured().ask_abilities_blocking(self._connection)
 
     # -------------------------------------------------------------------------------------------------- life
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         brokers = self._configured()
         try:
-            capabilities = await brokers.ask(self._connection)
+            capabilities = await brokers.ask_abilities(self._connection)
         except BrokerUnreachableError as error:
             raise SandboxCreateError(str(error), retryable=True, provider=self.name) from error
         capabilities.check(spec, self.name)
@@ -125,8 +125,12 @@ class RemoteProvider(StreamingProvider):
         except asyncio.CancelledError:
             self._take_back(broker, key, spec)
             raise
-        lease = answer_as(CreatedSandbox, answer).lease
-        box = RemoteBox(broker.url, lease.sandbox_id, _token(lease), lease.scope, lease.expires_at)
+        try:
+            lease = answer_as(CreatedSandbox, answer).lease
+            box = RemoteBox(broker.url, lease.sandbox_id, _token(lease), lease.scope, lease.expires_at)
+        except SandboxError:
+            self._take_back(broker, key, spec)
+            raise
         box.doors = {door.name: DoorStatistics() for door in spec.doors}
         return SandboxHandle(box.sandbox_id, self.name, box)
 

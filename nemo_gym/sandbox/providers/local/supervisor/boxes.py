@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -367,4 +368,5 @@ async def remove_files(directory: Path) -> None:
     removed = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(FileNotFoundError):
         directory.rename(removed)
-        await processes.run(lambda _: remove_directory(removed))
+        if (problem := await processes.run(lambda _: remove_directory(removed))) is not None:
+            sys.stderr.write(f"{removed} was not deleted: {problem['message']}\n")  # the supervisor's log

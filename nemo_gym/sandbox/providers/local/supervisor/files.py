@@ -7,7 +7,6 @@ of the box's programs, and is not visible in the box.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import functools
@@ -93,12 +92,22 @@ async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged:
         for part in parts:
             copy_layer(upper / part, staged / part)
             for name in ("tmp", "var/tmp"):
-                with contextlib.suppress(FileNotFoundError):
-                    for path in (staged / part / name).iterdir():
-                        remove_directory(path)
+                _empty(staged / part, name)
         os.sync()
 
     return await processes.run(job, keep=[monitor_fd])
+
+
+def _empty(root: Path, name: str) -> None:
+    """Empty a directory of a copied tree. A link on the way is left alone: the box chose where it leads, and this
+    process sees the host's files."""
+    place = root
+    for step in name.split("/"):
+        place /= step
+        if place.is_symlink() or not place.is_dir():
+            return
+    for path in place.iterdir():
+        remove_directory(path)
 
 
 async def publish(

@@ -338,8 +338,10 @@ def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report
         os._exit(0)
     try:
         _start(command, joins, report, status_fd)
-    except (TypeError, ValueError):  # what no system call takes, such as a zero byte in a variable
-        os._exit(1)
+    except (OSError, UserError):
+        raise
+    except BaseException:  # noqa: BLE001 - such as a zero byte in a variable, which no system call takes
+        os._exit(1)  # without a traceback: standard error may be the command's already
 
 
 def _give_stream(descriptor: int, uid: int, gid: int) -> None:

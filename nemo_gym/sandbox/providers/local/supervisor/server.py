@@ -297,10 +297,12 @@ class Supervisor:
         async with self._building_skeleton:
             if not path.exists():
                 path.mkdir(mode=0o755)
-                problem = await processes.run(job)
-                if problem is not None:
-                    shutil.rmtree(path, ignore_errors=True)
-                    raise RequestError("create", f"{problem['step']} failed: {problem['message']}")
+                try:
+                    if (problem := await processes.run(job)) is not None:
+                        raise RequestError("create", f"{problem['step']} failed: {problem['message']}")
+                except BaseException:
+                    shutil.rmtree(path, ignore_errors=True)  # an unfinished one would be every later box's root
+                    raise
         return path
 
     async def _start_entrypoint(self, box: Box, command: Message) -> None:

@@ -25,8 +25,7 @@ from nemo_gym.contract.sandbox import SandboxResources
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxStatus
 from nemo_gym.sandbox.providers.apptainer.provider import ApptainerOptions
 from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.sandbox.providers.local.client import supervisor_sources
-from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
+from nemo_gym.sandbox.providers.local.client import LocalOptions, SupervisedOptions, supervisor_sources
 from nemo_gym.sandbox.providers.local.supervisor.main import SOCKET_NAME
 from tests.sandbox.local_boxes import LocalPlace, alive, config_below, leftovers, local_place, until
 

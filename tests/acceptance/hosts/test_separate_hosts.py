@@ -13,8 +13,8 @@ from urllib.parse import quote
 import pytest
 
 from nemo_gym._util.files import cache_root
+from nemo_gym.sandbox.providers.local.client import default_image_dir
 from nemo_gym.sandbox.providers.local.images import ImageStore
-from nemo_gym.sandbox.providers.local.options import default_image_dir
 from resources_servers.swe_bench.confirm.controls import default_controls_dir
 from tests.acceptance.hosts.network import OWN, ROOT, Host, switched_hosts
 from tests.acceptance.hosts.stack import RUN_DIR, RUN_WITHIN_S, Stack, until

@@ -18,8 +18,8 @@ from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.linux import locked
 from nemo_gym.sandbox.providers.apptainer import CONFIGURATION
+from nemo_gym.sandbox.providers.local.client import SupervisedOptions, default_image_dir, default_state_dir
 from nemo_gym.sandbox.providers.local.images import ImageStore
-from nemo_gym.sandbox.providers.local.options import SupervisedOptions, default_image_dir, default_state_dir
 from nemo_gym.sandbox.providers.local.provider import LocalProvider
 
 

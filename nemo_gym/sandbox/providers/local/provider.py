@@ -27,7 +27,9 @@ from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.providers.local.client import (
     EndedEarlyError,
+    LocalOptions,
     LocalProcess,
+    SupervisedOptions,
     SupervisorClient,
     argv,
     create_request,
@@ -35,7 +37,6 @@ from nemo_gym.sandbox.providers.local.client import (
     stdin_file,
 )
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
-from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
 from nemo_gym.sandbox.providers.local.protocol import BASE_ENV, read_stream, write_stream
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 

@@ -55,7 +55,8 @@ def cli_packages() -> Mapping[str, CliPackage]:
 
 
 def _package(path: Path) -> CliPackage | None:
-    name = f"{AGENT_TYPE}.{path.parent.name}.app"
+    # Under a name of its own: the package's own module may be imported, here or later.
+    name = f"scanned_{AGENT_TYPE}_{path.parent.name}"
     for value in vars(module_of(path, name)).values():
         if isinstance(value, type) and issubclass(value, CliAgent) and "harness_class" in vars(value):
             package = value.harness_class.package

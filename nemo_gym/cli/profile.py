@@ -18,7 +18,8 @@ def profile(argv: Sequence[str]) -> int:
     parser.add_argument("--inputs", help="accepted: the results hold what is needed of their rows")
     parser.add_argument("--rollouts", "-i", help="the result file")
     arguments = parser.parse_intermixed_args(argv)
-    keys = ("input", "materialized_inputs_jsonl_fpath", "rollouts_jsonl_fpath")
+    # Some do nothing: the results hold what is needed of their inputs, and partial results are always profiled.
+    keys = ("input", "materialized_inputs_jsonl_fpath", "rollouts_jsonl_fpath", "allow_partial_rollouts")
     given = command.settings_of(arguments.settings, keys)
     source = arguments.rollouts or given.get("rollouts_jsonl_fpath") or given.get("input")
     if not source:

@@ -155,7 +155,7 @@ async def scrub_box(
     Raises:
         ScrubError: it could not be scrubbed, or does not pass verification.
     """
-    await _exec(provider, handle, SCRUB_SCRIPT, path, base_commit, head)
+    await _exec(provider, handle, SCRUB_SCRIPT, path, base_commit, head, proof=False)
     await verify_box(provider, handle, path, base_commit, head=head)
 
 
@@ -164,21 +164,27 @@ async def verify_box(
 ) -> None:
     """Raise `ScrubError` unless the repository in the box holds exactly the history of one commit and no other object.
     It trusts the box's git, so use it only for boxes that no agent has used."""
-    await _exec(provider, handle, VERIFY_SCRIPT, path, base_commit, head)
+    await _exec(provider, handle, VERIFY_SCRIPT, path, base_commit, head, proof=True)
 
 
 async def _exec(
-    provider: SandboxProvider, handle: SandboxHandle, script: str, path: str, base_commit: str, head: str | None
+    provider: SandboxProvider,
+    handle: SandboxHandle,
+    script: str,
+    path: str,
+    base_commit: str,
+    head: str | None,
+    *,
+    proof: bool,
 ) -> None:
-    """Raise `ScrubError` unless the script reports success. It fails closed: any other result is a failure."""
+    """Raise `ScrubError` unless the script succeeds and, with ``proof``, says what it has proven. It fails closed: any
+    other result is a failure."""
     head = head or base_commit
     command = ["/bin/sh", "-c", script, "scrub", path.rstrip("/"), base_commit, head]
     result = await provider.exec(handle, command, cwd="/", env=_ENVIRONMENT, timeout_s=SCRUB_TIMEOUT_S)
     if result.outcome is not ExecOutcome.EXITED:
         raise ScrubError(f"repository {path} was not scrubbed: {result.outcome}", path=path, commit=base_commit)
-    proven = script is not VERIFY_SCRIPT or any(
-        line.startswith(f"scrubbed {head} ") for line in (result.stdout or "").splitlines()
-    )
-    if result.return_code != 0 or not proven:
+    proven = any(line.startswith(f"scrubbed {head} ") for line in (result.stdout or "").splitlines())
+    if result.return_code != 0 or (proof and not proven):
         reason = (result.stderr or "").strip().splitlines()[-1:] or [f"exit code {result.return_code}"]
         raise ScrubError(f"repository {path} cannot be trusted to end at {head}: {reason[0]}", path=path, commit=head)

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -83,6 +83,9 @@ class RowControls:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RowControls:
+        """Raises `ValueError` for data without one of the parts: what is missing must not count as "no control"."""
+        if missing := {each.name for each in fields(cls)} - data.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         return msgspec.convert(data, cls)
 
 
@@ -138,7 +141,7 @@ class ControlStore:
         """
         path = self.path(row, image_content)
         try:
-            data = json.loads(gzip.decompress(path.read_bytes()))
+            return RowControls.from_json(json.loads(gzip.decompress(path.read_bytes())))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, EOFError) as error:
@@ -146,4 +149,3 @@ class ControlStore:
                 f"the controls of {row.instance_id} in {path} cannot be read ({error}); make them again with"
                 " ng_prepare swe_bench … force=true"
             ) from error
-        return RowControls.from_json(data)

@@ -45,8 +45,9 @@ def checks_of(
     here = {key.partition("|")[0] for key in one.tokens.values()}
     checks: dict[str, tuple[tuple[Check, ...], ...]] = {}
     for test, invocations in calls.items():
-        if test.partition("|")[0] not in here or test not in sites:
-            continue
+        keys = {key for call_records in invocations for key, _ in call_records}
+        if test.partition("|")[0] not in here or not sites.keys() >= {test, *keys}:
+            continue  # a blinded rendering leaves out what a context of an expected error calls in its arguments
         checks[test] = tuple(
             (
                 Check(sites[test], "begin"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 import secrets
 import stat
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.canary import make_canary_script
 from resources_servers.swe_bench.confirm import making, runs
 from resources_servers.swe_bench.confirm.controls import ControlledTest, ControlStore, RowControls
+from resources_servers.swe_bench.confirm.expecting import checks_of
 from resources_servers.swe_bench.confirm.labels import Labels, words_of
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
@@ -454,9 +458,20 @@ def test_controls_are_for_their_owner_alone_and_survive_being_stored(tmp_path: P
     path = store.path(row, "c")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    path.write_bytes(b"damaged")
-    with pytest.raises(VerifierError, match="force=true"):
-        store.require(row, "c")
+    partial = {key: value for key, value in made.to_json().items() if key != "renderings"}
+    for damaged in (b"damaged", gzip.compress(json.dumps(partial).encode())):
+        path.write_bytes(damaged)
+        with pytest.raises(VerifierError, match="force=true"):
+            store.require(row, "c")
+
+
+def test_a_call_that_a_blinded_rendering_leaves_out_leaves_out_its_test() -> None:
+    whole, partial = "t.py|1.0", "t.py|9.0"
+    one = SimpleNamespace(tokens={"a": whole, "b": "t.py|2.4", "c": partial})
+    calls = {whole: [[("t.py|2.4", [1])]], partial: [[("t.py|4.38", [KeyError])]]}
+    probes = defaultdict(lambda: SimpleNamespace(op="truth"))
+    checks = checks_of(one, calls, probes, {})  # type: ignore[arg-type]
+    assert list(checks) == [whole]
 
 
 async def test_no_verdict_is_given_when_controls_are_weaker_than_the_run_asks_for(provider: SandboxProvider) -> None:

@@ -64,8 +64,8 @@ Work = Callable[["Supervisor"], Awaitable[int]]
 
 
 def with_stack(compose: Callable[[], tuple[Composition, Topology | None, Work | int]]) -> int:
-    """Start what ``compose`` returns, do its work and stop. Work that is done already is its exit code, for which no
-    server starts."""
+    """Start what ``compose`` returns, do its work and stop. If ``compose`` returns an exit code in place of work,
+    return it and start no server."""
     from nemo_gym._util.secrets import public_environment
     from nemo_gym.stack import nursery
 

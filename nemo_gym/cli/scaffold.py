@@ -336,13 +336,21 @@ _KINDS: Final = {
     "qa": _Kind("A question and its answer.", QA_APP, QA_TEST, QA_ROWS, QA_POLICY),
     "mcp": _Kind("Tools over MCP and as routes.", MCP_APP, MCP_TEST, MCP_ROWS, MCP_POLICY),
     "box": _Kind(
-        *("Work in a box.", BOX_APP, BOX_TEST, BOX_ROWS, BOX_POLICY),
+        "Work in a box.",
+        BOX_APP,
+        BOX_TEST,
+        BOX_ROWS,
+        BOX_POLICY,
         settings="      sandbox_provider: sandbox\n",
         words="agent=mini_swe_agent environment=$name sandbox=local model=scripted",
     ),
     "step": _Kind("A state that tools change, step by step.", STEP_APP, STEP_TEST, STEP_ROWS, STEP_POLICY),
     "judge": _Kind(
-        *("An answer that another model judges.", JUDGE_APP, JUDGE_TEST, JUDGE_ROWS, JUDGE_POLICY),
+        "An answer that another model judges.",
+        JUDGE_APP,
+        JUDGE_TEST,
+        JUDGE_ROWS,
+        JUDGE_POLICY,
         settings='      judge: {type: responses_api_models, name: "$${composition.model}"}\n',
     ),
 }

@@ -32,7 +32,7 @@ async def until_signal(work: Coroutine[Any, Any, int], *, stopped: int) -> int:
 
 
 async def until_failure(work: Awaitable[int], failure: asyncio.Future[Any]) -> int:
-    """Await ``work``; when ``failure`` has a result, an exception, cancel the work and raise it."""
+    """Await ``work``; as soon as ``failure`` holds an exception, cancel the work and raise that exception."""
     doing = asyncio.ensure_future(work)
     try:
         await asyncio.wait({doing, failure}, return_when=asyncio.FIRST_COMPLETED)

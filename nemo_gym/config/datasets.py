@@ -107,7 +107,8 @@ class DataSet:
         if self.sha256 not in (None, record["sha256"]):
             raise ConfigError(
                 f"data set '{self.asked}' is pinned to sha256 {self.sha256}, and what was fetched has"
-                f" {record['sha256']}; name the revision that is meant with @",
+                f" {record['sha256']}; fetch the revision that is meant (NAME@REVISION) or"
+                " correct the pin",
                 key="dataset",
             )
         return rows

@@ -29,7 +29,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 def figure(value: float | None, form: str = "g") -> str:
     """A figure in the form of a format specification; a dash if there is none."""
-    return "–" if value is None else format(value, form)
+    return "–" if value is None else format(value, "d" if isinstance(value, int) and form == "g" else form)
 
 
 def figures(values: Iterable[float]) -> str:
@@ -38,7 +38,7 @@ def figures(values: Iterable[float]) -> str:
 
 
 def why(row: Mapping[str, Any]) -> str:
-    """What a table's row says of a rollout that has no full reward; empty if nothing needs explaining."""
+    """What a table's row says of a rollout without a full reward or with findings; empty if nothing needs a word."""
     return str(row["kinds"] or (row["label"] and (row["reason"] or row["label"])) or "")
 
 

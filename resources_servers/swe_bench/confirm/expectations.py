@@ -24,8 +24,8 @@ from resources_servers.swe_bench.confirm.slicing import (
     FunctionNode,
     case_rows,
     functions_of,
+    key_of_test,
     parametrisation,
-    test_key,
 )
 from resources_servers.swe_bench.confirm.values import Value
 
@@ -119,7 +119,7 @@ def twin_of(
     tree = ast.parse(source)
     places = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)}
     tests = {
-        id(node): (test_key(classes, node), node) for classes, node, _ in functions_of(tree) if chosen.holds(node)
+        id(node): (key_of_test(classes, node), node) for classes, node, _ in functions_of(tree) if chosen.holds(node)
     }
     if not tests:
         return None

@@ -23,11 +23,11 @@ from resources_servers.swe_bench.confirm.slicing import (
     FunctionNode,
     case_rows,
     functions_of,
+    key_of_test,
     loads_in,
     parametrisation,
     slice_away,
     strip_ids,
-    test_key,
 )
 from resources_servers.swe_bench.confirm.varying import Variation
 from resources_servers.swe_bench.test_ids import TestId
@@ -103,7 +103,7 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
     tests = [(classes, node) for classes, node, _ in functions_of(tree) if chosen.holds(node)]
     if not tests:
         return None
-    keys = {id(node): test_key(classes, node) for classes, node in tests}
+    keys = {id(node): key_of_test(classes, node) for classes, node in tests}
     _keep_chosen(tree, {id(node) for _, node in tests})
     blinding = PythonBlinding(order.mode, order.rng, order.path, order.dropped_sides)
     constants = _constants(tree.body)

@@ -12,7 +12,8 @@ Body = list[ast.stmt]
 
 
 def definitions_of(tree: ast.Module) -> Iterator[tuple[tuple[str, ...], FunctionNode | ast.ClassDef, Body]]:
-    """Yield for every function and class at module or class level its classes, its node, and the body with it."""
+    """Yield, for every function and class at module or class level, the enclosing classes, the node, and the list that
+    holds it."""
 
     def visit(
         body: Body, classes: tuple[str, ...]
@@ -38,7 +39,7 @@ def functions_of(tree: ast.Module) -> Iterator[tuple[tuple[str, ...], FunctionNo
             yield classes, node, body
 
 
-def test_key(classes: Sequence[str], function: FunctionNode) -> str:
+def key_of_test(classes: Sequence[str], function: FunctionNode) -> str:
     """Return the key of a test: ``test:`` and its qualified name."""
     return "test:" + ".".join((*classes, function.name))
 

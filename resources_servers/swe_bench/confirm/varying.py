@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, cast, get_args
 
 from resources_servers.swe_bench.confirm.labels import PYTHON_WORDS, TOKEN, naming_constants, other_words, text_of
-from resources_servers.swe_bench.confirm.slicing import functions_of, test_key
+from resources_servers.swe_bench.confirm.slicing import functions_of, key_of_test
 
 Kind = Literal["words", "known words", "more words", "numbers", "zero and one", "fractions", "spaces"]
 """What is varied: words that the product does not know, words that it knows, the number of words, integers above 1,
@@ -72,7 +72,7 @@ class Variation:
         tests = {
             id(function): frozenset(self.kinds[key])
             for classes, function, _ in (functions_of(tree) if isinstance(tree, ast.Module) else ())
-            if (key := test_key(classes, function)) in self.kinds
+            if (key := key_of_test(classes, function)) in self.kinds
         }
         shared = frozenset(KINDS).intersection(*tests.values())
         self._visit(tree, shared, tests, skipped)

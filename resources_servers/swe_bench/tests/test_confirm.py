@@ -469,7 +469,7 @@ def test_a_call_that_a_blinded_rendering_leaves_out_leaves_out_its_test() -> Non
     whole, partial = "t.py|1.0", "t.py|9.0"
     one = SimpleNamespace(tokens={"a": whole, "b": "t.py|2.4", "c": partial})
     calls = {whole: [[("t.py|2.4", [1])]], partial: [[("t.py|4.38", [KeyError])]]}
-    probes = defaultdict(lambda: SimpleNamespace(op="truth"))
+    probes: defaultdict[str, Any] = defaultdict(lambda: SimpleNamespace(op="truth"))
     checks = checks_of(one, calls, probes, {})  # type: ignore[arg-type]
     assert list(checks) == [whole]
 

@@ -234,7 +234,7 @@ def _empty_column(code: Code, name: Node, dropped: _Dropped) -> Iterator[Edit]:
 
 
 def _empty_binding(code: Code, node: Node, steps: list[int | str], dropped: _Dropped) -> Iterator[Edit]:
-    """Yield edits that remove the values that reach a binding, or of those the parts at ``steps``."""
+    """Yield edits that remove the values that reach a binding, or only the parts of them that ``steps`` lead to."""
     above = node.parent
     if above is None:
         return

@@ -92,7 +92,8 @@ class Execs:
         """Return the run of an id that is already in the registry, from before a restart or no longer in memory."""
         if record.end is not None:
             run.end, run.phase = ExecEndModel.model_validate_json(record.end), "ended"
-        submitted, run.record = run.record, record
+        submitted = run.record
+        run.record = record
         run.spool = OutputSpool.load(self.space.directory(box.sandbox_id), run.exec_id)
         self._started(run)
         del box.execs[run.exec_id]

@@ -63,7 +63,7 @@ def test_docker_engine_is_reached_by_tls_with_the_same_certificates_by_all_its_c
 
 
 @pytest.mark.parametrize("seconds", [1700000000.0, 1700000000.25])
-def test_docker_lease_end_is_the_name_s_when_renewed(seconds: float) -> None:
+def test_docker_lease_end_comes_from_the_name_once_renewed(seconds: float) -> None:
     name = names.container_name(None)
     labels = names.container_labels({}, expires_at=5.0, env={}, idempotency_key=None)
     assert watchdog.lease_end(name, labels) == 5.0

@@ -49,7 +49,7 @@ from nemo_gym.sandbox.wire.routes import EVENT_STREAM, OCTET_STREAM, SANDBOXES
 
 OUTPUT_TYPES = (EVENT_STREAM, OCTET_STREAM)
 _KINDS: dict[Stream, FrameKind] = {"stdout": FrameKind.STDOUT, "stderr": FrameKind.STDERR}
-_HEAD_S = 0.01
+_FIRST_OUTPUT_S = 0.01
 """How long a response waits for the command's first output or its end, so that a short command's is sent in one piece.
 """
 _LOOK_S = 0.1
@@ -60,10 +60,8 @@ Chunk = tuple[bytes, bool]
 
 
 class OutputReply(Response):
-    """A streaming response that checks periodically whether the client is still connected.
-
-    The framework's own streaming response waits for the disconnect in a task group, and most commands end before such
-    a group is set up.
+    """A streaming response that checks periodically whether the client is still connected, and starts no tasks for it.
+    The framework's own waits for the disconnect in a task group, and most commands end before such a group is set up.
 
     Args:
         chunks: the body. The last chunk is marked as such, so no empty message follows it.
@@ -101,7 +99,7 @@ async def output_reply(
     if run.end is not None and offset < run.end.output_bytes:
         _require_kept(run, offset)
     if run.end is None and offset == run.size:
-        await run.changed(_HEAD_S)
+        await run.changed(_FIRST_OUTPUT_S)
     pieces = _pieces(broker, grant, run, offset)
     if OCTET_STREAM in accept:
         return OutputReply(_frames(pieces, run), status, OCTET_STREAM)

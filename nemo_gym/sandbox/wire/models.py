@@ -247,8 +247,9 @@ class ExecSubmission(WireModel):
 
     def to_request(self, stdin: bytes | None = None) -> ExecRequest:
         values = {**self.__dict__, "env": dict(self.env), "stdin": stdin}
-        argv = values.pop("argv")
-        return ExecRequest(**values) if argv is None else ExecRequest(**{**values, "command": argv})
+        if (argv := values.pop("argv")) is not None:
+            values["command"] = argv
+        return ExecRequest(**values)
 
 
 class ExecEndModel(WireModel):

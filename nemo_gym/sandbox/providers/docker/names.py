@@ -2,7 +2,8 @@
 
 A container's labels cannot change, but its name can. So a label holds the end of the first lease, and a renewal
 renames the container to ``<base>.<unix seconds>``. Everyone who can list containers sees the current lease; there is
-no state outside the engine. ``watchdog.py``, which cannot import this module, has what both need.
+no state outside the engine. What the watchdog needs too is defined in ``watchdog.py``, because that cannot import this
+module.
 """
 
 from __future__ import annotations

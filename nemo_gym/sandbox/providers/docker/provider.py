@@ -136,7 +136,7 @@ class DockerProvider(StreamingProvider):
                         inspection = await self._engine.call(creation.find_existing)
                         if inspection is None:
                             inspection = await finish(self._engine.call(creation.run))
-                    handle = await self._handle(inspection)
+                    handle = await self._handle_of(inspection)
                     for door in spec.doors:
                         await self.open_door(handle, door)
                     if self.config.watchdog:
@@ -153,7 +153,7 @@ class DockerProvider(StreamingProvider):
         self._boxes[handle.sandbox_id] = box_of(handle)
         return handle
 
-    async def _handle(self, inspection: Mapping[str, Any]) -> SandboxHandle:
+    async def _handle_of(self, inspection: Mapping[str, Any]) -> SandboxHandle:
         box = await self._engine.call(DockerBox.from_inspection, inspection, local=self._local)
         return SandboxHandle(sandbox_id=box.container_id, provider_name=self.name, raw=box)
 
@@ -356,7 +356,7 @@ class DockerProvider(StreamingProvider):
             raise SandboxError(f"docker: the container {container_id[:12]} is not a box of this suite")
         if not inspection["State"]["Running"]:
             raise SandboxLostError(f"docker: the box {container_id[:12]} has stopped")
-        return await self._handle(inspection)
+        return await self._handle_of(inspection)
 
 
 def _info(container: Mapping[str, Any]) -> SandboxInfo:

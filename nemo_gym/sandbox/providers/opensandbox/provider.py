@@ -57,7 +57,7 @@ class OpenSandboxProvider(StreamingProvider):
         self.config = OpenSandboxConfig.from_mapping(options)
         self._connection = Connection(self.config)
         self._background = BackgroundTasks()
-        self._doors: set[RelayedDoor] = set()
+        self._doors: dict[RelayedDoor, None] = {}  # in order of opening
         self._images = EngineImages(self.config)
 
     @cached_property
@@ -232,7 +232,7 @@ class OpenSandboxProvider(StreamingProvider):
     async def close_door(self, handle: SandboxHandle, name: str) -> None:
         door = self._doors_of(box_of(handle)).get(name)
         if door is not None:
-            self._doors.discard(door)
+            self._doors.pop(door, None)
             await door.aclose(quits=True)
 
     def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
@@ -252,17 +252,18 @@ class OpenSandboxProvider(StreamingProvider):
                     f"'{other.door.name}' is there"
                 )
         relayed = RelayedDoor(box, door)
-        self._doors.add(relayed)
+        self._doors[relayed] = None
         try:
             await relayed.start()
         except BaseException:
-            self._doors.discard(relayed)
+            self._doors.pop(relayed, None)
             raise
 
     async def _close_doors(self, box: OpenSandboxBox) -> None:
         """Close all doors of a box that is about to be destroyed, so its ports need not become free."""
         doors = self._doors_of(box).values()
-        self._doors.difference_update(doors)
+        for door in doors:
+            self._doors.pop(door, None)
         await asyncio.gather(*(door.aclose(quits=False) for door in doors))
 
     # -------------------------------------------------------------------------------- ports and other processes

@@ -243,7 +243,7 @@ class Box:
         self._lease: asyncio.TimerHandle | None = None
         self._destroying: asyncio.Task[None] | None = None
         self._on_expired = on_expired
-        self._dying = asyncio.create_task(readable(self.monitor_fd))
+        self._death = asyncio.create_task(readable(self.monitor_fd))
 
     @property
     def upper(self) -> Path:
@@ -331,7 +331,7 @@ class Box:
 
     async def died(self) -> None:
         """Wait until the box's processes are gone, for any reason."""
-        await asyncio.shield(self._dying)
+        await asyncio.shield(self._death)
 
     async def destroy(self, reason: str) -> None:
         """End the box: remove its processes, groups and files. All callers wait for the same removal."""
@@ -352,7 +352,7 @@ class Box:
                 async with asyncio.timeout(10.0):
                     await command.ended.wait()
         await readable(self.init_fd)
-        await self._dying
+        await self._death
         processes.reap(self._built.monitor_pid)
         close_all([self.monitor_fd, self.init_fd, self._built.network_fd])
         for _ in range(_REMOVE_ATTEMPTS):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -285,3 +287,39 @@ def test_tree_is_removed_however_deep_it_is_and_links_are_not_followed(tmp_path:
     remove_directory(tree)
     assert not tree.exists()
     assert (kept / "f").read_text() == "kept"
+
+
+EXCHANGES = """
+import ctypes, sys
+entry, other = (name.encode() for name in sys.argv[1:])
+exchange = ctypes.CDLL(None).renameat2
+while True:
+    exchange(-100, entry, -100, other, 2)
+"""
+
+
+@pytest.mark.parametrize("exchanged", ["a file", "a directory"])
+def test_copied_layer_holds_nothing_of_the_host_while_the_box_exchanges_entries_for_links(
+    tmp_path: Path, exchanged: str
+) -> None:
+    host, tree = tmp_path / "host", tmp_path / "tree"
+    (host / "place").mkdir(parents=True)
+    (host / "place" / "file").write_text("secret")
+    tree.mkdir()
+    if exchanged == "a file":
+        (tree / "entry").write_text("of the box")
+        (tmp_path / "link").symlink_to(host / "place" / "file")
+    else:
+        (tree / "entry").mkdir()
+        (tmp_path / "link").symlink_to(host / "place")
+    with subprocess.Popen([sys.executable, "-c", EXCHANGES, tree / "entry", tmp_path / "link"]) as box:
+        try:
+            for number in range(500):
+                copy = tmp_path / "copies" / str(number)
+                copy.parent.mkdir(exist_ok=True)
+                with contextlib.suppress(OSError):
+                    copy_layer(tree, copy)
+                for found in copy.rglob("*"):
+                    assert found.is_symlink() or found.is_dir() or "secret" not in found.read_text()
+        finally:
+            box.kill()

@@ -342,11 +342,23 @@ def remove_directory(path: Path) -> None:
 
 
 def copy_layer(source: Path, target: Path) -> None:
-    """Copy a tree in overlayfs form, with owners, modes, times, extended attributes, hard links and whiteouts."""
-    _copy_entry(source, target, {})
+    """Copy a tree in overlayfs form, with owners, modes, times, extended attributes, hard links and whiteouts.
+
+    The tree may belong to a box that is still running, which can exchange any entry for a link to a file of the host
+    at any time. So every directory is held open, and no link is ever followed.
+    """
+    parent = os.open(source.parent, _DIRECTORY)
+    try:
+        _copy_entry(parent, source.name, target, {})
+    finally:
+        os.close(parent)
 
 
-def _copy_entry(source: Path, target: Path, links: dict[tuple[int, int], Path]) -> None:
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def _copy_entry(parent: int, name: str, target: Path, links: dict[tuple[int, int], Path]) -> None:
+    source = Path(f"/proc/self/fd/{parent}", name)
     info = source.lstat()
     kind = stat.S_IFMT(info.st_mode)
     if kind != stat.S_IFDIR and info.st_nlink > 1:
@@ -356,31 +368,41 @@ def _copy_entry(source: Path, target: Path, links: dict[tuple[int, int], Path]) 
             return
     if kind == stat.S_IFDIR:
         target.mkdir(exist_ok=True)
-        with os.scandir(source) as entries:
-            for entry in entries:
-                _copy_entry(source / entry.name, target / entry.name, links)
+        directory = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    _copy_entry(directory, entry.name, target / entry.name, links)
+        finally:
+            os.close(directory)
     elif kind == stat.S_IFLNK:
         target.symlink_to(source.readlink())
     elif kind == stat.S_IFREG:
-        _copy_content(source, target, info.st_size)
+        _copy_content(parent, name, target, info)
     elif kind in (stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO):
         os.mknod(target, info.st_mode, info.st_rdev)
     else:
         return  # a socket has no content that outlives its process
     if (target_info := target.lstat()) and (target_info.st_uid, target_info.st_gid) != (info.st_uid, info.st_gid):
         os.chown(target, info.st_uid, info.st_gid, follow_symlinks=False)
-    for name in os.listxattr(source, follow_symlinks=False):
+    for attribute in os.listxattr(source, follow_symlinks=False):
         # The file system may refuse security labels, which it sets itself; all other attributes must be copied.
-        with contextlib.suppress(PermissionError) if name.startswith("security.") else contextlib.nullcontext():
-            os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
+        with contextlib.suppress(PermissionError) if attribute.startswith("security.") else contextlib.nullcontext():
+            value = os.getxattr(source, attribute, follow_symlinks=False)
+            os.setxattr(target, attribute, value, follow_symlinks=False)
     if kind != stat.S_IFLNK:
         target.chmod(stat.S_IMODE(info.st_mode))
     os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns), follow_symlinks=False)
 
 
-def _copy_content(source: Path, target: Path, size: int) -> None:
-    """Copy a file's data, but not its holes."""
-    with source.open("rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:
+def _copy_content(parent: int, name: str, target: Path, info: os.stat_result) -> None:
+    """Copy the data, but not the holes, of the regular file that ``info`` describes."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it may be a link or a pipe by now
+    descriptor = os.open(name, flags, dir_fd=parent)
+    with open(descriptor, "rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:  # noqa: PTH123
+        if not os.path.samestat(os.fstat(descriptor), info):
+            raise OSError(errno.ESTALE, "the file was exchanged while it was copied", name)
+        size = info.st_size
         os.truncate(writer.fileno(), size)
         position = 0
         while position < size:

@@ -226,9 +226,13 @@ class HttpEngine:
             "POST", route, data, self._patience_of_call(), self._answer_bytes(len(data), max_tokens)
         )
 
-    async def post_stream(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of a 200 as they arrive. Closing the iterator closes the connection."""
+    async def post_stream(
+        self, route: str, body: Mapping[str, Any], *, max_tokens: int, answers: int = 1
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a 200 as they arrive. Closing the iterator closes the connection. A stream longer than
+        ``answers`` answers of ``max_tokens`` tokens can be raises `EngineAnswerTooLargeError`."""
         data = _written(body)
+        passed, at_most_bytes = 0, answers * _believed_bytes(len(data), max_tokens)
         head = self._request_heads.of("POST", route, len(data))
         try:
             reply = await self._http.send(self._request_heads.origin, head, data, self._patience_of_call())
@@ -237,6 +241,9 @@ class HttpEngine:
                     raise self._status_error(reply, await _error_body(reply))
                 self._check_encoding(reply)
                 async for chunk in reply:
+                    passed += len(chunk)
+                    if passed > at_most_bytes:
+                        raise self._too_large(f"a stream of more than {at_most_bytes} bytes")
                     yield chunk
             finally:
                 reply.close()
@@ -244,14 +251,22 @@ class HttpEngine:
             raise self._broken(error) from error
 
     async def post_events(
-        self, route: str, body: Mapping[str, Any], *, echoed_prompt: bytes | None = None
+        self,
+        route: str,
+        body: Mapping[str, Any],
+        *,
+        max_tokens: int,
+        answers: int = 1,
+        echoed_prompt: bytes | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the JSON of each server-sent event, up to the end marker. Raises if the stream ends without it, or if
-        an event is an error. ``echoed_prompt``: the prompt as JSON, removed from events that repeat it; see
-        `without_echo`. The caller enforces the token limit."""
+        an event is an error. ``max_tokens`` and ``answers``: see `post_stream`. ``echoed_prompt``: the prompt as JSON,
+        removed from events that repeat it; see `without_echo`. The caller enforces the token limit."""
         reader = EventReader()
         at_most = self.endpoint.max_answer_bytes
-        async with contextlib.aclosing(self.post_stream(route, body)) as chunks:
+        async with contextlib.aclosing(
+            self.post_stream(route, body, max_tokens=max_tokens, answers=answers)
+        ) as chunks:
             async for chunk in chunks:
                 for data in reader.feed(chunk):
                     if data == DONE:
@@ -297,8 +312,7 @@ class HttpEngine:
         """Return the size limit of a response, which may repeat the request."""
         if max_tokens is None:
             return self.endpoint.max_answer_bytes
-        believed = _BESIDE_TOKENS_BYTES + 2 * asked_bytes + max_tokens * BYTES_PER_TOKEN
-        return min(believed, self.endpoint.max_answer_bytes)
+        return min(_believed_bytes(asked_bytes, max_tokens), self.endpoint.max_answer_bytes)
 
     def _too_large(self, what: str) -> EngineAnswerTooLargeError:
         return EngineAnswerTooLargeError(
@@ -447,6 +461,11 @@ def _written(body: Mapping[str, Any]) -> bytes:
         return orjson.dumps(body)
     except TypeError as error:  # parsed JSON can be serialized again, except for some numbers and deep nesting
         raise InvalidBodyError(f"the request cannot be written as JSON for an engine: {error}") from None
+
+
+def _believed_bytes(asked_bytes: int, max_tokens: int) -> int:
+    """Return how long an answer of ``max_tokens`` tokens can be, which may repeat the request."""
+    return _BESIDE_TOKENS_BYTES + 2 * asked_bytes + max_tokens * BYTES_PER_TOKEN
 
 
 async def _error_body(reply: Reply) -> bytes:

@@ -82,7 +82,11 @@ class SglangEngine(HttpEngine):
         first = self.weights_version
         pairs: list[tuple[int, float]] = []
         meta: dict[str, Any] = {}
-        events = self.post_events(_ROUTE, self._body(request, stream=True))
+        budget = request.sampling.max_tokens
+        # Each event may repeat all tokens before it.
+        events = self.post_events(
+            _ROUTE, self._body(request, stream=True), max_tokens=budget, answers=budget // self._stream_interval + 2
+        )
         try:
             async with contextlib.aclosing(events):
                 async for event in events:
@@ -98,7 +102,7 @@ class SglangEngine(HttpEngine):
                         else:
                             raise ValueError(f"{len(event_pairs)} logprobs after {len(pairs)} of {total} tokens")
                     pairs += fresh
-                    self.check_tokens(len(pairs), request.sampling.max_tokens)
+                    self.check_tokens(len(pairs), budget)
                     if fresh:
                         yield TokenDelta(tuple(token for token, _ in fresh), tuple(logprob for _, logprob in fresh))
         except EngineLostError:

@@ -276,7 +276,10 @@ class VllmEngine(HttpEngine):
         stop_reason: str | int | None = None
         cached: int | None = None
         events = self.post_events(
-            "/v1/completions", self._completions_body(request, stream=True), echoed_prompt=request.prompt_json
+            "/v1/completions",
+            self._completions_body(request, stream=True),
+            max_tokens=request.sampling.max_tokens,
+            echoed_prompt=request.prompt_json,
         )
         try:
             async with contextlib.aclosing(events):
@@ -287,8 +290,7 @@ class VllmEngine(HttpEngine):
                             continue
                         choice = _only_choice(event)
                         self._check_prompt(request, choice)
-                        logprobs_object = choice.get("logprobs") or {}
-                        delta = TokenDelta(choice.get("token_ids") or (), logprobs_object.get("token_logprobs") or ())
+                        delta = TokenDelta(tuple(choice.get("token_ids") or ()), _logprobs_in(choice))
                         if len(delta.token_ids) != len(delta.logprobs):
                             raise _unequal(len(delta.token_ids), len(delta.logprobs))
                         if choice.get("finish_reason") is not None:
@@ -360,6 +362,13 @@ def _only_choice(answer: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{len(choices)} choices instead of one")
     choice: dict[str, Any] = choices[0]
     return choice
+
+
+def _logprobs_in(choice: Mapping[str, Any]) -> tuple[float, ...]:
+    told = choice.get("logprobs") or {}
+    if (logprobs := told.get("token_logprobs")) is None:
+        logprobs = [entry["logprob"] for entry in told.get("content") or ()]
+    return tuple(logprobs)
 
 
 def _unequal(ids: int, logprobs: int) -> ValueError:

@@ -312,7 +312,7 @@ async def test_engine_waits_when_a_stream_is_not_read(http: EngineConnections, e
             await writer.drain()
 
     async with serving(flood) as server:
-        stream = server.engine(http).post_stream("/", {})
+        stream = server.engine(http).post_stream("/", {}, max_tokens=1 << 20)
         read = len(await anext(stream))
         before = -1
         while before != written:  # until it stands still

@@ -21,6 +21,10 @@ from nemo_gym.gateway.engines import (
     EngineRefusedError,
     EngineUnreachableError,
     HttpEngine,
+    Sampling,
+    SglangEngine,
+    TokenRequest,
+    VllmEngine,
 )
 from nemo_gym.http.client import RequestHeads
 from tests.gateway.engines.test_connections import JSON, WHOLE, certificate, post_json, serving
@@ -182,6 +186,26 @@ async def test_answer_is_given_up_that_is_longer_than_the_tokens_that_were_asked
         assert await post_json(server.engine(http), "/", {}) == {"a": 1}
 
 
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_endless_stream_is_given_up(
+    kind: type[VllmEngine | SglangEngine], http: EngineConnections, eventually: Eventually
+) -> None:
+    event = b'{"choices":[]}' if kind is VllmEngine else b'{"meta_info":{"completion_tokens":0}}'
+
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        writer.write(JSON + b"\r\n")
+        while True:
+            writer.write(b"data: " + event + b"\n\n: still here\n\n" * 2000)
+            await writer.drain()
+
+    async with serving(endless) as server:
+        engine = kind(EngineEndpoint("e0", f"http://localhost:{server.port}"), http)
+        with pytest.raises(EngineAnswerTooLargeError, match="stream"):
+            async for _ in engine.stream(TokenRequest("r-1", [5, 6], Sampling(100))):
+                pass
+        await eventually(lambda: server.open == 0)
+
+
 async def test_endless_event_is_given_up(http: EngineConnections, eventually: Eventually) -> None:
     async def endless(writer: asyncio.StreamWriter) -> None:
         writer.write(JSON + b"\r\ndata: ")
@@ -191,7 +215,7 @@ async def test_endless_event_is_given_up(http: EngineConnections, eventually: Ev
 
     async with serving(endless) as server:
         with pytest.raises(EngineAnswerError, match="event"):
-            async for _ in server.engine(http, max_answer_bytes=1 << 20).post_events("/", {}):
+            async for _ in server.engine(http, max_answer_bytes=1 << 20).post_events("/", {}, max_tokens=1 << 20):
                 pass
         await eventually(lambda: server.open == 0)
 
@@ -206,7 +230,7 @@ async def test_own_slowness_is_not_the_engines_silence(http: EngineConnections) 
             await writer.drain()
 
     async with serving(flood) as server:
-        stream = server.engine(http, idle_timeout_s=0.5).post_stream("/", {})
+        stream = server.engine(http, idle_timeout_s=0.5).post_stream("/", {}, max_tokens=1 << 20)
         read = len(await anext(stream))
         await asyncio.sleep(1.2)
         async for chunk in stream:

@@ -35,6 +35,7 @@ from nemo_gym_testing.gateway import (
     hashed_sampler,
 )
 from nemo_gym_testing.gateway.sampler import Sampler
+from tests.gateway.engines.test_connections import JSON, serving
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 WIRES = ("vllm-completions", "vllm-generate", "sglang", "sglang-incremental")
@@ -104,6 +105,20 @@ async def test_stream_deltas_joined_are_the_generation(wire: str, http: EngineCo
     assert tuple(value for delta in deltas for value in delta.logprobs) == whole.logprobs == fake.calls[0].logprobs
     if wire in STREAMING:
         assert len(deltas) == 8
+
+
+async def test_stream_reads_logprobs_that_are_given_as_content(http: EngineConnections) -> None:
+    choices = (
+        b'{"token_ids":[11,12],"logprobs":{"content":[{"token":"a","logprob":-0.5},{"token":"b","logprob":-1.5}]}}',
+        b'{"token_ids":[13],"logprobs":{"token_logprobs":[-2.5],"content":null},"finish_reason":"stop"}',
+    )
+    events = b"".join(b'data: {"choices":[%b]}\n\n' % choice for choice in choices) + b"data: [DONE]\n\n"
+    async with serving(JSON + b"Content-Length: %d\r\n\r\n%b" % (len(events), events)) as server:
+        engine = VllmEngine(EngineEndpoint("e0", f"http://localhost:{server.port}"), http)
+        *deltas, whole = [item async for item in engine.stream(request())]
+    assert deltas == [TokenDelta((11, 12), (-0.5, -1.5)), TokenDelta((13,), (-2.5,))]
+    assert isinstance(whole, Generation)
+    assert (whole.token_ids, whole.logprobs) == ((11, 12, 13), (-0.5, -1.5, -2.5))
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -53,11 +53,11 @@ def _usage_detail(usage: Mapping[str, Any], details: str, name: str, *flat: str)
 def _as_reported(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return the usage that the endpoint itself reported: its own total, and ``None`` for details that it did not
     report, in place of the numbers that the gateway's accounting needs."""
-    cached = _usage_detail(usage, "prompt_tokens_details", "cached_tokens")
-    reasoning = _usage_detail(usage, "completion_tokens_details", "reasoning_tokens")
+    read = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    prompt, completion = (details if isinstance(details, Mapping) else {} for details in read)
     reported: dict[str, Any] = {
-        "input_tokens_details": {"cached_tokens": cached},
-        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "input_tokens_details": {"cached_tokens": prompt.get("cached_tokens")},
+        "output_tokens_details": {"reasoning_tokens": completion.get("reasoning_tokens")},
     }
     return reported if usage.get("total_tokens") is None else {**reported, "total_tokens": usage["total_tokens"]}
 

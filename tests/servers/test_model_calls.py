@@ -287,6 +287,9 @@ def test_a_converter_says_what_an_endpoint_reported() -> None:
     assert response["output"][0]["content"] == [{"refusal": "No.", "type": "refusal"}]
     assert response["usage"]["total_tokens"] == 9
     assert response["usage"]["input_tokens_details"]["cached_tokens"] is None
+    completion["usage"] |= {"prompt_tokens_details": {"cached_tokens": 2.7}}  # type: ignore[operator]
+    with pytest.raises(ValidationError, match=r"input_tokens_details\.cached_tokens"):
+        ResponsesConverter().chat_completion_to_response(asked, completion)
     said = {"content": "<think>t</think>a"}
     [kept] = ResponsesConverter(uses_reasoning_parser=False).postprocess_assistant_message_dict(said)
     assert kept.content[0].text == "<think>t</think>a"

@@ -31,13 +31,46 @@ from openai.types.chat.chat_completion_message_custom_tool_call import ChatCompl
 from openai.types.chat.chat_completion_message_custom_tool_call_param import (
     ChatCompletionMessageCustomToolCallParam,
 )
-from openai.types.chat.chat_completion_message_function_tool_call_param import Function
 from openai.types.chat.completion_create_params import ResponseFormat, WebSearchOptions
 from openai.types.shared_params import FunctionDefinition, Metadata, ReasoningEffort
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from nemo_gym.openai_types.tokens import TokenIDLogProbMixin, TokenIDLogProbTypedDictMixin, check_tokens
+
+__all__ = [
+    "NeMoGymChatCompletion",
+    "NeMoGymChatCompletionAssistantMessageForTrainingParam",
+    "NeMoGymChatCompletionAssistantMessageParam",
+    "NeMoGymChatCompletionContentPartFileParam",
+    "NeMoGymChatCompletionContentPartImageParam",
+    "NeMoGymChatCompletionContentPartInputAudioParam",
+    "NeMoGymChatCompletionContentPartParam",
+    "NeMoGymChatCompletionContentPartTextParam",
+    "NeMoGymChatCompletionContentPartVideoUrlParam",
+    "NeMoGymChatCompletionCreateParamsNonStreaming",
+    "NeMoGymChatCompletionCustomToolParam",
+    "NeMoGymChatCompletionDeveloperMessageParam",
+    "NeMoGymChatCompletionMessage",
+    "NeMoGymChatCompletionMessageCustomToolCall",
+    "NeMoGymChatCompletionMessageCustomToolCallParam",
+    "NeMoGymChatCompletionMessageForTraining",
+    "NeMoGymChatCompletionMessageParam",
+    "NeMoGymChatCompletionMessageToolCall",
+    "NeMoGymChatCompletionMessageToolCallFunctionParam",
+    "NeMoGymChatCompletionMessageToolCallParam",
+    "NeMoGymChatCompletionMessageToolCallUnion",
+    "NeMoGymChatCompletionMessageToolCallUnionParam",
+    "NeMoGymChatCompletionOutputMessage",
+    "NeMoGymChatCompletionSystemMessageParam",
+    "NeMoGymChatCompletionToolMessageParam",
+    "NeMoGymChatCompletionToolParam",
+    "NeMoGymChatCompletionToolUnionParam",
+    "NeMoGymChatCompletionUserMessageParam",
+    "NeMoGymChoice",
+    "NeMoGymFunction",
+    "NeMoGymFunctionDefinition",
+]
 
 
 class NeMoGymFunction(BaseModel):
@@ -79,18 +112,37 @@ class NeMoGymChatCompletion(ChatCompletion):
     choices: list[NeMoGymChoice]  # type: ignore[assignment]
 
 
-NeMoGymFunctionDefinition: TypeAlias = FunctionDefinition
-NeMoGymChatCompletionToolParam: TypeAlias = ChatCompletionToolParam
-NeMoGymChatCompletionCustomToolParam: TypeAlias = ChatCompletionCustomToolParam
+class NeMoGymFunctionDefinition(FunctionDefinition):
+    pass
+
+
+class NeMoGymChatCompletionToolParam(ChatCompletionToolParam):
+    function: Required[NeMoGymFunctionDefinition]
+
+
+class NeMoGymChatCompletionCustomToolParam(ChatCompletionCustomToolParam):
+    pass
+
+
 NeMoGymChatCompletionToolUnionParam: TypeAlias = Annotated[
     NeMoGymChatCompletionToolParam | NeMoGymChatCompletionCustomToolParam, Field(discriminator="type")
 ]
 
 
-NeMoGymChatCompletionContentPartTextParam: TypeAlias = ChatCompletionContentPartTextParam
-NeMoGymChatCompletionContentPartImageParam: TypeAlias = ChatCompletionContentPartImageParam
-NeMoGymChatCompletionContentPartInputAudioParam: TypeAlias = ChatCompletionContentPartInputAudioParam
-NeMoGymChatCompletionContentPartFileParam: TypeAlias = File
+class NeMoGymChatCompletionContentPartTextParam(ChatCompletionContentPartTextParam):
+    pass
+
+
+class NeMoGymChatCompletionContentPartImageParam(ChatCompletionContentPartImageParam):
+    pass
+
+
+class NeMoGymChatCompletionContentPartInputAudioParam(ChatCompletionContentPartInputAudioParam):
+    pass
+
+
+class NeMoGymChatCompletionContentPartFileParam(File):
+    pass
 
 
 class NeMoGymChatCompletionContentPartVideoUrlParam(TypedDict, total=False):
@@ -121,9 +173,19 @@ class NeMoGymChatCompletionDeveloperMessageParam(ChatCompletionDeveloperMessageP
     content: Required[str | _TextParts]  # type: ignore[misc]
 
 
-NeMoGymChatCompletionMessageToolCallFunctionParam: TypeAlias = Function
-NeMoGymChatCompletionMessageToolCallParam: TypeAlias = ChatCompletionMessageFunctionToolCallParam
-NeMoGymChatCompletionMessageCustomToolCallParam: TypeAlias = ChatCompletionMessageCustomToolCallParam
+class NeMoGymChatCompletionMessageToolCallFunctionParam(TypedDict, total=False):
+    arguments: Required[str]
+    name: Required[str]
+
+
+class NeMoGymChatCompletionMessageToolCallParam(ChatCompletionMessageFunctionToolCallParam):
+    function: NeMoGymChatCompletionMessageToolCallFunctionParam
+
+
+class NeMoGymChatCompletionMessageCustomToolCallParam(ChatCompletionMessageCustomToolCallParam):
+    pass
+
+
 NeMoGymChatCompletionMessageToolCallUnionParam: TypeAlias = Annotated[
     NeMoGymChatCompletionMessageToolCallParam | NeMoGymChatCompletionMessageCustomToolCallParam,
     Field(discriminator="type"),

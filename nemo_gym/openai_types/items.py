@@ -42,6 +42,47 @@ from typing_extensions import TypedDict
 
 from nemo_gym.openai_types.tokens import TOKEN_FIELDS, TokenIDLogProbMixin
 
+__all__ = [
+    "RESPONSES_TO_TRAIN",
+    "NeMoGymComputerCallOutput",
+    "NeMoGymContent",
+    "NeMoGymEasyInputMessage",
+    "NeMoGymEasyInputMessageForTraining",
+    "NeMoGymFunctionCallOutput",
+    "NeMoGymImageGenerationCall",
+    "NeMoGymInputVideoPart",
+    "NeMoGymLocalShellCall",
+    "NeMoGymLocalShellCallOutput",
+    "NeMoGymMcpApprovalResponse",
+    "NeMoGymMessage",
+    "NeMoGymMessageForTraining",
+    "NeMoGymResponseCodeInterpreterToolCall",
+    "NeMoGymResponseComputerToolCall",
+    "NeMoGymResponseCustomToolCall",
+    "NeMoGymResponseCustomToolCallOutput",
+    "NeMoGymResponseFileSearchToolCall",
+    "NeMoGymResponseFunctionToolCall",
+    "NeMoGymResponseFunctionToolCallForTraining",
+    "NeMoGymResponseFunctionWebSearch",
+    "NeMoGymResponseInput",
+    "NeMoGymResponseInputContentList",
+    "NeMoGymResponseInputContentPart",
+    "NeMoGymResponseInputItem",
+    "NeMoGymResponseInputText",
+    "NeMoGymResponseMcpApprovalRequest",
+    "NeMoGymResponseMcpCall",
+    "NeMoGymResponseMcpListTools",
+    "NeMoGymResponseOutputItem",
+    "NeMoGymResponseOutputMessage",
+    "NeMoGymResponseOutputMessageForTraining",
+    "NeMoGymResponseOutputRefusal",
+    "NeMoGymResponseOutputText",
+    "NeMoGymResponseReasoningItem",
+    "NeMoGymResponseReasoningItemForTraining",
+    "NeMoGymSummary",
+    "training_variant_of",
+]
+
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -107,7 +148,8 @@ NeMoGymResponseInputContentPart: TypeAlias = Annotated[
 NeMoGymResponseInputContentList: TypeAlias = list[NeMoGymResponseInputContentPart]
 
 
-NeMoGymResponseInputText: TypeAlias = ResponseInputTextParam
+class NeMoGymResponseInputText(ResponseInputTextParam):
+    pass
 
 
 class NeMoGymEasyInputMessage(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from openai.types.responses import (
     FunctionToolParam,
@@ -20,7 +20,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.openai_types.items import NeMoGymResponseInput, NeMoGymResponseOutputItem
 
-NeMoGymFunctionToolParam: TypeAlias = FunctionToolParam
+__all__ = [
+    "NeMoGymFunctionToolParam",
+    "NeMoGymResponse",
+    "NeMoGymResponseCreateParamsNonStreaming",
+    "NeMoGymResponseInputTokensDetails",
+    "NeMoGymResponseOutputTokensDetails",
+    "NeMoGymResponseUsage",
+    "accumulate_response_usage",
+]
+
+
+class NeMoGymFunctionToolParam(FunctionToolParam):
+    pass
 
 
 class NeMoGymResponseCreateParamsNonStreaming(BaseModel):

@@ -7,6 +7,12 @@ from typing import Any, NotRequired, TypeAlias
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
+__all__ = [
+    "RoutedExperts",
+    "TokenIDLogProbMixin",
+    "TokenIDLogProbTypedDictMixin",
+]
+
 RoutedExperts: TypeAlias = str | list[list[list[int]]]
 """Expert indices per token, shape ``[tokens, layers, top_k]``, or a trainer's opaque string; never read here."""
 

@@ -18,6 +18,26 @@ TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_l
 TEXT = [{"type": "output_text", "text": "x", "annotations": []}]
 
 
+def test_star_import_gives_the_suites_names_and_no_others() -> None:
+    names: dict[str, Any] = {}
+    exec("from nemo_gym.openai_utils import *", names)
+    own = {name for name in names if name.startswith("NeMoGym")}
+    assert names.keys() - own - {"__builtins__"} == {
+        *("CHAT_REQUEST_PROVIDER_EXTENSION_FIELDS", "MAX_NUM_TRIES", "RATE_LIMIT_ERROR_CODES", "RESPONSES_TO_TRAIN"),
+        *("REQUIRED_TOKEN_METADATA_FIELDS", "RETRY_ERROR_CODES", "RoutedExperts", "TOKEN_METADATA_FIELDS"),
+        *("TokenIDLogProbMixin", "TokenIDLogProbTypedDictMixin", "accumulate_response_usage", "training_variant_of"),
+    }
+    assert len(own) == 74
+
+
+def test_classes_carry_the_names_that_plugins_import_them_by() -> None:
+    """Their schemas show these names."""
+    named = [name for name, value in vars(types).items() if name.startswith("NeMoGym") and isinstance(value, type)]
+    assert named and all(vars(types)[name].__name__ == name for name in named)
+    tool = TypeAdapter(types.NeMoGymChatCompletionToolUnionParam).json_schema()
+    assert {"NeMoGymChatCompletionToolParam", "NeMoGymFunctionDefinition"} <= tool["$defs"].keys()
+
+
 @pytest.mark.parametrize(
     ("item", "member"),
     [

@@ -305,11 +305,7 @@ class ConversationCache:
     def lowered(self, context: Any, raw: Sequence[Any], lower_from: LowerFrom) -> Lowered:
         """Return ``raw`` as messages. ``context`` is the other data of the request that the messages depend on."""
         view = self._view_of(raw)
-        earlier = view.lowered
-        if earlier is None or earlier.context != context:
-            earlier = _Messages(context, [], [], [], 0)
-        # The element after a group must be shared as well, since it may decide where the group ends.
-        groups = bisect_left(earlier.ends, earlier.elements)
+        earlier, groups = self._nearest_lowered(view, context, raw)
         ends, counts = earlier.ends[:groups], earlier.counts[:groups]
         messages = earlier.messages[: counts[-1]] if counts else []
         for end, group in lower_from(ends[-1] if ends else 0):
@@ -318,6 +314,23 @@ class ConversationCache:
             counts.append(len(messages))
         view.lowered = _Messages(context, ends, counts, messages, len(raw))
         return [*messages]
+
+    def _nearest_lowered(self, view: _View, context: Any, raw: Sequence[Any]) -> tuple[_Messages, int]:
+        """Return messages lowered earlier in the same context, and how many of their groups are those of ``raw``:
+        those of its own view, else of the view that shares the most groups."""
+        nearest, most = _Messages(context, [], [], [], 0), 0
+        for other in (view, *self._views):
+            lowered = other.lowered
+            if lowered is None or lowered.context != context:
+                continue
+            shared = lowered.elements if other is view else min(lowered.elements, other.shared(raw))
+            # The element after a group must be shared as well, since it may decide where the group ends.
+            groups = bisect_left(lowered.ends, shared)
+            if groups > most:
+                nearest, most = lowered, groups
+            if other is view and groups:
+                break
+        return nearest, most
 
     # -- fingerprints --------------------------------------------------------------------------------------------
 
@@ -380,11 +393,16 @@ def lowered_history(
     return [message for _, group in lower_from(0) for message in group]
 
 
-def messages_lowered(body: Body, cache: ConversationCache | None, lower: Callable[[Body, str], Lowered]) -> Lowered:
-    """Return ``messages`` of a request; ``lower`` lowers one, given the message and the path of its field."""
+def messages_in(body: Body) -> Sequence[Any]:
     value = body.get("messages")
     if not isinstance(value, list | tuple) or not value:
         refuse("messages", "must be a list of at least one message")
+    return value
+
+
+def messages_lowered(body: Body, cache: ConversationCache | None, lower: Callable[[Body, str], Lowered]) -> Lowered:
+    """Return ``messages`` of a request; ``lower`` lowers one, given the message and the path of its field."""
+    value = messages_in(body)
 
     def lower_from(start: int) -> Iterator[tuple[int, Lowered]]:
         for end, (where, message) in enumerate(objects_in(value, "messages", start), start + 1):

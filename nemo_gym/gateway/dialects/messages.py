@@ -33,6 +33,7 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import (
     ConversationCache,
     DialectAdapter,
+    messages_in,
     messages_lowered,
     one_answer,
     token_fields,
@@ -252,6 +253,7 @@ class MessagesAdapter(DialectAdapter):
         )
 
     def _messages(self, body: Body, tools: Tools, cache: ConversationCache | None) -> list[dict[str, Any]]:
+        messages_in(body)  # checked first
         text = _system(body.get("system"), "system")
         before = [{"role": "system", "content": text}] if text else []
         return lead_system([*before, *messages_lowered(body, cache, lambda message, at: _message(message, at, tools))])

@@ -102,6 +102,24 @@ def test_conversations_side_by_side_are_all_remembered(dialect: Dialect) -> None
         assert sum(one is other for one, other in zip(before.messages, after.messages, strict=False)) > 15
 
 
+@pytest.mark.parametrize("dialect", [*Dialect])
+def test_history_of_alternating_tools_is_remembered_with_each(dialect: Dialect) -> None:
+    cache, key, body = ConversationCache(), KEYS[dialect], BODIES[dialect]
+    history = [{"role": "user", "content": "x" * 300_000}, *ELEMENTS[dialect][:-1] * 20]  # only one body is kept
+    rest = {name: value for name, value in body.items() if name not in ("tools", key)}
+    before: dict[int, Any] = {}
+    for turn in range(6):
+        history = [*history, *ELEMENTS[dialect][:-1] * 2]
+        asked = {"tools": body["tools"][turn % 2 :]}  # first, so that no body begins like one with the other tools
+        raw = orjson.dumps({**asked, **rest, key: history})
+        found = ADAPTERS[dialect].lower(cache.parse(raw), cache)
+        assert found == ADAPTERS[dialect].lower(orjson.loads(raw))
+        if turn % 2 in before:
+            messages = before[turn % 2].messages
+            assert sum(one is other for one, other in zip(messages, found.messages, strict=False)) > 15
+        before[turn % 2] = found
+
+
 def test_tools_are_lowered_anew_when_they_are_others_however_alike() -> None:
     cache, adapter = ConversationCache(), ADAPTERS[Dialect.CHAT]
     for default in (1, 1.0, True, "1", 1):

@@ -253,8 +253,8 @@ log = structlog.get_logger(__name__)
 
 
 class CallCapture:
-    """Stores one record per inference call. No method raises: a full, slow or missing disk loses records, but never
-    fails a call."""
+    """Stores one record per inference call. `record`, `figures` and `close` never raise: a full, slow or
+    missing disk loses records, but never fails a call."""
 
     def __init__(self, config: CaptureConfig, *, secrets: Collection[str] = ()) -> None:
         """``secrets`` are hidden wherever they appear, in addition to what is always hidden. Raises `ConfigError` for

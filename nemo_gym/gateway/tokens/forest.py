@@ -1,7 +1,7 @@
 """A session's conversations as a forest of turns: sampled tokens stay, whatever a harness sends next.
 
     prepared = forest.prepare(messages, tools)      # pure: token ids for the engine, and the place of the answer
-    sampled = await engine(prepared.prompt_ids)
+    sampled = await engine(prepared.prompt)
     turn = forest.commit(prepared, sampled, message)   # only this changes the forest
 
 A request continues the deepest turn whose conversation it repeats; a request that repeats none starts a new tree. An

@@ -284,9 +284,9 @@ def _answer(run: Sequence[Message]) -> Any:
     calls = []
     for call in (call for message in run for call in calls_of(message)):
         arguments = arguments_of(call)
-        match arguments:
-            case {"arguments": str(text), **others} if not others:
-                arguments = text if text.strip() else {}  # as `arguments_of` reads it
+        if isinstance(arguments, Mapping) and len(arguments) == 1 and isinstance(arguments.get("arguments"), str):
+            text = arguments["arguments"]
+            arguments = text if text.strip() else {}  # as `arguments_of` reads it
         calls.append([str((call.get("function") or {}).get("name")), _argument(arguments)])
     return ["assistant", _without_spaces(said), calls]
 

@@ -278,4 +278,11 @@ class Prompt(Sequence[int]):
     @overload
     def __getitem__(self, at: slice) -> array[int]: ...
     def __getitem__(self, at: int | slice) -> int | array[int]:
-        return self.ids()[at]
+        if isinstance(at, slice):
+            return self.ids()[at]
+        place = at + len(self) if at < 0 else at
+        if not 0 <= place < len(self):
+            raise IndexError(f"token {at} of {len(self)}")
+        if self._parent is not None and place < self._parent_end:
+            return self._parent.tokens[place]
+        return self._context[place - self._parent_end]

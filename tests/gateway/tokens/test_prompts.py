@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,18 @@ def test_prompt_without_copies_equals_its_array_in_every_form() -> None:
         turn = session.forest.commit(prepared, Sampled(sampled, [-1.0] * len(sampled), ids_json=told), said(text))
         assert (orjson.loads(turn.prompt_json()), orjson.loads(turn.sampled_json())) == (ids, sampled)
         messages = [*messages, said(text), user("next")]
+
+
+def test_one_token_of_a_prompt_is_read_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session()
+    session.ask([user("a")], said("b"))
+    prompt = session.forest.prepare([user("a"), said("b"), user("c")]).prompt
+    ids = prompt.ids().tolist()
+    monkeypatch.setattr(Prompt, "ids", None)
+    assert [prompt[at] for at in range(-len(ids), len(ids))] == ids * 2
+    for beyond in (len(ids), -len(ids) - 1):
+        with pytest.raises(IndexError):
+            prompt[beyond]
 
 
 def test_prompt_stays_as_it_is_when_other_turns_are_committed() -> None:

@@ -122,14 +122,20 @@ async def test_endpoint_gets_the_sessions_sampling_and_its_own_model_name(gatewa
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("real", 0.25, 7)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
-async def test_request_to_wait_is_passed_on_when_no_other_engine_can_help(gateway: TextStack, path: str) -> None:
+async def test_request_to_wait_is_passed_on_when_no_other_engine_can_help(
+    gateway: TextStack, path: str, stream: bool
+) -> None:
+    """A stream is answered with the status as well, because its first event has not been sent yet."""
     session = await gateway.open()
     gateway.engine.faults.append(Status(429, headers={"Retry-After": "7"}))
-    asked: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": session.messages}
-    reply = await session.post(path, {"model": "m", "input": "hi"} if path == "/responses" else asked)
+    asked: dict[str, Any] = {"model": "m", "stream": stream}
+    asked |= {"input": "hi"} if path == "/responses" else {"max_tokens": 5, "messages": session.messages}
+    reply = await session.post(path, asked)
     assert (reply.status, reply.headers["Retry-After"]) == (429, "7")
-    assert "rate_limit" in await reply.text()
+    assert reply.headers["Content-Type"].startswith("application/json")
+    assert "rate_limit" in str((await reply.json())["error"])
     assert (await session.state())["turns"] == 0
 
 

@@ -34,9 +34,11 @@ def engine(fake: FakeOpenAIEngine, http: EngineConnections, **options: bool) -> 
 
 async def test_reply_passes_untouched_and_the_model_name_is_the_engines(http: EngineConnections) -> None:
     async with FakeOpenAIEngine() as fake:
-        reply = await engine(fake, http).complete(ROUTE, BODY)
+        asked = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+        reply = await engine(fake, http).complete(ROUTE, asked)
     sent = fake.calls[0].body
     assert (sent["model"], sent["x_unknown"], sent["stream"]) == ("served", 1, False)
+    assert "stream_options" not in sent, "OpenAI refuses it without a stream"
     assert orjson.loads(reply.body)["id"] == "chatcmpl-1" and reply.engine == "e0"
     assert not completion_in(reply.body).entries, "nobody asked for logprobs"
 

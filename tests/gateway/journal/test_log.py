@@ -124,7 +124,7 @@ async def test_failed_write_ends_the_log_for_good(tmp_path: Path) -> None:
     for number in range(3):
         with pytest.raises(JournalError, match="cannot be written"):
             await log.append(b"lost", undo=partial(undone.append, number))
-    assert log.refusal is not None
+    assert log.refusal is not None and not isinstance(log.refusal, JournalFullError)
     await log.aclose()
     with pytest.raises(JournalError, match="cannot be written"):
         await log.append(b"later", undo=partial(undone.append, 3))

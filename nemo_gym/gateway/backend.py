@@ -178,7 +178,7 @@ class Conversations(Protocol):
 
 
 class ForestConversations:
-    """Conversations that are turns of a `TokenForest`."""
+    """Conversations kept as turns of a `TokenForest`."""
 
     def __init__(self, forest: TokenForest) -> None:
         self.forest = forest

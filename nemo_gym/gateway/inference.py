@@ -566,7 +566,7 @@ class Inference(Generic[C, D]):
             raise
         if done:
             task.result()
-            events = call.adapter.events(self._reply_body(call), usage=call.lowered.stream_usage)
+            events = call.adapter.events(self._reply_body(call), with_usage=call.lowered.stream_usage)
             return DeliveredEvents(b"".join(events), partial(self._sent, call))
         return self._streamed_reply(call, task)
 
@@ -584,7 +584,7 @@ class Inference(Generic[C, D]):
                 task.cancel()
             # With the id under which a ping may have opened the stream, even if the answer repeats an earlier one.
             reply = self._reply_body(call, answer_id=call.call_id, created_at=opened_at)
-            for piece in coalesced(call.adapter.events(reply, usage=call.lowered.stream_usage)):
+            for piece in coalesced(call.adapter.events(reply, with_usage=call.lowered.stream_usage)):
                 yield bytes(piece)
             all_yielded = True
 
@@ -721,7 +721,7 @@ class Call(Generic[C]):
     large: Sequence[LargeText] = ()
     """The large texts of its turn, which stay in memory until the answer has left."""
     kept: JournaledBody | None = None
-    """The journal's copy of its turn, once that is durable."""
+    """Where the journal has its turn; set once the turn is durable."""
 
     def answered(self, committed: Committed, *, repeated: bool) -> None:
         self.committed = committed

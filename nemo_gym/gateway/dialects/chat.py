@@ -374,9 +374,9 @@ class DialectAdapter(ABC):
         """Return the reply to ``body``, whose lowered form is ``request``."""
 
     @abstractmethod
-    def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
-        """Yield a reply, the gateway's or an endpoint's, as whole server-sent events. ``usage``: whether the stream
-        reports usage, for Chat Completions; the other dialects always do."""
+    def events(self, reply: Mapping[str, Any], *, with_usage: bool = True) -> Iterator[bytes]:
+        """Yield a reply, the gateway's or an endpoint's, as whole server-sent events. ``with_usage``: whether the
+        stream reports usage, for Chat Completions; the other dialects always do."""
 
     def opening(self, answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any] | None:
         """Return the object with which a stream can begin before the answer is known: the response object of
@@ -717,13 +717,13 @@ class ChatAdapter(DialectAdapter):
             },
         }
 
-    def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
+    def events(self, reply: Mapping[str, Any], *, with_usage: bool = True) -> Iterator[bytes]:
         head = {key: reply.get(key) for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-        if usage:
+        if with_usage:
             head["usage"] = None
         for choice in reply.get("choices") or ():
             yield from _choice(head, choice)
-        if usage and reply.get("usage"):
+        if with_usage and reply.get("usage"):
             yield data({**head, "choices": [], "usage": reply["usage"]})
         yield b"data: [DONE]\n\n"
 

@@ -296,7 +296,7 @@ class MessagesAdapter(DialectAdapter):
             message |= token_fields(answer.tokens)
         return message
 
-    def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
+    def events(self, reply: Mapping[str, Any], *, with_usage: bool = True) -> Iterator[bytes]:
         counted = reply.get("usage") or {}
         started = {**reply, "content": [], "stop_reason": None, "stop_sequence": None}
         yield event({"type": "message_start", "message": {**started, "usage": {**counted, "output_tokens": 0}}})

@@ -79,88 +79,7 @@ from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, CallName, PolicyRequest, Usage
 from nemo_gym.gateway.tokens.history import text_of
 
-# The input of a Responses request as chat messages.
-#
-# Items of one answer of the policy become one assistant message. A call's output is a tool message, with its images.
-# The text of a reasoning item is its ``content``, else its ``summary``; ``encrypted_content`` is ignored.
-
-_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-
-
-def _groups(items: Sequence[Any], start: int, table: ToolTable) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield the items from ``start`` on as messages, each with the index at which its items end."""
-    turn: dict[str, Any] | None = None  # the assistant message being assembled
-    end = start
-    for where, item in objects_in(items, "input", start):
-        kind = item.get("type") or ("message" if "role" in item else None)
-        alone = _separate_message(kind, item, where)
-        opens = turn is None or (kind == "reasoning" and (turn.get("tool_calls") or turn["content"]))
-        if turn is not None and (alone is not None or opens):
-            yield end, [_finished_turn(turn)]
-            turn = None
-        end += 1
-        if alone is not None:
-            yield end, [alone]
-            continue
-        turn = turn or {"role": "assistant", "content": None}
-        extend_turn(turn, kind, item, where, table)
-    if turn is not None:
-        yield end, [_finished_turn(turn)]
-
-
-def _finished_turn(turn: dict[str, Any]) -> dict[str, Any]:
-    if turn["content"] is None and not turn.get("tool_calls"):
-        turn["content"] = ""
-    return turn
-
-
-def _separate_message(kind: Any, item: Body, where: str) -> dict[str, Any] | None:
-    """Return the message of an item that is a message by itself; ``None`` for an item of an answer."""
-    if kind in _OUTPUTS:
-        call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
-        content = openai_content(item.get("output"), f"{where}.output") or ""
-        return {"role": "tool", "tool_call_id": call_id, "content": content}
-    role, at = item.get("role"), f"{where}.content"
-    if kind != "message" or role == "assistant":
-        return None
-    if role in ("system", "developer"):
-        return {"role": "system", "content": system_text(item.get("content"), at)}
-    if role != "user":
-        refuse(f"{where}.role", f"is {role!r}; it must be user, assistant, system or developer")
-    return {"role": "user", "content": openai_content(item.get("content"), at) or ""}
-
-
-def extend_turn(turn: dict[str, Any], kind: Any, item: Body, where: str, table: ToolTable) -> None:
-    """Add an item of the assistant to the message it belongs to."""
-    if kind == "message":
-        turn["content"] = (turn["content"] or "") + (answer_text(item.get("content"), f"{where}.content") or "")
-    elif kind == "reasoning":
-        text = answer_text(item.get("content"), f"{where}.content") or "".join(
-            text_at(part, "text", at) for at, part in objects_in(item.get("summary"), f"{where}.summary")
-        )
-        if text:
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-    elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
-        turn.setdefault("tool_calls", []).append(_call(kind, item, where, table))
-    elif kind == "item_reference":
-        refuse(where, "refers to an item stored elsewhere; nothing is stored here: send the item itself")
-    else:
-        refuse(f"{where}.type", f"is {kind!r}: items of this type are not known here")
-
-
-def _call(kind: str, item: Body, where: str, table: ToolTable) -> dict[str, Any]:
-    if kind == "local_shell_call":
-        arguments = shell_arguments(object_at(item, "action", where), f"{where}.action")
-        call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
-        return called(LOCAL_SHELL, call_id, arguments)
-    call_id = text_at(item, "call_id", where)
-    flat = table.flat_name(text_at(item, "name", where), optional_text(item, "namespace", where))
-    if kind == "custom_tool_call":
-        return called(flat, call_id, custom_arguments(text_at(item, "input", where), call_id, where))
-    return called(flat, call_id, arguments_at(item, where))
-
-
-# An answer as a response, and as the events of its stream.
+# An answer as a response.
 
 ENCRYPTED = "reasoning.encrypted_content"
 _INCOMPLETE = {AnswerEnd.LENGTH: "max_output_tokens", AnswerEnd.CONTENT_FILTER: "content_filter"}
@@ -173,7 +92,7 @@ def included(body: Body) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else []
 
 
-def _message(answer: Answer, text: str, request: PolicyRequest) -> dict[str, Any]:
+def _reply_message(answer: Answer, text: str, request: PolicyRequest) -> dict[str, Any]:
     part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
     if request.logprobs and answer.tokens is not None and answer.tokens.logprobs is not None:
         part["logprobs"] = logprobs_content(answer.tokens)
@@ -250,7 +169,7 @@ def _tool_in_reply(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**required, **tool}
 
 
-# A response of Responses as its events. Every event has a sequence number; deltas add up to the items.
+# A response as its events. Every event has a sequence number; deltas add up to the items.
 
 _EMPTY: dict[str, dict[str, Any]] = {
     "message": {"content": [], "status": "in_progress"},
@@ -337,7 +256,10 @@ def _reasoning_events(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterato
         yield {"type": "response.reasoning_text.done", **where, "text": part["text"]}
 
 
-# A Responses request as a lowered request.
+# A request as a lowered request.
+#
+# Items of one answer of the policy become one assistant message. A call's output is a tool message, with its images.
+# The text of a reasoning item is its ``content``, else its ``summary``; ``encrypted_content`` is ignored.
 
 _REFUSED = {
     "previous_response_id": NOT_STORED,
@@ -349,6 +271,7 @@ _REFUSED = {
 _PASSED_ON = ("user", "metadata", "store", "service_tier")
 _NOT_SHOWN = ("web_search", "image_generation", "tool_search")
 LOGPROBS = "message.output_text.logprobs"
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 
 
 class ResponsesAdapter(DialectAdapter):
@@ -407,7 +330,7 @@ class ResponsesAdapter(DialectAdapter):
         calls = calls_in(answer)
         text = text_in(answer)
         if text or not calls:
-            output.append(_message(answer, text, request))
+            output.append(_reply_message(answer, text, request))
         output += [_reply_call(answer, number, call, request) for number, call in enumerate(calls)]
         reason = _INCOMPLETE.get(answer.end)
         if reason and "status" in output[-1]:
@@ -430,12 +353,85 @@ class ResponsesAdapter(DialectAdapter):
             },
         }
 
-    def events(self, reply: Mapping[str, Any], *, usage: bool = True) -> Iterator[bytes]:
+    def events(self, reply: Mapping[str, Any], *, with_usage: bool = True) -> Iterator[bytes]:
         for number, value in enumerate(_events(reply)):
             yield event({"type": value.pop("type"), "sequence_number": number, **value})
 
     def opening(self, answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any] | None:
         return begun(response_object(answer_id, created_at, model, body))
+
+
+def _groups(items: Sequence[Any], start: int, table: ToolTable) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield the items from ``start`` on as messages, each with the index at which its items end."""
+    turn: dict[str, Any] | None = None  # the assistant message being assembled
+    end = start
+    for where, item in objects_in(items, "input", start):
+        kind = item.get("type") or ("message" if "role" in item else None)
+        alone = _separate_message(kind, item, where)
+        opens = turn is None or (kind == "reasoning" and (turn.get("tool_calls") or turn["content"]))
+        if turn is not None and (alone is not None or opens):
+            yield end, [_finished_turn(turn)]
+            turn = None
+        end += 1
+        if alone is not None:
+            yield end, [alone]
+            continue
+        turn = turn or {"role": "assistant", "content": None}
+        extend_turn(turn, kind, item, where, table)
+    if turn is not None:
+        yield end, [_finished_turn(turn)]
+
+
+def _finished_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    if turn["content"] is None and not turn.get("tool_calls"):
+        turn["content"] = ""
+    return turn
+
+
+def _separate_message(kind: Any, item: Body, where: str) -> dict[str, Any] | None:
+    """Return the message of an item that is a message by itself; ``None`` for an item of an answer."""
+    if kind in _OUTPUTS:
+        call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
+        content = openai_content(item.get("output"), f"{where}.output") or ""
+        return {"role": "tool", "tool_call_id": call_id, "content": content}
+    role, at = item.get("role"), f"{where}.content"
+    if kind != "message" or role == "assistant":
+        return None
+    if role in ("system", "developer"):
+        return {"role": "system", "content": system_text(item.get("content"), at)}
+    if role != "user":
+        refuse(f"{where}.role", f"is {role!r}; it must be user, assistant, system or developer")
+    return {"role": "user", "content": openai_content(item.get("content"), at) or ""}
+
+
+def extend_turn(turn: dict[str, Any], kind: Any, item: Body, where: str, table: ToolTable) -> None:
+    """Add an item of the assistant to the message it belongs to."""
+    if kind == "message":
+        turn["content"] = (turn["content"] or "") + (answer_text(item.get("content"), f"{where}.content") or "")
+    elif kind == "reasoning":
+        text = answer_text(item.get("content"), f"{where}.content") or "".join(
+            text_at(part, "text", at) for at, part in objects_in(item.get("summary"), f"{where}.summary")
+        )
+        if text:
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
+        turn.setdefault("tool_calls", []).append(_call(kind, item, where, table))
+    elif kind == "item_reference":
+        refuse(where, "refers to an item stored elsewhere; nothing is stored here: send the item itself")
+    else:
+        refuse(f"{where}.type", f"is {kind!r}: items of this type are not known here")
+
+
+def _call(kind: str, item: Body, where: str, table: ToolTable) -> dict[str, Any]:
+    if kind == "local_shell_call":
+        arguments = shell_arguments(object_at(item, "action", where), f"{where}.action")
+        call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
+        return called(LOCAL_SHELL, call_id, arguments)
+    call_id = text_at(item, "call_id", where)
+    flat = table.flat_name(text_at(item, "name", where), optional_text(item, "namespace", where))
+    if kind == "custom_tool_call":
+        return called(flat, call_id, custom_arguments(text_at(item, "input", where), call_id, where))
+    return called(flat, call_id, arguments_at(item, where))
 
 
 def tool_table(body: Body) -> ToolTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
@@ -65,8 +65,18 @@ class _EngineConfig(BaseModel):
         return self.name or urlsplit(self.base_url).netloc
 
     def endpoint(self) -> EngineEndpoint:
-        same = {field.name for field in fields(EngineEndpoint)} - {"name"}
-        return EngineEndpoint(self.engine_name, **{name: getattr(self, name) for name in same})
+        return EngineEndpoint(
+            name=self.engine_name,
+            base_url=self.base_url,
+            api_key=self.api_key,
+            model=self.model,
+            headers=self.headers,
+            connect_timeout_s=self.connect_timeout_s,
+            request_timeout_s=self.request_timeout_s,
+            idle_timeout_s=self.idle_timeout_s,
+            probe_timeout_s=self.probe_timeout_s,
+            max_answer_bytes=self.max_answer_bytes,
+        )
 
 
 def _can_be_reached(parts: SplitResult) -> bool:

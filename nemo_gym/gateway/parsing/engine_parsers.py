@@ -88,7 +88,7 @@ class GuardedCalls(_Guarded):
             if not all(isinstance(segment, str | ParsedCall) for segment in segments):
                 raise TypeError("it gave something that is neither text nor a ParsedCall")
             return segments
-        return [text]
+        return [text]  # reached after a failure
 
 
 class GuardedReasoning(_Guarded):
@@ -101,7 +101,7 @@ class GuardedReasoning(_Guarded):
             if thought is None and (content or "").strip() == text.strip():
                 return None, text
             return thought, (content or "").lstrip() or None
-        return None, text
+        return None, text  # reached after a failure
 
 
 class GuardedAnswers(_Guarded):
@@ -116,7 +116,7 @@ class GuardedAnswers(_Guarded):
                 _checked(call.name, call.arguments)
             if parse_calls or not answer.calls:
                 return answer
-        return ParsedAnswer(text)
+        return ParsedAnswer(text)  # reached after a failure as well
 
 
 def _checked(name: object, arguments: object) -> ParsedCall:

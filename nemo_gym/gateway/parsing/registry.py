@@ -154,7 +154,7 @@ def _calls(policy: PolicyTokenizer, name: str) -> CallFormat | AnswerParser | No
         return Harmony()
     if name in CALL_FORMATS:
         return CALL_FORMATS[name]
-    package, parser_name = _elsewhere("tool_parser", name, _TOOL_PARSERS)
+    package, parser_name = _package_and_name("tool_parser", name, _TOOL_PARSERS)
     if package == "vllm":
         return vllm_calls(parser_name, policy)
     if package == "sglang":
@@ -174,7 +174,7 @@ def _reasoning(policy: PolicyTokenizer, name: str) -> ReasoningFormat | None:
         return None
     if name in REASONING_FORMATS:
         return REASONING_FORMATS[name]
-    package, parser_name = _elsewhere("reasoning_parser", name, _REASONING_PARSERS)
+    package, parser_name = _package_and_name("reasoning_parser", name, _REASONING_PARSERS)
     if package == "vllm":
         return vllm_reasoning(parser_name, policy)
     if package == "sglang":
@@ -185,7 +185,7 @@ def _reasoning(policy: PolicyTokenizer, name: str) -> ReasoningFormat | None:
     return GuardedReasoning(name, split)
 
 
-def _elsewhere(field: str, name: str, known: Sequence[str]) -> tuple[str, str]:
+def _package_and_name(field: str, name: str, known: Sequence[str]) -> tuple[str, str]:
     package, colon, parser_name = name.partition(":")
     if not colon:
         raise unknown_parser(field, name, known, f", and {_ELSEWHERE}")

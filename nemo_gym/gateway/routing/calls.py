@@ -240,10 +240,11 @@ class TokenCalls(Generic[K]):
     def __init__(self, calls: EngineCalls[K]) -> None:
         self.calls = calls
         self._max_resumes = calls.config.max_resumes
+        self._keep_partial_answers = calls.config.keep_partial_answers
 
     async def generate(self, session_id: str | None, request: TokenRequest) -> Generation:
         """Return the whole answer. Raises the `EngineError` that retries could not overcome."""
-        if not self.calls.config.keep_partial_answers:
+        if not self._keep_partial_answers:
             return await self._generate_whole(session_id, request)
         async with aclosing(self.stream(session_id, request)) as items:
             async for item in items:

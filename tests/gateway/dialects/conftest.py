@@ -47,7 +47,7 @@ class Served:
             return web.json_response(reply)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        for event in adapter.events(reply, usage=lowered.stream_usage):
+        for event in adapter.events(reply, with_usage=lowered.stream_usage):
             await stream.write(event)
         await stream.write_eof()
         return stream

@@ -94,7 +94,7 @@ def check(dialect: Dialect, body: dict[str, Any]) -> None:
     entries_of(request.messages)
     tools_digest(request.tools)
     given = answer("a", call(1, "apply_patch", "[1]"), call(2, "bash", "{}"), call(3, "local_shell", '{"command":[]}'))
-    assert b"".join(adapter.events(adapter.reply(given, request, body), usage=request.stream_usage))
+    assert b"".join(adapter.events(adapter.reply(given, request, body), with_usage=request.stream_usage))
     adapter.opening("0" * 32, 1.0, "m", body)
 
 

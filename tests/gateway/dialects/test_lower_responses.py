@@ -209,7 +209,7 @@ def test_what_is_accepted_can_be_repeated_in_the_answer_however_deep_it_is(depth
             continue
         reply = ADAPTER.reply(answer(), request, body)
         orjson.dumps(reply)
-        assert b"".join(ADAPTER.events(reply, usage=request.stream_usage))
+        assert b"".join(ADAPTER.events(reply, with_usage=request.stream_usage))
 
 
 def test_fields_that_change_nothing_are_accepted() -> None:
@@ -248,6 +248,6 @@ def test_opening_is_what_the_stream_begins_with() -> None:
     request = ADAPTER.lower(body)
     given = answer("a")
     opening = ADAPTER.opening(given.answer_id, given.created_at, given.model, body)
-    first = next(ADAPTER.events(ADAPTER.reply(given, request, body), usage=request.stream_usage))
+    first = next(ADAPTER.events(ADAPTER.reply(given, request, body), with_usage=request.stream_usage))
     assert orjson.loads(first.split(b"data: ")[1])["response"] == opening
     assert opening is not None and opening["status"] == "in_progress" and opening["output"] == []

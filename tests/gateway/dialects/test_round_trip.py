@@ -128,8 +128,8 @@ def test_raising_an_answer_twice_gives_the_same_bytes(dialect: Dialect) -> None:
     one, two = (adapter.reply(given, adapter.lower(body), body) for _ in range(2))
     assert one == two
     request = adapter.lower(body)
-    assert b"".join(adapter.events(one, usage=request.stream_usage)) == b"".join(
-        adapter.events(two, usage=request.stream_usage)
+    assert b"".join(adapter.events(one, with_usage=request.stream_usage)) == b"".join(
+        adapter.events(two, with_usage=request.stream_usage)
     )
 
 
@@ -140,4 +140,4 @@ def test_text_that_is_no_unicode_is_delivered_as_unicode(dialect: Dialect) -> No
     given = answer("a\ud800b \ud83d\ude42", call(1, "bash", '{"command": "\ud800"}'), reasoning="\udfff")
     reply = adapter.reply(given, request, body)
     assert "a\ufffdb 🙂".encode() in orjson.dumps(reply)
-    assert "🙂".encode() in b"".join(adapter.events(reply, usage=request.stream_usage))
+    assert "🙂".encode() in b"".join(adapter.events(reply, with_usage=request.stream_usage))

@@ -177,8 +177,9 @@ def existing_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
-    """Give a new file to write, which replaces ``path`` if the block ends without an error."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    """Give a new file to write, which replaces ``path`` if the block ends without an error. Until then it is hidden,
+    because others list the folder's files."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             yield file

@@ -17,8 +17,6 @@ from typing import Protocol, TypeVar
 
 from starlette.types import Receive
 
-from nemo_gym._util.tasks import finish
-
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
@@ -45,11 +43,17 @@ async def disconnected(request: Received) -> None:
 async def end(task: asyncio.Future[T]) -> None:
     """Cancel a task and wait until it has ended, even if the waiting task is cancelled meanwhile."""
     task.cancel()
-    try:
-        await finish(asyncio.wait({task}))
-    finally:
-        if not task.cancelled():
-            task.exception()  # mark it as retrieved: the work logs its own errors
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            # Without a task of its own, which the end of the event loop would cancel as well.
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        task.exception()  # mark it as retrieved: the work logs its own errors
+    if cancelled is not None:
+        raise cancelled
 
 
 async def while_connected(request: Received, work: Awaitable[T]) -> T:

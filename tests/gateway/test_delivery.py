@@ -4,6 +4,7 @@ asks again gets a new sample."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import subprocess
@@ -21,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from nemo_gym.gateway.live_session import SessionAnswers
-from nemo_gym.http.delivery import DELIVERIES, AnswerWatch
+from nemo_gym.http.delivery import DELIVERIES, AnswerWatch, end
 from nemo_gym.http.protocol import WatchedHttpProtocol
 
 ASK = b"POST /turn HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
@@ -226,3 +227,33 @@ def test_answer_is_not_sent_when_its_connection_ended_before_the_last_byte(reset
     watch = DELIVERIES.watch(("127.0.0.1", 6))
     DELIVERIES.ended(("127.0.0.1", 6), reset=reset)
     assert watch.all_sent(lambda: None) is False
+
+
+def test_work_that_is_ended_cleans_up_although_its_event_loop_ends_too(run: Scenario) -> None:
+    ends: list[bool] = []
+    both: list[asyncio.Task[None]] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            until = time.monotonic() + 0.1
+            while time.monotonic() < until:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+
+    async def ending(task: asyncio.Task[None]) -> None:
+        try:
+            await end(task)
+        except asyncio.CancelledError:
+            ends.append(task.done())
+            raise
+
+    async def steps() -> None:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        both.extend((task, asyncio.create_task(ending(task))))  # the runner cancels them
+        await asyncio.sleep(0)
+
+    run(steps())
+    assert ends == [True]

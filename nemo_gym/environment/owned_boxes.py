@@ -143,7 +143,7 @@ class OwnedBoxes:
                         )
                 except TimeoutError:
                     raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
-                await self._destroy(box)
+                await finish(self._destroy(box))  # with its artifacts taken, nobody else would
                 key = AttemptKey.of(rollout)
                 if self._boxes.get(key) is box:
                     self._boxes[key] = self._boxes.pop(key)  # in the order in which they were harvested

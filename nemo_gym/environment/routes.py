@@ -429,7 +429,8 @@ class EnvironmentRoutes:
         return JsonResponse({"heartbeat_s": boxes.heartbeat_s})
 
     async def harvest(self, request: Request) -> Response:
-        """Take the box back from the agent, which has ended, and return its artifacts."""
+        """Take the box back from the agent, which has ended, and return its artifacts. The harvest goes on if the
+        caller disconnects, and a repeated request gets its result."""
         rollout, boxes = await self._box_attempt(request)
         artifacts = await self._once("harvest", rollout, "", lambda: boxes.harvest(rollout))
         return JsonResponse({"artifacts": [artifact.model_dump() for artifact in artifacts]})

@@ -16,6 +16,7 @@ from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import ContractError, FencedError, NemoGymError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import (
+    BoxNeeds,
     CommandHarvest,
     Egress,
     MountModel,
@@ -38,6 +39,20 @@ ROW = {"responses_create_params": {"input": "work"}}
 EVERY = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.WHOLE_INTERACTION)
 
 
+def described(rollout: RolloutIdentity) -> SessionDescriptor:
+    return SessionDescriptor(
+        environment="world",
+        task_id=rollout.task_id,
+        rollout=rollout,
+        placement=Placement(topology=Topology.AGENT_IN_ENV, supported=EVERY),
+        sandbox=SandboxClause(
+            spec=SandboxSpecModel(workdir="/srv/world", files={"/srv/world/note": "as it was"}, env={"OF": "world"})
+        ),
+        egress=Egress(env={"EGRESS": "seen"}),
+        harvest=(CommandHarvest(command="cat note", cwd=WORKDIR),),
+    )
+
+
 class WorldConfig(BaseResourcesServerConfig):
     broker: dict[str, Any]
     lease_s: float = 60.0
@@ -57,19 +72,7 @@ class WorldEnvironment(SimpleResourcesServer):
         return self._boxes
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
-        return SessionDescriptor(
-            environment=self.config.name,
-            task_id=rollout.task_id,
-            rollout=rollout,
-            placement=Placement(topology=Topology.AGENT_IN_ENV, supported=EVERY),
-            sandbox=SandboxClause(
-                spec=SandboxSpecModel(
-                    workdir="/srv/world", files={"/srv/world/note": "as it was"}, env={"OF": "world"}
-                )
-            ),
-            egress=Egress(env={"EGRESS": "seen"}),
-            harvest=(CommandHarvest(command="cat note", cwd=WORKDIR),),
-        )
+        return described(rollout)
 
     async def shutdown(self) -> None:
         await super().shutdown()
@@ -202,6 +205,30 @@ async def test_harvest_shuts_the_borrower_out_and_leaves_no_box(
     assert await world.about("/harvest", rollout(), token) == (200, harvested)
     assert (await world.about("/heartbeat", rollout(), token))[0] == 200
     assert (await world.about("/close", rollout(), token))[0] == 200
+
+
+async def test_box_of_a_harvest_that_is_cancelled_at_its_end_is_destroyed(
+    broker: BrokerProcess, operator: RemoteProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = RemoteProvider(**broker.remote("world", Role.ENVIRONMENT)["remote"])
+    boxes, closing, close = OwnedBoxes(provider), asyncio.Event(), provider.close
+
+    async def slow_close(handle: SandboxHandle) -> None:
+        closing.set()
+        await asyncio.sleep(0.1)
+        await close(handle)
+
+    monkeypatch.setattr(provider, "close", slow_close)
+    try:
+        await boxes.lend(described(rollout()), BoxNeeds())
+        harvest = asyncio.create_task(boxes.harvest(rollout()))
+        await closing.wait()
+        harvest.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await harvest
+        assert await boxes_of(operator, rollout()) == []
+    finally:
+        await provider.aclose()
 
 
 async def test_harvests_that_nobody_closes_are_kept_up_to_a_bound(

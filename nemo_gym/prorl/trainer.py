@@ -30,9 +30,27 @@ from nemo_gym.sampling.opening import BlockingSampler, run_config, sampler_at
 from nemo_gym.sampling.sampler import RolloutSampler
 
 
-def prorl_sampler(loader: Iterable[Any], run: RolloutRunConfig | Mapping[str, Any], **options: Any) -> BlockingSampler:
+def prorl_sampler(
+    loader: Iterable[Any],
+    run: RolloutRunConfig | Mapping[str, Any],
+    *,
+    urls: str | Iterable[str] | None = None,
+    llm_servers: Iterable[str] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    sampling: SamplingConfig | Mapping[str, Any] | None = None,
+    filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
+) -> BlockingSampler:
     """`open_prorl_sampler` for blocking trainers, such as NeMo RL's; it takes the same arguments."""
-    return BlockingSampler(loader, run, opened_by=open_prorl_sampler, **options)
+    return BlockingSampler(
+        loader,
+        run,
+        opened_by=open_prorl_sampler,
+        urls=urls,
+        llm_servers=llm_servers,
+        sampling_params=sampling_params,
+        sampling=sampling,
+        filters=filters,
+    )
 
 
 @asynccontextmanager

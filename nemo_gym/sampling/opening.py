@@ -189,10 +189,11 @@ class BlockingSampler:
 
     def __init__(self, *given: Any, opened_by: OpenSampler = open_sampler, **options: Any) -> None:
         """Open a sampler with ``opened_by``: takes its arguments, and raises its errors."""
+        opening = opened_by(*given, **options)  # before the thread begins: wrong arguments raise here
         opened: Future[RolloutSampler] = Future()
         self._closing = asyncio.Event()
         self._thread = LoopThread("sampler")
-        self._serving = self._thread.start(self._serve(opened, opened_by(*given, **options)))
+        self._serving = self._thread.start(self._serve(opened, opening))
         try:
             self._sampler = opened.result()
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,12 @@ def test_sampler_that_blocks_samples_while_the_trainer_computes(make_chain: Make
     assert sorted(taken) == [row["id"] for row in loader]  # in whatever order they were done
     with pytest.raises(ConfigError, match="is closed"):
         sampler.next_batch(1)
+
+
+def test_misspelled_option_is_named_and_leaves_no_thread() -> None:
+    with pytest.raises(TypeError, match="'samplings'"):
+        BlockingSampler(None, {}, samplings=TWO)
+    assert "sampler" not in {thread.name for thread in threading.enumerate()}
 
 
 async def test_agent_that_fails_is_masked_and_gets_no_reward(make_chain: MakeChain) -> None:

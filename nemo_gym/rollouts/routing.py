@@ -14,7 +14,7 @@ from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import NO_PROMPT, PARAMS_KEY, has_prompt
+from nemo_gym.contract.verdict import NO_PROMPT
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Servers
@@ -182,11 +182,11 @@ async def rows_without_prompt(
 def prompt_batches(
     rows: Iterable[tuple[int, str, bytes]], servers: Mapping[str, Servers], refused: dict[int, str]
 ) -> Iterator[tuple[str, dict[int, dict[str, Any]]]]:
-    """Yield batches of those ``rows`` that have no prompt and whose agents need one, by number, to ask their
-    environment about (`unworded`). Rows whose environment writes no prompts are added to ``refused``.
+    """Yield batches of those ``rows`` whose agents need a prompt, by number, to ask their environment about
+    (`unworded`). Rows whose environment writes no prompts are added to ``refused``.
 
     Args:
-        rows: the number, agent and JSON object of each row.
+        rows: the number, agent and JSON object of each row that has no prompt of its own.
     """
     batches: dict[str, dict[int, dict[str, Any]]] = {}
     sizes: Counter[str] = Counter()
@@ -194,14 +194,11 @@ def prompt_batches(
         route = servers[agent]
         if not route.needs_prompt or route.environment is None:
             continue
-        row = orjson.loads(line)
-        if has_prompt(row.get(PARAMS_KEY)):
-            continue
         if not route.words_prompts:
             refused[number] = NO_PROMPT
             continue
         batch = batches.setdefault(route.environment, {})
-        batch[number] = row
+        batch[number] = orjson.loads(line)
         sizes[route.environment] += len(line)
         if len(batch) >= PROMPT_BATCH or sizes[route.environment] >= PROMPT_BATCH_BYTES:
             yield route.environment, batches.pop(route.environment)

@@ -14,7 +14,7 @@ from nemo_gym._util.suggest import nearest
 from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
 from nemo_gym.contract.session import IDENTIFIER
-from nemo_gym.contract.verdict import TASK_INDEX_KEY, task_id_of
+from nemo_gym.contract.verdict import PARAMS_KEY, TASK_INDEX_KEY, has_prompt, task_id_of
 from nemo_gym.http.requests import validated
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobSpec, Offer
@@ -176,7 +176,11 @@ class Submissions:
         """Return the errors of jobs for which neither the row nor the environment has a prompt."""
         refused: dict[int, NemoGymError] = {}
         without: dict[int, str] = {}
-        rows = ((number, spec.agent, spec.row) for number, spec in specs.items())
+        rows = (
+            (number, spec.agent, spec.row)
+            for number, spec in specs.items()
+            if not has_prompt(orjson.loads(spec.row).get(PARAMS_KEY))
+        )
         for environment, batch in prompt_batches(rows, self._core.routes, without):
             try:
                 reasons = await unworded(self._core.peers, environment, batch)

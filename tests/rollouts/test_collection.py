@@ -409,6 +409,14 @@ async def test_rows_without_a_prompt_are_refused_by_line_before_any_task(make_ch
     assert (await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))).seconds is None
 
 
+async def test_rows_whose_prompt_the_run_blanks_are_refused(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    with pytest.raises(RowError, match=r"in\.jsonl:1: the row has no prompt"):
+        await run_collection(chain.client(), chain.run_keys(responses_create_params={"input": " "}))
+    assert chain.notes("seed") == []
+
+
 async def test_rows_whose_environment_words_the_prompt_are_run_and_those_it_cannot_are_refused(
     make_chain: MakeChain,
 ) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -123,6 +124,15 @@ async def test_requeue_keeps_attempt_and_artifact_when_only_eval_failed(store: S
     await store.requeue(again, LOST)
     (anew,) = await store.claim("w", 1, 60)
     assert (anew.stage, anew.attempt, anew.run_result) == (StageName.INIT, 2, None)
+
+
+async def test_details_of_a_failure_are_kept_whatever_mapping_they_are(store: SqlJobStore) -> None:
+    await store.submit([spec(0)])
+    (job,) = await store.claim("w", 1, 60)
+    details = MappingProxyType({"engine": MappingProxyType({"status": 503}), "path": Path("/srv")})
+    await store.requeue(job, replace(LOST, details=details))
+    (again,) = await store.claim("w", 1, 60)
+    assert again.failures[0].details == {"engine": {"status": 503}, "path": "/srv"}
 
 
 async def test_delayed_job_is_not_claimed_before_its_time(store: SqlJobStore) -> None:

@@ -688,4 +688,8 @@ def _failures_of(blob: bytes | None) -> tuple[StageFailure, ...]:
 
 
 def _failures_blob(failures: tuple[StageFailure, ...]) -> bytes | None:
-    return orjson.dumps(failures, default=str) if failures else None
+    return orjson.dumps(failures, default=_plain) if failures else None
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)

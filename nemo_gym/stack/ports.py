@@ -86,9 +86,9 @@ def _configured(server: ServerBlock, default_host: str) -> Address:
     port = int(server.values.get("port") or 0)
     if not is_loopback(host):
         raise ConfigError(
-            f"{server.where}.host: '{host}' can be reached from other machines, and servers speak plain HTTP; use"
-            f" 127.0.0.1, and a TLS proxy in front where others must call, or a '{HOSTS}' block that names a private"
-            " network",
+            f"{server.where}.host: '{host}' is not a loopback address (127.0.0.1, ::1, localhost), and servers speak"
+            f" plain HTTP; use 127.0.0.1, and a TLS proxy in front where others must call, or a '{HOSTS}' block that"
+            " names a private network",
             key=".".join((*server.path, "host")),
         )
     return Address(host, port)

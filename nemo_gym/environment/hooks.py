@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from nemo_gym.http.environment_bodies import (
         BaseSeedSessionRequest,
         BaseSeedSessionResponse,
-        BaseVerifyRequest,
-        BaseVerifyResponse,
         ResourcesCloseSessionRequest,
         ResourcesCloseSessionResponse,
         ResourcesSeedSessionRequest,
@@ -237,8 +235,10 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
 
         return ResourcesCloseSessionResponse(resources_session_id=body.resources_session_id)
 
-    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-        """Judge a response; an override may also take the ``Request``."""
+    async def verify(self, body: Any) -> Any:
+        """Judge a response: a `BaseVerifyRequest`, to a `BaseVerifyResponse`. An override may also take the
+        ``Request``."""
+        # `PluginCall` resolves the annotations of the default too, and these models are imported only by plugins.
         raise NotImplementedError(f"{type(self).__name__} implements neither grade() nor verify()")
 
     def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool] | None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import Limits, SessionDescriptor
+from nemo_gym.testing.environments import make_environment
 from tests.servers.plugins import CounterEnvironment, PhraseEnvironment, UnheldPhraseEnvironment
 from tests.servers.stack import Stack, response, rollout, running_stack
 
@@ -172,6 +174,14 @@ async def test_verdict_is_invalid_without_reward_when_grading_fails(phrase: Stac
     status, reply = await verify(phrase, text, control)
     assert (status, reply["valid"], reply["reward"], reply["mask_sample"]) == (200, False, None, True)
     assert reply["failure_kind"] == kind and reply["failure_reason"]
+
+
+async def test_environment_that_cannot_grade_is_told_so() -> None:
+    class Ungraded(SimpleResourcesServer):
+        config: BaseResourcesServerConfig
+
+    with pytest.raises(NotImplementedError, match=r"Ungraded implements neither grade\(\) nor verify\(\)"):
+        await make_environment(Ungraded).grade(ROW, response(), (), rollout())
 
 
 async def test_valid_verdict_ends_the_attempt_when_asked_and_nothing_is_to_be_released(stack: Stack) -> None:

@@ -152,7 +152,7 @@ class Collection:
         if recorded is not None:
             recorded.require_same(config, inputs.digest)
             if is_finished(config, recorded):
-                return await _finished_result(config, recorded)
+                return await _finished_result_locked(config, recorded)
         for agent in inputs.agents:
             await core.add_route(agent, preflights=False)
         refused = await rows_without_prompt(config, inputs, core.routes, core.peers)
@@ -255,7 +255,7 @@ class Collection:
                 items = [item for item in summaries if item.agent == agent]
                 servers = self._core.routes[agent]
                 aggregates.append(await aggregate(self._core.peers, servers, rows[agent], counts, items))
-            await asyncio.to_thread(_write_json, self._files.aggregate_metrics, aggregates)
+            await asyncio.to_thread(_write_metrics, self._files.aggregate_metrics, aggregates)
         seconds = asyncio.get_running_loop().time() - start
         return CollectionResult(run_id, self._files, tally, summaries, aggregates, seconds)
 
@@ -264,9 +264,9 @@ class Collection:
             self._console.print(Text(text), soft_wrap=True)
 
 
-def _write_json(path: Path, content: Any) -> None:
+def _write_metrics(path: Path, aggregates: list[dict[str, Any]]) -> None:
     with replaced(path) as file:
-        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+        file.write(orjson.dumps(aggregates, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
 
 
 async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any], *, keep: bool) -> RunOutlook:
@@ -304,10 +304,11 @@ async def finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> Co
     """Return the results of a finished run from its files, without a request to any server. Incomplete files are
     repaired."""
     with output_lock(recorded.files):
-        return await _finished_result(config, recorded)
+        return await _finished_result_locked(config, recorded)
 
 
-async def _finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> CollectionResult:
+async def _finished_result_locked(config: RolloutRunConfig, recorded: RecordedRun) -> CollectionResult:
+    """`finished_result` for a caller that holds the output's lock."""
     files = recorded.files
     sink = ResultFiles(files)
     store = SqliteJobStore(files.store, sink=sink)

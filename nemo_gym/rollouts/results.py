@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self, overload
 
 import orjson
 
@@ -35,12 +35,20 @@ from nemo_gym.rollouts.store.sql import store_error
 
 
 class _Beside:
-    """The path beside an output whose name is the output's, with this ending instead of ``.jsonl``."""
+    """A path beside the output: its name with this ending instead of ``.jsonl``."""
 
     def __init__(self, ending: str) -> None:
         self._ending = ending
 
-    def __get__(self, files: RunFiles, _: type[RunFiles]) -> Path:
+    @overload
+    def __get__(self, files: None, _: type[RunFiles]) -> Self: ...
+
+    @overload
+    def __get__(self, files: RunFiles, _: type[RunFiles]) -> Path: ...
+
+    def __get__(self, files: RunFiles | None, _: type[RunFiles]) -> Path | Self:
+        if files is None:
+            return self
         return files.output.with_name(f"{files.output.stem}{self._ending}")
 
 

@@ -20,8 +20,10 @@ from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines
 
-PROMPT_BATCH, PROMPT_BATCH_BYTES = 256, 1 << 20
-"""The number and the size of the rows at which a request to an environment is sent."""
+PROMPT_BATCH = 256
+"""The number of rows at which a request to an environment is sent."""
+PROMPT_BATCH_BYTES = 1 << 20
+"""The size of the rows at which it is sent, even if they are fewer."""
 
 
 def agent_instances(config: Mapping[str, Any]) -> list[str]:

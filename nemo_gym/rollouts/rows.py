@@ -85,7 +85,8 @@ class MaterializedInputs:
 
 @dataclass(slots=True)
 class RowChecker:
-    """Checks rows one by one; errors name ``path`` and the row's number, which is 0 for a row without one."""
+    """Checks rows one by one; errors name ``path`` and the row's number. Number 0 stands for a row that has no
+    number."""
 
     path: Path
     config: PipelineConfig

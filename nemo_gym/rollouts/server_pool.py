@@ -260,11 +260,13 @@ class ServerPool:
     def _finish(self, attempt: JobAttempt, kind: str | None = None) -> None:
         """Free the places at servers of a kind, or all, and count the rollout as done there."""
         _, places = self._places.get(id(attempt), (attempt, []))
-        for place in [each for each in places if kind in (None, each.server.kind)]:
+        for place in [each for each in places if kind is None or each.server.kind == kind]:
             places.remove(place)
             server, seconds = place.server, time.monotonic() - place.since
-            mean_s = seconds if server.seconds is None else server.seconds
-            server.seconds = mean_s + SPEED_WEIGHT * (seconds - mean_s)
+            if server.seconds is None:
+                server.seconds = seconds
+            else:
+                server.seconds += SPEED_WEIGHT * (seconds - server.seconds)
             server.busy -= 1
             server.done += 1
             server.strikes = 0

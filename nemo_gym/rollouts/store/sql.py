@@ -11,7 +11,7 @@ import asyncio
 import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -53,6 +53,9 @@ LOGS_KEY = "server_logs"
 CANCELLED_AT_ONCE = 256
 """How many queued jobs one transaction claims to cancel them."""
 CANCEL_LEASE_S = 60.0
+
+_Submitted = tuple[JobSpec, bytes, tuple[JobState, bytes, tuple[Any, ...]] | None]
+"""A job, its row's digest, and the record under its id: state, row's digest and identity; ``None`` for a new job."""
 
 T = TypeVar("T")
 
@@ -130,17 +133,15 @@ class SqlJobStore:
         digests = [spec.row_digest for spec in specs]
 
         def operation(connection: Connection) -> int:
-            new = 0
-            for spec, digest, recorded in self._submitted(connection, specs, digests):
-                if recorded is None:
-                    new += 1
-                elif (recorded[1], *recorded[2][:3]) != (digest, *spec.identity[:3]):
+            found = self._with_recorded(connection, specs, digests)
+            for spec, digest, recorded in found:
+                if recorded is not None and (recorded[1], *recorded[2][:3]) != (digest, *spec.identity[:3]):
                     raise ContractError(
                         f"job '{spec.job_id}' already exists with different content; a job id is permanently bound to"
                         " one row, agent and sample: submit the changed job under another id",
                         job_id=spec.job_id,
                     )
-            return new
+            return self._insert_new(connection, found)
 
         return await self._writer.call(operation)
 
@@ -150,19 +151,21 @@ class SqlJobStore:
         digests = [spec.row_digest for spec in specs]
 
         def operation(connection: Connection) -> list[Offer]:
+            found = self._with_recorded(connection, specs, digests)
+            self._insert_new(connection, found)
             offers = []
-            for spec, digest, recorded in self._submitted(connection, specs, digests):
+            for spec, digest, recorded in found:
                 state, known, identity = recorded or (JobState.QUEUED, digest, spec.identity)
                 offers.append(Offer(spec.job_id, recorded is None, state, spec.digest, body_digest(known, identity)))
             return offers
 
         return await self._writer.call(operation)
 
-    def _submitted(
+    def _with_recorded(
         self, connection: Connection, specs: Sequence[JobSpec], digests: Sequence[bytes]
-    ) -> Iterator[tuple[JobSpec, bytes, tuple[JobState, bytes, tuple[Any, ...]] | None]]:
-        """Yield each job with its row's digest and the record under its id: state, row's digest and identity, or
-        ``None`` for a new job. New jobs are inserted after the last one, so a caller that raises inserts none."""
+    ) -> list[_Submitted]:
+        """Look up each job's id, among the recorded jobs and those before it in ``specs``."""
+        found: list[_Submitted] = []
         fresh: dict[str, tuple[JobSpec, bytes]] = {}
         if self._dialect.alone is not None:
             connection.execute(self._dialect.alone)
@@ -172,16 +175,20 @@ class SqlJobStore:
         )
         for spec, digest in zip(specs, digests, strict=True):
             if (duplicate := fresh.get(spec.job_id)) is not None:
-                yield spec, digest, (JobState.QUEUED, duplicate[1], duplicate[0].identity)
-                continue
-            if (row := connection.execute(query, (spec.job_id,)).fetchone()) is None:
+                found.append((spec, digest, (JobState.QUEUED, duplicate[1], duplicate[0].identity)))
+            elif (row := connection.execute(query, (spec.job_id,)).fetchone()) is None:
                 fresh[spec.job_id] = (spec, digest)
-                yield spec, digest, None
+                found.append((spec, digest, None))
             else:
-                yield spec, digest, (JobState(row[0]), bytes(row[1]), tuple(row[2:]))
+                found.append((spec, digest, (JobState(row[0]), bytes(row[1]), tuple(row[2:]))))
+        return found
+
+    def _insert_new(self, connection: Connection, found: Sequence[_Submitted]) -> int:
+        """Insert the jobs without a record, and return how many they are."""
+        new = [(spec, digest) for spec, digest, recorded in found if recorded is None]
         connection.executemany(
             "INSERT INTO rows (digest, data) VALUES (?, ?) ON CONFLICT DO NOTHING",
-            [(digest, spec.row) for spec, digest in fresh.values()],
+            [(digest, spec.row) for spec, digest in new],
         )
         connection.executemany(
             "INSERT INTO jobs (job_id, run_id, task_id, group_id, sample_index, task_index, agent, digest, priority,"
@@ -191,9 +198,10 @@ class SqlJobStore:
                     *(s.job_id, s.run_id, s.task_id, s.group_id, s.sample_index, s.task_index, s.agent, d),
                     *(s.priority, s.deadline_s, s.deadline_s),
                 )
-                for s, d in fresh.values()
+                for s, d in new
             ],
         )
+        return len(new)
 
     # Claiming
 

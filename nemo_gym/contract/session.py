@@ -160,6 +160,7 @@ class SandboxSpecModel(_Contract):
 
     def to_spec(self) -> SandboxSpec:
         """The in-process form, with no network and no doors."""
+        # Without the fields that a subclass adds, whose wire forms `SandboxSpec` does not take.
         fields = self.model_dump(include=set(SandboxSpecModel.model_fields))
         fields["resources"] = SandboxResources(**fields["resources"])
         fields["mounts"] = tuple(Mount(**mount) for mount in fields["mounts"])

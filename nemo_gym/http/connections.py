@@ -50,7 +50,8 @@ class Reply:
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self._fed_bytes = 0
         self._unread = bytearray()
-        """Grows with each arrival: joining the pieces of a large body at its end would make its reader wait."""
+        """Grows with each arrival, for engines' answers: they come in many pieces, and to join those of a large one
+        at its end would make its reader wait."""
         self._read_whole = False
         self._at_most = 0
         self._done = False

@@ -330,7 +330,7 @@ class RolloutMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        rollout_id: str | None
+        rollout_id = _header(scope, _ROLLOUT_HEADER)
         path: str = scope["path"]
         if path.startswith(_PREFIX):
             rollout_id, _, inner = path[len(_PREFIX) :].partition("/")
@@ -339,8 +339,6 @@ class RolloutMiddleware:
             # Handlers get the path parameter that NeMo Gym's prefixed routes provide.
             prefix = {"rollout_id": rollout_id}
             scope = {**scope, "path": inner, "raw_path": inner.encode(), "path_params": prefix, TOKEN_CAPTURE: capture}
-        else:
-            rollout_id = _header(scope, _ROLLOUT_HEADER)
         with contextlib.ExitStack() as stack:
             if (replicas := _header(scope, _REPLICAS_HEADER)) is not None:
                 stack.enter_context(replica_context(decode_replicas(replicas)))

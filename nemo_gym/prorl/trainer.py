@@ -6,7 +6,7 @@ with prorl_sampler(loader, {"output": "results/train.jsonl"}, sampling_params={.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +97,10 @@ class _Step:
     name: StageName
     workers: int
     timeout_s: float
-    run: Callable[[JobAttempt], Coroutine[Any, Any, bytes]]
+    work: Callable[[JobAttempt], Awaitable[bytes]]
+
+    async def run(self, attempt: JobAttempt) -> bytes:
+        return await self.work(attempt)
 
     def classify(self, error: BaseException) -> StageFailure:
         if isinstance(error, ConfigError):

@@ -118,7 +118,7 @@ async def sampler_at(
         await store.release()  # the jobs' earlier owner is gone: this process holds the output's lock
         await sink.recover(store)
 
-        async def check(number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+        async def checked_row(number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
             try:
                 checked, agent = workplace.check(number, _loader_row(number, row))
             except RowError as error:
@@ -140,7 +140,7 @@ async def sampler_at(
             ledger,
             dispatcher,
             cursor,
-            check,
+            checked_row,
             run_id=run_id,
             workers=config.workers,
             config=chosen,
@@ -160,7 +160,7 @@ class _Stack:
     def __init__(self, client: ServerClient, config: RolloutRunConfig) -> None:
         self._config = config
         self._core = RolloutCore(client, config, say=lambda text: log.info(text))
-        # Rows of a loader are checked like those of a file.
+        # A loader's rows are checked like those of a file. Their errors name ``input``, which `run_config` sets.
         self.check = RowChecker(config.input, config, self._core.agents).row_and_agent
         self.dispatcher = self._core.dispatcher
 

@@ -42,7 +42,7 @@ class BoxAgentConfig(BaseResponsesAPIAgentConfig):
     wall_clock_s: float = Field(3600.0, gt=0)
     """Time per attempt, if the descriptor sets no limit."""
     scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
-    """The box of an attempt whose harness does not work in the task's world (topology A; B for a CLI)."""
+    """The box of an attempt whose harness does not work in the task's world (topology A, and for a CLI also B)."""
     requires: list[str] = Field(default_factory=list)
     """Sandbox capabilities that this agent needs in every box."""
     max_concurrency: int = Field(64, gt=0)

@@ -23,6 +23,7 @@ STOP_TIMEOUT_S = 20.0
 async def follow(
     process: ExecProcess,
     reader: EventReader,
+    *,
     output: BoundedLog,
     errors: BoundedLog,
     timeout_s: float | None,

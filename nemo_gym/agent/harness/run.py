@@ -258,7 +258,9 @@ async def run_in_box(
             watching = until_over(
                 world, reader, max_turns=context.max_turns, max_model_failures=settings.max_model_failures
             )
-            end, stopped = await follow(process, reader, output, errors, timeout_s, watching)
+            end, stopped = await follow(
+                process, reader, output=output, errors=errors, timeout_s=timeout_s, watching=watching
+            )
         if end.outcome is ExecOutcome.LOST:
             lost = f"box {world.handle.sandbox_id} was lost while the harness ran in it"
             raise SandboxLostError(lost, retryable=True)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
-from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
+from nemo_gym.contract.sandbox import Mount, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, copy_layer, remove_directory
@@ -323,3 +324,26 @@ def test_copied_layer_holds_nothing_of_the_host_while_the_box_exchanges_entries_
                     assert found.is_symlink() or found.is_dir() or "secret" not in found.read_text()
         finally:
             box.kill()
+
+
+async def test_files_of_a_spec_wait_for_no_pipe_that_an_image_has_in_their_place(place: LocalPlace) -> None:
+    first = await place.create()
+    await place.run(first, "mkfifo /opt/pipe")
+    await place.provider.commit(first, "with-pipe", {})
+    with pytest.raises(SandboxCreateError, match="/opt/pipe"):
+        async with asyncio.timeout(20):
+            await place.provider.create(SandboxSpec(image="with-pipe", files={"/opt/pipe": "text"}))
+
+
+async def test_target_of_a_mount_that_climbs_out_of_the_box_is_refused(place: LocalPlace, tmp_path: Path) -> None:
+    mounts = [Mount(source=str(tmp_path), target="/../oldroot/tmp/made")]
+    with pytest.raises(SandboxCreateError, match=r"must not contain '\.\.'"):
+        await place.provider.create(SandboxSpec(mounts=mounts))
+
+
+async def test_layers_of_boxes_are_for_their_owner_alone(place: LocalPlace) -> None:
+    box = await place.create()
+    await place.run(box, "touch /opt/f")
+    await place.provider.commit(box, "one", {})
+    root = Path(place.provider.options.image_dir)
+    assert [stat.S_IMODE((root / name).stat().st_mode) for name in ("layers", "staging")] == [0o700, 0o700]

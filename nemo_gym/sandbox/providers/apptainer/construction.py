@@ -80,7 +80,7 @@ def make_places(root: Path, binds: Sequence[tuple[str, str]]) -> None:
 
 
 async def finish_mounts(init_fd: int, plan: BoxPlan) -> Problem | None:
-    """Add the mounts that Apptainer omits, in a box where nothing has run yet; return the problem, or ``None``."""
+    """Add the mounts that Apptainer omits, before any command runs; return the problem, or ``None``."""
 
     def job(report: Report) -> None:
         report.step = "entering the box"
@@ -236,6 +236,9 @@ def _binds(plan: BoxPlan) -> list[tuple[str, str, bool]]:
         file = plan.directory / "files" / str(number)
         file.write_bytes(data)
         binds.append((str(file), path, False))
+    if os.geteuid() == 0:
+        # Apptainer runs scripts of the image as it starts, with the host's user 0, which could harm the host there.
+        binds += [(path, path, False) for path in PROC_READ_ONLY if os.path.exists(path)]  # noqa: PTH110
     return binds + [(source, target, False) for source, target in plan.mounts]
 
 

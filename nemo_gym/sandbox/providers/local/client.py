@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal, Self
 
 from nemo_gym._util.files import INSTALL_ROOT, from_command
@@ -173,6 +173,11 @@ def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
     for path in (*spec.files, *([spec.workdir] if spec.workdir else []), *(m.target for m in spec.mounts)):
         absolute(path)
     for mount in spec.mounts:
+        if ".." in PurePosixPath(mount.target).parts:
+            # While a box is built, the root of the host is above the box's.
+            raise SandboxCreateError(
+                f"mounts: the target '{mount.target}' must not contain '..'", provider=options.provider
+            )
         if not Path(mount.source).exists():
             raise SandboxCreateError(f"mounts: there is no '{mount.source}' on this host", provider=options.provider)
     ttl_s = spec.ttl_s if spec.ttl_s is not None else DEFAULT_TTL_S

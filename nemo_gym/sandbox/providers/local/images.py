@@ -161,6 +161,9 @@ class ImageStore:
         """Create the directories. Raises `OSError`."""
         for directory in (self.root, self.root / "images", self.layers, self.root / "staging"):
             directory.mkdir(parents=True, exist_ok=True)
+        for directory in (self.layers, self.root / "staging"):
+            with contextlib.suppress(PermissionError):  # it is another user's
+                directory.chmod(0o700)  # no other user of the host may run a set-user-id file that a box made
 
     def names(self) -> list[str]:
         """The names of all images, including the built-in one."""
@@ -345,12 +348,15 @@ def copy_layer(source: Path, target: Path) -> None:
     """Copy a tree in overlayfs form, with owners, modes, times, extended attributes, hard links and whiteouts.
 
     The tree may belong to a box that is still running, which can exchange any entry for a link to a file of the host
-    at any time. So every directory is held open, and no link is ever followed.
+    at any time. So every directory is held open, and no link is ever followed. ``target`` is absolute: the working
+    directory moves meanwhile, so this runs in a process of its own or where nobody else needs that.
     """
-    parent = os.open(source.parent, _DIRECTORY)
+    before, parent = os.open(".", _DIRECTORY), os.open(source.parent, _DIRECTORY)
     try:
         _copy_entry(parent, source.name, target, {})
     finally:
+        os.fchdir(before)
+        os.close(before)
         os.close(parent)
 
 
@@ -358,10 +364,12 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def _copy_entry(parent: int, name: str, target: Path, links: dict[tuple[int, int], Path]) -> None:
-    source = Path(f"/proc/self/fd/{parent}", name)
+    # Not below /proc/self/fd: the /proc of a box's mount namespace may belong to another process namespace.
+    os.fchdir(parent)
+    source = Path(name)
     info = source.lstat()
     kind = stat.S_IFMT(info.st_mode)
-    if kind != stat.S_IFDIR and info.st_nlink > 1:
+    if kind not in (stat.S_IFDIR, stat.S_IFSOCK) and info.st_nlink > 1:
         first = links.setdefault((info.st_dev, info.st_ino), target)
         if first is not target:
             os.link(first, target, follow_symlinks=False)
@@ -375,6 +383,7 @@ def _copy_entry(parent: int, name: str, target: Path, links: dict[tuple[int, int
                     _copy_entry(directory, entry.name, target / entry.name, links)
         finally:
             os.close(directory)
+        os.fchdir(parent)
     elif kind == stat.S_IFLNK:
         target.symlink_to(source.readlink())
     elif kind == stat.S_IFREG:

@@ -25,7 +25,7 @@ UNSHARED, GO = b"u", b"g"
 namespace's id maps."""
 _SHM_BYTES = 1024 * 1024 * 1024
 _RUN_BYTES = 64 * 1024 * 1024
-PROC_READ_ONLY = ("/proc/sys", "/proc/fs")
+PROC_READ_ONLY = ("/proc/sys", "/proc/fs", "/proc/irq", "/proc/bus")
 PROC_ABSENT = (
     *("/proc/sysrq-trigger", "/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/sched_debug"),
     *("/proc/latency_stats", "/proc/acpi", "/proc/scsi", "/proc/asound"),

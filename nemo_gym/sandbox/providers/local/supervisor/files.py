@@ -12,6 +12,7 @@ import fcntl
 import functools
 import os
 import shutil
+import stat
 import struct
 import subprocess
 import tempfile
@@ -76,7 +77,11 @@ async def write_files(init_fd: int, files: Mapping[str, str], directory: str | N
         for name, text in files.items():
             report.step = f"writing {name}"
             os.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH103, PTH120
-            with open(name, "wb") as file:  # noqa: PTH123
+            # Without waiting: the image may hold a pipe of that name.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+            with open(os.open(name, flags, 0o666), "wb") as file:  # noqa: PTH123
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError(errno.EEXIST, "there is something else than a regular file", name)
                 file.write(text.encode("utf-8", "surrogateescape"))
 
     return await processes.run(job, keep=[init_fd])

@@ -341,6 +341,15 @@ async def test_target_of_a_mount_that_climbs_out_of_the_box_is_refused(place: Lo
         await place.provider.create(SandboxSpec(mounts=mounts))
 
 
+def test_layer_is_copied_between_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tree" / "d").mkdir(parents=True)
+    (tmp_path / "tree" / "d" / "f").write_text("content")
+    monkeypatch.chdir(tmp_path)
+    copy_layer(Path("tree"), Path("copy"))
+    assert (tmp_path / "copy" / "d" / "f").read_text() == "content"
+    assert Path.cwd() == tmp_path
+
+
 async def test_layers_of_boxes_are_for_their_owner_alone(place: LocalPlace) -> None:
     box = await place.create()
     await place.run(box, "touch /opt/f")

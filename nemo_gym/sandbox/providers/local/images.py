@@ -348,12 +348,12 @@ def copy_layer(source: Path, target: Path) -> None:
     """Copy a tree in overlayfs form, with owners, modes, times, extended attributes, hard links and whiteouts.
 
     The tree may belong to a box that is still running, which can exchange any entry for a link to a file of the host
-    at any time. So every directory is held open, and no link is ever followed. ``target`` is absolute: the working
-    directory moves meanwhile, so this runs in a process of its own or where nobody else needs that.
+    at any time. So every directory is held open, and no link is ever followed. The process's working directory moves
+    meanwhile: call it in a process of its own, or where nobody else needs that.
     """
     before, parent = os.open(".", _DIRECTORY), os.open(source.parent, _DIRECTORY)
     try:
-        _copy_entry(parent, source.name, target, {})
+        _copy_entry(parent, source.name, target.absolute(), {})
     finally:
         os.fchdir(before)
         os.close(before)

@@ -9,13 +9,14 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
-from nemo_gym.contract.sandbox import Mount, SandboxResources, SandboxSpec
+from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, copy_layer, remove_directory
@@ -269,6 +270,19 @@ def test_image_of_root_is_refused_for_an_ordinary_user(tmp_path: Path) -> None:
         store.resolve("mine", "user")
 
 
+def nest(tree: Path, name: str, link_to: Path | None = None) -> None:
+    """Nest 3,000 directories ``name`` below ``tree``, the last with a link."""
+    at = os.open(tree, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir(name, dir_fd=at)
+        below = os.open(name, os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    if link_to is not None:
+        os.symlink(link_to, "link", dir_fd=at)
+    os.close(at)
+
+
 def test_tree_is_removed_however_deep_it_is_and_links_are_not_followed(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
@@ -277,14 +291,7 @@ def test_tree_is_removed_however_deep_it_is_and_links_are_not_followed(tmp_path:
     tree.mkdir()
     (tree / "link").symlink_to(kept)
     (tree / "closed").mkdir(mode=0)
-    at = os.open(tree, os.O_RDONLY)
-    for _ in range(3000):
-        os.mkdir("d" * 20, dir_fd=at)
-        below = os.open("d" * 20, os.O_RDONLY, dir_fd=at)
-        os.close(at)
-        at = below
-    os.symlink(kept, "link", dir_fd=at)
-    os.close(at)
+    nest(tree, "d" * 20, link_to=kept)
     remove_directory(tree)
     assert not tree.exists()
     assert (kept / "f").read_text() == "kept"
@@ -326,6 +333,15 @@ def test_copied_layer_holds_nothing_of_the_host_while_the_box_exchanges_entries_
             box.kill()
 
 
+def test_layer_whose_directories_are_too_deep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    nest(tmp_path / "tree", "d")
+    with pytest.raises(OSError, match="nested too deeply"):
+        copy_layer(tmp_path / "tree", tmp_path / "copy")
+    for made in ("tree", "copy"):
+        remove_directory(tmp_path / made)
+
+
 async def test_files_of_a_spec_wait_for_no_pipe_that_an_image_has_in_their_place(place: LocalPlace) -> None:
     first = await place.create()
     await place.run(first, "mkfifo /opt/pipe")
@@ -339,6 +355,71 @@ async def test_target_of_a_mount_that_climbs_out_of_the_box_is_refused(place: Lo
     mounts = [Mount(source=str(tmp_path), target="/../oldroot/tmp/made")]
     with pytest.raises(SandboxCreateError, match=r"must not contain '\.\.'"):
         await place.provider.create(SandboxSpec(mounts=mounts))
+
+
+@pytest.fixture
+def outside() -> Iterator[Path]:
+    """A directory of the host that every user may write to, by a path that every user may enter."""
+    made = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    made.chmod(0o777)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        "ln -s /oldroot{outside} /srv/data",
+        "ln -s ../../../oldroot{outside} /srv/data",
+        "ln -s /oldroot{outside}/x /srv/data; mkdir /oldroot; ln -s /srv/data /oldroot{top}",
+        "rm -r /etc/resolv.conf; ln -s /oldroot{outside}/file /etc/resolv.conf",
+        "ln -s /proc/1/root/oldroot{outside} /srv/data",
+    ],
+)
+async def test_links_of_an_image_lead_no_mount_to_the_host(
+    place: LocalPlace, tmp_path: Path, outside: Path, links: str
+) -> None:
+    first = await place.create()
+    await place.run(first, links.format(outside=outside, top=Path(*outside.parts[:2])))
+    await place.provider.commit(first, "linked", {})
+    mounts = [Mount(source=str(tmp_path), target="/srv/data/made/there")]
+    with contextlib.suppress(SandboxCreateError):
+        box = await place.create(image="linked", mounts=mounts, network=NetworkPolicy.OPEN)
+        assert await place.run(box, "ls -A /srv/data/made/there") != ""
+    assert not [*outside.iterdir()]
+
+
+async def test_mount_appears_where_links_of_the_image_lead(place: LocalPlace, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mounted")
+    first = await place.create()
+    await place.run(first, "mkdir -p /opt/real; ln -s ../opt/real /srv/data; ln -sf ../run/r/conf /etc/resolv.conf")
+    await place.provider.commit(first, "linked", {})
+    mounts = [Mount(source=str(tmp_path / "file"), target="/srv/data/a/b")]
+    box = await place.create(image="linked", mounts=mounts, network=NetworkPolicy.OPEN)
+    assert await place.run(box, "cat /opt/real/a/b; stat -c %a /opt/real/a /run/r") == "mounted755\n755\n"
+    assert await place.run(box, "cat /etc/resolv.conf /run/r/conf") == 2 * Path("/etc/resolv.conf").read_text()
+
+
+@pytest.mark.parametrize("target", ["/proc/data", "/dev/data", "/srv/loop/data", "/srv/root"])
+async def test_mount_on_a_place_that_is_not_the_images_is_refused(
+    place: LocalPlace, tmp_path: Path, target: str
+) -> None:
+    first = await place.create()
+    await place.run(first, "ln -s loop /srv/loop; ln -s / /srv/root")
+    await place.provider.commit(first, "linked", {})
+    with pytest.raises(SandboxCreateError, match=f"nothing can be mounted on {target}"):
+        await place.create(image="linked", mounts=[Mount(source=str(tmp_path), target=target)])
+
+
+async def test_path_that_is_hidden_stays_hidden_when_its_parent_was_renamed_and_committed(tmp_path: Path) -> None:
+    hidden = "/usr/share/common-licenses"
+    async with local_place(tmp_path, hide=[hidden]) as place:
+        first = await place.create()
+        assert await place.run(first, f"ls -A {hidden}") == ""
+        await place.run(first, "mv /usr/share /usr/moved || true")
+        await place.provider.commit(first, "moved", {})
+        again = await place.create(image="moved")
+        assert await place.run(again, "ls -A /usr/moved/common-licenses 2> /dev/null || true") == ""
 
 
 def test_layer_is_copied_between_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,6 +354,8 @@ def copy_layer(source: Path, target: Path) -> None:
     before, parent = os.open(".", _DIRECTORY), os.open(source.parent, _DIRECTORY)
     try:
         _copy_entry(parent, source.name, target.absolute(), {})
+    except RecursionError as error:
+        raise OSError(errno.ENAMETOOLONG, "its directories are nested too deeply", str(source)) from error
     finally:
         os.fchdir(before)
         os.close(before)

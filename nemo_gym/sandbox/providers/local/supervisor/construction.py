@@ -25,6 +25,10 @@ UNSHARED, GO = b"u", b"g"
 namespace's id maps."""
 _SHM_BYTES = 1024 * 1024 * 1024
 _RUN_BYTES = 64 * 1024 * 1024
+_OWN = ("/proc", "/dev")
+"""File systems of the box that are not the image's; nothing else can be mounted in them but below ``/dev/shm``."""
+_MAX_LINKS = 40
+"""How many links the kernel follows in one path."""
 PROC_READ_ONLY = ("/proc/sys", "/proc/fs", "/proc/irq", "/proc/bus")
 PROC_ABSENT = (
     *("/proc/sysrq-trigger", "/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/sched_debug"),
@@ -125,10 +129,9 @@ async def build(plan: BoxPlan) -> BuiltBox:
     program = linux.open_program()
     files = {path: memory_file(data, "file") for path, data in plan.network_files.items()}
     inherited = [program, info_write, *files.values()]
-    arguments = _bwrap_arguments(plan, program, info_write, files)
     try:
         pid = processes.fork(
-            lambda report: _become_bwrap(plan, arguments, report, ready_write, go_read, inherited),
+            lambda report: _become_bwrap(plan, program, info_write, files, report, ready_write, go_read),
             error_write,
             keep=[ready_write, go_read, *inherited],
         )
@@ -197,12 +200,18 @@ def set_streams(report: Report, ready_fd: int, inherited: Sequence[int]) -> None
 
 
 def _become_bwrap(
-    plan: BoxPlan, arguments: Sequence[str], report: Report, ready_fd: int, go_fd: int, inherited: Sequence[int]
+    plan: BoxPlan,
+    program: int,
+    info_fd: int,
+    files: Mapping[str, int],
+    report: Report,
+    ready_fd: int,
+    go_fd: int,
 ) -> None:
     """In the child: mount the box's files, enter a user namespace without rights outside, and execute bubblewrap."""
     parent = os.getppid()
     enter_mount_namespace(plan, report)
-    program = os.open(plan.program, os.O_RDONLY | os.O_CLOEXEC)
+    bwrap = os.open(plan.program, os.O_RDONLY | os.O_CLOEXEC)
     namespace = None
     if plan.first_id is not None:
         report.step = "user namespace"
@@ -213,6 +222,10 @@ def _become_bwrap(
         report.step = f"overlay {overlay.part}"
         target = Path(plan.root)
         mount_overlay(plan, overlay, target if overlay.part == "root" else target / overlay.part)
+    report.step = "finding the places of mounts"
+    paths = [*_OWN, "/run", *plan.hidden, *files, *(target for _, target in plan.mounts)]
+    places = {path: place_in_image(plan.root, path) for path in paths}
+    arguments = _bwrap_arguments(plan, program, info_fd, files, places)
     if namespace is None:
         enter_user_namespace(report, ready_fd, go_fd)
     else:
@@ -222,8 +235,8 @@ def _become_bwrap(
         forbid_user_namespaces()
     linux.die_with_parent(parent)
     report.step = "bwrap"
-    set_streams(report, ready_fd, inherited)
-    os.execve(program, list(arguments), {"PATH": "/usr/bin:/bin"})
+    set_streams(report, ready_fd, [program, info_fd, *files.values()])
+    os.execve(bwrap, arguments, {"PATH": "/usr/bin:/bin"})
 
 
 def _move_ids(plan: BoxPlan, namespace: int) -> None:
@@ -268,6 +281,9 @@ def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
         lowers = [shifted.get(lower, lower) for lower in lowers]
         upper, work = (Path(plan.stage, "writable", name, overlay.part) for name in ("upper", "work"))
         os.chdir(f"{plan.stage}/layers")
+    # A renamed system directory of the host is not joined to the one at its old path: an image made of the box would
+    # then show what a mount hides there. As in Docker, a program that renames it gets EXDEV and copies it.
+    redirects = "on" if overlay.part == "root" else "nofollow"
     options = [
         "lowerdir=" + ":".join(_escape(path) for path in lowers),
         f"upperdir={_escape(str(upper))}",
@@ -275,7 +291,7 @@ def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
         # A box does not survive a crash, so its writes need not wait for the disk.
         "volatile",
         "index=off",
-        "userxattr" if plan.user_overlays else "redirect_dir=on,metacopy=off",
+        *(("userxattr",) if plan.user_overlays else (f"redirect_dir={redirects}", "metacopy=off")),
     ]
     linux.mount("overlay", str(target), "overlay", linux.MS_NODEV | linux.MS_NOSUID, ",".join(options))
 
@@ -300,7 +316,43 @@ def _escape(path: str) -> str:
     return path
 
 
-def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str, int]) -> list[str]:
+def place_in_image(root: str, path: str) -> str:
+    """Return the path without links of the place in the image at ``root`` where ``path`` leads in a box. Until the box
+    is built, all files of the host are in reach, and a link of the image could lead there.
+
+    Raises:
+        OSError: the links are a loop, or nothing can be mounted there.
+    """
+    place: list[str] = []
+    left = [*reversed(PurePosixPath(path).parts[1:])]
+    links = 0
+    while left:
+        name = left.pop()
+        if name == "..":
+            place = place[:-1]
+            continue
+        try:
+            link = PurePosixPath(os.readlink("/".join((root, *place, name))))  # noqa: PTH115 - plain strings
+        except OSError:  # it is no link, or does not exist
+            place.append(name)
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, f"nothing can be mounted on {path}, as links of the image there are a loop")
+        if link.is_absolute():
+            place = []
+        left += [name for name in reversed(link.parts) if name != "/"]
+    found = "/" + "/".join(place)
+    # The links of a file system of the box are not in the image, and some of them lead out of the box.
+    in_own = place[:1] in (["proc"], ["dev"]) and place[:2] != ["dev", "shm"]
+    if found != path if path in _OWN else in_own or not place:
+        raise OSError(errno.EINVAL, f"nothing can be mounted on {path}, which is {found} in this image")
+    return found
+
+
+def _bwrap_arguments(
+    plan: BoxPlan, program: int, info_fd: int, files: Mapping[str, int], places: Mapping[str, str]
+) -> list[str]:
     arguments = [plan.program, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     if not plan.open_network:
         arguments += ["--unshare-net"]
@@ -309,17 +361,14 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
     arguments += ["--proc", "/proc", *_protect_proc(), "--dev", "/dev"]
     shm, run = plan.memory_file_systems
     arguments += ["--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    arguments += ["--perms", "0755", "--size", str(run), "--tmpfs", "/run"]
-    arguments += ["--perms", "1777", "--dir", "/run/lock"]
+    arguments += ["--perms", "0755", "--size", str(run), "--tmpfs", places["/run"]]
+    arguments += ["--perms", "1777", "--dir", f"{places['/run']}/lock"]
     for path in plan.hidden:
-        arguments += _hide(path)
+        arguments += _hide(path, places[path])
     for path, descriptor in files.items():
-        arguments += ["--ro-bind-data", str(descriptor), path]
+        arguments += [*_parents(places[path]), "--ro-bind-data", str(descriptor), places[path]]
     for number, (_, target) in enumerate(plan.mounts):
-        # bubblewrap would create missing parents with access for root alone.
-        for parent in [*reversed(PurePosixPath(target).parents)][1:]:
-            arguments += ["--perms", "0755", "--dir", str(parent)]
-        arguments += ["--ro-bind", plan.source(number), target]
+        arguments += [*_parents(places[target]), "--ro-bind", plan.source(number), places[target]]
     return [*arguments, "--chdir", "/", "--info-fd", str(info_fd), "--", f"/proc/self/fd/{program}"]
 
 
@@ -331,14 +380,23 @@ def _protect_proc() -> list[str]:
             arguments += ["--ro-bind", path, path]
     for path in PROC_ABSENT:
         if os.path.exists(path):  # noqa: PTH110
-            arguments += _hide(path)
+            arguments += _hide(path, path)
     return arguments
 
 
-def _hide(path: str) -> list[str]:
+def _parents(path: str) -> list[str]:
+    """Create missing parents. bubblewrap by itself would create them with access for root alone."""
+    return [
+        word
+        for parent in [*reversed(PurePosixPath(path).parents)][1:]
+        for word in ("--perms", "0755", "--dir", str(parent))
+    ]
+
+
+def _hide(path: str, place: str) -> list[str]:
     if os.path.isdir(path):  # noqa: PTH112 - plain strings throughout
-        return ["--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
-    return ["--ro-bind", "/dev/null", path]
+        return ["--perms", "0555", "--size", "4096", "--tmpfs", place, "--remount-ro", place]
+    return ["--ro-bind", "/dev/null", place]
 
 
 def explain(plan: BoxPlan, said: bytes) -> str:

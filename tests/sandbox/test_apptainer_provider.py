@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -117,6 +118,38 @@ async def test_mounts_are_read_only_and_may_have_any_name(tmp_path: Path, place:
     host = await place.create(mounts=mounts[2:])
     assert await place.run(host, "cat /usr/share/z/f") == "shared\n"
     assert not Path("/usr/share/z").exists()
+
+
+PROBE = """
+find /proc/sys /proc/fs /proc/irq /proc/bus /proc/sys*-trigger /proc/acpi /proc/scsi -type f -perm /222 \\
+  -exec sh -c 'for f; do (: >> "$f") 2> /dev/null && echo "$f"; done' x {} + > /opt/written 2> /dev/null
+cat /proc/self/status > /opt/status
+"""
+
+
+async def test_scripts_that_an_image_runs_at_the_start_have_no_more_rights_than_commands(
+    place: LocalPlace, tree: Path
+) -> None:
+    script = tree / ".singularity.d/env/91-probe.sh"
+    script.write_text(PROBE)
+    script.chmod(0o755)
+    (tree / "bin/find").symlink_to("busybox")
+    box = await place.create(image=str(tree))
+    assert await place.run(box, "cat /opt/written") == ""
+    status = await place.run(box, "cat /opt/status")
+    assert "NoNewPrivs:\t1\n" in status
+    assert "Seccomp:\t2\n" in status
+
+
+async def test_links_of_an_image_lead_no_mount_to_the_host(tmp_path: Path, place: LocalPlace, tree: Path) -> None:
+    (tree / "links").mkdir()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for number, start in enumerate(("/proc/self/root", "/proc/1/root", "/..", "../../../../..")):
+        (tree / "links" / str(number)).symlink_to(f"{start}{outside}")
+        with contextlib.suppress(SandboxCreateError):
+            await place.create(image=str(tree), mounts=[Mount(str(tmp_path), f"/links/{number}/made/there")])
+    assert not [*outside.iterdir()]
 
 
 async def test_box_whose_apptainer_is_killed_is_lost_and_gone(tmp_path: Path, place: LocalPlace) -> None:

@@ -33,6 +33,7 @@ from nemo_gym.sandbox.providers.local.supervisor.construction import (
     enter_user_namespace,
     explain,
     mount_overlay,
+    place_in_image,
     set_streams,
     write_maps,
 )
@@ -47,36 +48,23 @@ _STANDARD_PLACES = ("/dev", "/proc", "/run", "/tmp", "/var/tmp")
 _OWN_VARIABLES = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "HOME", "SHLVL", "TERM", "_")
 
 
-def make_places(root: Path, binds: Sequence[tuple[str, str]]) -> None:
-    """Create the missing directories and files that Apptainer mounts on. Works in a child whose root is the box's, so
-    that links of the image cannot lead outside."""
-    pid = os.fork()
-    if pid:
-        _, status = os.waitpid(pid, 0)
-        if status:
-            raise OSError(os.waitstatus_to_exitcode(status), "a directory or file to mount on cannot be made")
-        return
-    try:
-        kinds = [os.path.isdir(source) for source, _ in binds]  # noqa: PTH112 - plain strings throughout
-        os.chroot(root)
-        os.chdir("/")
-        os.umask(0o022)
-        for path in _STANDARD_PLACES:
-            if not os.path.lexists(path):
-                os.makedirs(path)  # noqa: PTH103
-                if path.endswith("tmp"):
-                    os.chmod(path, 0o1777)  # noqa: PTH101
-        for (_, target), is_directory in zip(binds, kinds, strict=True):
-            if os.path.exists(target):  # noqa: PTH110
-                continue
-            os.makedirs(target if is_directory else os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
-            if not is_directory:
-                os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        os._exit(0)
-    except OSError as error:
-        os._exit(error.errno or 1)
-    finally:
-        os._exit(1)
+def make_places(root: str, binds: Sequence[tuple[str, str]]) -> None:
+    """Create the missing directories and files that Apptainer mounts on."""
+    os.umask(0o022)
+    for path in _STANDARD_PLACES:
+        place = root + place_in_image(root, path)
+        if not os.path.lexists(place):
+            os.makedirs(place)  # noqa: PTH103 - plain strings throughout
+            if path.endswith("tmp"):
+                os.chmod(place, 0o1777)  # noqa: PTH101
+    for source, target in binds:
+        place = root + place_in_image(root, target)
+        if os.path.lexists(place):
+            continue
+        is_directory = os.path.isdir(source)  # noqa: PTH112
+        os.makedirs(place if is_directory else os.path.dirname(place), exist_ok=True)  # noqa: PTH103, PTH120
+        if not is_directory:
+            os.close(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
 
 
 async def finish_mounts(init_fd: int, plan: BoxPlan) -> Problem | None:
@@ -236,9 +224,6 @@ def _binds(plan: BoxPlan) -> list[tuple[str, str, bool]]:
         file = plan.directory / "files" / str(number)
         file.write_bytes(data)
         binds.append((str(file), path, False))
-    if os.geteuid() == 0:
-        # Apptainer runs scripts of the image as it starts, with the host's user 0, which could harm the host there.
-        binds += [(path, path, False) for path in PROC_READ_ONLY if os.path.exists(path)]  # noqa: PTH110
     return binds + [(source, target, False) for source, target in plan.mounts]
 
 
@@ -248,7 +233,10 @@ def _arguments(plan: BoxPlan, binds: Sequence[tuple[str, str, bool]], program: i
     if not plan.open_network:
         arguments += ["--net", "--network", "none"]
     arguments += ["--uts", "--hostname", plan.hostname, "--writable"]
-    for source, target, writable in binds:
+    # Apptainer runs scripts of the image as it starts, before `finish_mounts`, with the user id of the supervisor.
+    protected = filter(os.path.exists, (*PROC_READ_ONLY, *PROC_ABSENT))
+    early = [(path if os.path.isdir(path) else "/dev/null", path, False) for path in protected]  # noqa: PTH112
+    for source, target, writable in (*early, *binds):
         fields = ["type=bind", f"source={source}", f"destination={target}", *([] if writable else ["ro"])]
         line = io.StringIO()
         csv.writer(line, lineterminator="").writerow(fields)
@@ -275,7 +263,7 @@ def _become_apptainer(
         target.mkdir(exist_ok=True)
         mount_overlay(plan, overlay, target)
     report.step = "making the places of mounts"
-    make_places(plan.directory / "root", [(source, target) for source, target, _ in binds])
+    make_places(plan.root, [(source, target) for source, target, _ in binds])
     enter_user_namespace(report, status_fd, go_fd)
     # Apptainer and its box run in a pid namespace whose process 1 ends when the supervisor or Apptainer ends.
     linux.unshare(linux.CLONE_NEWPID)
@@ -293,6 +281,9 @@ def _become_apptainer(
     linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     set_streams(report, ready_fd, [program])
     _fork_and_watch()
+    # They apply to what Apptainer runs of the image, too.
+    linux.no_new_privileges()
+    linux.install()
     environment = {**BASE_ENV, "HOME": str(plan.directory / "files")}
     os.execve(plan.program, list(arguments), environment)
 

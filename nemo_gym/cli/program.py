@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import orjson
+import structlog
+from rich.console import Console
 
 from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym.cli.collect_rollouts import stack_telemetry
 from nemo_gym.cli.command import key_of, result_console
 from nemo_gym.cli.run import check_rollout_run
 from nemo_gym.config.check import check_everything
@@ -27,13 +31,15 @@ from nemo_gym.config.run_defaults import complete_run, default_output
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 from nemo_gym.http.client import close_global_aiohttp_client
-from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, finished_result, run_collection
+from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, run_collection, show_finished
 from nemo_gym.stack.background import BackgroundStack
-from nemo_gym.stack.endpoints import read_stack
+from nemo_gym.stack.endpoints import StackEntry, read_stack
 from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
 
 if TYPE_CHECKING:
     import pandas
+
+_log = structlog.get_logger(__name__)
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A JSONL file, or rows in memory."""
@@ -123,22 +129,37 @@ def _read(file: Path) -> list[dict[str, Any]]:
 class AsyncStack:
     """Running servers and the settings that composed them. ``run`` may be called repeatedly. Made by `start_async`."""
 
-    def __init__(self, settings: Sequence[str], background: BackgroundStack) -> None:
+    def __init__(self, settings: Sequence[str], stack: StackEntry, resources: AsyncExitStack) -> None:
+        """``resources`` is closed with this stack."""
         self._settings = list(settings)
-        self._background = background
+        self._stack = stack
+        self._resources = resources
 
     async def run(self, input: Rows | None = None, *settings: str, show: bool = False, **keys: Any) -> RunResult:
         """Run ``input`` (default: the environment's own rows) on these servers; ``keys`` are run keys."""
         words = [*self._settings, *_settings_of(settings, keys)]
         config, outlook = await asyncio.to_thread(_plan, words, input)
         try:
-            return await _collect(config, outlook, self._background, show=show)
+            return await self._collect(config, outlook, show)
         finally:
             outlook.inputs.close()
 
+    async def _collect(self, config: RolloutRunConfig, outlook: RunOutlook, show: bool) -> RunResult:
+        try:
+            collected = await run_collection(
+                pipeline_client(self._stack),
+                config,
+                console=result_console() if show else None,
+                configuration=Path(self._stack.run_dir, CONFIG_FILE),
+                inputs=outlook.inputs,
+            )
+        finally:
+            await close_global_aiohttp_client()
+        return RunResult(collected)
+
     async def aclose(self) -> None:
         """Stop the servers; idempotent."""
-        await asyncio.to_thread(self._background.stop)
+        await self._resources.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -178,7 +199,11 @@ async def start_async(*settings: str, **keys: Any) -> AsyncStack:
     """Start the servers of a composition and wait until they are ready. Raises `ConfigError`, `ServerError`."""
     words = _settings_of(settings, keys)
     background = await asyncio.to_thread(_start, words)
-    return AsyncStack(words, background)
+    async with AsyncExitStack() as resources:
+        resources.push_async_callback(asyncio.to_thread, background.stop)
+        stack = await asyncio.to_thread(read_stack, background.run_dir)
+        await resources.enter_async_context(stack_telemetry(stack, _log.info))
+        return AsyncStack(words, stack, resources.pop_all())
 
 
 def start(*settings: str, **keys: Any) -> Stack:
@@ -211,12 +236,10 @@ async def run_async(*settings: str, input: Rows | None = None, show: bool = Fals
     try:
         if outlook.finished:
             assert outlook.recorded is not None
-            return RunResult(await finished_result(config, outlook.recorded))
-        background = await asyncio.to_thread(_start, words)
-        try:
-            return await _collect(config, outlook, background, show=show)
-        finally:
-            await asyncio.to_thread(background.stop)
+            console = result_console() if show else Console(quiet=True)
+            return RunResult(await show_finished(config, outlook.recorded, console))
+        async with await start_async(*words) as stack:
+            return await stack._collect(config, outlook, show)
     finally:
         outlook.inputs.close()
 
@@ -274,20 +297,3 @@ def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     return file
-
-
-async def _collect(
-    config: RolloutRunConfig, outlook: RunOutlook, background: BackgroundStack, *, show: bool
-) -> RunResult:
-    stack = await asyncio.to_thread(read_stack, background.run_dir)
-    try:
-        collected = await run_collection(
-            pipeline_client(stack),
-            config,
-            console=result_console() if show else None,
-            configuration=Path(stack.run_dir, CONFIG_FILE),
-            inputs=outlook.inputs,
-        )
-    finally:
-        await close_global_aiohttp_client()
-    return RunResult(collected)

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 
-from nemo_gym import run
+from nemo_gym import run, start_async
 from nemo_gym.cli.program import FRAME_COLUMNS, RunResult
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.rollouts.pipeline import PIPELINE
 from nemo_gym.stack.endpoints import running_stacks
+from nemo_gym.stack.scraping import TARGETS, TOKEN_FILE
 from tests.architecture.docs import PAGES, ROOT, example_files, table
 
 PAGE = PAGES / "python-api.md"
@@ -64,11 +67,30 @@ def test_import_of_the_package_loads_none_of_it() -> None:
     assert done.stdout.strip() == "['nemo_gym']"
 
 
-async def test_run_works_beside_a_running_loop_and_reads_a_finished_run_again(place: Path) -> None:
+async def test_run_works_beside_a_running_loop_and_shows_a_finished_run_again(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = run(**CHOSEN, limit=2, output="out.jsonl")
-    again = await asyncio.to_thread(lambda: run(**CHOSEN, limit=2, output=Path("out.jsonl")))
+    assert capsys.readouterr().out == ""
+    again = await asyncio.to_thread(lambda: run(**CHOSEN, limit=2, output=Path("out.jsonl"), show=True))
+    assert "out.jsonl" in capsys.readouterr().out
     assert first.rows == again.rows
     assert (len(first.rows), first.collection.seconds is None, again.collection.seconds) == (2, False, None)
+
+
+async def test_metrics_of_the_pipeline_are_served_while_the_stack_runs(place: Path) -> None:
+    targets = place / "run" / TARGETS
+    chosen = {**CHOSEN, "run_dir": str(place / "run")}
+    async with await start_async("observability.metrics_port=0", **chosen) as stack:
+        await stack.run(limit=1)
+        (target,) = json.loads(next(targets.glob(f"{PIPELINE}-*.json")).read_text())
+        token = (place / "run" / TOKEN_FILE).read_text()
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as http,
+            http.get(f"http://{target['targets'][0]}/metrics") as reply,
+        ):
+            assert (reply.status, "stage_seconds_count" in await reply.text()) == (200, True)
+    assert not [*targets.glob(f"{PIPELINE}-*.json")]
 
 
 @pytest.mark.parametrize(

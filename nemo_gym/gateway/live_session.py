@@ -290,7 +290,8 @@ def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> list[Buffer]:
         "usage": {name: getattr(answer.usage, name) for name in _USAGE},
         "stop": answer.stop,
     }
-    turn_data = {name: value for name, value in turn.items() if name != "relayed"}
+    # The answer's message is usually the turn's as well, and then written once.
+    turn_data = {name: value for name, value in turn.items() if name != "relayed" and value is not answer.message}
     return written({"answer": answer_data, "turn": turn_data, "relayed": turn.get("relayed") or {}})
 
 
@@ -330,6 +331,7 @@ def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, A
     try:
         data = _BODIES.decode(body)
         answer_data, turn = data.answer, data.turn
+        turn.setdefault("message", answer_data["message"])
         turn["relayed"] = {name: JsonText(memoryview(raw)) for name, raw in data.relayed.items()}
         answer = Answer(
             answer_data["id"],

@@ -39,6 +39,7 @@ from nemo_gym.gateway.tokens.history import (
     Reading,
     calls_of,
     continues_answer,
+    ends_thinking,
     is_long,
     media_parts,
     role_of,
@@ -531,6 +532,6 @@ def _with_answer_call_ids(reading: Reading, shared: int, answer: Message) -> lis
 
 
 def _reasons(message: Message) -> bool:
-    return bool(message.get("reasoning_content") or message.get("reasoning")) or "</think>" in text_of(
-        message.get("content")
+    return bool(message.get("reasoning_content") or message.get("reasoning")) or ends_thinking(
+        text_of(message.get("content"))
     )

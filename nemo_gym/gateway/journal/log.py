@@ -119,7 +119,7 @@ Durability = Literal["power_loss", "process"]
 kernel, which is enough for any death of the process itself."""
 SEGMENT_BYTES = 64 * 2**20
 MAX_GROUP = 1024
-_WRITE_BYTES = 64 << 10
+_WRITE_BYTES = 256 << 10
 """Limit of one write. For a large write the kernel takes large pieces of memory that were unused for long; a virtual
 machine's host may have to find them first, at several times the cost of the copy."""
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})

@@ -36,6 +36,7 @@ PLACES: Mapping[str, str] = {
     "resources_servers/swe_bench/tests/test_example_tasks.py": "box",
     "resources_servers/swe_bench/tests/test_prepare_images.py": "box",
     "resources_servers/swe_bench/tests/test_prepare_shims.py": "stack",
+    "resources_servers/swe_bench/tests/test_running.py": "box",
     "resources_servers/swe_bench/tests/test_twins.py": "box",
     "responses_api_agents/composite_agent/tests": "box",
     "responses_api_agents/mini_swe_agent/tests": "box",

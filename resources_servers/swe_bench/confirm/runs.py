@@ -14,7 +14,7 @@ import shlex
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,20 @@ from resources_servers.swe_bench.eval_box import (
 )
 from resources_servers.swe_bench.row import TESTBED, SweBenchRow
 
-_FIRST_HANDLE = 20
-"""The shell's file descriptor of the first rendering's archive; the next numbers belong to the others."""
 MAX_RECORD_BYTES = 16 * 1024 * 1024
+_STATE = f"{INPUTS}/state"
+# Each exec has variables of its own, such as the mark by which a provider finds its processes: NEMO_GYM_*. Options
+# come last, because they may trace what follows or make its errors fatal.
+_KEEP_STATE = f"""
+mkdir -p {INPUTS}
+( unset ${{!NEMO_GYM_@}}; shopt -p; declare -p; declare -fp; umask -p; set +o ) > {_STATE}
+"""
+# Standard error is dropped because `declare` complains about variables that belong to the shell itself.
+_TAKE_STATE = """
+set -- "$(head -c {size})"
+for name in $(compgen -e); do [[ $name == NEMO_GYM_* ]] || unset "$name"; done; unset name
+eval "$1" 2> /dev/null; set --
+"""
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,8 @@ async def run_renderings(
 ) -> Recorded:
     """Run renderings one after the other in a new box, with ``patch`` applied.
 
+    Nothing of a rendering is in the box before its turn, and its records are read before the next one's.
+
     Args:
         support: other files of the test patch that the renderings need.
 
@@ -108,24 +121,45 @@ async def run_renderings(
     steps = Steps.of(row.eval_script)
     assert steps is not None
     started = time.monotonic()
+    logs: list[bytes] = []
+    records: list[str] = []
     async with evaluation_box(site) as handle:
-        inputs = {"patch.diff": patch, "run.sh": _script(steps, renderings).encode("utf-8", "surrogateescape")}
-        for number, rendering in enumerate(renderings):
-            inputs[f"{number}.tar"] = _tar({**(support or {}), **_bytes(rendering.files)}, number)
+        inputs = {"patch.diff": patch, "run.sh": _preparation(steps).encode("utf-8", "surrogateescape")}
         await site.provider.put_archive(handle, INPUTS, archive_of(inputs))
         applied = await apply_patch(site, handle, patch)
         if not applied.applied or applied.refusal is not None:
             nothing = ("",) * len(renderings)
             return Recorded(False, records=nothing, log=applied.apply_log, duration_s=time.monotonic() - started)
-        result = await exec_in(
-            site, handle, ["/bin/bash", f"{INPUTS}/run.sh"], timeout_s=site.timeout_s, max_output_bytes=1024 * 1024
-        )
-        records = [
-            await fetch_records(site, handle, f"{rendering.records}.{number}")
-            for number, rendering in enumerate(renderings)
-        ]
-    log = result.stdout_bytes.decode("utf-8", "replace")
-    return Recorded(True, result.outcome, tuple(records), log, round(time.monotonic() - started, 3))
+        deadline = time.monotonic() + site.timeout_s
+
+        async def run(*arguments: str, stdin: bytes | None = None) -> ExecOutcome:
+            result = await exec_in(
+                site,
+                handle,
+                ["/bin/bash", *arguments],
+                timeout_s=max(deadline - time.monotonic(), 0.001),
+                stdin=stdin,
+                max_output_bytes=1024 * 1024,
+            )
+            logs.append(result.stdout_bytes)
+            return result.outcome
+
+        outcome = await run(f"{INPUTS}/run.sh")
+        state = await read_file(site, handle, _STATE, max_bytes=MAX_RECORD_BYTES) or b""
+        # A file that not all renderings have must not exist when another rendering runs.
+        file_counts = Counter(path for rendering in renderings for path in set(rendering.files))
+        for number, rendering in enumerate(renderings):
+            if outcome is not ExecOutcome.EXITED:
+                break
+            own_files = {path for path in rendering.files if file_counts[path] < len(renderings)}
+            script = _turn(rendering, rendering.command(steps.test_command), own_files, len(state))
+            archive = _tar({**(support or {}), **_bytes(rendering.files)}, number)
+            outcome = await run("-c", script, f"{INPUTS}/run.sh", stdin=state + archive)
+            if outcome is ExecOutcome.EXITED:
+                records.append(await fetch_records(site, handle, rendering.records))
+    records += [""] * (len(renderings) - len(records))
+    log = b"".join(logs).decode("utf-8", "replace")
+    return Recorded(True, outcome, tuple(records), log, round(time.monotonic() - started, 3))
 
 
 @dataclass(frozen=True)
@@ -167,29 +201,27 @@ async def read_pristine(
     return Pristine(sources, product)
 
 
-def _script(steps: Steps, renderings: Sequence[Rendering]) -> str:
+def _preparation(steps: Steps) -> str:
+    """Return the script of the steps before the tests, which keeps its shell's state for the renderings."""
     first, *rest = steps.before.split("\n")
-    numbers = range(len(renderings))
-    # The shell opens the archives and their directory is deleted, so that neither the installation nor the tests can
-    # find them.
-    open_handles = " ".join(f"{_FIRST_HANDLE + number}<{INPUTS}/{number}.tar" for number in numbers)
-    close_handles = " ".join(f"{_FIRST_HANDLE + number}<&-" for number in numbers)
-    lines = [first, f"exec {open_handles}", f"rm -rf {INPUTS}", "{", *rest, steps.after, f"}} {close_handles}"]
-    # A file that not all renderings have must not exist when another rendering runs.
-    file_counts = Counter(path for rendering in renderings for path in set(rendering.files))
-    common_files = {path for path, times in file_counts.items() if times == len(renderings)}
-    for number, rendering in enumerate(renderings):
-        lines += [
-            f"tar -xf - -C {TESTBED} <&{_FIRST_HANDLE + number}",
+    # Neither the installation nor the tests shall find the inputs. The shell keeps the script open.
+    return "\n".join([first, f"rm -rf {INPUTS}", *rest, steps.after, _KEEP_STATE, "exit 0", ""])
+
+
+def _turn(rendering: Rendering, command: str, own_files: Collection[str], state_bytes: int) -> str:
+    """Return the script of a rendering. Its input is the state of the preparation's shell, and then the archive."""
+    return "\n".join(
+        [
+            f"rm -rf {INPUTS} {rendering.records}",
+            _TAKE_STATE.format(size=state_bytes),
+            f"tar -xf - -C {TESTBED}",
+            "exec < /dev/null",
             f"cd {TESTBED}",
-            "{",
-            rendering.command(steps.test_command),
-            f"}} {close_handles}",
+            command,
             f"cd {TESTBED}",
-            f"mv -f {rendering.records} {rendering.records}.{number}",
+            *(f"rm -f {shlex.quote(path)}" for path in sorted(own_files)),
         ]
-        lines += [f"rm -f {shlex.quote(path)}" for path in sorted(set(rendering.files) - common_files)]
-    return "\n".join([*lines, "exit 0", ""])
+    )
 
 
 def _tar(files: Mapping[str, bytes], number: int) -> bytes:

@@ -1,0 +1,179 @@
+"""Running renderings in real boxes, with code under test that works against it."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import ExecOutcome, SupportsSnapshot
+from nemo_gym.sandbox.facade import create_provider
+from resources_servers.swe_bench.confirm.runs import Recorded, Rendering, run_renderings
+from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.row import SweBenchRow
+
+TREE = """
+mkdir /testbed && cd /testbed && git init -q . && echo >src.py && echo x=1 >test_x.py && git add . &&
+git -c user.name=a -c user.email=a@b commit -qm a
+"""
+SCRIPT = """#!/bin/bash
+set -uxo pipefail
+cd /testbed
+{before}
+git apply -v - <<'EOF_1'
+diff --git a/test_x.py b/test_x.py
+--- a/test_x.py
++++ b/test_x.py
+@@ -1 +1 @@
+-x=1
++x=2
+EOF_1
+{after}
+: '>>>>> Start Test Output'
+{test}
+: '>>>>> End Test Output'
+git status --short
+"""
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[EvalSite]:
+    """A repository with an empty ``src.py`` and a test file, ``test_x.py``."""
+    provider = create_provider("local")
+    assert isinstance(provider, SupportsSnapshot)
+    image = f"running-{uuid.uuid4().hex}"
+    box = await provider.create(SandboxSpec(image="host", ttl_s=100))
+    try:
+        assert (await provider.exec(box, TREE)).ok
+        await provider.commit(box, image, {})
+    finally:
+        await provider.close(box)
+    yield EvalSite(provider, image, timeout_s=60)
+    await provider.remove_image(image)
+    await provider.aclose()
+
+
+def script(test: str = "python3 test_x.py", *, before: str = ":", after: str = ":") -> str:
+    return SCRIPT.format(before=before, after=after, test=test)
+
+
+def source(text: str) -> bytes:
+    """A patch that puts the text into ``src.py``."""
+    lines = text.strip("\n").split("\n")
+    head = f"diff --git a/src.py b/src.py\n--- a/src.py\n+++ b/src.py\n@@ -1 +1,{len(lines)} @@\n-\n"
+    return (head + "".join(f"+{line}\n" for line in lines)).encode()
+
+
+async def recorded(site: EvalSite, eval_script: str, patch: bytes, *tests: str) -> Recorded:
+    """Run renderings with these texts of the test file."""
+    names = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
+    row = SweBenchRow(
+        **dict.fromkeys(names, "sample"),
+        fail_to_pass=("t",),
+        pass_to_pass=(),
+        eval_script=eval_script,
+        log_parser="parse_log_pytest",
+        eval_type="pass_and_fail",
+    )
+    renderings = [Rendering({"test_x.py": text}, f"/var/tmp/record{number}") for number, text in enumerate(tests)]
+    done = await run_renderings(site, row, patch, renderings)
+    assert done.applied
+    return done
+
+
+def record(number: int, value: object) -> str:
+    return f"# SECRET-{number}\nimport src\nopen('/var/tmp/record{number}', 'w').write(str({value}))\n"
+
+
+SEARCH = r"""
+import glob, os, re
+def found():
+    secrets = set()
+    for path in glob.glob("/proc/[0-9]*/fd/*") + glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/var/tmp/**/*"):
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            text = os.pread(file, 1 << 20, 0) if "/fd/" in path else os.read(file, 1 << 20)
+            os.close(file)
+        except OSError:
+            continue
+        secrets.update(re.findall(rb"SECRET-(\d)", text))
+    return sorted(map(int, secrets))
+"""
+
+
+async def test_code_under_test_finds_no_rendering_that_is_still_to_run(site: EvalSite) -> None:
+    texts = [record(number, "src.found()") for number in range(3)]
+    done = await recorded(site, script(), source(SEARCH), *texts)
+    for number, text in enumerate(done.records):
+        later = set(range(number + 1, 3))
+        assert text.startswith("["), done.log
+        assert not later.intersection(map(int, text.strip("[]").replace(",", " ").split())), done.records
+
+
+async def test_records_of_a_rendering_are_read_before_the_next_one_runs(site: EvalSite) -> None:
+    forging = """
+import glob
+for path in glob.glob("/var/tmp/record*"):
+    open(path, "w").write("forged")
+"""
+    done = await recorded(site, script(), source(forging), *(record(number, number) for number in range(3)))
+    assert done.records == ("0", "1", "2")
+
+
+BEFORE = """
+export EXPORTED='one
+two' PATH=/opt/env/bin:$PATH
+plain="a 'b' \\$c"
+readonly fixed=1
+list=(x "y z")
+say() { echo "said $1"; }
+shopt -s extglob
+greet() { case $1 in @(a|b)) echo greeted;; esac; }
+export -f greet
+unset FROM_IMAGE
+cd /tmp
+umask 027
+"""
+SHOWS = """
+(
+  echo "$EXPORTED" "${PATH%%:*}" "$plain" "$fixed" "${list[1]}" "$(say hello)" "$(greet b)" "${FROM_IMAGE-gone}"
+  bash -O extglob -c 'greet a; echo "$EXPORTED"'
+  pwd; umask; echo "$- $#"; set -o | grep pipefail; wc -c; cat test_x.py
+) > "$(cat test_x.py)"
+"""
+
+
+async def test_each_rendering_runs_in_the_shell_as_the_rows_own_steps_left_it(site: EvalSite) -> None:
+    site = dataclasses.replace(site, env={"FROM_IMAGE": "here"})
+    names = ("/var/tmp/record0", "/var/tmp/record1")
+    # A test command changes its own shell alone.
+    shows = f"{SHOWS}\nexport EXPORTED=other; cd /"
+    done = await recorded(site, script(shows, before=BEFORE), b"", *names)
+    for name, text in zip(names, done.records, strict=True):
+        lines = text.splitlines()
+        assert lines[:4] == ["one", "two /opt/env/bin a 'b' $c 1 y z said hello greeted gone", "greeted", "one"], (
+            done.log
+        )
+        assert lines[4:7] == ["two", "/testbed", "0027"]
+        assert set("ux") <= set(lines[7].split()[0]) and lines[7].endswith(" 0")
+        assert lines[8].split() == ["pipefail", "on"]
+        assert lines[9:] == ["0", name], "the tests' input is empty, whatever their rendering came by"
+
+
+async def test_one_time_limit_holds_for_all_renderings_and_ends_them_all(site: EvalSite) -> None:
+    site = dataclasses.replace(site, timeout_s=4)
+    slow = "import time\ntime.sleep({})\n"
+    texts = [slow.format(second) + record(number, number) for number, second in enumerate((0, 2.5, 2.5, 0))]
+    done = await recorded(site, script(), b"", *texts)
+    assert done.outcome is ExecOutcome.TIMED_OUT
+    assert done.records == ("0", "1", "", "")
+
+
+async def test_a_service_that_the_rows_own_steps_start_serves_every_rendering(site: EvalSite) -> None:
+    ask = 'kill -0 "$service" && echo serves > "$(cat test_x.py)"'
+    serve = "sleep 1000 &\nservice=$!"
+    done = await recorded(site, script(ask, before=serve), b"", "/var/tmp/record0", "/var/tmp/record1")
+    assert done.records == ("serves\n", "serves\n"), done.log

@@ -212,14 +212,15 @@ def instrumented(eval_script: str) -> str:
     module = grading.grading()
     split_script(eval_script)
     first, *rest = eval_script.split("\n")
-    # Delete the grader's files, so that tests cannot find them or tell runs apart. The shell keeps the script open.
-    lines = [first, f"rm -rf {INPUTS}"]
+    # Delete the grader's files, so that tests cannot find them or tell runs apart. The shell keeps the script open, so
+    # code can write to it below /proc. As one group, the script is read before any of it runs.
+    lines = [first, f"{{ rm -rf {INPUTS}"]
     for line in rest:
         if module.END_TEST_OUTPUT in line:
             lines += [f"{_EXIT_VARIABLE}=$?", line, f'echo "{module.TEST_EXIT_CODE}: ${_EXIT_VARIABLE}"']
             continue
         lines.append(line)
-    return "\n".join(lines).rstrip("\n") + f"\nexit ${_EXIT_VARIABLE}\n"
+    return "\n".join(lines).rstrip("\n") + f"\nexit ${_EXIT_VARIABLE}\n}}\n"
 
 
 async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> EvalRun:

@@ -1,4 +1,4 @@
-"""Running renderings in real boxes, with code under test that works against it."""
+"""Running scripts and renderings in real boxes, with code under test that works against it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import ExecOutcome, SupportsSnapshot
 from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.confirm.runs import Recorded, Rendering, run_renderings
-from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.eval_box import EvalSite, run_evaluation
 from resources_servers.swe_bench.row import SweBenchRow
 
 TREE = """
@@ -177,3 +177,57 @@ async def test_a_service_that_the_rows_own_steps_start_serves_every_rendering(si
     serve = "sleep 1000 &\nservice=$!"
     done = await recorded(site, script(ask, before=serve), b"", "/var/tmp/record0", "/var/tmp/record1")
     assert done.records == ("serves\n", "serves\n"), done.log
+
+
+REWRITES = """
+import os
+for name in os.listdir(f"/proc/{os.getppid()}/fd"):
+    try:
+        file = os.open(f"/proc/{os.getppid()}/fd/{name}", os.O_RDWR | os.O_NONBLOCK)
+        text = os.pread(file, 1 << 20, 0)
+        os.pwrite(file, text.replace(b"SWEBENCH_TEST_EXIT_CODE=$?", b"SWEBENCH_TEST_EXIT_CODE=0 "), 0)
+    except OSError:
+        pass
+raise SystemExit(1)
+"""
+
+
+async def test_exit_code_stays_what_it_is_when_a_test_rewrites_the_running_script(site: EvalSite) -> None:
+    done = await run_evaluation(site, script("python3 src.py"), source(REWRITES))
+    assert (done.outcome, done.test_exit_code) == (ExecOutcome.EXITED, 1)
+    assert ">>>>> Test Exit Code: 1" in done.log
+
+
+ODD = r"""
+cat - <<'EOF_2'
+} here $x
+{ brace
+EOF_2
+cat <<EOF_3
+line $LINENO $(echo }) "
+EOF_3
+no_such_command x
+say() { echo "in it: $1"; }
+say '}'
+case x in x) echo "$0";; esac
+(echo sub; exit 2)
+"""
+
+
+@pytest.mark.parametrize("end", ["exit 5", 'echo "$unset"', ":"], ids=["exit", "fatal error", "end"])
+async def test_instrumented_script_prints_what_the_rows_own_script_prints(site: EvalSite, end: str) -> None:
+    own = script("(exit 3)", before=ODD, after=end)
+    done = await run_evaluation(site, own, b"")
+    box = await site.provider.create(SandboxSpec(image=site.image, ttl_s=100, workdir="/testbed"))
+    try:
+        lower = own.replace("\n", "\n\n", 1)  # by the line that deletes the inputs
+        place = "mkdir /var/tmp/ng-eval; cd /testbed; cat > /var/tmp/ng-eval/eval.sh; bash /var/tmp/ng-eval/eval.sh"
+        plain = await site.provider.exec(box, place, stdin=lower.encode(), merge_stderr=True)
+    finally:
+        await site.provider.close(box)
+    own_lines = plain.stdout_bytes.decode().splitlines()
+    lines = [line for line in done.log.splitlines() if not line.removeprefix("+ ").startswith("exit ")]
+    added = ("SWEBENCH_TEST_EXIT_CODE=", "echo '>>>>> Test Exit Code", ">>>>> Test Exit Code")
+    lines = [line for line in lines if not line.removeprefix("+ ").startswith(added)]
+    assert lines == [line for line in own_lines if not line.startswith("+ exit ")]
+    assert done.test_exit_code == (3 if end == ":" else plain.return_code)

@@ -163,6 +163,16 @@ async def test_unknown_user_is_refused_by_name(place: LocalPlace) -> None:
         await place.provider.exec(handle, "true", user="postmaster")
 
 
+async def test_box_that_refused_many_commands_can_be_closed(place: LocalPlace) -> None:
+    handle = await place.create()
+    for number in range(300):
+        user = "u" * (5000 if number % 4 == 0 else 3)
+        with pytest.raises(SandboxError, match="no user 'uuu"):
+            await place.provider.exec(handle, "true", user=user)
+    async with asyncio.timeout(60):
+        await place.provider.close(handle)
+
+
 async def test_command_not_found_and_missing_directory_are_exit_codes(place: LocalPlace) -> None:
     handle = await place.create()
     missing = await place.provider.exec(handle, ["no-such-program", "x"])

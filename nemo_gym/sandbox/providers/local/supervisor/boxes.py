@@ -76,16 +76,16 @@ class RunningCommand:
             close_all([*joins, report_write, status_write])
         report = await processes.read_all(report_read)
         processes.reap(helper)
-        start_line, _, problem_line = report.partition(b"\n")
-        started: dict[str, Any] = json.loads(start_line) if start_line else {}
-        self._pid = int(started.get("pid", 0))
+        lines = [json.loads(line) for line in report.splitlines()]
+        self._pid = next((line["pid"] for line in lines if "pid" in line), 0)
+        problem: processes.Problem | None = next((line for line in lines if "pid" not in line), None)
         if not self._pid:
             os.close(status_read)
-            raise RequestError("lost", f"the box could not be entered: {started.get('message', 'it is gone')}")
+            reason = "it is gone" if problem is None else problem["message"]
+            raise RequestError("lost", f"the box could not be entered: {reason}")
         self._pidfd = os.pidfd_open(self._pid)
         self._status_fd = status_read
-        if problem_line:
-            problem = json.loads(problem_line)
+        if problem is not None:
             await processes.wait_for_exit(self._pid, self._pidfd)
             os.close(status_read)
             if problem["kind"] == "user":

@@ -36,6 +36,9 @@ class UserError(Exception):
 _KINDS = {UserError: "user", archive.ArchiveTooLargeError: "archive_too_large", archive.ArchiveError: "archive"}
 
 
+_MESSAGE_CHARS = 300
+
+
 class Report:
     """A child's pipe to its parent. If the child fails, its parent learns from it the last ``step`` and the error."""
 
@@ -46,8 +49,10 @@ class Report:
     def write(self, error: Exception) -> None:
         kind = next((kind for class_, kind in _KINDS.items() if isinstance(error, class_)), "sandbox")
         message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        # Another process may write a line at the same time. One that is no longer than PIPE_BUF stays in one piece.
+        message = message[:_MESSAGE_CHARS]
         problem = {"step": self.step, "kind": kind, "errno": getattr(error, "errno", None), "message": message}
-        os.write(self.descriptor, json.dumps(problem).encode())
+        os.write(self.descriptor, json.dumps(problem).encode() + b"\n")
 
 
 def fork(function: Callable[[Report], None], report_fd: int, *, keep: Sequence[int] = ()) -> int:
@@ -322,8 +327,8 @@ class Account:
 def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report: Report, status_fd: int) -> NoReturn:
     """Start the command as a child of the supervisor, and exit. Runs in another child of the supervisor.
 
-    Writes ``{"pid": …}`` to the report, then a problem if the command cannot be started. With ``watched``, the
-    command's wait status is written to ``status_fd``.
+    Writes ``{"pid": …}`` to the report, and before or after it a problem if the command cannot be started. With
+    ``watched``, the command's wait status is written to ``status_fd``.
     """
     report.step = "entering the box"
     if command.first_id is not None:

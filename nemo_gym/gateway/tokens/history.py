@@ -205,8 +205,9 @@ class Prefix(Sequence[T], Generic[T]):
 # | a tool added, removed or described otherwise | **no** | another prompt |
 # | any other change of a user's, system's or tool's text; an image | **no** | another conversation |
 
-_REMINDER = re.compile(r"<system-reminder>(.*?)</system-reminder>", re.DOTALL)
-_THINKING = re.compile(r"\A\s*(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)
+# Group 2 is empty for a reminder without an end, which is no reminder. Without it the search would restart after each.
+_REMINDER = re.compile(r"<system-reminder>(.*?)(</system-reminder>|\Z)", re.DOTALL)
+_THINKING = re.compile(r"\A\s*+(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
 _ESCAPED = re.compile(r"(?:\\u[0-9a-fA-F]{4})+")
 _SPACES = bytes(ord(char) for char in map(chr, range(128)) if char.isspace())
@@ -270,8 +271,8 @@ def entry_at(messages: Sequence[Message], at: int) -> Entry:
         if role == "system":
             text = _BILLING.sub("", text)
         if "<system-reminder>" in text:
-            reminders.update(digest_of(" ".join(found.split())) for found in _REMINDER.findall(text))
-            text = _REMINDER.sub("", text)
+            reminders.update(digest_of(" ".join(said.split())) for said, end in _REMINDER.findall(text) if end)
+            text = _REMINDER.sub(lambda found: "" if found[2] else found[0], text)
         media = [[kind, digest_of(source).hex()] for kind, source in media_parts(content)]
         canonical.append([text.strip(), *media])
     if role == "user" and reminders and canonical == [[""]]:

@@ -103,6 +103,13 @@ def test_all_white_space_of_an_answer_is_left_out(text: str) -> None:
     assert _without_spaces(text) == "".join(text.split())
 
 
+def test_reminders_without_an_end_and_long_spaces_are_read_in_one_pass() -> None:
+    # Read again from each beginning, these texts would take hours.
+    starts = "<system-reminder>" * 200_000
+    assert key(user(starts)) != key(user(starts + "</system-reminder>"))
+    assert key(said(" " * 2_000_000 + "a<think></think>b")) == key(said("a<think></think>b"))
+
+
 def test_lone_surrogates_have_a_digest() -> None:
     assert key(called('{"a": "\\ud800"}')) == key(called('{"a":  "\\ud800"}'))
     assert key(user("\ud800")) != key(user("\ud801"))

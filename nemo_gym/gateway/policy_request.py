@@ -87,6 +87,23 @@ def written(content: Any) -> list[Buffer]:
     return pieces
 
 
+_MAX_LEVELS = 200
+
+
+def nests_too_deeply(text: str, data: Any) -> bool:
+    """Whether ``data``, which ``text`` was parsed to, cannot be written again inside a body: parsers take more levels
+    than writers. A policy can sample such arguments of a call; they are text then, as if they were not JSON."""
+    level = [data] if text.count("{") + text.count("[") > _MAX_LEVELS else []
+    for _ in range(_MAX_LEVELS):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    return bool(level)
+
+
 def size_of(pieces: Iterable[Buffer]) -> int:
     """Return the total size in bytes."""
     return sum(map(len, pieces))

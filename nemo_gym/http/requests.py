@@ -188,11 +188,11 @@ def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.l
     if not isinstance(value, dict):
         raise InvalidBodyError(f"the body of {path} must be a JSON object, not {type(value).__name__}")
     if loads is orjson.loads:
-        _require_shallow(value, path)
+        require_shallow(value, f"the body of {path}")
     return value
 
 
-def _require_shallow(value: dict[str, Any], path: str) -> None:
+def require_shallow(value: dict[str, Any], what: str) -> None:
     """Raise `InvalidBodyError` for a value nested too deeply to be passed on: encoding allows fewer levels than
     parsing, and the enclosing levels count too. The trial encoding costs a third of the parsing."""
     nested: Any = value
@@ -201,7 +201,7 @@ def _require_shallow(value: dict[str, Any], path: str) -> None:
     try:
         orjson.dumps(nested)
     except TypeError as error:
-        raise InvalidBodyError(f"the body of {path}: {not_json(error)}") from None
+        raise InvalidBodyError(f"{what}: {not_json(error)}") from None
 
 
 # -- Sender --------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from nemo_gym.contract.errors import ServerError
+from nemo_gym.contract.errors import InvalidBodyError, ServerError
 from nemo_gym.contract.session import McpServer
+from nemo_gym.http.requests import require_shallow
 from nemo_gym.http.telemetry import tool_call
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ class Toolbox:
             parsed = None
         if not isinstance(parsed, dict):
             return "the arguments are not a JSON object", True
+        try:
+            require_shallow(parsed, "the arguments")
+        except InvalidBodyError as error:
+            return str(error), True
         with tool_call(name) as calling:
             if (tool := self._mcp.get(name)) is not None:
                 text, is_error = await self._call_mcp(tool, parsed)

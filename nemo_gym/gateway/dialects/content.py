@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import orjson
 
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.gateway.policy_request import Answer, CallName
+from nemo_gym.gateway.policy_request import Answer, CallName, nests_too_deeply
 
 Body = Mapping[str, Any]
 _WHOLE_BELOW = 1 << 63
@@ -461,7 +461,7 @@ class AnswerCall:
     name: str
     arguments: str
     data: Any
-    """The parsed arguments; ``None`` if they are not JSON."""
+    """The arguments as `data_in` returns them."""
 
 
 def custom_input(call: AnswerCall) -> tuple[str, str]:
@@ -485,14 +485,19 @@ def calls_in(answer: Answer) -> list[AnswerCall]:
     for number, call in enumerate(answer.message.get("tool_calls") or ()):
         function = call["function"]
         arguments = unicode_of(str(function.get("arguments") or ""))
-        try:
-            parsed = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            parsed = None
         # Harnesses refuse a call without an id. An id derived from the answer is the same each time it is raised.
         call_id = str(call.get("id") or "") or f"call_{answer.answer_id[:20]}_{number}"
-        calls.append(AnswerCall(call_id, unicode_of(str(function["name"])), arguments, parsed))
+        calls.append(AnswerCall(call_id, unicode_of(str(function["name"])), arguments, data_in(arguments)))
     return calls
+
+
+def data_in(arguments: str) -> Any:
+    """Return a call's arguments as data; ``None`` if they are not JSON, or nested too deeply for a reply."""
+    try:
+        data = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
+    return None if nests_too_deeply(arguments, data) else data
 
 
 def made_up(answer: Answer, what: str) -> str:

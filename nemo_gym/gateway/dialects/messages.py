@@ -27,8 +27,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
-import orjson
-
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import (
     ConversationCache,
@@ -46,6 +44,7 @@ from nemo_gym.gateway.dialects.content import (
     anthropic_image,
     called,
     calls_in,
+    data_in,
     dumped,
     event,
     flag_at,
@@ -200,13 +199,9 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
 
 def _arguments(arguments: Body, where: str) -> str:
     """Return a call's arguments; unwraps sampled arguments that the reply had to wrap (see `WRAPPED`)."""
-    if [*arguments] == [WRAPPED] and isinstance(text := arguments[WRAPPED], str):
-        try:
-            parsed = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            return text
-        if not isinstance(parsed, dict):
-            return text
+    wrapped = arguments[WRAPPED] if [*arguments] == [WRAPPED] else None
+    if isinstance(wrapped, str) and not isinstance(data_in(wrapped), dict):
+        return wrapped
     return json_at(arguments, f"{where}.input")
 
 

@@ -5,6 +5,7 @@ Every dialect is lowered to chat messages before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -16,6 +17,8 @@ from operator import eq, is_not, ne
 from typing import Any, Generic, TypeVar, overload
 
 import orjson
+
+from nemo_gym.gateway.policy_request import nests_too_deeply
 
 Message = Mapping[str, Any]
 """A Chat Completions message: ``role``, ``content`` (text, parts or nothing), ``tool_calls``, ``tool_call_id``."""
@@ -96,21 +99,25 @@ def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """Return a call's arguments as data; text that is not JSON is returned unchanged."""
+    """Return a call's arguments as data. Text that is not JSON, or nested too deeply to be written again, is returned
+    unchanged."""
     arguments = (call.get("function") or {}).get("arguments")
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     if not arguments.strip():
         return {}
     try:
-        if not _MANY_DIGITS.search(arguments):  # orjson converts integers beyond 64 bits to doubles
-            return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        pass
-    try:
-        return json.loads(arguments)  # accepts escaped lone surrogates, which JavaScript writes
+        data = _parsed(arguments)
     except (ValueError, RecursionError):
         return arguments
+    return arguments if nests_too_deeply(arguments, data) else data
+
+
+def _parsed(text: str) -> Any:
+    if not _MANY_DIGITS.search(text):  # orjson converts integers beyond 64 bits to doubles
+        with contextlib.suppress(orjson.JSONDecodeError):
+            return orjson.loads(text)
+    return json.loads(text)  # accepts escaped lone surrogates, which JavaScript writes
 
 
 _ADOPTED = 8

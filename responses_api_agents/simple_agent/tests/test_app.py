@@ -36,6 +36,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"tool_calls": [{"name": name, "arguments": arguments}]}
 
 
+DEEP = '{"city":' * 900 + "1" + "}" * 900
 SCRIPT = {
     "model": "scripted",
     "tasks": [
@@ -44,6 +45,7 @@ SCRIPT = {
             ("ask Quito", [call("get_weather", city="Quito"), DONE], {}),
             ("ask wrongly", [call("get_weather", town="Quito"), call("get_wether"), DONE], {}),
             ("bad json", [{"tool_calls": [{"name": "get_weather", "arguments": "{"}]}, DONE], {}),
+            ("nested", [{"tool_calls": [{"name": "get_weather", "arguments": DEEP}]}, DONE], {}),
             ("never stop", [call("list_cities")], {"repeat_last": True}),
             ("no tools", [DONE], {}),
             ("server error", [{**DONE, "fault": {"status": 500, "times": 99}}], {}),
@@ -135,6 +137,9 @@ async def test_policy_is_told_when_it_calls_a_tool_wrongly(attempt: Attempt) -> 
     assert "city: Field required" in missing
     assert unknown == "there is no tool 'get_wether'; there are: list_cities, get_weather"
     assert outputs(await attempt.act("bad json")) == ["the arguments are not a JSON object"]
+    nested = await attempt.act("nested")
+    assert nested.outcome == "completed"
+    assert "the arguments: a value is nested too deeply" in outputs(nested)[0]
 
 
 async def test_attempt_ends_at_the_turn_limit_and_keeps_its_work(attempt: Attempt) -> None:

@@ -113,6 +113,14 @@ def test_answer_sent_back_is_the_answer(dialect: Dialect, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])
+@pytest.mark.parametrize("levels", [199, 200, 201, 250, 260, 900, 2000])
+@pytest.mark.parametrize(("start", "end"), [("[", "]"), ('{"a":', "}"), ('{"arguments":', "}")])
+def test_arguments_of_any_depth_come_back(dialect: Dialect, levels: int, start: str, end: str) -> None:
+    arguments = start * levels + "1" + end * levels
+    echoed(dialect, answer("so", *(call(number, name, arguments) for number, name in enumerate(NAMES[dialect]))))
+
+
+@pytest.mark.parametrize("dialect", [*Dialect])
 def test_reasoning_comes_back_as_reasoning(dialect: Dialect) -> None:
     adapter, body = ADAPTERS[dialect], asked(dialect)
     request = adapter.lower(body)

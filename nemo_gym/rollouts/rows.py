@@ -35,6 +35,8 @@ from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.results import existing_folder, replaced
 from nemo_gym.rollouts.store.sql import store_error
 
+MAX_INDEX = 2**31 - 1
+"""The largest task index and sample index."""
 MAX_LISTED = 10
 COPY_BYTES = 1 << 20
 
@@ -167,8 +169,8 @@ class RunRowChecker(RowChecker):
 
     def _index(self, number: int, row: dict[str, Any], key: str, default: int) -> int:
         value = row.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self._error(number, None, f"'{key}' must be a whole number from 0, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_INDEX:
+            raise self._error(number, None, f"'{key}' must be a whole number from 0 to {MAX_INDEX}, got {value!r}")
         return value
 
 

@@ -19,7 +19,7 @@ from nemo_gym.http.requests import validated
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobSpec, Offer
 from nemo_gym.rollouts.routing import prompt_batches, unworded
-from nemo_gym.rollouts.rows import RowChecker
+from nemo_gym.rollouts.rows import MAX_INDEX, RowChecker
 from nemo_gym.rollouts.store import SqlJobStore
 
 
@@ -50,8 +50,8 @@ class JobBody(BaseModel):
     agent: str | None = None
     run_id: str | None = Field(None, pattern=IDENTIFIER.pattern, max_length=64)
     group_id: str | None = Field(None, pattern=IDENTIFIER.pattern, max_length=256)
-    task_index: int = Field(0, ge=0, le=2**31 - 1)
-    sample_index: int = Field(0, ge=0, le=2**31 - 1)
+    task_index: int = Field(0, ge=0, le=MAX_INDEX)
+    sample_index: int = Field(0, ge=0, le=MAX_INDEX)
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
     deadline_s: float | None = Field(None, gt=0, le=30 * 86400, allow_inf_nan=False)
 

@@ -385,6 +385,22 @@ async def test_run_refuses_bad_rows_by_line_and_column_before_any_task(make_chai
     assert [row["_ng_task_index"] for row in sorted(chain.results(), key=lambda r: r["_ng_task_index"])] == [0, 2]
 
 
+@pytest.mark.parametrize("key", ["_ng_task_index", "_ng_rollout_index"])
+async def test_index_that_no_store_holds_is_refused_by_line_and_can_be_left_out(
+    make_chain: MakeChain, key: str
+) -> None:
+    chain = make_chain()
+    path = chain.write_rows(2)
+    row = json.loads(path.read_text().splitlines()[0])
+    largest, beyond, far_beyond = (json.dumps({**row, key: index}) for index in (2**31 - 1, 2**31, 2**63))
+    path.write_text("\n".join((largest, beyond, far_beyond)))
+    with pytest.raises(RowError, match=rf"in\.jsonl:3: '{key}' must be a whole number from 0 to 2147483647") as caught:
+        await run_collection(chain.client(), chain.run_keys())
+    assert caught.value.details["lines"] == [2, 3]
+    result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))
+    assert (result.valid, [row[key] for row in chain.results()]) == (1, [2**31 - 1])
+
+
 @pytest.mark.parametrize(
     "params",
     [{"input": ""}, {"input": " \n"}, {"input": []}, {"input": [{"role": "user", "content": " "}]}, None],

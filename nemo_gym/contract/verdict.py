@@ -74,6 +74,8 @@ SESSION_KEY = "_ng_session"
 NG_FAILURE_CLASS_KEY = "_ng_failure_class"
 NG_TERMINAL_KEY = "_ng_failure_terminal"
 NG_NO_PERSIST_KEY = "_ng_no_persist"
+DECLARING_KEYS = (NG_FAILURE_CLASS_KEY, NG_TERMINAL_KEY, NG_NO_PERSIST_KEY)
+"""NeMo Gym's keys by which a reply declares that it has no verdict."""
 NO_PROMPT = "the row has no prompt: 'responses_create_params.input' is missing or blank"
 PUBLIC_ROW_KEYS = frozenset(
     {"agent_ref", "skills_ref", "_ng_task_index", "_ng_rollout_index", "_ng_attempt_index", "_ng_rollout_id"}

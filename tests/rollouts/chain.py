@@ -129,10 +129,11 @@ def environment(options: dict[str, Any]) -> FastAPI:
 
     @app.post("/verdict")
     async def verdict(request: Request) -> Response:
-        journal.note("verdict", orjson.loads(await request.body())["rollout"])
+        rollout = orjson.loads(await request.body())["rollout"]
+        journal.note("verdict", rollout)
         if options.get("no_verdict"):
             return answer({"code": "contract", "detail": "no verdict"}, 409)
-        return answer({"reward": 0.5, "valid": True})
+        return answer({"reward": 0.5, "valid": True, **options.get("says", {}).get(rollout["task_id"], {})})
 
     @app.post("/aggregate_metrics")
     async def aggregate(request: Request) -> Response:

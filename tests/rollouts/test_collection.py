@@ -299,6 +299,22 @@ async def test_agent_that_fails_when_it_has_its_verdict_buys_no_second_try(
     assert chain.notes("run") == [(row["_ng_rollout_id"], 1)]
 
 
+@pytest.mark.parametrize("agent", [{}, {"overrides_run": True}])
+@pytest.mark.parametrize(
+    "declared", [{"_ng_failure_class": "agent_crashed", "_ng_failure_terminal": True}, {"_ng_no_persist": True}]
+)
+async def test_failure_of_an_earlier_run_in_a_row_costs_no_verdict_and_one_that_an_environment_declares_does(
+    make_chain: MakeChain, agent: dict[str, Any], declared: dict[str, Any]
+) -> None:
+    chain = make_chain(agent=agent, environment={"says": {"t2": declared}})
+    chain.write_rows(3, **declared)
+    await run_collection(chain.client(), chain.run_keys(max_attempts=1))
+    assert sorted(row["task_id"] for row in chain.results()) == ["t0", "t1"]
+    (failure,) = chain.results("out_failures.jsonl")
+    assert (failure["task_id"], failure["reward"]) == ("t2", None)
+    assert failure["_ng_failure_terminal"] is ("_ng_failure_terminal" in declared)
+
+
 async def test_agent_that_overrides_run_says_nothing_that_others_say(make_chain: MakeChain) -> None:
     lies = {
         "ng_trajectory": [{"response_ids": [1]}],

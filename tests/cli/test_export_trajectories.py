@@ -103,6 +103,19 @@ def test_arrays_hold_no_reward_where_the_verdict_is_invalid(root: Path) -> None:
             row(1, ng_trajectory=[{**held()[0], "response_mask": [1]}]),
             "line 2: 'ng_trajectory[0]': trajectory: response_ids, response_mask and logprobs differ in length",
         ),
+        *(
+            (row(1, ng_trajectory=[{**held()[0], **damage}]), f"line 2: 'ng_trajectory[0]': trajectory: {says}")
+            for damage, says in (
+                ({"turns": []}, "its turns are no spans of response_ids"),
+                ({"turns": [{**held()[0]["turns"][0], "end": 999}]}, "its turns are no spans of response_ids"),
+                ({"turns": [{**held()[0]["turns"][0], "details": 1}]}, "AttributeError"),
+                ({"turns": [{**held()[0]["turns"][0], "weights_version": 1}]}, "a weights_version is no text"),
+                ({"turns": [{**held()[0]["turns"][0], "weights_version": []}]}, "TypeError"),
+                ({"response_mask": 10**12}, "TypeError"),
+                ({"reward_info": 1}, "TypeError"),
+                ({"multimodal": [1]}, "TypeError"),
+            )
+        ),
         (
             row(1, ng_trajectory=[{**held()[0], "prompt_ids": [], "messages": [user("a")]}]),
             "line 2: 'ng_trajectory[0]' holds text and no token ids",

@@ -203,19 +203,19 @@ def as_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory of a JSON object. Raises `RowError` for a missing field or unequal lengths."""
+    """Return the trajectory of a JSON object. Raises `RowError` for a missing or damaged field or unequal lengths."""
     try:
         logprobs = row["logprobs"]
         return _assembled(
             row,
             array("i", row["prompt_ids"]),
             array("i", row["response_ids"]),
-            bytes(row["response_mask"]),
+            array("B", row["response_mask"]).tobytes(),
             array("f", logprobs) if logprobs is not None else None,
         )
     except RowError:
         raise
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise RowError(f"trajectory: {type(error).__name__} at {error}; it was not written by this suite") from error
 
 
@@ -325,16 +325,23 @@ def _assembled(
     lengths = {len(response_ids), len(response_mask), len(response_ids) if logprobs is None else len(logprobs)}
     if len(lengths) > 1:
         raise RowError("trajectory: response_ids, response_mask and logprobs differ in length")
-    return Trajectory(
-        **{name: row[name] for name in (*_PLAIN, "split_reason", "reward_info")},
+    turns = tuple(TrajectoryTurn(**turn) for turn in row["turns"])
+    if not turns or not all(0 <= turn.start <= turn.end <= len(response_ids) for turn in turns):
+        raise RowError("trajectory: its turns are no spans of response_ids")
+    trajectory = Trajectory(
+        **{name: row[name] for name in (*_PLAIN, "split_reason")},
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         response_mask=response_mask,
         logprobs=logprobs,
-        turns=tuple(TrajectoryTurn(**turn) for turn in row["turns"]),
-        identity=row.get("identity") or {},
-        multimodal=tuple(row["multimodal"]),
+        turns=turns,
+        reward_info=dict(row["reward_info"]),
+        identity=dict(row.get("identity") or {}),
+        multimodal=tuple(map(dict, row["multimodal"])),
     )
+    if not all(isinstance(version, str) for version in trajectory.weights_versions):
+        raise RowError("trajectory: a weights_version is no text")
+    return trajectory
 
 
 @contextmanager

@@ -23,20 +23,24 @@ from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.session import REQUEST_TIMEOUT_S, AgentOutcome
 from nemo_gym.contract.verdict import (
+    AGENT_FIELDS,
     MAX_REASON_CHARS,
     NO_PROMPT,
     PARAMS_KEY,
     RESPONSE_KEY,
+    RUN_FIELDS,
     SESSION_KEY,
     FailureKind,
     StageError,
     StageFailure,
     StageName,
+    dataset_fields,
     decide_validity,
     failure_of_outcome,
     failure_of_reply,
     has_prompt,
     public_params,
+    without,
 )
 from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer
 from nemo_gym.http.telemetry import ROLLOUT_ID_PATTERN, Span, rollout_context, step, within
@@ -364,7 +368,7 @@ class RolloutSteps:
         act, servers, attempt.reply = attempt.act, attempt.servers, None
         if servers.skipped_reward is not None:
             graded = {RESPONSE_KEY: act["response"], "reward": servers.skipped_reward, "verification_skipped": True}
-            return attempt.row_with(**graded)
+            return {**dataset_fields(attempt.row_with()), **graded}
         outcome = act.get("outcome", AgentOutcome.COMPLETED)
         closes = {"close": True} if attempt.closes_with_verdict else {}
         session = attempt.envelope(artifacts=act.get("artifacts") or [], outcome=outcome, **closes)
@@ -373,6 +377,7 @@ class RolloutSteps:
         if not isinstance(verified, dict):
             reason = f"{servers.environment}/verify answered no JSON object"
             raise StageError(StageFailure(StageName.EVAL, FailureKind.VERIFIER_FAILED, reason, new_attempt=False))
+        verified = {**dataset_fields(body), **without(verified, RUN_FIELDS | AGENT_FIELDS)}
         attempt.reply = verified
         if (failure := failure_of_reply(StageName.EVAL, verified)) is not None:
             raise StageError(failure)

@@ -57,6 +57,7 @@ from nemo_gym.contract.verdict import (
     TASK_INDEX_KEY,
     StageError,
     Verdict,
+    dataset_fields,
     failure_of_outcome,
 )
 from nemo_gym.http.client import expect_json, inference_context, server_config_of
@@ -380,7 +381,12 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             raise _error_of_peer(error) from error
         except StageError as error:
             invalid = Verdict.invalid(error.failure.kind, error.failure.reason)
-            return {**attempt.row_with(), **invalid.as_fields(), **response_fields, **(attempt.reply or {})}
+            return {
+                **dataset_fields(attempt.row_with()),
+                **invalid.as_fields(),
+                **response_fields,
+                **(attempt.reply or {}),
+            }
         return {key: value for key, value in verified.items() if key not in MODEL_SESSION_KEYS}
 
     # -- names that NeMo Gym agents use --------------------------------------------------------------------------

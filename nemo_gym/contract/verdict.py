@@ -82,6 +82,37 @@ PUBLIC_ROW_KEYS = frozenset(
 )
 PUBLIC_VERDICT_KEYS = frozenset({"reward", "valid", "mask_sample", "failure_kind"})
 
+_NAMES = frozenset({AGENT_REF_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY, ROLLOUT_ID_KEY, ATTEMPT_INDEX_KEY, "task_id"})
+
+# Who sets the fields of a result row beside the dataset row. What others say under these names is left out.
+
+RUN_FIELDS = _NAMES | {
+    *("ng_trajectory", "ng_model_session", "ng_model_call_capture", "artifacts", "artifacts_digest"),
+    *("validation", "reward_source", "reverified", "verification_skipped", "replicas", "failures", "failure_stage"),
+    "server_logs",
+}
+"""Fields that only the run and its model server set."""
+AGENT_FIELDS = frozenset({"outcome_detail", "ng_agent_observations"})
+"""Fields that only the agent sets."""
+VERDICT_FIELDS = frozenset(
+    {
+        *("reward", "valid", "mask_sample", "failure_kind", "failure_reason", "reward_components", "reward_reason"),
+        *("reward_info", "findings", "official", "details", "evaluation_log", "row_access", *DECLARING_KEYS),
+    }
+)
+"""Fields that only the environment sets; where there is none, the agent."""
+_NOT_OF_ROWS = (RUN_FIELDS | AGENT_FIELDS | VERDICT_FIELDS | {RESPONSE_KEY, SESSION_KEY}) - _NAMES
+
+
+def without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in names}
+
+
+def dataset_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataset row that its result row keeps. The others are an earlier run's, if the row is a result
+    row, or forged."""
+    return without(row, _NOT_OF_ROWS)
+
 
 class RowAccess(StrEnum):
     """Which part of a row an agent server gets."""

@@ -51,6 +51,7 @@ from nemo_gym.contract.verdict import (
     FailureKind,
     RowAccess,
     Verdict,
+    dataset_fields,
     decide_validity,
     has_prompt,
     public_verdict,
@@ -470,7 +471,7 @@ class EnvironmentRoutes:
             return JsonResponse(public_reply)
         if call.access is RowAccess.FULL and envelope.row_ref is not None:
             reply = {**reply, "row_access": RowAccess.FULL.value}
-        return JsonResponse({**call.row, RESPONSE_KEY: response, **reply})
+        return JsonResponse({**dataset_fields(call.row), RESPONSE_KEY: response, **reply})
 
     async def _first_verdict(
         self, request: Request, call: _Call, response: dict[str, Any], envelope: SessionEnvelope

@@ -19,7 +19,7 @@ import orjson
 import structlog
 
 from nemo_gym.contract.errors import RowError
-from nemo_gym.contract.verdict import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY
+from nemo_gym.contract.verdict import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, dataset_fields, without
 from nemo_gym.gateway.dialects.responses import chat_messages
 from nemo_gym.http.peers import PeerError
 from nemo_gym.prorl.composed import ComposedServers
@@ -150,8 +150,8 @@ class SuiteHandler(AgentHandler):
         if allow_skip and self.is_nothing(attempt.act):
             attempt.verified = {"reward": 0.0, "verification_skipped": True}
         verified = await rollout.steps.judge(attempt)
-        row = {*orjson.loads(attempt.row), RESPONSE_KEY, PARAMS_KEY, SESSION_KEY}
-        report = {name: value for name, value in verified.items() if name not in row or name == "reward"}
+        row = {*dataset_fields(orjson.loads(attempt.row)), RESPONSE_KEY, PARAMS_KEY, SESSION_KEY}
+        report = without(verified, row)
         return {"report": {**report, "resolved": verified["reward"] >= 1}}
 
     async def release(self, job_details: JobDetails) -> None:

@@ -17,7 +17,14 @@ import orjson
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind, StageError, StageFailure, StageName
+from nemo_gym.contract.verdict import (
+    TASK_INDEX_KEY,
+    FailureKind,
+    StageError,
+    StageFailure,
+    StageName,
+    dataset_fields,
+)
 from nemo_gym.prorl.client import ProRLClient
 from nemo_gym.prorl.registry import data_source_of
 from nemo_gym.rollout import Servers, failure_of
@@ -168,7 +175,7 @@ class _ProRLServers:
         return orjson.dumps({"act": attempt.act, "verified": attempt.verified})
 
     async def _eval(self, attempt: JobAttempt) -> bytes:
-        verified = {**orjson.loads(attempt.row), **(attempt.verified or {})}
+        verified = {**dataset_fields(orjson.loads(attempt.row)), **(attempt.verified or {})}
         return result_row(attempt, verified, validation=None)
 
 

@@ -98,18 +98,6 @@ def failure_row(
     return orjson.dumps(with_tokens(row), default=str)
 
 
-OWN_FIELDS = frozenset(
-    {
-        *(AGENT_REF_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY, ROLLOUT_ID_KEY, ATTEMPT_INDEX_KEY, "task_id"),
-        *("ng_trajectory", "ng_model_session", "artifacts", "artifacts_digest", "findings", "official", "details"),
-        *("reward", "valid", "mask_sample", "failure_kind", "failure_reason", "reward_components", "reward_reason"),
-        *("row_access", "validation", "reward_source", "reverified", "verification_skipped", "evaluation_log"),
-    }
-)
-"""The fields of a result row that only the run, the model server and the environment may set, and not an agent called
-by ``/run``."""
-
-
 def result_row(attempt: JobAttempt, verified: dict[str, Any], *, validation: str | None) -> bytes:
     """Return one line of the output, for an attempt with a valid verdict."""
     spec, act = attempt.job.spec, attempt.act

@@ -18,21 +18,26 @@ import structlog
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
+    AGENT_FIELDS,
     MAX_REASON_CHARS,
     ROLLOUT_ID_KEY,
+    RUN_FIELDS,
     SESSION_KEY,
+    VERDICT_FIELDS,
     FailureKind,
     StageError,
     StageFailure,
     StageName,
+    dataset_fields,
     failure_of_reply,
+    without,
 )
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.http.telemetry import SpanKind, step
 from nemo_gym.rollout import RolloutSettings, RolloutSteps, failure_of, required
 from nemo_gym.rollouts.interfaces import JobAttempt
 from nemo_gym.rollouts.pipeline import STAGE_SECONDS
-from nemo_gym.rollouts.result_rows import OWN_FIELDS, result_row
+from nemo_gym.rollouts.result_rows import result_row
 
 log = structlog.get_logger(__name__)
 
@@ -129,9 +134,9 @@ class RunStage(HttpStage):
             log.warning("the agent failed after its verdict, which stands", rollout_id=spec.job_id, error=failed)
             attempt.act = {"outcome": AgentOutcome.CRASHED.value, "outcome_detail": failed}
             reply = {"response": {}, **verdict}
+        reply = {**dataset_fields(orjson.loads(spec.row)), **without(reply, RUN_FIELDS)}
         if servers.environment is not None:
-            reply = {key: value for key, value in reply.items() if key not in OWN_FIELDS}
-            reply = {**orjson.loads(spec.row), **reply, **await self._verdict(attempt, servers.environment)}
+            reply = {**without(reply, VERDICT_FIELDS), **await self._verdict(attempt, servers.environment)}
             if (failure := failure_of_reply(StageName.RUN, reply)) is not None:
                 raise StageError(failure)
         attempt.verified = reply
@@ -169,8 +174,7 @@ class RunStage(HttpStage):
             agent = attempt.servers.agent
             reason = f"agent '{agent}' responded without calling verify of '{environment}'"
             raise StageError(StageFailure(StageName.RUN, FailureKind.VERIFIER_FAILED, reason)) from error
-        verdict: dict[str, Any] = reply.json()
-        return verdict
+        return without(reply.json(), RUN_FIELDS | AGENT_FIELDS)
 
 
 class EvalStage(HttpStage):
@@ -215,12 +219,9 @@ class EvalStage(HttpStage):
         return {**kept_log, **await self._steps.finalize(attempt, {})}
 
     async def _keep_log(self, attempt: JobAttempt, verified: dict[str, Any]) -> None:
-        text, directory, spec = verified.get("evaluation_log"), self._logs, attempt.job.spec
-        if text is None or attempt.row_with().get("evaluation_log") == text:
-            return  # no log, or a field that the dataset row itself has
-        del verified["evaluation_log"]
-        if directory is None or not isinstance(text, str):
-            return
+        text, directory, spec = verified.pop("evaluation_log", None), self._logs, attempt.job.spec
+        if directory is None or not isinstance(text, str) or attempt.row_with().get("evaluation_log") == text:
+            return  # not kept, no log, or a field that the dataset row itself has
         file = directory / f"{spec.task_index}-{spec.sample_index}-{spec.task_id}.log"
         try:
             await asyncio.to_thread(_write_log, file, text[-self._log_chars :])

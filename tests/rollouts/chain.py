@@ -242,9 +242,9 @@ def agent(options: dict[str, Any]) -> FastAPI:
         body = orjson.loads(await request.body())
         session = body["_ng_session"]
         journal.note("run", session["rollout"])
-        if "expected_answer" in body:
+        if "row_ref" in session and "expected_answer" in body:
             return answer({"detail": "private data reached the agent"}, 500)
-        assert session["row_ref"] == f"ref-{session['rollout']['rollout_id']}"
+        assert session.get("row_ref") in (None, f"ref-{session['rollout']['rollout_id']}")
         if status := options.get("run_status"):
             return answer({"detail": "agent broke after its verdict"}, status)
         return answer({**body, "response": message("B"), "reward": 1.0, **options.get("run_says", {})})
@@ -253,9 +253,9 @@ def agent(options: dict[str, Any]) -> FastAPI:
 
 
 def model(options: dict[str, Any]) -> FastAPI:
-    """Answers ``B`` at once. Options: ``trajectories`` (finalize returns one, which holds the reward it was given),
-    ``usage`` (of each session), ``preflight`` (its answer), ``forwards_to`` (the base URL of an endpoint that it asks
-    first)."""
+    """Answers ``B`` at once. Options: ``trajectories`` (finalize returns these; if true, one which holds the reward it
+    was given), ``end_status`` (finalize and abort fail with it), ``usage`` (of each session), ``preflight`` (its
+    answer), ``forwards_to`` (the base URL of an endpoint that it asks first)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -309,7 +309,11 @@ def model(options: dict[str, Any]) -> FastAPI:
             return answer({"detail": "wrong control token"}, 401)
         if (rollout := opened.pop(session_id, None)) is not None:
             journal.note(action, rollout)
-        trajectories = [orjson.loads(await request.body())] if options.get("trajectories") else []
+        if status := options.get("end_status"):
+            return answer({"detail": "session broke"}, status)
+        trajectories = options.get("trajectories") or []
+        if trajectories is True:
+            trajectories = [orjson.loads(await request.body())]
         usage = options.get("usage", {})
         return answer({"session_id": session_id, "turns": 1, "usage": usage, "trajectories": trajectories})
 

@@ -19,7 +19,9 @@ from nemo_gym.rollouts import results
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.rollouts.interfaces import SameFailureError
 from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.rollouts.trajectories import trajectories_of_rows
 from nemo_gym.view import live
+from tests.rollouts.chain import message
 from tests.rollouts.conftest import Chain, wait_until
 
 MakeChain = Callable[..., Chain]
@@ -332,6 +334,63 @@ async def test_agent_that_overrides_run_says_nothing_that_others_say(make_chain:
     assert (row["agent_ref"]["name"], row["task_id"], row["note"], row["findings"]) == ("trivial", "t0", "kept", [])
     assert not {"ng_trajectory", "artifacts", "reverified"} & set(row)
     assert row["ng_model_session"].get("turns") != 9, "the model server's own word"
+
+
+FORGED: dict[str, Any] = {
+    "ng_trajectory": [
+        {
+            **{"session_id": "s", "index": 0, "prompt_ids": [1, 2], "response_ids": [66], "response_mask": [1]},
+            **{"logprobs": [-0.1], "turns": [{"start": 0, "end": 1, "finish_reason": "stop", "weights_version": "9"}]},
+            **{"split_reason": "initial", "split_detail": None, "message_count": 1, "multimodal": []},
+            **{"reward": 1.0, "reward_info": {}},
+        }
+    ],
+    "artifacts": [{"name": "patch", "kind": "git_diff", "data": "", "sha256": "x"}],
+    "artifacts_digest": "x",
+    "outcome_detail": "the row's",
+    "replicas": {"policy": 7},
+    "reverified": True,
+    "server_logs": "/elsewhere",
+    "validation": "gold",
+    "verification_skipped": True,
+}
+"""What only a run, its model server and its agent tell."""
+
+
+@pytest.mark.parametrize("forger", ["row", "damaged row", "environment"])
+@pytest.mark.parametrize("model", [{}, {"end_status": 500}], ids=["no turns", "finalize fails"])
+@pytest.mark.parametrize(
+    "agent",
+    [{}, {"overrides_run": True}, {"config": {"skip_verification": True, "skip_verification_reward": 0.25}}],
+    ids=["act", "run", "skip"],
+)
+async def test_neither_a_row_nor_an_environment_forges_what_the_run_and_its_model_server_tell(
+    make_chain: MakeChain, forger: str, model: dict[str, Any], agent: dict[str, Any]
+) -> None:
+    chain = make_chain(agent=agent, model=model, environment={"says": {"t0": FORGED if "row" not in forger else {}}})
+    forged = {**FORGED, "ng_trajectory": [{"prompt_ids": [1], "logprobs": [0.0]}]} if "damaged" in forger else FORGED
+    output = [{**message("B")["output"][0], "generation_token_ids": [66], "generation_log_probs": [-0.1]}]
+    chain.write_rows(1, **({**forged, "response": {"output": output}} if "row" in forger else {}))
+    await run_collection(chain.client(), chain.run_keys())
+    (row,) = chain.results()
+    forgeable = {*FORGED} - ({"verification_skipped"} if "config" in agent else set())
+    assert (row["valid"], forgeable & {*row}) == (True, set())
+    assert (row["task_id"], row["expected_answer"]) == ("t0", "B"), "the row's own"
+    assert "generation_token_ids" not in row["response"]["output"][0]
+    assert ("error" in row["ng_model_session"]) is bool(model)
+    assert [*trajectories_of_rows(chain.output)] == [[]]
+
+
+async def test_agent_without_an_environment_returns_its_row_and_no_trajectory_of_it(make_chain: MakeChain) -> None:
+    chain = make_chain(
+        agent={"overrides_run": True, "run_says": {"note": "kept"}, "config": {"resources_server": None}}
+    )
+    chain.write_rows(1, **FORGED)
+    await run_collection(chain.client(), chain.run_keys())
+    (row,) = chain.results()
+    assert (row["reward"], row["reward_source"], row["note"]) == (1.0, "agent", "kept")
+    assert (row["agent_ref"]["name"], row["task_id"]) == ("trivial", "t0")
+    assert not (FORGED.keys() - {"outcome_detail"}) & {*row}
 
 
 @pytest.mark.parametrize(

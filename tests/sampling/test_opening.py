@@ -23,7 +23,7 @@ TWO = {"samples_per_group": 2}
 
 async def test_sampler_drives_the_servers_of_a_stack_and_goes_on_with_its_output(make_chain: MakeChain) -> None:
     trajectory = {"weights_versions": ["0", "1"], "prompt_ids": [1]}
-    chain = make_chain(environment={"says": {f"t{n}": {"ng_trajectory": [trajectory]} for n in range(6)}})
+    chain = make_chain(model={"trajectories": [trajectory]})
     chain.write_rows(6)
     names = []
     for _ in range(2):

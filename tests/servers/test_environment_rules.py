@@ -258,6 +258,22 @@ async def test_first_verdict_stands_after_the_server_was_restarted(tmp_path: Pat
         assert environment(stack).graded == 0
 
 
+async def test_verdict_has_the_rows_own_fields_and_none_that_only_a_verdict_sets(phrase: Stack) -> None:
+    row = {**ROW, "task_id": "t", "note": "kept", "details": {"a": 1}, "evaluation_log": "/etc/passwd", "reward": 1.0}
+    row |= {"_ng_failure_class": "agent_crashed", "ng_trajectory": [], "reward_info": {"a": 1}, "reward_reason": "x"}
+    control = (await seed(phrase, row=row))["control_token"]
+    _, reply = await verify(phrase, "wrong", control, row=row)
+    assert (reply["task_id"], reply["note"], reply["reward"], reply["official"]) == (
+        "t",
+        "kept",
+        0.0,
+        {"artifacts": 0},
+    )
+    assert not {"_ng_failure_class", "details", "evaluation_log", "ng_trajectory", "reward_info", "reward_reason"} & {
+        *reply
+    }
+
+
 async def test_operator_verifies_again_without_touching_the_first_verdict(phrase: Stack) -> None:
     control = (await seed(phrase))["control_token"]
     await verify(phrase, "wrong", control)

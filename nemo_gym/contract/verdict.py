@@ -74,7 +74,7 @@ SESSION_KEY = "_ng_session"
 NG_FAILURE_CLASS_KEY = "_ng_failure_class"
 NG_TERMINAL_KEY = "_ng_failure_terminal"
 NG_NO_PERSIST_KEY = "_ng_no_persist"
-DECLARING_KEYS = (NG_FAILURE_CLASS_KEY, NG_TERMINAL_KEY, NG_NO_PERSIST_KEY)
+DECLARING_KEYS = (NG_FAILURE_CLASS_KEY, NG_TERMINAL_KEY, NG_NO_PERSIST_KEY, "mask_sample")
 """NeMo Gym's keys by which a reply declares that it has no verdict."""
 NO_PROMPT = "the row has no prompt: 'responses_create_params.input' is missing or blank"
 PUBLIC_ROW_KEYS = frozenset(
@@ -96,7 +96,7 @@ AGENT_FIELDS = frozenset({"outcome_detail", "ng_agent_observations"})
 """Fields that only the agent sets."""
 VERDICT_FIELDS = frozenset(
     {
-        *("reward", "valid", "mask_sample", "failure_kind", "failure_reason", "reward_components", "reward_reason"),
+        *("reward", "valid", "failure_kind", "failure_reason", "reward_components", "reward_reason"),
         *("reward_info", "findings", "official", "details", "evaluation_log", "row_access", *DECLARING_KEYS),
     }
 )

@@ -57,6 +57,7 @@ from nemo_gym.contract.verdict import (
     public_verdict,
     row_digest,
     verdict_of_error,
+    without,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
@@ -158,7 +159,9 @@ class Grader:
                 return (await self._server.grade(row, response, artifacts, rollout)).as_fields()
             result = await self._verify(request, {**row, RESPONSE_KEY: response})
             reply = plain(result, exclude={PARAMS_KEY, RESPONSE_KEY})
-            return reply_fields({key: value for key, value in reply.items() if key not in row or row[key] != value})
+            # What it repeats of the row is no part of its verdict; an equal reward may be an earlier run's.
+            repeated = {key for key, value in reply.items() if key in row and row[key] == value} - {"reward"}
+            return reply_fields(without(reply, repeated))
         except JudgeError as error:
             return judge_failure_fields(error)
         except InvalidBodyError:

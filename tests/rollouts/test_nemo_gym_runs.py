@@ -43,9 +43,9 @@ def result(row: dict[str, Any], reward: float | None, **extra: Any) -> dict[str,
     return {**row, "response": response, "reward": reward, "extracted_answer": "B", **extra}
 
 
-def begin(chain: Chain, *, tasks: int = 3, repeats: int = 2, done: int = 3) -> list[dict[str, Any]]:
+def begin(chain: Chain, *, tasks: int = 3, repeats: int = 2, done: int = 3, **extra: Any) -> list[dict[str, Any]]:
     """A run of which NeMo Gym finished so many rollouts, with rewards that this stack would not give."""
-    chain.write_rows(tasks)
+    chain.write_rows(tasks, **extra)
     rows = materialized(chain, repeats)
     write_lines(chain.directory / "out_materialized_inputs.jsonl", rows)
     write_lines(chain.output, [result(row, 0.25) for row in rows[:done]])
@@ -77,6 +77,13 @@ async def test_what_nemo_gym_finished_is_kept_and_the_rest_is_run(make_chain: Ma
     # By now it is a run of this pipeline: the same command finds nothing left to do.
     again = await run_collection(chain.client(), chain.run_keys(num_repeats=2))
     assert (again.seconds, again.run_id, len(chain.notes("seed"))) == (None, ended.run_id, 3)
+
+
+async def test_run_over_rows_of_an_earlier_run_is_continued(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    begin(chain, mask_sample=False, _ng_no_persist=False, reward=1.0)
+    ended = await run_collection(chain.client(), chain.run_keys(num_repeats=2))
+    assert (ended.valid, ended.invalid) == (6, 0)
 
 
 async def test_nemo_gym_finds_in_the_files_what_it_resumes_by(make_chain: MakeChain) -> None:

@@ -274,6 +274,13 @@ async def test_verdict_has_the_rows_own_fields_and_none_that_only_a_verdict_sets
     }
 
 
+async def test_reward_counts_also_if_the_row_has_the_same_one_of_an_earlier_run(counter: Stack) -> None:
+    row = {"responses_create_params": {"input": "count"}, "expected": 0, "reward": 1.0, "valid": False}
+    seeded = await seed(counter, "counter", row)
+    status, reply = await verify(counter, "x", seeded["control_token"], "counter", row)
+    assert (status, reply["valid"], reply["reward"], reply["failure_kind"]) == (200, True, 1.0, None)
+
+
 async def test_operator_verifies_again_without_touching_the_first_verdict(phrase: Stack) -> None:
     control = (await seed(phrase))["control_token"]
     await verify(phrase, "wrong", control)

@@ -180,6 +180,11 @@ class DurableSessions(Generic[C, D]):
             "expires_at": live.record.deadline_at,
         }
 
+    def require_completable(self, session_id: str, token: str) -> None:
+        """Raise the errors of `complete` for an unknown session, and for a token that is not its control or completion
+        token."""
+        self._table.completable(session_id, token)
+
     async def complete(
         self, session_id: str, control_token: str, reward_info: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from nemo_gym.gateway.backend import (
     CallLimits,
     D,
     LoopTurns,
+    SessionShare,
     TurnFacts,
     step_begins,
 )
@@ -383,7 +384,7 @@ class Inference(Generic[C, D]):
         """Return the reply to a session's call, whose body arrived in ``parts``. All routes for sessions end here."""
         try:
             raw = parts[0] if len(parts) == 1 else await self._joined(parts, live)
-            await self._admit(raw, live)
+            await self.admit(raw, live.share)
             working = step_begins(len(raw))
             body = json_object(raw, path, live.cache.parse)
             live.share.worked(working)
@@ -399,13 +400,13 @@ class Inference(Generic[C, D]):
         parts.clear()
         return raw
 
-    async def _admit(self, raw: bytes, live: LiveSession[C]) -> None:
+    async def admit(self, raw: bytes, share: SessionShare) -> None:
         """Check and delay a session's body before it is parsed. Raises `TooManyValuesError`."""
         await check_values(raw, self.limits.max_body_values)
         if len(raw) > LARGE_BYTES:
             # So that several large bodies that arrive together are not parsed in one turn of the loop.
-            live.share.owed_s = max(live.share.owed_s, LONG_S)
-        await self.turns.wait(live.share)
+            share.owed_s = max(share.owed_s, LONG_S)
+        await self.turns.wait(share)
 
     async def answer(
         self, dialect: Dialect, body: dict[str, Any], request: CallRequest, live: LiveSession[C] | None

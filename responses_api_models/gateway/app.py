@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from starlette.types import Scope
 from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError
-from nemo_gym.gateway.backend import Backend
+from nemo_gym.gateway.backend import Backend, SessionShare, step_begins
 from nemo_gym.gateway.capture import CallCapture
 from nemo_gym.gateway.config import GatewayConfig
 from nemo_gym.gateway.dialects import PATHS, Dialect
@@ -50,7 +51,14 @@ from nemo_gym.gateway.sessions import (
 from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import Application
-from nemo_gym.http.requests import JsonResponse, check_messages, parse_json_object, refuse_encoded, require_role
+from nemo_gym.http.requests import (
+    JsonResponse,
+    check_messages,
+    json_object,
+    parse_json_object,
+    refuse_encoded,
+    require_role,
+)
 from nemo_gym.http.telemetry import Reading
 
 SESSION_PREFIX = "/sessions/{session_id}"
@@ -208,6 +216,7 @@ class Gateway(SimpleResponsesAPIModel):
             session_id = request.path_params["session_id"]
         else:
             session_id, token = self._control(request)
+        self._durable.require_completable(session_id, token)  # nobody else's body is read
         reward, info = reward_in(await parse_json_object(request))
         if reward is not None:
             info = {**(info or {}), "reward": reward}
@@ -226,23 +235,36 @@ class Gateway(SimpleResponsesAPIModel):
                 return await self._inference.answer(dialect, body, call_request, None)
             except CallerGoneError:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
+        with self._claimed(request, live.share):
+            parts = [await request.body()]
+            return await self._inference.answer_session(dialect, live, request.scope["path"], parts, call_request)
+
+    async def _count_tokens_route(self, request: Request) -> Response:
+        live = self._session_of(request)
+        share = live.share if live is not None else SessionShare()
+        refuse_encoded(request)
+        with self._claimed(request, share):
+            raw = await request.body()
+            await self._inference.admit(raw, share)
+            working = step_begins(len(raw))
+            body = json_object(raw, request.scope["path"])
+            check_messages(body, self.config.max_messages)
+            lowered = ADAPTERS[Dialect.MESSAGES].lower({"max_tokens": 1, **body})
+            share.worked(working)
+            await self._inference.turns.wait(share)
+            count = await self._backend.count_tokens(lowered)
+        if count is None:
+            raise InvalidBodyError("count_tokens: the endpoint's tokenizer is unknown, so tokens cannot be counted")
+        return JsonResponse({"input_tokens": count})
+
+    def _claimed(self, request: Request, share: SessionShare) -> AbstractContextManager[None]:
+        """Claim the body of a request that was not read yet."""
         limits = self._inference.limits
         content_length = request.headers.get("content-length", "")
         size = limits.max_body_bytes
         if content_length.isdecimal() and len(content_length) <= LENGTH_DIGITS:
             size = min(int(content_length), size)
-        with live.share.claimed(size, limits.max_session_in_flight_bytes):
-            parts = [await request.body()]
-            return await self._inference.answer_session(dialect, live, request.scope["path"], parts, call_request)
-
-    async def _count_tokens_route(self, request: Request) -> Response:
-        self._session_of(request)
-        body = await parse_json_object(request, max_values=self.config.max_body_values)
-        check_messages(body, self.config.max_messages)
-        count = await self._backend.count_tokens(ADAPTERS[Dialect.MESSAGES].lower({"max_tokens": 1, **body}))
-        if count is None:
-            raise InvalidBodyError("count_tokens: the endpoint's tokenizer is unknown, so tokens cannot be counted")
-        return JsonResponse({"input_tokens": count})
+        return share.claimed(size, limits.max_session_in_flight_bytes)
 
     def _session_of(self, request: Request) -> LiveSession[Any] | None:
         session = self._authorize(request)

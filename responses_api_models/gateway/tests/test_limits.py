@@ -14,6 +14,7 @@ import pytest
 
 from nemo_gym.contract.credentials import Role
 from nemo_gym.gateway.backend import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
+from nemo_gym.gateway.dialects.messages import MessagesAdapter
 from nemo_gym.gateway.tokens import IncrementalEncoder
 from nemo_gym.gateway.tokens.history import HistoryReader
 from nemo_gym_testing.gateway import Status
@@ -116,6 +117,53 @@ async def test_bodies_in_flight_are_bounded_for_each_session(gateway: GatewaySta
     gateway.engine.gate.set()
     assert [(await one).status for one in (first, beside)] == [200, 200]
     assert (await post(2)).status == 200
+
+
+async def test_bodies_whose_tokens_are_counted_are_in_flight_like_others(gateway: GatewayStack) -> None:
+    await gateway.restart(max_session_in_flight_bytes=3000, max_body_bytes=2000)
+    session = await gateway.open()
+    gateway.engine.gate.clear()
+    body = {"messages": [{"role": "user", "content": "x" * 1900}]}
+    first = asyncio.create_task(session.post("/chat/completions", body))
+    await until(lambda: len(gateway.engine.calls) == 1)
+    refused = await session.post("/messages/count_tokens", body)
+    assert refused.status == 429 and "max_session_in_flight_bytes" in await refused.text()
+    gateway.engine.gate.set()
+    assert (await first).status == 200
+    assert (await session.post("/messages/count_tokens", body)).status == 200
+
+
+async def test_lowering_a_body_whose_tokens_are_counted_is_charged(
+    gateway: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owed: list[float] = []
+    wait, lower = LoopTurns.wait, MessagesAdapter.lower
+
+    async def noted_wait(self: LoopTurns, share: SessionShare) -> None:
+        owed.append(share.owed_s)
+        await wait(self, share)
+
+    def slow_lower(self: MessagesAdapter, *given: Any) -> Any:
+        began = time.thread_time()
+        while time.thread_time() - began < 2 * LONG_S:
+            pass
+        return lower(self, *given)
+
+    monkeypatch.setattr(LoopTurns, "wait", noted_wait)
+    monkeypatch.setattr(MessagesAdapter, "lower", slow_lower)
+    body = {"messages": [{"role": "user", "content": "x" * 2 * SMALL_BYTES}]}
+    assert (await (await gateway.open()).post("/messages/count_tokens", body)).status == 200
+    assert max(owed, default=0) >= 2 * LONG_S
+
+
+async def test_body_that_would_complete_a_session_is_read_for_its_token_only(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(session))
+    head = f"POST /sessions/{session.facts['session_id']}/complete HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+    writer.write(f"{head}Authorization: Bearer ngd1_another\r\n\r\n".encode())
+    async with asyncio.timeout(20):
+        assert b" 401 " in await reader.readline()
+    writer.close()
 
 
 async def test_conversation_that_surely_overflows_is_refused_before_it_is_encoded(

@@ -84,7 +84,9 @@ class SessionShare:
     bytes: int = 0
     """Bytes of all turns in the journal, without the large texts that memory need not hold."""
     in_flight_bytes: int = 0
-    """Bytes of the bodies of unanswered calls."""
+    """Bytes of the bodies of unanswered calls, and of replies that their callers have not taken."""
+    unsent_bytes: int = 0
+    """Bytes of these replies alone."""
     owed_s: float = 0.0
     """Seconds for which it held the event loop and has not waited yet."""
     _conversations: dict[int, int] = field(default_factory=dict)
@@ -93,18 +95,33 @@ class SessionShare:
     @contextlib.contextmanager
     def claimed(self, size: int, at_most: int) -> Iterator[None]:
         """Claim ``size`` bytes of a body, from before it is read until its call is over. Raises `SessionBusyError`."""
-        if self.in_flight_bytes and self.in_flight_bytes + size > at_most:
-            raise SessionBusyError(
-                f"the session's calls in flight have {self.in_flight_bytes} bytes of bodies; the limit is {at_most}"
-                " ('max_session_in_flight_bytes'); retry when some are answered",
-                retryable=True,
-                retry_after_s=_COME_BACK_S,
-            )
+        if self.in_flight_bytes:
+            self._require_room(size, at_most)
         self.in_flight_bytes += size
         try:
             yield
         finally:
             self.in_flight_bytes -= size
+
+    def claim_reply(self, size: int, at_most: int) -> None:
+        """Claim ``size`` bytes of a reply until `reply_left`. Raises `SessionBusyError`, never for the only reply."""
+        if self.unsent_bytes:
+            self._require_room(size, at_most)
+        self.unsent_bytes += size
+        self.in_flight_bytes += size
+
+    def reply_left(self, size: int) -> None:
+        self.unsent_bytes -= size
+        self.in_flight_bytes -= size
+
+    def _require_room(self, size: int, at_most: int) -> None:
+        if self.in_flight_bytes + size > at_most:
+            raise SessionBusyError(
+                f"the session's calls in flight have {self.in_flight_bytes} bytes of bodies and of replies that nobody"
+                f" has read; the limit is {at_most} ('max_session_in_flight_bytes'); retry when some are answered",
+                retryable=True,
+                retry_after_s=_COME_BACK_S,
+            )
 
     def count_turn(self, turn: Mapping[str, Any], size: int) -> None:
         """Count a durable turn of ``size`` bytes; ``turn`` is its record in the journal."""

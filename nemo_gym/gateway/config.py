@@ -132,8 +132,8 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     max_session_bytes: int = Field(_LIMITS.max_session_bytes, gt=0)
     """Limit of bytes that one session's turns hold in memory; 413 as well."""
     max_session_in_flight_bytes: int = Field(_LIMITS.max_session_in_flight_bytes, gt=0)
-    """Limit of the request bodies of one session's unanswered calls; a call that would exceed it is refused with 429.
-    A body whose length is not announced counts as ``max_body_bytes``."""
+    """Limit of the request bodies of one session's unanswered calls, and of its replies that nobody has read; a call
+    that would exceed it is refused with 429. A body whose length is not announced counts as ``max_body_bytes``."""
     keep_closed_s: float = Field(KEEP_CLOSED_S, ge=0)
     """How long a closed session answers a repeated finalize. The oldest are forgotten sooner when more than 1,024
     sessions, or more than 256 MiB of their conversations, are kept."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from secrets import token_hex
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import orjson
 import structlog
@@ -29,6 +29,7 @@ from nemo_gym.contract.session import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimi
 from nemo_gym.gateway.backend import (
     LARGE_BYTES,
     LONG_S,
+    SMALL_BYTES,
     Backend,
     C,
     CallContext,
@@ -64,6 +65,7 @@ from nemo_gym.gateway.live_session import (
     request_hints,
 )
 from nemo_gym.gateway.policy_request import (
+    Buffer,
     ModelTimeoutError,
     PolicyRequest,
     Usage,
@@ -292,11 +294,12 @@ class DeliveredJson(JsonResponse):
     def __init__(self, content: Any, sent: Callable[[], None]) -> None:
         # Does not call the base's __init__, which joins the body in one piece and takes several times as long.
         self._pieces = [*coalesced(written(content))]
+        self.size = size_of(self._pieces)
         self.status_code = 200
         self.background = None
         self.body = b""
         self.raw_headers = [
-            (b"content-length", b"%d" % size_of(self._pieces)),
+            (b"content-length", b"%d" % self.size),
             (b"content-type", b"application/json"),
         ]
         self._sent = sent
@@ -322,6 +325,22 @@ class DeliveredEvents(Response):
         self._sent()
 
 
+class ClaimedReply(Response):
+    """A large reply, of which ``written`` is called when all of it was handed over or it failed."""
+
+    def __init__(self, reply: Response, written: Callable[[], None]) -> None:
+        self.status_code = reply.status_code
+        self.background = None
+        self._reply = reply
+        self._written = written
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._reply(scope, receive, send)
+        finally:
+            self._written()
+
+
 class DeliveredStream(StreamingResponse):
     """A stream whose events are still to come, from ``work``."""
 
@@ -341,6 +360,7 @@ class DeliveredStream(StreamingResponse):
             await self._stream.aclose()
 
 
+R = TypeVar("R")
 _FIRST_CHECK_S, _LONGEST_CHECK_S = 0.002, 0.25
 """First and longest interval between two checks whether the kernel has taken all of a reply."""
 _LARGE_BODY_BYTES = 1 << 20
@@ -382,13 +402,16 @@ class Inference(Generic[C, D]):
         self, dialect: Dialect, live: LiveSession[C], path: str, parts: list[bytes], request: CallRequest
     ) -> Response:
         """Return the reply to a session's call, whose body arrived in ``parts``. All routes for sessions end here."""
+        watch = DELIVERIES.watch(request.connection)  # before the first wait, in which the caller may leave
         try:
             raw = parts[0] if len(parts) == 1 else await self._joined(parts, live)
             await self.admit(raw, live.share)
+            if watch.lost:
+                raise CallerGoneError
             working = step_begins(len(raw))
             body = json_object(raw, path, live.cache.parse)
             live.share.worked(working)
-            return await self.answer(dialect, body, replace(request, body_bytes=len(raw)), live)
+            return await self.answer(dialect, body, replace(request, body_bytes=len(raw)), live, watch)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -409,11 +432,16 @@ class Inference(Generic[C, D]):
         await self.turns.wait(share)
 
     async def answer(
-        self, dialect: Dialect, body: dict[str, Any], request: CallRequest, live: LiveSession[C] | None
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        request: CallRequest,
+        live: LiveSession[C] | None,
+        watch: AnswerWatch | None = None,
     ) -> Response:
         """Return the reply to one call of the session ``live``. The sampling ends if the caller leaves or this task is
         cancelled, unless another caller waits for the same answer. Raises `CallerGoneError` if the caller left."""
-        watch = DELIVERIES.watch(request.connection)
+        watch = watch or DELIVERIES.watch(request.connection)
         call: Call[C] = Call(dialect, ADAPTERS[dialect], body, live, request.connection, watch, request.body_bytes)
         call.record = self._new_record(call, request)
         try:
@@ -531,7 +559,8 @@ class Inference(Generic[C, D]):
             self._backend.take_back(conversations, facts.turn_id)
             raise
         call.large = large_texts(turn, pieces)
-        size = size_of(pieces) - sum(text.length for text in call.large)
+        whole = size_of(pieces)
+        size = whole - sum(text.length for text in call.large)
         live.share.worked(working)
         index, call.kept = await self._sessions.journal.commit_turn(
             live.session_id,
@@ -543,7 +572,7 @@ class Inference(Generic[C, D]):
         live.session.count(Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
         live.share.count_turn(turn, size)
         call.sampled(facts)
-        return Committed(answer, facts.turn_id, index)
+        return Committed(answer, facts.turn_id, index, whole)
 
     async def _answer_without_session(self, call: Call[C]) -> None:
         """Answer a call without a session (of a judge, or of a NeMo Gym agent). Nothing is stored."""
@@ -558,7 +587,7 @@ class Inference(Generic[C, D]):
     async def _reply(self, call: Call[C], work: Coroutine[Any, Any, None]) -> Response:
         if not call.lowered.stream:
             await work
-            return DeliveredJson(self._reply_body(call), partial(self._sent, call))
+            return await self._rendered_reply(call, lambda: self._whole_reply(call))
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._first_event_grace_s)
@@ -567,9 +596,41 @@ class Inference(Generic[C, D]):
             raise
         if done:
             task.result()
-            events = call.adapter.events(self._reply_body(call), with_usage=call.lowered.stream_usage)
-            return DeliveredEvents(b"".join(events), partial(self._sent, call))
+            return await self._rendered_reply(call, lambda: self._whole_stream(call))
         return self._streamed_reply(call, task)
+
+    async def _rendered_reply(self, call: Call[C], render: Callable[[], tuple[Response, int]]) -> Response:
+        reply, size = await self._rendered(call, render)
+        written = self._claim(call, size)
+        return reply if written is None else ClaimedReply(reply, written)
+
+    async def _rendered(self, call: Call[C], render: Callable[[], R]) -> R:
+        """Render a committed answer, a step that is charged to its session."""
+        if call.live is None:
+            return render()
+        assert call.committed is not None
+        await self.turns.wait(call.live.share)
+        working = step_begins(call.committed.size)
+        rendered = render()
+        call.live.share.worked(working)
+        return rendered
+
+    def _claim(self, call: Call[C], size: int) -> Callable[[], None] | None:
+        """Claim a large reply for its session until its caller has taken it. Returns what to call once all of it was
+        handed over. Raises `SessionBusyError`; a repeated call gets the same answer later."""
+        if size <= SMALL_BYTES or call.live is None or not call.watch.watched:
+            return None
+        share = call.live.share
+        share.claim_reply(size, self.limits.max_session_in_flight_bytes)
+        return partial(_release, share, size, call.watch, _FIRST_CHECK_S)
+
+    def _whole_reply(self, call: Call[C]) -> tuple[Response, int]:
+        reply = DeliveredJson(self._reply_body(call), partial(self._sent, call))
+        return reply, reply.size
+
+    def _whole_stream(self, call: Call[C]) -> tuple[Response, int]:
+        events = b"".join(call.adapter.events(self._reply_body(call), with_usage=call.lowered.stream_usage))
+        return DeliveredEvents(events, partial(self._sent, call)), len(events)
 
     def _streamed_reply(self, call: Call[C], task: asyncio.Future[None]) -> Response:
         all_yielded = False
@@ -584,10 +645,19 @@ class Inference(Generic[C, D]):
             finally:
                 task.cancel()
             # With the id under which a ping may have opened the stream, even if the answer repeats an earlier one.
+            pieces = await self._rendered(call, render)
+            written = self._claim(call, size_of(pieces))
+            try:
+                for piece in pieces:
+                    yield bytes(piece)
+                all_yielded = True
+            finally:
+                if written is not None:
+                    written()
+
+        def render() -> list[Buffer]:
             reply = self._reply_body(call, answer_id=call.call_id, created_at=opened_at)
-            for piece in coalesced(call.adapter.events(reply, with_usage=call.lowered.stream_usage)):
-                yield bytes(piece)
-            all_yielded = True
+            return [*coalesced(call.adapter.events(reply, with_usage=call.lowered.stream_usage))]
 
         opened_at = time.time()
         opening = call.adapter.opening(call.call_id, opened_at, self._model, call.body)
@@ -677,6 +747,15 @@ class Inference(Generic[C, D]):
     def _capture_record(self, call: Call[C]) -> None:
         if self._capture is not None and call.record is not None:
             self._capture.record(call.record)
+
+
+def _release(share: SessionShare, size: int, watch: AnswerWatch, look_again_s: float) -> None:
+    """End the claim of a reply that was handed over, once none of it is left in this process."""
+    if watch.holds_bytes:
+        later = min(2 * look_again_s, _LONGEST_CHECK_S)
+        asyncio.get_running_loop().call_later(look_again_s, _release, share, size, watch, later)
+    else:
+        share.reply_left(size)
 
 
 # One call on its way through the gateway.

@@ -262,6 +262,8 @@ class Committed:
     turn_id: int
     index: int = 0
     """The turn's place in the journal; also 0 for a call without a session."""
+    size: int = 0
+    """Bytes of the turn in the journal, likewise."""
 
 
 _LARGE_TEXT_BYTES = 64 << 10
@@ -342,7 +344,7 @@ def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, A
             AnswerUsage(**answer_data["usage"]),
             answer_data["stop"],
         )
-        return Committed(answer, turn["turn_id"], index), turn
+        return Committed(answer, turn["turn_id"], index, len(body)), turn
     except (msgspec.DecodeError, RecursionError, KeyError, TypeError, ValueError) as error:
         raise RowError(f"the journal holds a turn that this version cannot read ({error})") from error
 

@@ -78,6 +78,9 @@ Connection = tuple[str, int]
 def _unwritten(transport: asyncio.Transport) -> int:
     """Bytes that may still be in this process. Under TLS there is a further buffer whose size cannot be queried, so
     there the bytes that the other end's kernel has not acknowledged count too."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.fileno() < 0:  # closed: under TLS the size stays what it was
+        return 0
     size = transport.get_write_buffer_size()
     return size if transport.get_extra_info("sslcontext") is None else size + untaken(transport)
 
@@ -106,10 +109,20 @@ class AnswerWatch:
         """Whether the end of the connection will be reported here."""
 
     @property
+    def lost(self) -> bool:
+        """Whether the connection has ended."""
+        return self._lost
+
+    @property
     def left(self) -> bool:
         """Whether no written byte is left in this process: the kernel, which outlives this process, has taken all of
         them, or the connection is gone."""
-        return self._lost or self._transport is None or _unwritten(self._transport) == 0
+        return self._lost or not self.holds_bytes
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether written bytes may still be in this process, also for a client that has closed its end."""
+        return self._transport is not None and _unwritten(self._transport) > 0
 
     def when_lost(self, call: Callable[[], None] | None) -> None:
         """Call ``call`` when the connection ends, at once if it has ended. ``None`` removes the callback."""

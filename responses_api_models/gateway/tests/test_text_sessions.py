@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from campaigns.faults.gateway.wire import Call, Leave
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import MAX_ATTEMPT
 from nemo_gym.gateway.journal import SessionJournal
 from nemo_gym.server_utils import close_global_aiohttp_client, request
 from nemo_gym_testing.gateway import FakeOpenAIEngine, Status
+from nemo_gym_testing.gateway.engine import Answer, CallLog
 from responses_api_models.gateway.app import Gateway
-from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller
+from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller, until
 from tests.servers.stack import rollout, running_stack
 
 
@@ -37,6 +39,78 @@ async def gateway(tmp_path: Path) -> AsyncIterator[TextStack]:
             yield served
             await close_global_aiohttp_client()
             await asyncio.to_thread(stack.close)
+
+
+def port_of(session: Opened) -> int:
+    return int(session.facts["base_url"].split(":")[2].split("/")[0])
+
+
+LONG = 12 << 20
+"""More than the kernels at both ends of a connection take of what nobody reads."""
+
+
+class Listener:
+    """A harness that asks for one long answer again and again, and reads as much of it as a test wants."""
+
+    def __init__(self, session: Opened) -> None:
+        self.session = session
+        self.calls: list[Call] = []
+
+    async def ask(self, *, stream: bool) -> Call:
+        port = port_of(self.session)
+        headers = {"Authorization": f"Bearer {self.session.facts['inference_token']}", "Idempotency-Key": "one"}
+        body = {"messages": self.session.messages, "stream": stream}
+        self.calls.append(await Call.send(port, "/v1/chat/completions", body, headers, buffer_bytes=65_536))
+        return self.calls[-1]
+
+
+@pytest.fixture
+async def listener(gateway: TextStack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listener]:
+    answer = FakeOpenAIEngine.answer
+
+    def long_answer(self: FakeOpenAIEngine, call: CallLog) -> Answer:
+        made = answer(self, call)
+        made.whole["choices"][0] |= {"message": {"role": "assistant", "content": "a" * LONG}, "logprobs": None}
+        return made
+
+    monkeypatch.setattr(FakeOpenAIEngine, "answer", long_answer)
+    await gateway.restart(max_session_in_flight_bytes=2 * LONG)
+    listener = Listener(await gateway.open())
+    yield listener
+    for call in listener.calls:
+        call.leave(Leave.RESET)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_replies_that_nobody_reads_are_in_flight(gateway: TextStack, listener: Listener, stream: bool) -> None:
+    unread = await listener.ask(stream=stream)
+    await unread.read_bytes(200)
+    refused = await (await listener.ask(stream=stream)).whole()
+    assert refused[0] == 429 and b"max_session_in_flight_bytes" in refused[1]
+    other = await gateway.open(rollout_id="other")
+    assert (await other.post("/chat/completions", {"messages": other.messages})).status == 200
+    await unread.whole()
+    assert (await (await listener.ask(stream=stream)).whole())[0] == 200
+    assert len(gateway.engine.calls) == 2, "the same answer each time"
+
+
+async def test_late_stream_that_nobody_reads_is_in_flight(gateway: TextStack, listener: Listener) -> None:
+    await gateway.restart(max_session_in_flight_bytes=2 * LONG, first_event_grace_s=0, port=port_of(listener.session))
+    await (await listener.ask(stream=True)).read_bytes(2000)
+    _, events = await (await listener.ask(stream=True)).whole()
+    assert b"max_session_in_flight_bytes" in events and b"[DONE]" not in events
+
+
+async def test_claim_of_a_reply_ends_with_its_connection(gateway: TextStack, listener: Listener) -> None:
+    served: Any = gateway.stack.servers["gateway"]
+    share = served._durable.live(listener.session.facts["session_id"]).share
+    for how in (Leave.CLOSE, Leave.HALF, Leave.RESET, Leave.RESET):
+        call = await listener.ask(stream=False)
+        assert (await call.read_bytes(17))[9:12] == b"200"
+        assert share.in_flight_bytes > LONG
+        call.leave(how)
+        listener.calls.remove(call)
+        await until(lambda: share.in_flight_bytes == 0)
 
 
 async def three_turns(session: Opened) -> dict[str, Any]:

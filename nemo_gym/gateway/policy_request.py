@@ -146,6 +146,42 @@ def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:
     return result
 
 
+TOKEN_BUDGETS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "n_predict")
+"""The names of the limit of sampled tokens at endpoints; a request's first one counts. An endpoint that gets several
+may obey any of them."""
+OVERRIDING = frozenset(
+    {
+        *(
+            "min_tokens",
+            "min_new_tokens",
+            "min_length",
+            "max_length",
+            "length_penalty",
+            "early_stopping",
+            "ignore_eos",
+        ),
+        *("stop_token_ids", "bad_words", "logit_bias", "logits_processors", "custom_logit_processor", "custom_params"),
+        *(
+            "allowed_token_ids",
+            "best_of",
+            "use_beam_search",
+            "num_beams",
+            "beam_width",
+            "do_sample",
+            "sampling_params",
+        ),
+        *("samplers", "sampler_seed", "typical_p", "tfs_z", "top_a", "penalty_alpha", "no_repeat_ngram_size"),
+        *("epsilon_cutoff", "eta_cutoff", "smoothing_factor", "temperature_last", "dynamic_temperature"),
+        *("dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta", "mirostat_mode"),
+        *("xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "top_n_sigma"),
+        *("repeat_penalty", "repeat_last_n", "encoder_repetition_penalty", "n_keep", "t_max_predict_ms"),
+        *("generation_config", "options", "extra_body"),
+    }
+)
+"""Fields by which endpoints (vLLM, SGLang, llama.cpp, TGI) change the sampling or the length of an answer beside the
+parameters that a session pins. Where a session pins any, a request's own are not passed on."""
+
+
 class AnswerEnd(StrEnum):
     """Why an answer ended, as in Chat Completions."""
 

@@ -19,7 +19,15 @@ from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, us
 from nemo_gym.gateway.dialects.errors import overflow_of
 from nemo_gym.gateway.engines import EngineAnswerError, EngineRefusedError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
-from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, JsonText, PolicyRequest
+from nemo_gym.gateway.policy_request import (
+    OVERRIDING,
+    TOKEN_BUDGETS,
+    Answer,
+    AnswerTokens,
+    AnswerUsage,
+    JsonText,
+    PolicyRequest,
+)
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens.forest import Prepared
@@ -229,10 +237,15 @@ class TextBackend:
         self._pool.forget(session_id)
 
     def _body(self, request: PolicyRequest, context: CallContext) -> dict[str, Any]:
-        body = {**self._extra_body, **chat_body(request)}
         pinned = {key: value for key, value in context.pinned.items() if value is not None}
-        if (budget := pinned.pop("max_output_tokens", None)) is not None:
-            pinned["max_tokens"] = min(budget, request.asked.get("max_tokens") or budget)
+        asked = chat_body(request)
+        if pinned:
+            asked = {key: value for key, value in asked.items() if key not in OVERRIDING}
+        body = {**self._extra_body, **asked}
+        if bounds := [pinned.pop(key) for key in TOKEN_BUDGETS if key in pinned]:
+            pinned["max_tokens"] = min(*bounds, request.asked.get("max_tokens") or bounds[0])
+            for key in TOKEN_BUDGETS:
+                body.pop(key, None)
         body |= pinned
         body.setdefault("model", self._model)
         return body

@@ -150,6 +150,11 @@ async def test_session_sampling_is_what_the_model_is_asked_for() -> None:
     sampling = {"temperature": 0.5, "max_output_tokens": 7, "seed": 3}
     chat = apply_sampling(Dialect.CHAT, {"temperature": 1, "max_completion_tokens": 99}, sampling)
     assert chat == {"temperature": 0.5, "max_completion_tokens": 7, "seed": 3}
+    assert apply_sampling(
+        Dialect.CHAT, {"max_tokens": 9, "n_predict": 9, "min_tokens": 9, "user": "me"}, sampling
+    ) == {
+        **{"user": "me", "seed": 3, "temperature": 0.5, "max_tokens": 7},
+    }
     assert apply_sampling(Dialect.MESSAGES, {}, sampling) == {"temperature": 0.5, "max_tokens": 7}
     assert apply_sampling(Dialect.RESPONSES, {}, sampling) == {"temperature": 0.5, "max_output_tokens": 7}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+from nemo_gym.gateway.policy_request import OVERRIDING, TOKEN_BUDGETS
+
 
 class Dialect(StrEnum):
     CHAT = "chat"
@@ -20,14 +22,17 @@ PATHS = {
 
 
 def apply_sampling(dialect: Dialect, body: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the request with a session's sampling parameters, under the dialect's names."""
+    """Return the request with a session's sampling parameters, under the dialect's names, and without others that
+    override them."""
     if not sampling:
         return body
-    changed = dict(body)
+    changed = {key: value for key, value in body.items() if key not in OVERRIDING}
     for key, value in sampling.items():
-        if key == "max_output_tokens" and dialect is not Dialect.RESPONSES:
+        if key == "max_output_tokens":
             given = "max_completion_tokens" if "max_completion_tokens" in changed else "max_tokens"
-            changed[given] = value
+            for budget in TOKEN_BUDGETS:
+                changed.pop(budget, None)
+            changed[key if dialect is Dialect.RESPONSES else given] = value
         elif key == "seed" and dialect is not Dialect.CHAT:
             continue  # only Chat Completions has it
         elif key == "stop" and dialect is Dialect.MESSAGES:

@@ -8,7 +8,7 @@
 | ``messages[].tool_calls`` | ``function`` and ``custom`` calls |
 | ``tools``, ``tool_choice`` | ``function`` and ``custom`` tools; other types, which OpenAI would run, are not shown |
 | ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``, ``stop``, ``presence_penalty``, ``frequency_penalty``, ``repetition_penalty`` | sampling |
-| ``max_completion_tokens``, ``max_tokens`` | token budget; the newer name wins |
+| ``max_completion_tokens``, ``max_tokens``, ``max_output_tokens``, ``max_new_tokens``, ``n_predict`` | token budget; the first of these names wins |
 | ``stream``, ``stream_options.include_usage`` | the stream |
 | ``response_format`` | passed on |
 | ``logprobs`` | of the sampled tokens; ``top_logprobs`` gives no alternatives |
@@ -16,7 +16,7 @@
 | ``n`` other than 1, ``best_of`` above 1 | refused |
 | ``logit_bias``, ``functions``, ``function_call``, ``audio``, ``modalities`` with more than text, ``echo``, ``suffix``, ``prompt``, ``background``, ``previous_response_id``, ``conversation`` | refused where they ask for something |
 | ``web_search_options``, ``store``, ``metadata``, ``model`` | ignored; the session has its model |
-| anything else (``user``, ``reasoning_effort``, ``parallel_tool_calls``, ``chat_template_kwargs``, unknown fields) | ``extra`` |
+| anything else (``user``, ``reasoning_effort``, ``parallel_tool_calls``, ``chat_template_kwargs``, unknown fields) | ``extra``; where the session pins sampling, without fields that change it or the length (`OVERRIDING`) |
 
 Unknown types of content, of messages and of tool choices are refused by name; other unknown fields are accepted.
 
@@ -76,7 +76,7 @@ from nemo_gym.gateway.dialects.content import (
     text_at,
     text_in,
 )
-from nemo_gym.gateway.policy_request import Answer, AnswerTokens, PolicyRequest
+from nemo_gym.gateway.policy_request import TOKEN_BUDGETS, Answer, AnswerTokens, PolicyRequest
 from nemo_gym.gateway.tokens.history import Prefix
 
 T = TypeVar("T")
@@ -648,7 +648,8 @@ _USED = frozenset(
     {
         *SAMPLING,
         *_REFUSED,
-        *("messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stop", "stream"),
+        *TOKEN_BUDGETS,
+        *("messages", "tools", "tool_choice", "stop", "stream"),
         *("stream_options", "response_format", "logprobs", "return_token_ids", "return_token_id_information", "n"),
         *("best_of", "modalities", "web_search_options", "store", "metadata", "model"),
     }
@@ -667,7 +668,7 @@ class ChatAdapter(DialectAdapter):
         refuse_set(body, _REFUSED)
         if body.get("modalities") not in (None, [], ["text"]):
             refuse("modalities", "asks for more than text; this model writes text only")
-        budget = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        budget = next((key for key in TOKEN_BUDGETS if body.get(key) is not None), "max_tokens")
         return table, PolicyRequest(
             messages=(),
             tools=table.tools or None,

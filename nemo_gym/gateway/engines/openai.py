@@ -18,7 +18,7 @@ from nemo_gym.gateway.engines.types import (
     EngineRefusedError,
     TextReply,
 )
-from nemo_gym.gateway.policy_request import JsonText
+from nemo_gym.gateway.policy_request import TOKEN_BUDGETS, JsonText
 from nemo_gym.http.connections import Connections
 
 
@@ -81,7 +81,7 @@ class OpenAIEngine(HttpEngine):
 
 def _budget(body: Mapping[str, Any]) -> int | None:
     """Return the token limit in a body; ``None`` if there is none that holds."""
-    values = [body.get(key) for key in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    values = [body.get(key) for key in TOKEN_BUDGETS]
     limits = [value for value in values if isinstance(value, int)]
     # An endpoint may obey any of the keys. For several answers (``n``), the limit does not hold for the whole body.
     return max(limits) if limits and body.get("n") in (None, 1) else None

@@ -13,6 +13,7 @@ import orjson
 
 from nemo_gym._util.tasks import waiting_s
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
+from nemo_gym.gateway.policy_request import TOKEN_BUDGETS
 
 
 class FinishReason(StrEnum):
@@ -115,7 +116,6 @@ _NUMBERS = {
     "repetition_penalty": (float, 0.0, None),
     "seed": (int, None, None),
 }
-_MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def pinned_sampling(
@@ -134,7 +134,7 @@ def pinned_sampling(
             values[name] = _number(name, value, kind, low, high)
     budgets = [room_tokens]
     for source in (asked, pinned):
-        for name in _MAX_TOKENS:
+        for name in TOKEN_BUDGETS:
             if source.get(name) is not None:
                 budgets.append(int(_number(name, source[name], int, 1, None)))
     stop = pinned.get("stop") or asked.get("stop") or asked.get("stop_sequences") or []
@@ -165,8 +165,8 @@ def asked_otherwise(asked: Mapping[str, Any], pinned: Mapping[str, Any]) -> dict
     stop, asked_stop = pinned.get("stop"), asked.get("stop") or asked.get("stop_sequences")
     if stop and asked_stop and _listed(stop) != _listed(asked_stop):
         overridden["stop"] = _listed(asked_stop)
-    bounds = [pinned[name] for name in _MAX_TOKENS if pinned.get(name) is not None]
-    budgets = [asked[name] for name in _MAX_TOKENS if asked.get(name) is not None]
+    bounds = [pinned[name] for name in TOKEN_BUDGETS if pinned.get(name) is not None]
+    budgets = [asked[name] for name in TOKEN_BUDGETS if asked.get(name) is not None]
     if bounds and budgets and min(budgets) > min(bounds):
         overridden["max_output_tokens"] = min(budgets)
     return overridden

@@ -45,6 +45,33 @@ def port_of(session: Opened) -> int:
     return int(session.facts["base_url"].split(":")[2].split("/")[0])
 
 
+UNPINNABLE: dict[str, Any] = {"min_tokens": 4000, "ignore_eos": True, "use_beam_search": True, "mirostat": 2}
+
+
+@pytest.mark.parametrize("pin", ["max_output_tokens", "max_completion_tokens"])
+async def test_nothing_that_a_harness_asks_for_overrides_pinned_sampling(gateway: TextStack, pin: str) -> None:
+    await gateway.restart(extra_body={"max_completion_tokens": 6000, "ignore_eos": False})
+    session = await gateway.open({"sampling": {pin: 50}})
+    budgets = dict.fromkeys(("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens"), 7777)
+    await session.chat(**budgets, n_predict=7777, **UNPINNABLE, user="me", chat_template_kwargs={"a": 1})
+    sent = gateway.engine.calls[-1].body
+    assert {key: value for key, value in sent.items() if value in (50, 6000, 7777)} == {"max_tokens": 50}
+    assert sent["ignore_eos"] is False and not UNPINNABLE.keys() - {"ignore_eos"} & sent.keys()
+    assert sent["user"] == "me" and sent["chat_template_kwargs"] == {"a": 1}
+    await session.chat(max_new_tokens=7)
+    assert gateway.engine.calls[-1].body["max_tokens"] == 7
+
+
+async def test_one_budget_and_all_unknown_fields_reach_the_endpoint_where_nothing_is_pinned(
+    gateway: TextStack,
+) -> None:
+    session = await gateway.open()
+    await session.chat(max_output_tokens=9, n_predict=8, **UNPINNABLE)
+    sent = gateway.engine.calls[-1].body
+    assert sent["max_tokens"] == 9 and not {"max_output_tokens", "n_predict"} & sent.keys()
+    assert UNPINNABLE.items() <= sent.items()
+
+
 LONG = 12 << 20
 """More than the kernels at both ends of a connection take of what nobody reads."""
 

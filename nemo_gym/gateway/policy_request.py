@@ -151,25 +151,10 @@ TOKEN_BUDGETS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "ma
 may obey any of them."""
 OVERRIDING = frozenset(
     {
-        *(
-            "min_tokens",
-            "min_new_tokens",
-            "min_length",
-            "max_length",
-            "length_penalty",
-            "early_stopping",
-            "ignore_eos",
-        ),
-        *("stop_token_ids", "bad_words", "logit_bias", "logits_processors", "custom_logit_processor", "custom_params"),
-        *(
-            "allowed_token_ids",
-            "best_of",
-            "use_beam_search",
-            "num_beams",
-            "beam_width",
-            "do_sample",
-            "sampling_params",
-        ),
+        *("min_tokens", "min_new_tokens", "min_length", "max_length", "length_penalty", "early_stopping"),
+        *("ignore_eos", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "logits_processors"),
+        *("custom_logit_processor", "custom_params", "best_of", "use_beam_search", "num_beams", "beam_width"),
+        *("do_sample", "sampling_params"),
         *("samplers", "sampler_seed", "typical_p", "tfs_z", "top_a", "penalty_alpha", "no_repeat_ngram_size"),
         *("epsilon_cutoff", "eta_cutoff", "smoothing_factor", "temperature_last", "dynamic_temperature"),
         *("dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta", "mirostat_mode"),

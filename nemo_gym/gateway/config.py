@@ -115,6 +115,9 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     """Needed with engines that take token ids."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """For text engines: parameters added to every request that does not set them itself."""
+    remote_images: bool = False
+    """Whether a session's requests may name images by http(s) address, which the engine then fetches from its own
+    network: also for a harness in a box that reaches nothing but its model. Needed for rows that hold addresses."""
     return_token_ids: bool = False
     """Whether replies carry the exact tokens: ``prompt_token_ids``, ``generation_token_ids``,
     ``generation_log_probs``."""

@@ -44,6 +44,7 @@ from nemo_gym.gateway.capture import CallCapture, CallRecord
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM
 from nemo_gym.gateway.dialects.chat import DialectAdapter, request_fingerprint
+from nemo_gym.gateway.dialects.content import remote_images
 from nemo_gym.gateway.dialects.errors import (
     ContextOverflowError,
     error_body,
@@ -381,11 +382,12 @@ class Inference(Generic[C, D]):
         first_event_grace_s: float = FIRST_EVENT_GRACE_S,
         capture: CallCapture | None = None,
         limits: CallLimits | None = None,
+        remote_images: bool = False,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         """``return_token_ids``: replies carry the exact tokens, as NeMo Gym's models do for training.
         ``first_event_grace_s``: how long the headers of a stream wait for the answer; a failure within that time
-        becomes an HTTP status."""
+        becomes an HTTP status. ``remote_images``: whether calls of sessions may name images by address."""
         self._backend = backend
         self._sessions = sessions
         self._model = model
@@ -394,6 +396,7 @@ class Inference(Generic[C, D]):
         self._first_event_grace_s = first_event_grace_s
         self._capture = capture
         self.limits = limits or CallLimits()
+        self._remote_images = remote_images
         self._request_timeout_s = request_timeout_s
         self.turns = LoopTurns()
         self._captures_bodies = capture is not None and capture.bodies
@@ -476,6 +479,7 @@ class Inference(Generic[C, D]):
         if live is not None:
             self.limits.check_kept(live.share)
             await self.turns.wait(live.share)
+        remote_images.set(live is None or self._remote_images)  # in this call's context
         working = step_begins(call.body_bytes)
         call.lowered = call.adapter.lower(call.body, live.cache if live is not None else None)
         if self._return_token_ids:

@@ -98,6 +98,7 @@ class Gateway(SimpleResponsesAPIModel):
             first_event_grace_s=config.first_event_grace_s,
             capture=self._capture,
             limits=config.limits(),
+            remote_images=config.remote_images,
             request_timeout_s=config.request_timeout_s,
         )
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -150,6 +151,13 @@ _UNSERVED = {
     "search_result": "a search result",
     "container_upload": "a container's file",
 }
+remote_images: ContextVar[bool] = ContextVar("nemo_gym_remote_images", default=True)
+"""Whether the request that is being lowered may name images by address. Whatever serves the model fetches them, so a
+box without a network would reach the engine's."""
+_SEND_DATA = (
+    "send the image as a data URL (data:image/…;base64,…), or set the gateway's 'remote_images: true' if a run's rows"
+    " hold addresses"
+)
 _URL = re.compile(r"\A(?:https?://|data:image/)", re.IGNORECASE)
 BETWEEN_PARTS = "\n"
 """Stands between the text parts of a message when they are joined for a template that takes text only. Without it, the
@@ -168,9 +176,11 @@ def text_part(text: str) -> Part:
 
 
 def image_part(url: str, where: str, detail: Any = None) -> Part:
-    """Return an image part for a URL or data URL."""
+    """Return an image part for a URL or data URL. A URL is refused where `remote_images` is false."""
     if not _URL.match(url):
         refuse(where, "must be an http(s) URL or a data URL of an image (data:image/…;base64,…)")
+    if url[:4].lower() == "http" and not remote_images.get():
+        refuse(where, f"is an address, which the engine would fetch from its own network: {_SEND_DATA}")
     image = {"url": url}
     if isinstance(detail, str) and detail != "auto":
         image["detail"] = detail

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from campaigns.faults.gateway.wire import Call, Leave
@@ -43,6 +44,66 @@ async def gateway(tmp_path: Path) -> AsyncIterator[TextStack]:
 
 def port_of(session: Opened) -> int:
     return int(session.facts["base_url"].split(":")[2].split("/")[0])
+
+
+ADDRESS = "HTTP://169.254.169.254/latest/meta-data"
+_CHAT = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": ADDRESS}}]}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_RESULT = {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url", "image_url": ADDRESS}]}
+_BLOCK = {"type": "image", "source": {"type": "url", "url": ADDRESS}}
+_USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+_ITEM = {"type": "input_image", "image_url": ADDRESS}
+_OUTPUT = {"type": "function_call_output", "call_id": "c", "output": [_ITEM]}
+REMOTE: list[tuple[str, str, dict[str, Any]]] = [
+    ("/chat/completions", "messages.0.content.0.image_url.url", {"messages": [_CHAT]}),
+    (
+        "/chat/completions",
+        "messages.1.content.0.image_url",
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [_CALL]}, _RESULT]},
+    ),
+    ("/messages", "messages.0.content.0.source.url", {"messages": [{"role": "user", "content": [_BLOCK]}]}),
+    (
+        "/messages",
+        "messages.1.content.0.content.0.source.url",
+        {
+            "messages": [
+                {"role": "assistant", "content": [_USE]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [_BLOCK]}]},
+            ]
+        },
+    ),
+    ("/responses", "input.0.content.0.image_url", {"input": [{"role": "user", "content": [_ITEM]}]}),
+    (
+        "/responses",
+        "input.1.output.0.image_url",
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, _OUTPUT]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "body"), REMOTE)
+async def test_address_of_an_image_reaches_the_endpoint_only_where_it_is_allowed(
+    gateway: TextStack, path: str, field: str, body: dict[str, Any]
+) -> None:
+    session = await gateway.open()
+    refused = await session.post(path, {"max_tokens": 9, **body})
+    text = await refused.text()
+    assert refused.status == 400 and f"'{field}'" in text and "remote_images: true" in text, text
+    assert not gateway.engine.calls
+    data_url = orjson.loads(orjson.dumps(body).replace(ADDRESS.encode(), b"data:image/png;base64,AAAA"))
+    assert (await session.post(path, {"max_tokens": 9, **data_url})).status == 200
+    await gateway.restart(remote_images=True)
+    session = await gateway.open(attempt=1)
+    assert (await session.post(path, {"max_tokens": 9, **body})).status == 200
+    assert ADDRESS in str(gateway.engine.calls[-1].body)
+    file = orjson.loads(orjson.dumps(body).replace(ADDRESS.encode(), b"file:///etc/passwd"))
+    assert (await session.post(path, {"max_tokens": 9, **file})).status == 400
+
+
+async def test_caller_of_the_stack_may_name_images_by_address(gateway: TextStack) -> None:
+    client = gateway.stack.client(Role.ENVIRONMENT, "judge")
+    assert (await client.post("gateway", "/v1/chat/completions", json={"messages": [_CHAT]})).status == 200
+    assert ADDRESS in str(gateway.engine.calls[-1].body)
 
 
 UNPINNABLE: dict[str, Any] = {"min_tokens": 4000, "ignore_eos": True, "use_beam_search": True, "mirostat": 2}

@@ -20,6 +20,7 @@ from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, Sa
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, copy_layer, remove_directory
+from nemo_gym.sandbox.providers.local.supervisor.construction import place_in_image
 from tests.sandbox.local_boxes import LocalPlace, leftovers, local_place
 
 
@@ -389,11 +390,22 @@ async def test_links_of_an_image_lead_no_mount_to_the_host(
     assert not [*outside.iterdir()]
 
 
+def test_link_that_cannot_be_read_for_the_length_of_its_path_is_no_place(tmp_path: Path) -> None:
+    root, path = Path(tmp_path, *["r" * 200] * 16), "/p" * 500
+    assert place_in_image(str(tmp_path), path) == path
+    with pytest.raises(OSError, match="too long"):
+        place_in_image(str(root), path)
+
+
 async def test_mount_appears_where_links_of_the_image_lead(place: LocalPlace, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mounted")
     first = await place.create()
     await place.run(first, "mkdir -p /opt/real; ln -s ../opt/real /srv/data; ln -sf ../run/r/conf /etc/resolv.conf")
     await place.provider.commit(first, "linked", {})
+    # A link of the image below /run is not in the box, where that is a file system of its own.
+    (layer,) = (tmp_path / "images" / "layers").iterdir()
+    (layer / "root" / "run").mkdir(exist_ok=True)
+    (layer / "root" / "run" / "r").symlink_to("/opt/elsewhere")
     mounts = [Mount(source=str(tmp_path / "file"), target="/srv/data/a/b")]
     box = await place.create(image="linked", mounts=mounts, network=NetworkPolicy.OPEN)
     assert await place.run(box, "cat /opt/real/a/b; stat -c %a /opt/real/a /run/r") == "mounted755\n755\n"

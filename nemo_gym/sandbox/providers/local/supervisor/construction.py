@@ -8,8 +8,9 @@ import json
 import os
 import signal
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 from nemo_gym._util.tasks import finish
@@ -223,8 +224,10 @@ def _become_bwrap(
         target = Path(plan.root)
         mount_overlay(plan, overlay, target if overlay.part == "root" else target / overlay.part)
     report.step = "finding the places of mounts"
-    paths = [*_OWN, "/run", *plan.hidden, *files, *(target for _, target in plan.mounts)]
-    places = {path: place_in_image(plan.root, path) for path in paths}
+    places = {path: place_in_image(plan.root, path) for path in (*_OWN, "/run")}
+    covered = [*places.values()]
+    paths = [*plan.hidden, *files, *(target for _, target in plan.mounts)]
+    places |= {path: place_in_image(plan.root, path, covered) for path in paths}
     arguments = _bwrap_arguments(plan, program, info_fd, files, places)
     if namespace is None:
         enter_user_namespace(report, ready_fd, go_fd)
@@ -316,9 +319,10 @@ def _escape(path: str) -> str:
     return path
 
 
-def place_in_image(root: str, path: str) -> str:
+def place_in_image(root: str, path: str, covered: Collection[str] = ()) -> str:
     """Return the path without links of the place in the image at ``root`` where ``path`` leads in a box. Until the box
-    is built, all files of the host are in reach, and a link of the image could lead there.
+    is built, all files of the host are in reach, and a link of the image could lead there. Links of the image below
+    ``covered``, where the box has other file systems, are not in the box.
 
     Raises:
         OSError: the links are a loop, or nothing can be mounted there.
@@ -331,9 +335,14 @@ def place_in_image(root: str, path: str) -> str:
         if name == "..":
             place = place[:-1]
             continue
+        if any(part in covered for part in accumulate(place, lambda path, name: f"{path}/{name}", initial="")):
+            place.append(name)
+            continue
         try:
             link = PurePosixPath(os.readlink("/".join((root, *place, name))))  # noqa: PTH115 - plain strings
-        except OSError:  # it is no link, or does not exist
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # whether it is a link is not known
+                raise
             place.append(name)
             continue
         links += 1

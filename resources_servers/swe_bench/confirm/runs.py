@@ -13,7 +13,6 @@ import re
 import shlex
 import tarfile
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,16 +144,20 @@ async def run_renderings(
             return result.outcome
 
         outcome = await run(f"{INPUTS}/run.sh")
-        state = await read_file(site, handle, _STATE, max_bytes=MAX_RECORD_BYTES) or b""
-        # A file that not all renderings have must not exist when another rendering runs.
-        file_counts = Counter(path for rendering in renderings for path in set(rendering.files))
+        state = await read_file(site, handle, _STATE, max_bytes=MAX_RECORD_BYTES)
+        earlier_files: set[str] = set()
         for number, rendering in enumerate(renderings):
-            if outcome is not ExecOutcome.EXITED:
+            if outcome is not ExecOutcome.EXITED or not state:  # without a state, the steps before the tests broke off
                 break
-            own_files = {path for path in rendering.files if file_counts[path] < len(renderings)}
-            script = _turn(rendering, rendering.command(steps.test_command), own_files, len(state))
+            # An earlier rendering's file that this one does not have must not exist now.
+            leftovers = earlier_files - {*rendering.files}
+            earlier_files |= {*rendering.files}
+            script = _turn(rendering, rendering.command(steps.test_command), leftovers, len(state))
+            script_bytes = script.encode("utf-8", "surrogateescape")
             archive = _tar({**(support or {}), **_bytes(rendering.files)}, number)
-            outcome = await run("-c", script, f"{INPUTS}/run.sh", stdin=state + archive)
+            # The script is input, because it may be longer than an argument.
+            read_script = f'eval "$(head -c {len(script_bytes)})"'
+            outcome = await run("-c", read_script, f"{INPUTS}/run.sh", stdin=script_bytes + state + archive)
             if outcome is ExecOutcome.EXITED:
                 records.append(await fetch_records(site, handle, rendering.records))
     records += [""] * (len(renderings) - len(records))
@@ -208,18 +211,18 @@ def _preparation(steps: Steps) -> str:
     return "\n".join([first, f"rm -rf {INPUTS}", *rest, steps.after, _KEEP_STATE, "exit 0", ""])
 
 
-def _turn(rendering: Rendering, command: str, own_files: Collection[str], state_bytes: int) -> str:
-    """Return the script of a rendering. Its input is the state of the preparation's shell, and then the archive."""
+def _turn(rendering: Rendering, command: str, leftovers: Collection[str], state_bytes: int) -> str:
+    """Return the script of a rendering. Its input is the state of the preparation's shell, and then the archive.
+    ``leftovers``: files that it removes before."""
     return "\n".join(
         [
-            f"rm -rf {INPUTS} {rendering.records}",
+            f"cd {TESTBED}",
+            f"rm -rf {shlex.join([INPUTS, rendering.records, *sorted(leftovers)])}",
             _TAKE_STATE.format(size=state_bytes),
             f"tar -xf - -C {TESTBED}",
             "exec < /dev/null",
             f"cd {TESTBED}",
             command,
-            f"cd {TESTBED}",
-            *(f"rm -f {shlex.quote(path)}" for path in sorted(own_files)),
         ]
     )
 

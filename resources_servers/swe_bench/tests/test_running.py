@@ -231,3 +231,33 @@ async def test_instrumented_script_prints_what_the_rows_own_script_prints(site: 
     lines = [line for line in lines if not line.removeprefix("+ ").startswith(added)]
     assert lines == [line for line in own_lines if not line.startswith("+ exit ")]
     assert done.test_exit_code == (3 if end == ":" else plain.return_code)
+
+
+async def test_nothing_runs_after_steps_that_broke_off(site: EvalSite) -> None:
+    done = await recorded(site, script(before="set -e; false"), b"", record(0, 1))
+    assert (done.outcome, done.records) == (ExecOutcome.EXITED, ("",))
+
+
+async def test_files_of_an_earlier_rendering_are_gone_though_its_command_ended_the_shell(site: EvalSite) -> None:
+    done = await recorded(
+        site, script("python3 test_x.py; python3 -c 'import own'", before="set -e"), b"", record(0, 1), record(1, 2)
+    )
+    assert done.records == ("1", "2"), done.log
+    names = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
+    row = SweBenchRow(
+        **dict.fromkeys(names, "sample"),
+        fail_to_pass=("t",),
+        pass_to_pass=(),
+        eval_script=script("ls own.py test_x.py > /var/tmp/listed; exit 1"),
+        log_parser="parse_log_pytest",
+        eval_type="pass_and_fail",
+    )
+    own = Rendering({"own.py": "", "test_x.py": ""}, "/var/tmp/listed")
+    done = await run_renderings(site, row, b"", [own, Rendering({"test_x.py": ""}, "/var/tmp/listed")])
+    assert done.records == ("own.py\ntest_x.py\n", "test_x.py\n"), done.log
+
+
+async def test_test_command_may_be_longer_than_an_argument(site: EvalSite) -> None:
+    names = " ".join(f"test_{number}" for number in range(20_000))
+    done = await recorded(site, script(f": {names}\npython3 test_x.py"), b"", record(0, 1))
+    assert done.records == ("1",), done.log[-2000:]

@@ -157,6 +157,9 @@ async def test_session_sampling_is_what_the_model_is_asked_for() -> None:
     }
     assert apply_sampling(Dialect.MESSAGES, {}, sampling) == {"temperature": 0.5, "max_tokens": 7}
     assert apply_sampling(Dialect.RESPONSES, {}, sampling) == {"temperature": 0.5, "max_output_tokens": 7}
+    asked = {"max_completion_tokens": 99, "n_predict": 99, "min_tokens": 9}
+    assert apply_sampling(Dialect.CHAT, asked, {"max_tokens": 7}) == {"max_completion_tokens": 7}
+    assert apply_sampling(Dialect.MESSAGES, {**asked}, {"seed": 1}) == asked
 
 
 async def test_expired_token_is_refused() -> None:

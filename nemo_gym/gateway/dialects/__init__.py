@@ -26,13 +26,17 @@ def apply_sampling(dialect: Dialect, body: dict[str, Any], sampling: dict[str, A
     override them."""
     if not sampling:
         return body
-    changed = {key: value for key, value in body.items() if key not in OVERRIDING}
+    overriding = OVERRIDING if sampling.keys() - {"seed"} else ()
+    changed = {key: value for key, value in body.items() if key not in overriding}
+    budgets = [sampling[name] for name in TOKEN_BUDGETS if sampling.get(name) is not None]
+    if budgets:
+        newer = dialect is Dialect.CHAT and "max_completion_tokens" in body
+        name = "max_completion_tokens" if newer else "max_tokens"
+        changed = {key: value for key, value in changed.items() if key not in TOKEN_BUDGETS}
+        changed["max_output_tokens" if dialect is Dialect.RESPONSES else name] = min(budgets)
     for key, value in sampling.items():
-        if key == "max_output_tokens":
-            given = "max_completion_tokens" if "max_completion_tokens" in changed else "max_tokens"
-            for budget in TOKEN_BUDGETS:
-                changed.pop(budget, None)
-            changed[key if dialect is Dialect.RESPONSES else given] = value
+        if key in TOKEN_BUDGETS:
+            continue
         elif key == "seed" and dialect is not Dialect.CHAT:
             continue  # only Chat Completions has it
         elif key == "stop" and dialect is Dialect.MESSAGES:

@@ -14,7 +14,7 @@
 | ``logprobs`` | of the sampled tokens; ``top_logprobs`` gives no alternatives |
 | ``return_token_ids``, ``return_token_id_information`` | token ids and logprobs in the message |
 | ``n`` other than 1, ``best_of`` above 1 | refused |
-| ``kv_transfer_params``, ``logit_bias``, ``functions``, ``function_call``, ``audio``, ``modalities`` with more than text, ``echo``, ``suffix``, ``prompt``, ``background``, ``previous_response_id``, ``conversation`` | refused where they ask for something |
+| ``kv_transfer_params``, ``bootstrap_host``, ``logit_bias``, ``functions``, ``function_call``, ``audio``, ``modalities`` with more than text, ``echo``, ``suffix``, ``prompt``, ``background``, ``previous_response_id``, ``conversation`` | refused where they ask for something |
 | ``web_search_options``, ``store``, ``metadata``, ``model`` | ignored; the session has its model |
 | anything else (``user``, ``reasoning_effort``, ``parallel_tool_calls``, ``chat_template_kwargs``, unknown fields) | ``extra``; where the session pins sampling, without fields that change it or the length (`OVERRIDING`) |
 
@@ -632,8 +632,10 @@ SAMPLING = (
 )
 ONE_ANSWER = "asks for several answers; one request gets one answer here"
 NOT_STORED = "refers to a conversation stored elsewhere; nothing is stored here: send the whole conversation"
+_CONNECTS = "names a host that the engine would connect to"
 _REFUSED = {
-    "kv_transfer_params": "names a host that the engine would connect to",
+    "kv_transfer_params": _CONNECTS,
+    "bootstrap_host": _CONNECTS,
     "logit_bias": "changes the policy's distribution; its tokens would no longer be its own",
     "functions": "is the old form of 'tools'; use 'tools'",
     "function_call": "is the old form of 'tool_choice'; use 'tool_choice'",

@@ -134,8 +134,7 @@ class BaseRunServerInstanceConfig(BaseRunServerConfig):
     once, lists and objects four times. Parsing the default number blocks the event loop for about 0.1 s."""
     slow_request_timeout_s: float = Field(60.0, gt=0)
     """Seconds after which a connection with a stalled request is closed: its head is still incomplete, or less than
-    1 KiB arrived of a body that the server is reading. So is one whose client takes nothing of a reply for this
-    long."""
+    1 KiB arrived of a body that the server is reading."""
 
 
 class AggregateMetricsRequest(BaseModel):

@@ -13,7 +13,7 @@ import fcntl
 import sys
 import termios
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive
 
@@ -78,17 +78,24 @@ Connection = tuple[str, int]
 def _unwritten(transport: asyncio.Transport) -> int:
     """Bytes that may still be in this process. Under TLS there is a further buffer whose size cannot be queried, so
     there the bytes that the other end's kernel has not acknowledged count too."""
-    sock = transport.get_extra_info("socket")
-    if sock is not None and sock.fileno() < 0:  # closed: under TLS the size stays what it was
+    sock = _socket_of(transport)
+    if sock is None or sock.fileno() < 0:  # closed: under TLS the size stays what it was
         return 0
     size = transport.get_write_buffer_size()
     return size if transport.get_extra_info("sslcontext") is None else size + untaken(transport)
 
 
+def _socket_of(transport: asyncio.BaseTransport) -> Any:
+    try:
+        return transport.get_extra_info("socket")
+    except AttributeError:  # asyncio's TLS transport, closed twice
+        return None
+
+
 def untaken(transport: asyncio.BaseTransport | None) -> int:
     """Bytes that were written but not acknowledged by the other end's kernel. A client that leaves before they arrive
     closes its connection in order; its reset follows after the end of the stream, where it is not read any more."""
-    sock = transport.get_extra_info("socket") if transport is not None else None
+    sock = _socket_of(transport) if transport is not None else None
     try:
         queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
     except (OSError, ValueError):  # the socket is closed

@@ -1,5 +1,5 @@
 """The web server's HTTP protocol. It sends small replies in one write, reports to `DELIVERIES` how each connection
-ended, and closes connections whose request makes no progress, or whose client does not read.
+ended, and closes connections whose request makes no progress.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, which also tells `DELIVERIES` how connections end: ``uvicorn.Config(app, http=...)``.
 
     It closes a connection whose request makes no progress for ``slow_request_timeout_s``; uvicorn waits forever. Time
-    during which this server did not read, because its application was not reading, does not count. It also closes one
-    whose client takes nothing for that long of a reply that the kernel's buffers do not hold; it may take twice as
-    long until this is seen.
+    during which this server did not read, because its application was not reading, does not count.
     """
 
     def __init__(self, *args: Any, slow_request_timeout_s: float = 60.0, **options: Any) -> None:
@@ -93,9 +91,6 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         self._stuck_bytes = 0
         """Bytes received since the last progress: since a message began, a head or message ended, or body arrived."""
         self._made_progress = False
-        self._unsent_bytes = 0
-        """What was left to be written when `_watch` last looked; 0 if the client has taken much since."""
-        self._taken_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -125,10 +120,6 @@ class WatchedHttpProtocol(HttpToolsProtocol):
             self._watching.cancel()
         DELIVERIES.ended(self.client, reset=exc is not None or untaken(self.transport) > 0)
         super().connection_lost(exc)
-
-    def resume_writing(self) -> None:
-        self._unsent_bytes = 0
-        super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -180,18 +171,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         self._progress_bytes = 0
         self._is_late = False
 
-    def _is_unread(self) -> bool:
-        """Whether the client has taken nothing of what is to be written for the timeout."""
-        now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
-        if not self._unsent_bytes or unsent < self._unsent_bytes:
-            self._taken_at = now
-        self._unsent_bytes = unsent
-        return unsent > 0 and now - self._taken_at >= self._timeout_s
-
     def _watch(self) -> None:
-        if self._is_unread():
-            self.transport.abort()
-            return
         cycle = self.cycle
         if self._is_receiving:
             if self.flow.read_paused or (cycle is not None and cycle.waiting_for_100_continue):

@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from nemo_gym.gateway.live_session import SessionAnswers
-from nemo_gym.http.delivery import DELIVERIES, AnswerWatch, end
+from nemo_gym.http.delivery import DELIVERIES, AnswerWatch, end, untaken
 from nemo_gym.http.protocol import WatchedHttpProtocol
 
 ASK = b"POST /turn HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
@@ -257,3 +257,18 @@ def test_work_that_is_ended_cleans_up_although_its_event_loop_ends_too(run: Scen
 
     run(steps())
     assert ends == [True]
+
+
+class TwiceClosedTlsTransport(asyncio.Transport):
+    """As asyncio's TLS transport is after a second ``close``; uvicorn calls it when the connection is lost."""
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        raise AttributeError("'NoneType' object has no attribute '_get_extra_info'")
+
+    def get_write_buffer_size(self) -> int:
+        return 20_000_000
+
+
+def test_transport_that_was_closed_twice_holds_no_bytes() -> None:
+    assert not AnswerWatch(TwiceClosedTlsTransport()).holds_bytes
+    assert untaken(TwiceClosedTlsTransport()) == 0

@@ -105,6 +105,7 @@ _NOT_OF_ROWS = (RUN_FIELDS | AGENT_FIELDS | VERDICT_FIELDS | {RESPONSE_KEY, SESS
 
 
 def without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a row or reply whose names are not in ``names``."""
     return {key: value for key, value in fields.items() if key not in names}
 
 

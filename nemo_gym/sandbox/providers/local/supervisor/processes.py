@@ -34,9 +34,8 @@ class UserError(Exception):
 
 
 _KINDS = {UserError: "user", archive.ArchiveTooLargeError: "archive_too_large", archive.ArchiveError: "archive"}
-
-
 _MESSAGE_CHARS = 300
+"""Limit of a problem's message, with which its line is shorter than PIPE_BUF (4,096 bytes) however it is escaped."""
 
 
 class Report:
@@ -49,7 +48,7 @@ class Report:
     def write(self, error: Exception) -> None:
         kind = next((kind for class_, kind in _KINDS.items() if isinstance(error, class_)), "sandbox")
         message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        # Another process may write a line at the same time. One that is no longer than PIPE_BUF stays in one piece.
+        # Another process may write a line at the same time; the pipe keeps lines up to PIPE_BUF in one piece.
         message = message[:_MESSAGE_CHARS]
         problem = {"step": self.step, "kind": kind, "errno": getattr(error, "errno", None), "message": message}
         os.write(self.descriptor, json.dumps(problem).encode() + b"\n")

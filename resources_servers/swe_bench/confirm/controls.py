@@ -89,6 +89,10 @@ class RowControls:
         return msgspec.convert(data, cls)
 
 
+# msgspec prepares a type at its first use, and crashes when two threads do so at once. Threads read controls.
+msgspec.json.Decoder(RowControls)
+
+
 def default_controls_dir() -> Path:
     """Return ``$XDG_STATE_HOME/nemo-gym/swe-bench/controls``."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path("~").expanduser() / ".local" / "state")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tarfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
@@ -25,6 +27,31 @@ CONTROLS = RowControls(ROW.instance_id, "", (ControlledRendering(Rendering({}, "
 SITE = EvalSite(cast(SandboxProvider, None), "image")
 LOST = SandboxLostError("the box is gone")
 OUT_OF_MEMORY = VerifierError("the host ran out of memory", kind=FailureKind.HOST_OUT_OF_MEMORY)
+
+
+READING = """
+import dataclasses, sys, msgspec
+from resources_servers.swe_bench.confirm.controls import RowControls
+
+@dataclasses.dataclass
+class New:
+    number: int
+
+def preparing(cls, data):
+    files = set()
+    sys.setprofile(lambda frame, event, argument: files.add(frame.f_code.co_filename))
+    msgspec.convert(data, cls)
+    sys.setprofile(None)
+    return any("msgspec" in file for file in files)
+
+assert preparing(New, {"number": 1})
+assert not preparing(RowControls, dataclasses.asdict(RowControls("a", "b", ())))
+"""
+
+
+def test_controls_may_be_read_by_many_threads_at_once() -> None:
+    """msgspec crashes when two threads prepare one type; importing the module has prepared this one."""
+    subprocess.run([sys.executable, "-c", READING], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("error", [LOST, OUT_OF_MEMORY])

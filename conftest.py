@@ -14,6 +14,9 @@ from nemo_gym.http.logs import configure_plain_logging
 from tests import lanes
 from tests import properties as properties  # its profiles: --hypothesis-profile names one
 
+# Before numpy is loaded: more test processes than cores run, so second threads for small matrices only wait.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 gc.disable()  # during test collection, which makes no garbage: the collector would take an eighth of the time
 
 

@@ -179,9 +179,7 @@ SPREAD = (
     "tests/cli",
     "tests/faults",
     "tests/harvest",
-    "tests/servers/test_model_limits.py",
     "tests/servers/test_owned_boxes.py",
-    "tests/servers/test_slow_senders.py",
     "tests/stack/test_supervision.py",
     "tests/stack/test_venvs.py",
 )
@@ -196,7 +194,8 @@ LONGEST = (
     "tests/servers/test_model_limits.py",
     "tests/servers/test_slow_senders.py",
 )
-"""These tests start first, so that no process is still busy with one of them when all others are done."""
+"""These tests start first, so that no process is still busy with one of them when all others are done. Files that
+mostly wait are not in `SPREAD`: one process waits while the others work."""
 
 
 ROOT = Path(__file__).parents[1]

@@ -82,8 +82,8 @@ async def test_generation_holds_exactly_the_sampled_tokens(wire: str, http: Engi
 async def test_answer_of_more_tokens_than_were_asked_for_is_dropped(
     wire: str, streamed: bool, http: EngineConnections
 ) -> None:
-    endless = hashed_sampler(1000)
-    async with engine_on(wire, http, sampler=lambda prompt, _, call: endless(prompt, 1000, call)) as (_, engine):
+    endless = hashed_sampler(300)
+    async with engine_on(wire, http, sampler=lambda prompt, _, call: endless(prompt, 300, call)) as (_, engine):
         seen = 0
         with pytest.raises(EngineAnswerTooLargeError, match="the request allowed 100") as caught:
             if not streamed:

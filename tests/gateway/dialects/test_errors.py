@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import anthropic
 import openai
 import orjson
 import pytest
@@ -58,6 +57,8 @@ CASES = [
 async def test_sdks_raise_their_own_exception(
     served: Served, error: NemoGymError, status: int, openai_type: str, anthropic_type: str
 ) -> None:
+    import anthropic  # here, because it takes a second, and every test process imports this file
+
     served.fail = error
     async with openai.AsyncOpenAI(api_key="k", base_url=f"{served.url}/v1", max_retries=0) as one:
         with pytest.raises(openai.APIStatusError) as caught:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from nemo_gym.gateway.policy_request import AnswerEnd
 from tests.gateway.dialects.bodies import SCHEMA, answer, call
 from tests.gateway.dialects.conftest import Served
+
+if TYPE_CHECKING:
+    import anthropic
 
 LONG = "Zeile 🙂 " * 200
 USER: Any = [{"role": "user", "content": "q"}]
@@ -20,6 +22,8 @@ THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
 
 @pytest.fixture
 async def client(served: Served) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic  # here, because it takes a second, and every test process imports this file
+
     async with anthropic.AsyncAnthropic(api_key="k", base_url=served.url, max_retries=0) as made:
         yield made
 

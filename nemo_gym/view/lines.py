@@ -8,7 +8,6 @@ Skipping the rest saves nothing on rows without tokens; rows of 1.1 MB with 30,0
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -184,12 +183,13 @@ def _decoded(line: bytes) -> dict[str, Any]:
 
 def _with_known_types(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row whose fields have the types that a summary reads; values of other types are left out."""
-    timings = mapping_of(row.get("timings"))
+    timings, agent = mapping_of(row.get("timings")), row.get("agent_ref")
     return {
         **row,
-        "timings": {key: value for key, value in timings.items() if isinstance(value, int | float)},
+        **({"reward": _float(row["reward"])} if isinstance(row.get("reward"), int | float) else {}),
+        "timings": {key: seconds for key, value in timings.items() if (seconds := _float(value)) is not None},
         "findings": list_of(row.get("findings")),
-        "agent_ref": ref if isinstance(ref := row.get("agent_ref"), Mapping) else {"name": _text(ref)},
+        "agent_ref": {"name": _text(agent.get("name") if isinstance(agent, Mapping) else agent)},
         ATTEMPT_INDEX_KEY: _int(row.get(ATTEMPT_INDEX_KEY)) or 0,
         "ng_agent_observations": _turns(row.get("ng_agent_observations")),
         "ng_model_session": _turns(row.get("ng_model_session")),
@@ -268,6 +268,11 @@ def _clean(text: str | None) -> str | None:
 
 
 def _int(value: Any) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return int(value) if abs(value) < 2**62 else None
+
+
+def _float(value: Any) -> float | None:
+    """Return a finite number; ``None`` for one whose sum over rows would not be finite, and for anything else."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None

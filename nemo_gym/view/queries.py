@@ -25,6 +25,8 @@ SORTS = {
 }
 REWARDS = {"none": "reward IS NULL", "0": "reward <= 0", ">0": "reward > 0", "1": "reward >= 1", "<1": "reward < 1"}
 MAX_ROWS = 1000
+_TOKENS = ", ".join(f"CAST(total({name}) AS INTEGER) AS {name}" for name in ("tokens_in", "tokens_out"))
+"""Harnesses report these numbers, and ``sum`` refuses those that are too large together."""
 _WORD = re.compile(r"\w+")
 _BOUND = re.compile(r"\s*([<>]=?)?\s*(\d{1,12}(?:\.\d{1,6})?)\s*")
 
@@ -183,12 +185,12 @@ def summary(index: ResultIndex, prices: Prices | None = None) -> dict[str, Any]:
     """Return the figures of a run so far."""
     (totals,) = index.rows(
         "SELECT count(*) AS rollouts, count(reward) AS valid, sum(findings > 0) AS with_findings,"
-        " sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out, sum(seconds) AS seconds,"
+        f" {_TOKENS}, sum(seconds) AS seconds,"
         " sum(chains) AS chains, avg(turns) AS turns, sum(attempts > 1) AS retried FROM rollouts"
     )
     agents = index.rows(
         "SELECT agent, count(*) AS rollouts, count(reward) AS valid, avg(reward) AS reward,"
-        " sum(findings > 0) AS with_findings, sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out"
+        f" sum(findings > 0) AS with_findings, {_TOKENS}"
         " FROM rollouts GROUP BY agent ORDER BY agent"
     )
     outcomes = index.rows(

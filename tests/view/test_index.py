@@ -123,6 +123,7 @@ HOSTILE: list[Any] = [
     b"[" * 5000 + b"]" * 5000,
     b'{"a":' * 3000 + b"1" + b"}" * 3000,
     {"_ng_task_index": 2**70, "_ng_rollout_index": 0, "reward": 1},
+    {"_ng_task_index": 10**400, "_ng_rollout_index": 0, "reward": 1},
     {"_ng_task_index": True, "_ng_rollout_index": 0, "reward": 1},
     {"input": "a dataset row", "_ng_task_index": 1, "_ng_rollout_index": 0},
 ]
@@ -132,6 +133,8 @@ ODD_ROWS: list[Any] = [
     row(22, task_id="\ud800 half a pair", response={"output": [{"content": [{"text": "\udfff"}]}]}),
     row(23, timings={"run_s": 1e308, "eval_s": 1e308}, evaluation_log="../../etc/passwd", turns="x"),
     row(24, response={"output": [said("long " * 2_500_000)]}),
+    row(27, agent_ref={"name": 5}, timings={"run_s": 2**70}, reward=10**400),
+    row(28, timings={"run_s": 10**400}, response={"output": [], "usage": {"input_tokens": 10**400}}),
     b'{"_ng_task_index": 25, "_ng_rollout_index": 0, "reward": 1, "task_id": "\xff\xfe"}',
     b'{"_ng_task_index": 26, "_ng_rollout_index": 0, "reward": 1, "deep": ' + b"[" * 900 + b"]" * 900 + b"}",
 ]
@@ -148,6 +151,16 @@ def test_lines_that_are_no_rows_are_told_in_a_sentence_and_the_rest_is_shown(tmp
         shown = rollout_view(index, found)
         assert shown["raw_bytes"] == len(found.raw)
         assert shown["evaluation"] is None
+
+
+def test_figures_survive_numbers_that_are_too_large_together(tmp_path: Path) -> None:
+    usage = {"input_tokens": 4 * 10**18, "output_tokens": 10}
+    timings = {"init_s": 1e308, "run_s": 1e308, "eval_s": 1.0}
+    rows = [row(task, reward=1e308, response={"output": [], "usage": usage}, timings=timings) for task in range(4)]
+    found = summary(open_result(write(tmp_path / "out.jsonl", *rows, row(9))))
+    assert (found["tokens_out"], found["seconds"]) == (50, 4 * 1.0 + 3.5)
+    assert found["tokens_in"] > 9 * 10**18
+    assert (found["valid"], found["reward"]["value"]) == (1, 1.0)
 
 
 def test_file_that_is_no_result_file_is_said_in_one_sentence(tmp_path: Path) -> None:

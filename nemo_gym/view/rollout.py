@@ -49,7 +49,7 @@ def rollout_view(index: ResultIndex, found: FoundRow) -> dict[str, Any]:
         "file": index.paths[found.source].name,
         "raw_bytes": len(found.raw),
         "is_readable": bool(row),
-        **{name: row.get(name) for name in _SHOWN_AS_THEY_ARE},
+        **{name: text if isinstance(text := row.get(name), str) else None for name in _SHOWN_AS_THEY_ARE},
         "timings": _timings(row),
         "steps": _steps(row),
         "prompt": _prompt(params),
@@ -140,12 +140,12 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
     text = value if isinstance(value, str) else _json(value)
     try:
         parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return cut(text, where)
-    if isinstance(parsed, dict):
-        if len(parsed) == 1 and isinstance(argument := next(iter(parsed.values())), str):
-            return {**cut(argument, where), "name": next(iter(parsed))}
-        text = orjson.dumps(parsed, option=orjson.OPT_INDENT_2).decode()
+        if isinstance(parsed, dict):
+            if len(parsed) == 1 and isinstance(argument := next(iter(parsed.values())), str):
+                return {**cut(argument, where), "name": next(iter(parsed))}
+            text = orjson.dumps(parsed, option=orjson.OPT_INDENT_2).decode()
+    except (orjson.JSONDecodeError, TypeError):
+        pass  # no JSON, or nested more deeply than orjson writes: show it unchanged
     return cut(text, where)
 
 
@@ -217,7 +217,7 @@ def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {
             "name": str(artifact.get("name", number)),
             "kind": str(artifact.get("kind", "")),
-            "size": artifact.get("size"),
+            "size": size if isinstance(size := artifact.get("size"), int) else None,
             "truncated": bool(artifact.get("truncated")),
             "error": artifact.get("error") and str(artifact["error"]),
             "is_diff": is_text and (artifact.get("kind") == "git_diff" or str(data).startswith("diff --git")),
@@ -244,7 +244,7 @@ def _failing_tests(row: Mapping[str, Any]) -> list[str]:
         str(name)
         for kind, status in statuses.items()
         if str(kind).endswith("_TO_PASS")
-        for name in mapping_of(status).get("failure") or ()
+        for name in list_of(mapping_of(status).get("failure"))
     ]
 
 
@@ -406,7 +406,10 @@ def _json(value: Any) -> str:
     try:
         return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
     except TypeError:  # nested more deeply than it writes
-        return json.dumps(value, ensure_ascii=False, default=str)
+        try:
+            return json.dumps(value, ensure_ascii=False, default=str)
+        except RecursionError:
+            return "It is nested too deeply to be shown here."
 
 
 def _cut_json(value: Any) -> dict[str, Any] | None:

@@ -100,13 +100,13 @@ class Pages:
         async def answer(request: Request) -> Response:
             try:
                 found = await anyio.to_thread.run_sync(question, request, limiter=self._limit)
+                return found if isinstance(found, Response) else _json(found)
             except NemoGymError as error:
                 status = 400 if isinstance(error, ConfigError) else error.status
                 return _json({"error": error.message}, status)
             except Exception as error:
                 log.exception("a page could not be made", path=request.url.path)
                 return _json({"error": f"{type(error).__name__}: {error}"[:500]}, 500)
-            return found if isinstance(found, Response) else _json(found)
 
         return answer
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
@@ -117,6 +119,10 @@ def test_last_line_without_an_end_is_left_out_until_it_has_one(output: Path) -> 
     assert notes(index) == []
 
 
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1), "b": 1} if depth else 1
+
+
 HOSTILE: list[Any] = [
     b"\xff\xfe not json",
     b"[]",
@@ -133,10 +139,13 @@ ODD_ROWS: list[Any] = [
     row(22, task_id="\ud800 half a pair", response={"output": [{"content": [{"text": "\udfff"}]}]}),
     row(23, timings={"run_s": 1e308, "eval_s": 1e308}, evaluation_log="../../etc/passwd", turns="x"),
     row(24, response={"output": [said("long " * 2_500_000)]}),
+    row(29, topology=nested(300), artifacts=[{"name": "a", "size": nested(300)}]),
+    row(30, official={"tests_status": {"FAIL_TO_PASS": {"failure": 7}, "PASS_TO_PASS": {"failure": "all"}}}),
     row(27, agent_ref={"name": 5}, timings={"run_s": 2**70}, reward=10**400),
     row(28, timings={"run_s": 10**400}, response={"output": [], "usage": {"input_tokens": 10**400}}),
     b'{"_ng_task_index": 25, "_ng_rollout_index": 0, "reward": 1, "task_id": "\xff\xfe"}',
     b'{"_ng_task_index": 26, "_ng_rollout_index": 0, "reward": 1, "deep": ' + b"[" * 900 + b"]" * 900 + b"}",
+    b'{"_ng_task_index": 31, "_ng_rollout_index": 0, "reward": 1, "details": ' + b"[" * 1020 + b"]" * 1020 + b"}",
 ]
 
 
@@ -145,11 +154,11 @@ def test_lines_that_are_no_rows_are_told_in_a_sentence_and_the_rest_is_shown(tmp
     assert summary(index)["rollouts"] == 2 + len(ODD_ROWS)
     (odd, foreign) = notes(index)
     assert odd.startswith(f"{len(HOSTILE)} lines of out.jsonl are not result rows (line 2: it is not JSON")
-    assert foreign.startswith("2 rows lack 'valid' or '_ng_rollout_id'")
+    assert foreign.startswith("3 rows lack 'valid' or '_ng_rollout_id'")
     for each in table(index, TableQuery())["rows"]:
         found = find_row(index, each["rollout_id"])
         shown = rollout_view(index, found)
-        assert shown["raw_bytes"] == len(found.raw)
+        assert orjson.loads(orjson.dumps(shown))["raw_bytes"] == len(found.raw)
         assert shown["evaluation"] is None
 
 
@@ -232,6 +241,14 @@ def test_rollout_shows_turns_with_calls_beside_their_results(tmp_path: Path) -> 
         text_at(found.row, "/response/nowhere")
     with pytest.raises(ViewError, match="no chain 0"):
         chain_of(found.row, 0)
+
+
+def test_arguments_that_a_model_nests_deeply_are_shown_as_it_wrote_them(tmp_path: Path) -> None:
+    arguments = json.dumps(nested(400))
+    output = [{"type": "function_call", "call_id": "a", "name": "bash", "arguments": arguments}, said("done")]
+    index = open_result(write(tmp_path / "out.jsonl", row(0, response={"output": output})))
+    (turn,) = rollout_view(index, find_row(index, "run.0-0"))["turns"]
+    assert [item.get("arguments", item)["text"] for item in turn["items"]] == [arguments, "done"]
 
 
 def test_samples_of_a_task_stand_side_by_side(tmp_path: Path) -> None:

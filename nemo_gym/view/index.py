@@ -92,7 +92,7 @@ class ResultIndex:
         self.paths = (self.files.output, self.files.failures)
         self._updating = threading.Lock()
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        self._connections: dict[threading.Thread, sqlite3.Connection] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.version = 0
         """Increases when there is something new to show."""
@@ -147,7 +147,10 @@ class ResultIndex:
             connection.execute("PRAGMA temp_store=MEMORY")
             connection.row_factory = sqlite3.Row
             self._local.connection = connection
-            self._connections.append(connection)
+            self._connections[threading.current_thread()] = connection
+            for thread in [*self._connections]:
+                if not thread.is_alive() and (unused := self._connections.pop(thread, None)) is not None:
+                    unused.close()  # a server's worker threads come and go
         return connection
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
@@ -265,7 +268,7 @@ class ResultIndex:
         return torn
 
     def close(self) -> None:
-        for connection in self._connections:
+        for connection in [*self._connections.values()]:
             connection.close()
         self._connections.clear()
         self._local = threading.local()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from pathlib import Path
@@ -208,6 +209,19 @@ def test_two_readers_of_one_file_index_each_row_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert summary(indexes[0])["rollouts"] == 500
+
+
+def test_index_keeps_no_open_files_of_threads_that_have_ended(output: Path) -> None:
+    index = open_result(output)
+    opened = 0
+    for _ in range(20):
+        thread = threading.Thread(target=summary, args=(index,))
+        thread.start()
+        thread.join()
+        opened = max(
+            opened, sum(os.path.realpath(each) == str(index.path) for each in Path("/proc/self/fd").iterdir())
+        )
+    assert opened <= 4
 
 
 def test_rollout_is_found_by_id_by_sample_and_by_task(output: Path) -> None:

@@ -60,6 +60,15 @@ def test_nothing_is_shown_without_the_token(runs: Runs) -> None:
     assert client.get("/api/runs").status_code == 200
 
 
+@pytest.mark.parametrize("other", ['a={"x": 1}', "a b=c", "a@b=1", 'a="', "word", "expires=1", "a=\xe9"])
+def test_cookies_of_other_programs_at_this_address_lock_nobody_out(runs: Runs, other: str) -> None:
+    client, token = client_of(runs)
+    given = client.get(f"/?token={token}", follow_redirects=False).headers["set-cookie"].partition(";")[0]
+    client.cookies.clear()
+    for cookies in (f"{other}; {given}", f"{given}; {other}"):
+        assert client.get("/api/runs", headers={"cookie": cookies.encode("latin-1")}).status_code == 200
+
+
 def test_other_names_of_this_machine_and_other_methods_are_refused(client: TestClient) -> None:
     assert client.get("/api/runs", headers={"host": "evil.example"}).status_code == 421
     assert client.post("/api/runs").status_code == 405

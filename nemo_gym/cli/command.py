@@ -69,7 +69,9 @@ def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | N
 
 
 def complain(name: str, message: str) -> None:
-    print(f"{name}: error: {message}", file=sys.stderr)
+    from nemo_gym.view.text import shown
+
+    print(f"{name}: error: {shown(message)}", file=sys.stderr)
 
 
 def key_of(word: str) -> str:
@@ -110,10 +112,19 @@ def whole_number(key: str, text: str) -> int:
 
 
 def result_console() -> Console:
-    from rich.console import Console
+    """Return a console that prints text of models, boxes and datasets as text: only rich itself moves the cursor."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    from nemo_gym.view.text import shown
+
+    class TextConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
     # A file has no width; tables cut to 80 columns would be of little use in it.
-    return Console(width=None if sys.stdout.isatty() else 140)
+    return TextConsole(width=None if sys.stdout.isatty() else 140)
 
 
 def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -42,8 +42,9 @@ def logs(argv: Sequence[str]) -> int:
                               "event": line.event, "rollout_id": line.rollout_id, **line.more}))  # fmt: skip
             continue
         trace = str(line.more.get("exception", ""))
-        extra = " ".join(f"{key}={one_line(value, 300)}" for key, value in line.more.items() if key != "exception")
-        print(f"{line.timestamp} {line.server} {line.level}: {one_line(line.event, 400)} {extra}".rstrip())
+        extra = (f"{one_line(key)}={one_line(value, 300)}" for key, value in line.more.items() if key != "exception")
+        source = " ".join(map(one_line, (line.timestamp, line.server, line.level)))
+        print(" ".join((f"{source}: {one_line(line.event, 400)}", *extra)))
         for text in trace.splitlines():
             print(f"    {shown(text)}")
     if not lines:

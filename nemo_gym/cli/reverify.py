@@ -168,7 +168,9 @@ def _work(files: RunFiles, environments: Mapping[str, str], concurrency: int, ti
 
 
 def _show(compared: Reverification) -> int:
+    from nemo_gym.contract.verdict import MAX_REASON_CHARS
     from nemo_gym.rollouts.reverify import Outcome
+    from nemo_gym.view.text import one_line
 
     rows: list[tuple[str, Any]] = [*sorted(compared.counts.items())]
     if len(rows) > 1:
@@ -178,7 +180,7 @@ def _show(compared: Reverification) -> int:
         [(name, *(str(counts[outcome]) for outcome in Outcome)) for name, counts in rows],
     )
     for reason, count in compared.reasons.most_common(10):
-        print(f"{count} × {reason}")
+        print(f"{count} × {one_line(reason, MAX_REASON_CHARS)}")
     print(f"Comparison: {compared.path}", flush=True)
     total = compared.total
     if total[Outcome.SKIPPED] == total.total():

@@ -72,8 +72,9 @@ def _print(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
         for line in each["failing_lines"]:
             say(f"  {one_line(each['evaluation_log'], 120)}: {one_line(line, 160)}", "red")
         for line in each["log_lines"]:
-            extra = " ".join(f"{key}={one_line(value, 200)}" for key, value in line["more"].items())
-            say(f"  {line['at']}: {line['level']}: {one_line(line['event'], 200)} {extra}".rstrip(), "yellow")
+            extra = (f"{one_line(key)}={one_line(value, 200)}" for key, value in line["more"].items())
+            source = f"  {line['at']}: {one_line(line['level'])}"
+            say(" ".join((f"{source}: {one_line(line['event'], 200)}", *extra)), "yellow")
         if not each["log_lines"] and each["label"].startswith("no verdict"):
             where = ", ".join(each["log_folders"]) or "their folder is not known, or no longer there"
             say(f"  no server logged anything about it ({where})", "dim")

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.text import Text
 
+from nemo_gym.cli import command
+from nemo_gym.cli.logs import logs
+from nemo_gym.cli.show import show
 from nemo_gym.cli.why import why
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.view.text import one_line, shown
@@ -116,3 +120,38 @@ def test_command_prints_no_class_for_a_rollout_that_did_not_fail(
     output = write(tmp_path / "out.jsonl", row(1))
     assert why([str(output), "task-1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["classes"] == []
+
+
+MOVES = "\x1b]0;title\x07\x1b[2J"
+
+
+def hostile_run(folder: Path) -> Path:
+    """A result file and its servers' log, with text that a terminal would act on."""
+    artifact = {"name": MOVES, "kind": MOVES, "size": 1, "encoding": "utf-8", "data": MOVES}
+    fields = {"task_id": f"task{MOVES}", "_ng_rollout_id": f"run.0-0{MOVES}", "artifacts": [artifact]}
+    output = write(folder / "out.jsonl", row(0, reward=0.0, reward_reason=f"wrong {MOVES}", **fields))
+    (folder / "run" / "logs").mkdir(parents=True)
+    line = {"event": MOVES, "rollout_id": "run.7-0", "level": f"error{MOVES}\n", "timestamp": MOVES}
+    write(folder / "run" / "logs" / "a.log", {**line, "server": MOVES, f"key{MOVES}\n": MOVES, "exception": MOVES})
+    return output
+
+
+def test_commands_print_what_rows_and_logs_hold_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = str(hostile_run(tmp_path))
+    assert show([output]) == 0
+    assert show([output, f"task{MOVES}"]) == 0
+    assert why([output]) == 0
+    assert logs(["rollout=run.7-0", f"run_dir={tmp_path / 'run'}"]) == 0
+    with pytest.raises(SystemExit):
+        command.run("ng_show", show, [output, f"tusk{MOVES}"])
+    printed = capsys.readouterr()
+    assert "did you mean 'task^[]0;title^G^[[2J'" in printed.err
+    assert "error^[]0;title^G^[[2J: ^[]0;title^G^[[2J key^[]0;title^G^[[2J=^[]0;title^G^[[2J" in printed.out
+    assert [text for text in (printed.out, printed.err) if "\x1b" in text or "\x07" in text] == []
+
+
+def test_console_of_results_prints_text_of_a_run_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    console = command.result_console()
+    console.print(Text(f"wrong answer {MOVES}"))
+    console.print("[bold]as rich formats it[/bold]")
+    assert capsys.readouterr().out == "wrong answer ^[]0;title^[[2J\nas rich formats it\n"

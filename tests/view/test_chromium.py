@@ -22,6 +22,8 @@ HOSTILE_TEXT = (
     "[a](javascript:alert(1)) {{7*7}} ${7*7}"
 )
 
+NAMES_OF_OBJECTS = ("constructor", "toString", "__proto__")
+
 
 def chain(tokens: int) -> dict[str, Any]:
     chance = random.Random(1)
@@ -53,6 +55,7 @@ def hostile_rows() -> list[Any]:
         said("long " * 100_000),
     ]
     diff = f"diff --git a/{text} b/{text}\n--- a\n+++ b\n@@ -1 +1 @@\n-x = '{text}'\n+y = 1  # {text}\n"
+    diff += "".join(f"diff --git a/x.{name} b/x.{name}\n@@ -0,0 +1 @@\n+return 1\n" for name in NAMES_OF_OBJECTS)
     deep: Any = "deep"
     for _ in range(400):
         deep = [deep]
@@ -62,7 +65,7 @@ def hostile_rows() -> list[Any]:
             task_id=text,
             reward=0.0,
             response={"output": output},
-            responses_create_params={"input": text},
+            responses_create_params={"input": [{"role": "user unseen", "content": text}]},
             reward_reason=text,
             outcome=text,
             agent_ref={"name": text},
@@ -174,6 +177,10 @@ def test_hostile_rows_are_text_and_no_request_leaves_the_page(browser: Browser, 
         for tab in page.get_by_role("tab").all():
             tab.click()
             page.wait_for_selector("#tab-panel > *")
+    look.go(f"#/run/{key}/rollout?id=run.0-0", "article.message")
+    assert page.locator("article.message").bounding_box()["height"] > 50
+    look.go(f"#/run/{key}/rollout?id=run.0-0&tab=diff", ".diff")
+    assert page.locator(".diff").count() == 1 + len(NAMES_OF_OBJECTS)
     look.go(f"#/run/{key}/rollout?id=run.0-0&tab=turns", ".turn")
     shown = page.locator(".turn").first.inner_text()
     assert "\u202e" not in shown

@@ -6,7 +6,7 @@ const WORDS = {
   script: "async await break case catch class const continue default delete do else export extends false finally for function if import in instanceof let new null of return static super switch this throw true try typeof undefined var void while yield interface type",
   other: "if else for while return break continue switch case default struct enum fn let mut pub impl use func package import type const var true false null nil void int char static class public private new try catch throw def end do then",
 };
-const LANGUAGES = { py: "python", pyi: "python", js: "script", mjs: "script", jsx: "script", ts: "script", tsx: "script" };
+const LANGUAGES = new Map(Object.entries({ py: "python", pyi: "python", js: "script", mjs: "script", jsx: "script", ts: "script", tsx: "script" }));
 const KEYWORDS = Object.fromEntries(Object.entries(WORDS).map(([name, words]) => [name, new Set(words.split(" "))]));
 const PARTS = {
   python: /(#.*$)|("""|'''|"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)|(\b\d[\w.]*)|([A-Za-z_]\w*)/g,
@@ -48,7 +48,7 @@ export function filesOf(text) {
 
 export function Diff({ text }) {
   return filesOf(text).map((file) => {
-    const language = LANGUAGES[file.name.split(".").pop()] || "other";
+    const language = LANGUAGES.get(file.name.split(".").pop()) || "other";
     return html`<details class="file" open=${file.lines.length < 600}><summary><code><${Text}>${file.name}<//></code> <span class="good">+${file.added}</span> <span class="bad">−${file.removed}</span></summary>
       <pre class="diff" tabindex="0" role="region" aria-label=${`changes of ${file.name}`}>${file.lines.map((line) => html`<span class=${`line ${line.kind}`}>${line.kind === "hunk" || line.kind === "head" || !line.text
         ? html`<${Text}>${line.text}<//>` : html`<span class="sign">${line.text[0]}</span>${coloured(line.text.slice(1), language)}`}${"\n"}</span>`)}</pre></details>`;

@@ -67,7 +67,7 @@ function Overview({ of, all }) {
       <b>attempt ${attempt.number}</b>${attempt.stage && html` <span class="faint">${attempt.stage}</span>`} ${attempt.kind ? html`<span class="warned"><${Text}>${attempt.kind}<//></span>` : html`<span class="good">verdict</span>`}
       ${attempt.reason && html`: <${Text}>${attempt.reason}<//>`}${attempt.details && html`<${LongText} of=${attempt.details} label="details" />`}</li>`)}</ol></section>`}
     <section><h2>Prompt</h2>${!of.prompt.length && html`<p class="faint">The row holds no prompt.</p>`}
-      ${of.prompt.map((message) => html`<article class=${`message role-${message.role}`}><h3><${Text}>${message.role}<//></h3><${LongText} of=${message} all=${all} label=${`prompt, ${message.role}`} /></article>`)}</section>
+      ${of.prompt.map((message) => html`<article class="message"><h3><${Text}>${message.role}<//></h3><${LongText} of=${message} all=${all} label=${`prompt, ${message.role}`} /></article>`)}</section>
     ${of.turns.length > 0 && html`<section><h2>Last turn</h2><${Turn} turn=${of.turns[of.turns.length - 1]} all=${all} open /></section>`}`;
 }
 
@@ -148,6 +148,8 @@ function Tokens({ run, of }) {
     ${chosen !== null && html`<${Chain} key=${chosen} run=${run} id=${of.rollout_id} number=${chosen} />`}`;
 }
 
+const LEVELS = ["warning", "error", "critical"]; // those with a colour; a log may hold any text
+
 function Logs({ run, id }) {
   const { value, error } = useAnswer(`/api/runs/${run}/logs`, { id });
   if (error) return html`<${Problem}>${error}<//>`;
@@ -155,7 +157,7 @@ function Logs({ run, id }) {
   if (!value.folders.length) return html`<p class="note">The folder with the logs of this run's servers is not known, or no longer there.</p>`;
   return html`<p class="faint path">${value.folders.join(", ")}</p>
     ${!value.lines.length ? html`<p>No server logged anything about this rollout.</p>` : html`<div class="scroll"><table class="rows logs"><thead><tr><th>time</th><th>server</th><th>level</th><th>what</th></tr></thead>
-      <tbody>${value.lines.map((line) => html`<tr class=${`level-${line.level}`}><td class="time">${line.timestamp.slice(11, 23)}</td><td><${Text}>${line.server}<//></td><td><${Text}>${line.level}<//></td>
+      <tbody>${value.lines.map((line) => html`<tr class=${LEVELS.includes(line.level) ? `level-${line.level}` : ""}><td class="time">${line.timestamp.slice(11, 23)}</td><td><${Text}>${line.server}<//></td><td><${Text}>${line.level}<//></td>
         <td><${Text}>${line.event}<//>${Object.keys(line.more).length > 0 && html`<${LongText} of=${{ text: JSON.stringify(line.more, null, 1).replaceAll("\\n", "\n"), chars: 0 }} label="more" lines=${6} />`}</td></tr>`)}</tbody></table></div>`}`;
 }
 

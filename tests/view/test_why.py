@@ -110,6 +110,7 @@ def test_evidence_names_reason_attempts_and_failing_tests() -> None:
 
 def test_text_in_a_terminal_moves_nothing() -> None:
     assert shown("a\x1b[31mb\u202ec\x00\td\ne") == "a^[[31mb<U+202E>c^@\td\ne"
+    assert shown("a\U000e0041b\u3164c\u206ad") == "a<U+E0041>b<U+3164>c<U+206A>d"
     assert one_line("a\n  b\r\n\x07c") == "a b^M ^Gc"
     assert one_line("x" * 10, 5) == "xxxx…"
 

@@ -51,10 +51,10 @@ export function useLive(run) {
 }
 
 // Characters that would change how the text around them is shown, or that show nothing.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb\u{e0000}-\u{e0fff}]/gu;
 const codeOf = (char) => char.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
 const pictured = (char) => {
-  const code = char.charCodeAt(0);
+  const code = char.codePointAt(0);
   return code < 0x20 ? `^${String.fromCharCode(code + 64)}` : `U+${codeOf(char)}`;
 };
 
@@ -71,7 +71,7 @@ export function Text({ children }) {
     if (found[0] === "\r" && text[found.index + 1] === "\n") { parts.push(text.slice(end, found.index)); end = found.index + 1; continue; }
     parts.push(text.slice(end, found.index));
     parts.push(html`<span class="hidden-char" title=${`U+${codeOf(found[0])}`}>${pictured(found[0])}</span>`);
-    end = found.index + 1;
+    end = found.index + found[0].length;
   }
   parts.push(text.slice(end));
   return parts;

@@ -20,12 +20,14 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.otlp import ENCODINGS, Collector, RefusedError
 from nemo_gym.http.telemetry import Span, SpanContext, SpanKind, context_of_attempt
 from nemo_gym.view.index import ResultIndex
-from nemo_gym.view.lines import list_of, mapping_of
+from nemo_gym.view.lines import NoResultRow, float_of, int_of, list_of, load_row, mapping_of
 from nemo_gym.view.queries import Prices, summary
 
 EXPERIMENT = "nemo-gym"
 SPANS_AT_ONCE = 512
 POST_TIMEOUT_S = 30.0
+MAX_STAGE_S = 1e8
+"""A row may claim any duration; a span that begins before 1970 cannot be written."""
 COLUMNS = (
     *("task_id", "sample_index", "rollout_id", "agent", "reward", "outcome", "findings"),
     *("turns", "seconds", "tokens_in", "tokens_out", "attempts", "reason"),
@@ -152,9 +154,13 @@ def _batches(
         resource = {"service.name": "nemo_gym", "service.namespace": "nemo_gym", "output": str(index.files.output)}
         batch: list[bytes] = []
         query = "SELECT source, offset, length FROM rollouts ORDER BY task_index, sample_index"
-        finished_ns = index.files.output.stat().st_mtime_ns
+        finished_ns = max((path.stat().st_mtime_ns for path in index.paths if path.exists()), default=0)
         for source, offset, length in index.connection().execute(query):
-            batch += map(encode, spans_of_row(orjson.loads(index.line(source, offset, length)), finished_ns))
+            try:
+                row = load_row(index.line(source, offset, length))
+            except NoResultRow:
+                continue  # its columns could be read, and it as a whole cannot
+            batch += map(encode, spans_of_row(row, finished_ns))
             if len(batch) >= SPANS_AT_ONCE:
                 yield resource, batch
                 batch = []
@@ -169,10 +175,11 @@ def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
     spans would have, so that a rollout is found by either.
     """
     rollout_id, task_id = str(row.get("_ng_rollout_id") or ""), str(row.get("task_id") or "")
-    attempt = int(row.get("_ng_attempt_index") or 0) + 1
+    attempt = (int_of(row.get("_ng_attempt_index")) or 0) + 1
     root = context_of_attempt(rollout_id.rpartition(".")[0], rollout_id, attempt)
     timings = mapping_of(row.get("timings"))
-    lengths_ns = {stage: int(float(timings.get(f"{stage}_s") or 0) * 1e9) for stage in ("init", "run", "eval")}
+    seconds = {stage: float_of(timings.get(f"{stage}_s")) or 0.0 for stage in ("init", "run", "eval")}
+    lengths_ns = {stage: int(min(max(0.0, each), MAX_STAGE_S) * 1e9) for stage, each in seconds.items()}
     start_ns = finished_ns - sum(lengths_ns.values())
     agent = str(mapping_of(row.get("agent_ref")).get("name") or "agent")
     is_valid = row.get("valid") is not False
@@ -183,13 +190,12 @@ def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
         parent_id = None if parent is None else parent.span_id
         return Span(name, context, parent_id, SpanKind.INTERNAL, start, {**identity, **attributes}, end)
 
-    reward = row.get("reward")
     rollout_span = span(
         *("rollout", 0, None, start_ns, finished_ns),
         task_id=task_id,
         agent=agent,
-        reward=float(reward) if isinstance(reward, int | float) else None,
-        outcome=row.get("outcome"),
+        reward=float_of(row.get("reward")),
+        outcome=_text_of(row.get("outcome")),
     )
     if not is_valid:
         rollout_span.attributes["error.type"] = str(row.get("failure_kind") or "invalid")
@@ -210,15 +216,14 @@ def _spans_of_agent(
 ) -> Iterator[Span]:
     response = mapping_of(row.get("response"))
     usage = mapping_of(response.get("usage"))
-    model = response.get("model")
     agent_span = span(f"invoke_agent {agent}", 2, root, *time_ns)
     agent_span.attributes |= {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.provider.name": "nemo_gym",
         "gen_ai.agent.name": agent,
-        "gen_ai.request.model": model if isinstance(model, str) else None,
-        "gen_ai.usage.input_tokens": usage.get("input_tokens"),
-        "gen_ai.usage.output_tokens": usage.get("output_tokens"),
+        "gen_ai.request.model": _text_of(response.get("model")),
+        "gen_ai.usage.input_tokens": int_of(usage.get("input_tokens")),
+        "gen_ai.usage.output_tokens": int_of(usage.get("output_tokens")),
     }
     yield agent_span
     items = map(mapping_of, list_of(response.get("output")))
@@ -228,6 +233,10 @@ def _spans_of_agent(
         tool_span.attributes |= {
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.tool.name": name,
-            "gen_ai.tool.call.id": call.get("call_id"),
+            "gen_ai.tool.call.id": _text_of(call.get("call_id")),
         }
         yield tool_span
+
+
+def _text_of(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

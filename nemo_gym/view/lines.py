@@ -126,7 +126,7 @@ def index_line(line: bytes) -> IndexedLine:
     """Return the columns of a line. Raises `NoResultRow`."""
     row = _decoded(line)
     for key in (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY):
-        if _int(row.get(key)) is None or not isinstance(row[key], int):
+        if int_of(row.get(key)) is None or not isinstance(row[key], int):
             raise NoResultRow(f"it has no '{key}'")
     if not {"reward", "valid", NG_FAILURE_CLASS_KEY, "response"} & row.keys():
         raise NoResultRow("it has neither a 'reward' nor a 'response', as an input has")
@@ -141,8 +141,8 @@ def index_line(line: bytes) -> IndexedLine:
     values = (
         *(_clean(rollout_id), _clean(summary.task_id), summary.task_index, summary.sample_index),
         *(_clean(summary.agent), summary.reward, _clean(summary.outcome), summary.findings),
-        *(_clean(", ".join(summary.kinds)), _int(summary.turns), summary.seconds, summary.attempts),
-        *(_clean(reason), _clean(summary.log), _int(usage.get("input_tokens")), _int(usage.get("output_tokens"))),
+        *(_clean(", ".join(summary.kinds)), int_of(summary.turns), summary.seconds, summary.attempts),
+        *(_clean(reason), _clean(summary.log), int_of(usage.get("input_tokens")), int_of(usage.get("output_tokens"))),
         *(summary.rank, _clean(label), _clean(same_way(label, reason, (summary.task_id,)) if label else None)),
         len(list_of(row.get("ng_trajectory"))),
     )
@@ -186,11 +186,11 @@ def _with_known_types(row: Mapping[str, Any]) -> dict[str, Any]:
     timings, agent = mapping_of(row.get("timings")), row.get("agent_ref")
     return {
         **row,
-        **({"reward": _float(row["reward"])} if isinstance(row.get("reward"), int | float) else {}),
-        "timings": {key: seconds for key, value in timings.items() if (seconds := _float(value)) is not None},
+        **({"reward": float_of(row["reward"])} if isinstance(row.get("reward"), int | float) else {}),
+        "timings": {key: seconds for key, value in timings.items() if (seconds := float_of(value)) is not None},
         "findings": list_of(row.get("findings")),
         "agent_ref": {"name": _text(agent.get("name") if isinstance(agent, Mapping) else agent)},
-        ATTEMPT_INDEX_KEY: _int(row.get(ATTEMPT_INDEX_KEY)) or 0,
+        ATTEMPT_INDEX_KEY: int_of(row.get(ATTEMPT_INDEX_KEY)) or 0,
         "ng_agent_observations": _turns(row.get("ng_agent_observations")),
         "ng_model_session": _turns(row.get("ng_model_session")),
     }
@@ -267,12 +267,13 @@ def _clean(text: str | None) -> str | None:
     return text.encode("utf-8", "replace").decode()
 
 
-def _int(value: Any) -> int | None:
+def int_of(value: Any) -> int | None:
+    """Return a number as an integer that a database can hold; ``None`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return int(value) if abs(value) < 2**62 else None
 
 
-def _float(value: Any) -> float | None:
+def float_of(value: Any) -> float | None:
     """Return a finite number; ``None`` for one whose sum over rows would not be finite, and for anything else."""
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None

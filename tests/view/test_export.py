@@ -41,6 +41,34 @@ def test_spans_of_a_run_are_a_file_of_otlp_json(output: Path, tmp_path: Path) ->
     assert "pears" not in "".join(lines)
 
 
+def test_spans_of_odd_rows_are_written_like_any_others(tmp_path: Path) -> None:
+    odd = {
+        "timings": {"init_s": "soon", "run_s": 1e300, "eval_s": -5.0},
+        "_ng_attempt_index": [1],
+        "outcome": {"a": 1},
+        "response": {"output": [{**CALL, "call_id": {"a": 1}}], "usage": {"input_tokens": 2**70}, "model": 5},
+    }
+    half_a_pair = row(2, response={"output": [said("\ud83d")]})
+    output = write(
+        tmp_path / "a.jsonl", row(0), row(1, **odd), half_a_pair, b'{"x": 1e999, ' + json.dumps(row(3)).encode()[1:]
+    )
+    assert write_report([str(output), "export=otel", f"to={tmp_path / 'spans.jsonl'}"]) == 0
+    with collecting() as collector:
+        assert write_report([str(output), "export=otel", f"to={collector.url}"]) == 0
+        sent = [span for span in collector.spans if not span.parent_id]
+    lines = (tmp_path / "spans.jsonl").read_text().splitlines()
+    written = [span for line in lines for span in spans_in(json.loads(line)) if not span.parent_id]
+    for roots in (written, sent):
+        assert [root.attributes["rollout_id"] for root in roots] == ["run.0-0", "run.1-0", "run.2-0"]
+        assert all(root.start_ns <= root.end_ns for root in roots)
+
+
+def test_spans_of_a_run_without_a_verdict_are_written(tmp_path: Path) -> None:
+    write(tmp_path / "a_failures.jsonl", failed(9))
+    assert write_report([str(tmp_path / "a.jsonl"), "export=otel", f"to={tmp_path / 'spans.jsonl'}"]) == 0
+    assert "run.9-0" in (tmp_path / "spans.jsonl").read_text()
+
+
 def test_spans_of_a_run_go_to_an_endpoint(output: Path) -> None:
     with collecting() as collector:
         assert write_report([str(output), "export=otel", f"to={collector.url}"]) == 0

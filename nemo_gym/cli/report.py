@@ -52,6 +52,7 @@ def write_report(argv: Sequence[str]) -> int:
     if "to" in given:
         raise ConfigError(f"to={given['to']} works only with export=; for a report use file=", key="to")
     path = Path(given.get("file") or first.with_name(f"{first.stem}_report.{form}"))
+    _require_another_file("file", path, outputs)
     text = report([open_shown(each) for each in outputs], form, prices)
     try:
         path.write_text(text, encoding="utf-8")
@@ -59,6 +60,16 @@ def write_report(argv: Sequence[str]) -> int:
         raise ConfigError(f"file=: cannot write '{path}': {error.strerror}", key="file") from error
     print(path)
     return command.EXIT_OK
+
+
+def _require_another_file(key: str, path: Path, outputs: Sequence[str]) -> None:
+    """Raise `ConfigError` if ``path`` would replace a file that a run wrote."""
+    from nemo_gym.rollouts.results import RunFiles
+
+    for files in (RunFiles(Path(each)) for each in outputs):
+        for kept in (files.output, files.failures, files.store, files.materialized_inputs, files.configuration):
+            if kept.exists() and path.exists() and path.samefile(kept):
+                raise ConfigError(f"{key}=: '{path}' is a file of the run itself", key=key)
 
 
 def _export(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | None) -> str:
@@ -76,4 +87,5 @@ def _export(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | N
     first = Path(outputs[0])
     ending = ".jsonl" if name == "otel" else ""
     target = given.get("to") or str(first.with_name(f"{first.stem}_{name}{ending}"))
+    _require_another_file("to", Path(target), outputs)
     return EXPORTERS[name]([open_shown(each) for each in outputs], target, prices)

@@ -94,6 +94,17 @@ def test_wrong_words_are_refused(output: Path, words: list[str], said: str) -> N
     assert said in refused.value.message
 
 
+@pytest.mark.parametrize("words", [["file={}"], ["export=otel", "to={}"], ["export=wandb", "to={}"]])
+@pytest.mark.parametrize("name", ["a.jsonl", "a_failures.jsonl", "there/../a.jsonl"])
+def test_files_of_the_run_itself_are_not_overwritten(output: Path, words: list[str], name: str) -> None:
+    (output.parent / "there").mkdir()
+    before = {path: path.read_bytes() for path in output.parent.glob("*.jsonl")}
+    given = [word.format(output.parent / name) for word in words]
+    with pytest.raises(ConfigError, match="is a file of the run itself"):
+        write_report([str(output), *given])
+    assert {path: path.read_bytes() for path in output.parent.glob("*.jsonl")} == before
+
+
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     output: Path, name: str, monkeypatch: pytest.MonkeyPatch

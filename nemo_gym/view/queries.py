@@ -277,7 +277,7 @@ def find_row(index: ResultIndex, rollout: str) -> FoundRow:
     row occurs twice, the last one counts. Raises `ViewError`."""
     task, is_sample, sample = rollout.rpartition("#")
     ways: list[tuple[str, tuple[str | int, ...]]] = [("rollout_id = ? ORDER BY source, id DESC", (rollout,))]
-    if is_sample and sample.isdecimal():
+    if is_sample and sample.isdecimal() and len(sample) < 19:  # a longer number is too large for SQLite
         ways.append(("task_id = ? AND sample_index = ? ORDER BY source, id DESC", (task.strip(), int(sample))))
     ways.append(("task_id = ? ORDER BY rank, sample_index", (rollout,)))
     found = (index.rows(f"SELECT * FROM rollouts WHERE {condition} LIMIT 1", values) for condition, values in ways)

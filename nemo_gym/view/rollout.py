@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -260,17 +262,30 @@ def evaluation_log(files: RunFiles, row: Mapping[str, Any]) -> dict[str, Any] | 
         text = path.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return {"path": str(named), "lines": [], "is_missing": True}
-    names = [name for test in _failing_tests(row) for name in (test, test.rpartition("::")[2]) if len(name) > 3]
-    lines = [{"text": line, "mark": _mark(line, names)} for line in text.splitlines()]
+    named_at = _lines_with(text, {part for test in _failing_tests(row) for part in (test, test.rpartition("::")[2])})
+    lines = [{"text": line, "mark": _mark(line, place in named_at)} for place, line in enumerate(text.splitlines())]
     return {"path": str(path), "lines": lines, "is_missing": False}
 
 
-def _mark(line: str, failing: list[str]) -> str:
+def _lines_with(text: str, names: set[str]) -> set[int]:
+    """Return the numbers of the lines that hold one of the names, from 0. Looks for each name in the whole text at
+    once: a log may have tens of thousands of lines, and a row thousands of failing tests."""
+    starts = [0, *accumulate(map(len, text.splitlines(keepends=True)))]
+    found: set[int] = set()
+    for name in names:
+        at = text.find(name) if len(name) > 3 else -1
+        while at >= 0:
+            found.add(bisect_right(starts, at) - 1)
+            at = text.find(name, at + len(name))
+    return found
+
+
+def _mark(line: str, names_failing_test: bool) -> str:
     if _FAILING.search(line):
         return "fail"
     if _PASSING.search(line):
         return "pass"
-    return "test" if any(name in line for name in failing) else ""
+    return "test" if names_failing_test else ""
 
 
 def _attempts(row: Mapping[str, Any], stored: Mapping[str, Any]) -> list[dict[str, Any]]:

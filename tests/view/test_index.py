@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,8 @@ def test_rollout_is_found_by_id_by_sample_and_by_task(output: Path) -> None:
     assert find_row(index, "run.2-1").columns["sample_index"] == 1
     assert find_row(index, "task-2#1").columns["rollout_id"] == "run.2-1"
     assert find_row(index, "task-0").columns["rollout_id"] == "run.0-0"
+    with pytest.raises(ViewError, match="there is no rollout 'task-2#99999999999999999999'"):
+        find_row(index, "task-2#99999999999999999999")
     with pytest.raises(ViewError, match=r"there is no rollout 'task-22' in out.jsonl \(did you mean 'task-2'\?\)"):
         find_row(index, "task-22")
 
@@ -263,6 +266,20 @@ def test_arguments_that_a_model_nests_deeply_are_shown_as_it_wrote_them(tmp_path
     index = open_result(write(tmp_path / "out.jsonl", row(0, response={"output": output})))
     (turn,) = rollout_view(index, find_row(index, "run.0-0"))["turns"]
     assert [item.get("arguments", item)["text"] for item in turn["items"]] == [arguments, "done"]
+
+
+def test_lines_of_failing_tests_are_marked_in_a_log_of_many_lines(tmp_path: Path) -> None:
+    failing = [f"tests/test_{number // 50}.py::test_number_{number}" for number in range(4000)]
+    said_by_tests = ["a test_number_7 b\r", "x", "tests/test_3.py::test_number_150", "FAILED test_number_9", "7"]
+    (tmp_path / "out_logs").mkdir()
+    (tmp_path / "out_logs" / "a.log").write_text("\n".join([*said_by_tests, *["x"] * 30_000]))
+    graded = {"evaluation_log": "out_logs/a.log", "official": {"tests_status": {"P_TO_PASS": {"failure": failing}}}}
+    index = open_result(write(tmp_path / "out.jsonl", row(0, **graded)))
+    began = time.monotonic()
+    lines = rollout_view(index, find_row(index, "run.0-0"))["evaluation"]["lines"]
+    assert time.monotonic() - began < 5
+    marks = [line["mark"] for line in lines if line["text"]]
+    assert marks[: len(said_by_tests)] == ["test", "", "test", "fail", ""]
 
 
 def test_samples_of_a_task_stand_side_by_side(tmp_path: Path) -> None:

@@ -217,7 +217,11 @@ CAUSES = {
 
 _DISK = re.compile(r"no space left|disk is full|enospc|disk quota", re.I)
 _KEY = re.compile(r"\b(401|403)\b|api key|unauthori[sz]ed|authentication|invalid_api_key|engine_credential", re.I)
-_IMAGE = re.compile(r"\bimages?\b.*(not|no |missing|unknown|cannot|pull|prepare|denied)|no such image|manifest", re.I)
+_IMAGE = re.compile(
+    # The group is atomic: the words stand behind a line's first image if they stand behind any other.
+    r"^(?>.*?\bimages?\b).*(not|no |missing|unknown|cannot|pull|prepare|denied)|no such image|manifest",
+    re.I | re.M,
+)
 _MEMORY = re.compile(r"out of memory|\boom\b|oom.?kill|memory limit", re.I)
 _TIME = re.compile(r"timed? ?out|too long|did not end|deadline", re.I)
 _LOST = re.compile(r"\b(is gone|was lost|vanished|lost)\b", re.I)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_cause_of_a_failure(cause: str, kind: str, reason: str, stage: str) -> N
     found = cause_of(kind, reason, has_reward=False, stage=stage)
     assert found is not None
     assert found.name == cause
+
+
+def test_cause_of_a_reason_with_many_words_is_found_at_once() -> None:
+    reason = "image " * 20_000
+    began = time.monotonic()
+    assert cause_of("seed_failed", reason, has_reward=False) is CAUSES["seed_failed"]
+    assert cause_of("seed_failed", f"{reason}\n an image is missing", has_reward=False) is CAUSES["image_missing"]
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("kind", FailureKind)

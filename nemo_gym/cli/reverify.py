@@ -77,8 +77,13 @@ def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[s
             f" {NAME} {files.output} environment=…",
             key="output",
         ) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{files.configuration} cannot be read: {error}", key="output") from error
+    if not isinstance(stored, dict):
+        raise ConfigError(
+            f"{files.configuration} holds no configuration; name its environment: {NAME} {files.output} environment=…",
+            key="output",
+        )
     of_the_run = {*RUN_KEYS, COMPOSITION, HOST, HOSTS, "run_dir", "run_id"}
     configuration = {key: value for key, value in stored.items() if key not in of_the_run}
     # The keys were checked when the run began. In the resolved file, nothing refers to keys such as `script` any more.

@@ -109,6 +109,7 @@ def test_rollout_without_a_verdict_is_invalid_and_not_the_same(finished: tuple[P
         ("torn", "rollouts.jsonl:1: not a result row"),
         ("no inputs", "belongs beside the output"),
         ("no configuration", "name its environment"),
+        ("an empty configuration", "holds no configuration; name its environment"),
         ("a secret", "sums.resources_servers.sums.judge_api_key is a secret"),
         ("nothing", "say which results"),
     ],
@@ -127,6 +128,8 @@ def test_bad_input_is_named_with_exit_code_2(finished: tuple[Path, RunFiles], br
         files.materialized_inputs.unlink()
     elif broken == "no configuration":
         files.configuration.unlink()
+    elif broken == "an empty configuration":
+        files.configuration.write_text("")
     elif broken == "a secret":
         text = files.configuration.read_text()
         files.configuration.write_text(text.replace("bonus: 0.5", "judge_api_key: (secret)"))

@@ -53,12 +53,21 @@ def _outputs_below(folder: Path, depth: int = 0) -> Iterator[Path]:
         elif entry.suffix == ".jsonl" and not entry.stem.endswith(_NOT_OUTPUTS):
             if f"{entry.stem}_store.sqlite" not in names and _holds_results(entry):
                 yield entry
-        elif entry.is_dir() and not entry.is_symlink() and depth < MAX_DEPTH and not entry.name.startswith("."):
+        elif depth < MAX_DEPTH and not entry.name.startswith(".") and _is_folder(entry):
             yield from _outputs_below(entry, depth + 1)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir() and not path.is_symlink()
+    except PermissionError:
+        return False
 
 
 def _holds_results(path: Path) -> bool:
     try:
+        if not path.is_file():  # a pipe would wait for its writer
+            return False
         with path.open("rb") as file:
             line = file.readline(_FIRST_LINE_BYTES)
     except OSError:

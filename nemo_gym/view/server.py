@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import json
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -205,9 +206,11 @@ def _query(request: Request) -> TableQuery:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(
-        orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str), status, media_type="application/json"
-    )
+    try:
+        content = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
+    except TypeError:  # a path, for one, may be no UTF-8
+        content = json.dumps(value, default=str).encode()
+    return Response(content, status, media_type="application/json")
 
 
 _NO_DOCUMENTATION = PlainTextResponse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,29 @@ def test_other_hosts_want_a_password(runs: Runs) -> None:
 
 def test_result_files_below_a_folder_are_found_and_others_are_not(client: TestClient) -> None:
     assert sorted(keys(client)) == ["a/out", "b"]
+
+
+def test_odd_entries_of_a_folder_hide_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = tmp_path / os.fsdecode(b"no\xffutf8")
+    for folder in (odd, tmp_path / "fine", tmp_path / "locked"):
+        folder.mkdir()
+    write(odd / "a.jsonl", row(0))
+    write(tmp_path / "fine" / "b.jsonl", row(0))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    is_dir = Path.is_dir
+
+    def refused_where_locked(path: Path) -> bool:
+        if path.name == "locked":
+            raise PermissionError(13, "Permission denied")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", refused_where_locked)
+    client, token = client_of(Runs([tmp_path]))
+    client.get(f"/?token={token}")
+    known = keys(client)
+    assert sorted(known) == ["fine/b", "no\udcffutf8/a"]
+    said = [client.get(f"/api/runs/{key}/table").json()["error"] for key in known.values()]
+    assert all(each.endswith("ask again in a moment") for each in said)
 
 
 def test_a_run_answers_with_figures_reasons_and_rows(client: TestClient) -> None:

@@ -161,9 +161,10 @@ class Submissions:
         try:
             with path.open("rb") as lines:
                 if name not in self._offsets:
-                    self._offsets[name] = [0]
+                    found = [0]
                     for line in lines:
-                        self._offsets[name].append(self._offsets[name][-1] + len(line))
+                        found.append(found[-1] + len(line))
+                    self._offsets[name] = found  # complete, because other threads may look up rows meanwhile
                 offsets = self._offsets[name]
                 if number >= len(offsets):
                     raise RowError(f"dataset.row: '{name}' has {len(offsets) - 1} rows, and {number} is asked for")

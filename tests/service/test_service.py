@@ -96,6 +96,16 @@ async def test_rows_of_data_sets_are_named_by_their_line(make_chain: MakeChain) 
         assert (await served.client.job("q1", wait_s=30)).task_id == "t0"
 
 
+async def test_rows_of_a_large_data_set_are_found_by_the_first_callers_at_once(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    path = chain.write_rows(1)
+    path.write_text("{}\n" * 300_000 + path.read_text())
+    async with serving(chain, datasets={"questions": str(path)}) as served:
+        jobs = [{"job_id": f"q{n}", "dataset": {"name": "questions", "row": 300_001}} for n in range(4)]
+        done = await asyncio.gather(*(served.client.submit([each]) for each in jobs))
+        assert [refused.detail for each in done for refused in each.refused] == []
+
+
 async def test_an_agent_whose_model_is_silent_is_refused_at_submission(make_chain: MakeChain) -> None:
     silent = {"engine": "e", "problem": None, "warning": None, "unreachable": "no answer", "context_tokens": None}
     async with serving(make_chain(model={"preflight": [silent]}), check_s=20) as served:

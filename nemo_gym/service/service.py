@@ -27,6 +27,7 @@ from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.results import locked_file, under_way
 from nemo_gym.rollouts.server_pool import PooledServer, ServerPool, ServerState
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
+from nemo_gym.rollouts.store.sql import store_error
 from nemo_gym.service.submission import Submissions
 
 log = structlog.get_logger(__name__)
@@ -90,6 +91,7 @@ class RolloutService:
         self._waiters: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._new_results = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._writing_entries = asyncio.Lock()
 
     @property
     def pool(self) -> ServerPool:
@@ -222,9 +224,12 @@ class RolloutService:
     # Servers
 
     async def register(self, instance: str, url: str, capacity: int | None, credential: str | None) -> PooledServer:
+        """Add a server, and remember it for later starts. Raises `ConfigError` and `StoreError`."""
+        self.pool.replicas(instance)  # refuse an unknown instance before anything is written
+        url = url.rstrip("/")
+        entry = {"instance": instance, "url": url, "capacity": capacity, "credential": credential}
+        await self._write_entries(url, entry)
         server = self.pool.register(instance, url, capacity=capacity, credential=credential)
-        entry = {"instance": instance, "url": server.url, "capacity": capacity, "credential": credential}
-        await self._write_entries(server.url, entry)
         self.dispatcher.notify()
         return server
 
@@ -234,9 +239,13 @@ class RolloutService:
         return self.pool.remove(server, reason)
 
     async def _write_entries(self, url: str, *entry: dict[str, Any]) -> None:
-        """Replace the entry of the server with this URL in the state file."""
-        entries = [*(each for each in _entries(self._state_file) if each["url"] != url), *entry]
-        await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
+        """Replace the entry of the server with this URL in the state file. Raises `StoreError`."""
+        async with self._writing_entries:
+            entries = [*(each for each in _entries(self._state_file) if each["url"] != url), *entry]
+            try:
+                await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
+            except OSError as error:
+                raise store_error(self._state_file, error) from error
 
     # Status
 

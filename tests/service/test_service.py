@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,30 @@ async def test_servers_register_share_the_work_and_leave(make_chain: MakeChain) 
                 await served.client.remove_server(added["server_id"])
     finally:
         other.stop()
+
+
+async def test_servers_that_register_at_once_are_all_remembered(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3, 4)]
+    async with serving(chain) as served:
+        await asyncio.gather(*(served.client.register_server("trivial", url) for url in urls))
+    async with serving(chain) as served:
+        listed = {each["url"] for each in (await served.client.status())["servers"]}
+        assert {*urls} <= listed
+
+
+async def test_registration_that_cannot_be_kept_names_the_file(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with serving(make_chain()) as served:
+        monkeypatch.setattr("nemo_gym.service.service.write_private", full)
+        body = {"instance": "trivial", "url": "http://127.0.0.1:1"}
+        status, problem = await raw(served, "POST", "/v1/servers", body)
+        assert (status, problem["code"]) == (507, "store") and "servers-main.json" in problem["detail"]
+        assert "http://127.0.0.1:1" not in [each["url"] for each in (await served.client.status())["servers"]]
 
 
 def test_blocking_client_does_the_same_from_a_program_without_a_loop(make_chain: MakeChain) -> None:

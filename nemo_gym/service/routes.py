@@ -187,7 +187,7 @@ class _Routes:
         selector = _selector(request, "group", "run", "state", "after", "follow")
         after = request.headers.get("last-event-id") or request.query_params.get("after")
         self._service.place_of(after)
-        follow = request.query_params.get("follow", "true") != "false"
+        follow = _flag(request, "follow", default=True)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         stream = self._events(selector, after, follow)
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
@@ -267,6 +267,13 @@ def _number(request: Request, name: str, default: float, *, at_least: float = 0.
     if not at_least <= value <= at_most:
         raise InvalidBodyError(f"{name}: must be a number from {at_least:g} to {at_most:g}, got '{given[:40]}'")
     return value
+
+
+def _flag(request: Request, name: str, *, default: bool) -> bool:
+    given = request.query_params.get(name)
+    if given not in (None, "true", "false"):
+        raise InvalidBodyError(f"{name}: must be true or false, got '{given[:40]}'")
+    return default if given is None else given == "true"
 
 
 def _selector(request: Request, *known: str) -> JobSelector:

@@ -129,6 +129,9 @@ async def test_listing_is_paged_and_filtered(make_chain: MakeChain) -> None:
         assert (await raw(served, "GET", "/v1/results?after=other:3"))[1]["code"] == "cursor"
         assert "queued" in (await raw(served, "GET", "/v1/jobs?state=waiting"))[1]["detail"]
         assert (await raw(served, "GET", "/v1/jobs?colour=red"))[0] == 422
+        async with asyncio.timeout(20):
+            status, problem = await raw(served, "GET", "/v1/results?follow=False")
+        assert status == 422 and "follow: must be true or false, got 'False'" in problem["detail"]
 
 
 async def test_results_go_on_behind_the_last_one_that_was_seen(make_chain: MakeChain) -> None:

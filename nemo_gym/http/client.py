@@ -662,6 +662,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_server_url(url: str) -> bool:
+    """Return whether ``url`` names an HTTP server to which a connection can be tried. A user, a query and a fragment
+    are not part of such a URL."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")
+    except ValueError:  # a port that is no number or too large; a host label that is empty or too long
+        return False
+    if parts.scheme not in ("http", "https") or "@" in parts.netloc or parts.query or parts.fragment:
+        return False
+    return bool(host) and port != 0 and not any(char.isspace() or not char.isprintable() for char in url)
+
+
 def get_server_url(server_name: str) -> str:
     """The base URL of a server in this process's stack."""
     return ServerClient.load_from_global_config().base_url(server_name)

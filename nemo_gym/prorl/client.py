@@ -21,7 +21,7 @@ import structlog
 
 from nemo_gym._util.tasks import BackgroundTasks, Backoff
 from nemo_gym.contract.errors import ConfigError, ServerError
-from nemo_gym.http.client import new_session
+from nemo_gym.http.client import is_server_url, new_session
 from nemo_gym.prorl.registry import at_least_one, instance_id_of, row_of
 
 URLS_ENV = "PRORL_SERVER_URLS"
@@ -44,8 +44,7 @@ def server_urls(urls: str | Iterable[str] | None = None) -> list[str]:
     if not found:
         raise ConfigError(f"no ProRL server: set {URLS_ENV}=http://node-1:8006+http://node-2:8006", key=URLS_ENV)
     for url in found:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_server_url(url):
             raise ConfigError(
                 f"{URLS_ENV}: '{url}' is not a valid server URL; give for example http://node-1:8006", key=URLS_ENV
             )

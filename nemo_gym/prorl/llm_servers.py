@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.http.client import is_server_url
 
 
 class NoLlmServerError(NemoGymError):
@@ -80,8 +80,7 @@ def parse_address(given: Any) -> tuple[str, float]:
     key = "llm_server_addresses"
     if not isinstance(address, str):
         raise ConfigError(f"{key}: an address is a URL or a pair of a URL and its weight, got {given!r}", key=key)
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+    if not is_server_url(address):
         raise ConfigError(
             f"{key}: '{address[:200]}' is no address of a server; give for example http://127.0.0.1:8000/v1", key=key
         )

@@ -316,7 +316,8 @@ class ServerPool:
             async with asyncio.timeout(silent_s):
                 async with get_global_aiohttp_client().get(server.url + "/ready", allow_redirects=False) as reply:
                     await reply.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        # ValueError: a URL that no client can use must not end the watch over all other servers.
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             silence_s = time.monotonic() - server.answered_at
             if silence_s >= silent_s and server.state in (ServerState.READY, ServerState.DRAINING):
                 reason = f"silent for {silence_s:.0f} s ({type(error).__name__})"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -31,7 +31,7 @@ from nemo_gym.config.service import ServiceConfig
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.contract.session import IDENTIFIER
-from nemo_gym.http.client import ServerClient
+from nemo_gym.http.client import ServerClient, is_server_url
 from nemo_gym.http.middleware import Application, BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
 from nemo_gym.http.problems import install_problem_handlers
 from nemo_gym.http.requests import JsonResponse, parse_json_object, validated
@@ -80,10 +80,17 @@ class DrainBody(_Body):
 
 class ServerBody(_Body):
     instance: str
-    url: str = Field(pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$", max_length=2000)
+    url: str = Field(max_length=2000)
     capacity: int | None = Field(None, ge=1)
     credential: str | None = Field(None, max_length=4000, repr=False)
     """The credential with which the pipeline calls the server, if it is not part of this service's stack."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_server(cls, url: str) -> str:
+        if not is_server_url(url):
+            raise ValueError("is not a valid server URL; give for example http://node-1:8000")
+        return url
 
 
 async def host(client: ServerClient, config: ServiceConfig, run_dir: Path, say: Callable[[str], None]) -> None:

@@ -77,6 +77,9 @@ async def test_routes_do_what_the_object_does(tmp_path: Path) -> None:
         ):
             status, told = await ask(path, body)
             assert status == 422 and field in told["detail"]
+        for address in ("http://[::1", "http://a:99999", "http://a..b", "node:80"):
+            status, told = await ask("/add_llm_server", {"address": address})
+            assert status == 400 and f"'{address}' is no address of a server" in told["detail"]
 
         under_way = asyncio.create_task(ask("/process", {"instance": {**WISH, "sleep_s": 600}, "job_id": "long"}))
         await reached(ask, "active_run", 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nemo_gym.service.client import ServiceError
 from tests.rollouts.chain_process import ChainServer
 from tests.service.conftest import Chain, Served, job, serving
 
@@ -76,6 +77,29 @@ async def test_server_whose_jobs_were_late_before_they_came_keeps_its_place(
         await served.client.drain(resume=True)
         assert await served.client.wait() == {"failed": CAPACITY}
         assert (await health_of(served, "trivial.1"))[0] == "ready"
+
+
+async def test_servers_stay_watched_beside_one_whose_url_no_client_can_use(make_chain: MakeChain) -> None:
+    other = ChainServer("agent", {})
+    try:
+        other.wait_ready()
+        async with serving(make_chain()) as served:
+            pool = served.service.pool
+            pool.register("trivial", "http://a..b")  # a state file of an earlier release may hold it
+            await lend(served, other)
+            await served.wait(lambda: pool.of_id("trivial.1").state == "lost", "the one to be found useless")
+            other.kill()
+            await served.wait(lambda: pool.of_id("trivial.2").state == "lost", "the other to be missed")
+    finally:
+        other.stop()
+
+
+@pytest.mark.parametrize("url", ["http://a..b", "http://node:99999", "http://[::1", "http://me:word@node", "node:80"])
+async def test_url_to_which_no_connection_can_be_made_is_refused(make_chain: MakeChain, url: str) -> None:
+    async with serving(make_chain()) as served:
+        with pytest.raises(ServiceError, match=r"url: .*is not a valid server URL") as refused:
+            await served.client.register_server("trivial", url)
+        assert refused.value.details["status"] == 422
 
 
 async def test_server_process_that_is_stopped_gives_its_jobs_to_others(make_chain: MakeChain) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from typing import Annotated, Literal
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -16,6 +16,7 @@ from nemo_gym.gateway.engines.sglang import STREAM_INTERVAL as SGLANG_STREAM_INT
 from nemo_gym.gateway.engines.sglang import SglangEngine
 from nemo_gym.gateway.engines.vllm import STREAM_INTERVAL as VLLM_STREAM_INTERVAL
 from nemo_gym.gateway.engines.vllm import VllmEngine, VllmRoute
+from nemo_gym.http.client import is_server_url
 from nemo_gym.http.connections import Connections
 
 API_KEY_ENV = "OPENAI_API_KEY"
@@ -52,10 +53,9 @@ class _EngineConfig(BaseModel):
     @field_validator("base_url")
     @classmethod
     def _is_http(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
+        if "@" in urlsplit(url).netloc:
             raise ValueError("a URL appears in logs and takes no password; use 'api_key' or 'headers'")
-        if parts.scheme not in ("http", "https") or parts.query or parts.fragment or not _can_be_reached(parts):
+        if not is_server_url(url):
             raise ValueError(f"'{url[:200]}' is not a valid server URL; give for example http://127.0.0.1:8000")
         return url.rstrip("/")
 
@@ -77,16 +77,6 @@ class _EngineConfig(BaseModel):
             probe_timeout_s=self.probe_timeout_s,
             max_answer_bytes=self.max_answer_bytes,
         )
-
-
-def _can_be_reached(parts: SplitResult) -> bool:
-    """Return whether host and port are valid, so that a connection can be tried."""
-    try:
-        host, port = parts.hostname or "", parts.port
-        host.encode("idna")
-    except ValueError:  # a port that is no number or too large; a host label that is empty or too long
-        return False
-    return bool(host) and port != 0 and not any(char.isspace() or not char.isprintable() for char in parts.geturl())
 
 
 class VllmEngineConfig(_EngineConfig):

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -56,13 +56,16 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+Id = Annotated[str, Field(pattern=IDENTIFIER.pattern, max_length=256)]
+
+
 class CancelBody(_Body):
-    job_id: str | None = None
-    job_ids: list[str] | None = Field(None, min_length=1, max_length=100_000)
-    group: str | None = None
-    run: str | None = None
+    job_id: Id | None = None
+    job_ids: list[Id] | None = Field(None, min_length=1, max_length=100_000)
+    group: Id | None = None
+    run: Id | None = None
     everything: bool = False
-    reason: str = Field("cancelled by its caller", min_length=1, max_length=500)
+    reason: str = Field("cancelled by its caller", min_length=1, max_length=500, pattern=r"^[^\x00]+$")
 
     @model_validator(mode="after")
     def _selects(self) -> CancelBody:

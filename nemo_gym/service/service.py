@@ -19,6 +19,7 @@ import structlog
 from nemo_gym._util.files import write_private
 from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import new_run_id
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
@@ -144,6 +145,8 @@ class RolloutService:
 
     async def job(self, job_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Return a job once it has ended or ``wait_s`` seconds have passed. Raises `NoSuchJobError`."""
+        if not IDENTIFIER.match(job_id):  # PostgreSQL takes no NUL, and fails every operation of the transaction
+            raise NoSuchJobError(f"no job has the id {job_id[:80]!r}")
         loop = asyncio.get_running_loop()
         give_up = loop.time() + wait_s
         selector = JobSelector(job_ids=frozenset({job_id}))

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 
 from resources_servers.sandbox.tests.postgres import running_postgres
 from tests.service.conftest import Chain, job, serving
+from tests.service.test_service import raw
 
 MakeChain = Callable[..., Chain]
+
+
+async def test_ids_that_the_database_cannot_hold_do_not_stop_the_service(make_chain: MakeChain) -> None:
+    with running_postgres() as server:
+        async with serving(make_chain(agent={"delay_s": 0.05}), store=server.new_database(), concurrency=8) as served:
+            await served.client.submit([job(n) for n in range(40)])
+            for _ in range(20):
+                asked = (raw(served, "GET", "/v1/jobs/a%00b", role="read") for _ in range(4))
+                assert {status for status, _ in await asyncio.gather(*asked)} == {404}
+            for body in ({"group": "a\0b"}, {"run": "\0"}, {"job_id": "\0"}, {"job_ids": ["\0"]}):
+                assert (await raw(served, "POST", "/v1/cancel", body))[0] == 422
+            status, problem = await raw(served, "POST", "/v1/cancel", {"run": "r", "reason": "a\0b"})
+            assert status == 422 and "reason" in problem["detail"]
+            assert await served.client.wait() == {"done": 40}
 
 
 async def test_two_services_share_jobs_results_and_cancels(make_chain: MakeChain) -> None:

@@ -7,6 +7,7 @@ jobs come from and where results go.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,12 +50,12 @@ class RolloutCore:
         self.agents = agent_instances(client.global_config_dict)
         self._say = say
         self._needs_engines = needs_engines
-        self._checking = asyncio.Lock()
+        self._checking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def add_route(self, agent: str, *, preflights: bool = True) -> Servers:
         """Return the servers of an agent, checking them once. Raises `ConfigError` if they do not fit the run. With
         ``preflights``, also have the model server check its engines once."""
-        async with self._checking:
+        async with self._checking[agent]:
             route = self.routes.get(agent) or await checked_servers(self.client, self.peers, agent, self.config)
             if preflights and agent not in self.preflighted:
                 await preflight([route], self.peers, self._say, reachable=self._needs_engines)

@@ -17,6 +17,7 @@ import orjson
 import structlog
 
 from nemo_gym._util.files import write_private
+from nemo_gym._util.tasks import BackgroundTasks, Backoff
 from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.contract.session import IDENTIFIER
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 1.0
 """How often a shared store is polled, because nothing announces changes by other processes."""
+LOOK_AGAIN_AT_MOST_S = 60.0
+"""The longest pause between checks of an agent that is not ready."""
 FEED_PAGE = 64
 MIN_COUNT_S = 0.5
 """How many seconds, at least, the counts of runs are reused before they are counted again."""
@@ -87,11 +90,13 @@ class RolloutService:
             server_logs=(state_dir / "logs").resolve(),
         )
         self.submissions = Submissions(core, store, config, run_id=store_id)
+        self._unready: dict[str, str] = {}
+        """Why an agent was not ready when it was last checked."""
         self._counted: list[RunCounts] = []
         self._counted_until = 0.0
         self._waiters: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._new_results = asyncio.Event()
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
         self._writing_entries = asyncio.Lock()
 
     @property
@@ -103,12 +108,8 @@ class RolloutService:
 
     async def start(self) -> None:
         for agent in self.core.agents:
-            try:
-                self.pool.replicas(agent)
-                async with asyncio.timeout(self.config.check_s):
-                    await self.core.add_route(agent, preflights=False)
-            except NemoGymError as error:
-                log.warning("agent is not ready yet", agent=agent, error=str(error))
+            self.pool.replicas(agent)
+        await self._find_routes()
         for instance, capacity in self.config.capacities.items():
             for server in self.pool.replicas(instance):
                 server.capacity = capacity
@@ -118,7 +119,28 @@ class RolloutService:
             )
         await self.dispatcher.start()
         watching = self.pool.watch(every_s=self.config.watch_s, silent_s=self.config.silent_s)
-        self._watching = asyncio.create_task(watching, name="watch servers")
+        self._tasks.start(watching, name="watch servers")
+        self._tasks.start(self._keep_finding_routes(), name="find agents")
+
+    async def _find_routes(self) -> None:
+        """Check the agents whose servers are not known yet."""
+        for agent in [agent for agent in self.core.agents if agent not in self.core.routes]:
+            try:
+                async with asyncio.timeout(self.config.check_s):
+                    await self.core.add_route(agent, preflights=False)
+            except (NemoGymError, TimeoutError) as error:
+                reason = str(error) or f"no answer within {self.config.check_s:g} s (check_s)"
+                if self._unready.get(agent) != reason:
+                    log.warning("agent is not ready yet", agent=agent, error=reason)
+                self._unready[agent] = reason
+            else:
+                self.dispatcher.notify()
+
+    async def _keep_finding_routes(self) -> None:
+        """Keep checking agents that were not ready, because jobs of earlier starts may wait for them."""
+        backoff = Backoff(first_s=self.config.watch_s, longest_s=LOOK_AGAIN_AT_MOST_S)
+        while len(self.core.routes) < len(self.core.agents) and await backoff.again():
+            await self._find_routes()
 
     def end_streams(self) -> None:
         """End all streams and waiting requests, because the service stops."""
@@ -127,9 +149,7 @@ class RolloutService:
 
     async def stop(self) -> None:
         self.end_streams()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
+        await self._tasks.cancel()
         await self.dispatcher.stop()
 
     # Jobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections import Counter
@@ -77,6 +78,23 @@ async def test_server_whose_jobs_were_late_before_they_came_keeps_its_place(
         await served.client.drain(resume=True)
         assert await served.client.wait() == {"failed": CAPACITY}
         assert (await health_of(served, "trivial.1"))[0] == "ready"
+
+
+async def test_jobs_wait_for_an_agent_that_is_silent_when_the_service_starts(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    async with serving(chain) as served:
+        await served.client.drain()
+        await served.client.submit([job(n) for n in range(3)])
+    agent = chain.servers["agent"].process.pid or 0
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        async with serving(chain, check_s=0.5) as served:
+            assert (await served.client.status())["agents"] == {"trivial": False}
+            os.kill(agent, signal.SIGCONT)
+            async with asyncio.timeout(30):
+                assert await served.client.wait() == {"done": 3}
+    finally:
+        os.kill(agent, signal.SIGCONT)
 
 
 async def test_servers_stay_watched_beside_one_whose_url_no_client_can_use(make_chain: MakeChain) -> None:

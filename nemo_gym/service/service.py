@@ -114,9 +114,11 @@ class RolloutService:
             for server in self.pool.replicas(instance):
                 server.capacity = capacity
         for entry in _entries(self._state_file):
-            self.pool.register(
-                entry["instance"], entry["url"], capacity=entry["capacity"], credential=entry["credential"]
-            )
+            instance, url = entry["instance"], entry["url"]
+            try:
+                self.pool.register(instance, url, capacity=entry["capacity"], credential=entry["credential"])
+            except ConfigError as error:  # the composition has changed; it may have the instance again later
+                log.warning("a registered server is left out", url=url, error=str(error), file=str(self._state_file))
         await self.dispatcher.start()
         watching = self.pool.watch(every_s=self.config.watch_s, silent_s=self.config.silent_s)
         self._tasks.start(watching, name="watch servers")

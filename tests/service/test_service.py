@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,19 @@ async def test_servers_that_register_at_once_are_all_remembered(make_chain: Make
     async with serving(chain) as served:
         listed = {each["url"] for each in (await served.client.status())["servers"]}
         assert {*urls} <= listed
+
+
+async def test_server_of_an_instance_that_is_gone_does_not_prevent_a_start(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    entry = {"instance": "gone", "url": "http://127.0.0.1:1", "capacity": None, "credential": None}
+    kept = chain.directory / "state" / "servers-main.json"
+    kept.parent.mkdir()
+    kept.write_text(json.dumps([entry]))
+    async with serving(chain) as served:
+        await served.client.submit([job(0)])
+        assert await served.client.wait() == {"done": 1}
+        await served.client.register_server("trivial", "http://127.0.0.1:2")
+    assert [each["instance"] for each in json.loads(kept.read_text())] == ["gone", "trivial"]
 
 
 async def test_registration_that_cannot_be_kept_names_the_file(

@@ -377,13 +377,13 @@ async def open_service(client: ServerClient, config: ServiceConfig, state_dir: P
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         core = RolloutCore(client, config, say=lambda text: log.info(text), needs_engines=True)
         store = await _open_store(config, state_dir, undo)
-        # This process owns leases under the pipeline's name; the earlier process of that name is gone.
-        await store.release(config.pipeline if store.is_shared() else None)
         recorded = await store.open_run({"run_id": new_run_id(), "service": True})
         if not recorded.get("service"):
             raise ConfigError(
                 f"store '{config.store}' holds the run '{recorded['run_id']}' of ng_run; choose another", key="store"
             )
+        # This process owns leases under the pipeline's name; the earlier process of that name is gone.
+        await store.release(config.pipeline if store.is_shared() else None)
         service = RolloutService(core, store, config, store_id=str(recorded["run_id"]), state_dir=state_dir)
         undo.push_async_callback(service.stop)
         await service.start()

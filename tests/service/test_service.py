@@ -17,6 +17,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.service.access import ServiceRole, ServiceTokens
 from nemo_gym.service.client import RolloutClient, ServiceError
 from tests.rollouts.chain_process import ChainServer
+from tests.rollouts.conftest import wait_until
 from tests.service.conftest import TOKENS, Chain, Served, job, serving
 
 MakeChain = Callable[..., Chain]
@@ -357,6 +358,18 @@ def test_blocking_client_does_the_same_from_a_program_without_a_loop(make_chain:
             await serving_task
 
     asyncio.run(main())
+
+
+async def test_store_of_a_run_is_refused_and_left_as_it_is(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"delay_s": 1.0})
+    chain.write_rows(2)
+    collector = chain.collect(run_id="live")
+    await asyncio.to_thread(wait_until, lambda: len(chain.notes("act")) == 2, "both rollouts to be under way")
+    with pytest.raises(ConfigError, match="holds the run 'live' of ng_run"):
+        async with serving(chain, store=str(chain.directory / "out_store.sqlite")):
+            pass
+    await asyncio.to_thread(collector.communicate)
+    assert sorted(chain.notes("act")) == [("live.0-0", 1), ("live.1-0", 1)]
 
 
 async def test_two_services_do_not_share_a_file(make_chain: MakeChain) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,25 @@ async def test_lease_that_is_not_renewed_gives_its_job_to_others(store: SqlJobSt
     first, second = await store.claim("w", 2, 0.0)
     assert await store.renew("w", 60, [second.job_id]) == {second.job_id}
     assert [job.job_id for job in await store.claim("other", 2, 60)] == [first.job_id]
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+async def test_step_of_the_systems_clock_ends_no_lease_and_holds_up_no_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    real, stepped_s = time.time, [0.0]
+    monkeypatch.setattr("nemo_gym.rollouts.store.sql.time.time", lambda: real() + stepped_s[0])
+    store = SqliteJobStore(tmp_path / "store.sqlite")
+    await store.submit([replace(spec(0), deadline_s=600.0), spec(1)])
+    (held,) = await store.claim("w", 1, 60)
+    (lost,) = await store.claim("w", 1, 60)
+    await store.requeue(lost, LOST, delay_s=0.01)
+    stepped_s[0] = step_s
+    await asyncio.sleep(0.01)
+    assert [job.job_id for job in await store.claim("w", 2, 60)] == [lost.job_id]
+    await store.requeue(held)
+    assert await store.claim_overdue("w", 2, 60) == []
+    await store.aclose()
 
 
 async def test_requeue_keeps_attempt_and_artifact_when_only_eval_failed(store: SqlJobStore) -> None:

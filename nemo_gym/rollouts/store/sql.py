@@ -625,7 +625,7 @@ def open_database(path: str) -> sqlite3.Connection:
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA foreign_keys=ON")
     connection.execute("PRAGMA wal_autocheckpoint=4000")
-    connection.create_function("ng_now", 0, time.time)
+    connection.create_function("ng_now", 0, _steady_clock())
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version not in (0, 1, SCHEMA_VERSION):
         raise sqlite3.DatabaseError(f"schema version {version}, this release reads {SCHEMA_VERSION}")
@@ -635,6 +635,13 @@ def open_database(path: str) -> sqlite3.Connection:
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     connection.execute("COMMIT")
     return connection
+
+
+def _steady_clock() -> Callable[[], float]:
+    """Return a clock that shows the time of day now, and runs evenly from then on, however the system's clock is set.
+    Otherwise a step forward would end leases and deadlines, and a step back would hold up retries."""
+    start = time.time() - time.monotonic()
+    return lambda: start + time.monotonic()
 
 
 def store_error(path: Path, error: Exception) -> StoreError:

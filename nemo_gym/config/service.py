@@ -44,6 +44,9 @@ class ServiceConfig(PipelineConfig):
     """0: a service never stops because of failures."""
     max_jobs_per_request: int = Field(10_000, ge=1)
     max_body_mib: int = Field(256, ge=1)
+    max_body_values: int = Field(10_000_000, ge=1)
+    """JSON values in one request, because a short value takes 20 times its length in memory; a list or an object
+    counts as 4."""
 
     @property
     def is_postgres(self) -> bool:

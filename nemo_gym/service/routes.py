@@ -121,7 +121,10 @@ def application(service: RolloutService, tokens: ServiceTokens) -> Application:
     routes = _Routes(service, tokens)
     app = Application(title="rollouts", openapi_url=None, docs_url=None, redoc_url=None)
     install_problem_handlers(app)
-    limits = BodyLimits(service.config.max_body_mib << 20, "serve.max_body_mib")
+    config = service.config
+    limits = BodyLimits(
+        config.max_body_mib << 20, "serve.max_body_mib", config.max_body_values, "serve.max_body_values"
+    )
     app.add_middleware(BodyLimitMiddleware, limits=limits, agent_limits=limits)
     app.add_middleware(UnknownErrorMiddleware)
     for path, method, role, endpoint in routes.table():

@@ -89,6 +89,15 @@ async def test_bad_jobs_of_a_batch_are_named_and_the_rest_goes_on(make_chain: Ma
         assert [(await served.client.job(f"job-{n}", wait_s=30)).state for n in (0, 10)] == ["done", "done"]
 
 
+async def test_body_of_too_many_values_is_refused_before_it_is_parsed(make_chain: MakeChain) -> None:
+    async with serving(make_chain(), max_body_values=1000) as served:
+        assert (await served.client.submit([job(0)])).accepted == 1
+        row = {**job(1)["row"], "lists": [[] for _ in range(300)]}
+        status, problem = await raw(served, "POST", "/v1/jobs", {"jobs": [job(1, row=row)]})
+        assert (status, problem["code"]) == (413, "body_too_many_values")
+        assert "serve.max_body_values" in problem["detail"]
+
+
 async def test_rows_of_data_sets_are_named_by_their_line(make_chain: MakeChain) -> None:
     chain = make_chain()
     path = chain.write_rows(3)

@@ -270,8 +270,13 @@ class OpenHandsServer:
         else:
             _check_job_id(job_id)
             digest = _digest(instance, params, iterations)
-            if (earlier := self._find_job(job_id, digest)) is not None:
-                return earlier if isinstance(earlier, dict) else await self._result_of(earlier)
+            while (earlier := self._find_job(job_id, digest)) is not None:
+                if isinstance(earlier, dict):
+                    return earlier
+                if earlier.stop is None:
+                    return await self._result_of(earlier)
+                # It ends without a result, perhaps because this caller had lost its connection: run it again.
+                await asyncio.wait({earlier.result})
         with self._lock:
             address = self._llm_servers.next()
         details = JobDetails(job_id, instance, iterations, {**params, "base_url": address})

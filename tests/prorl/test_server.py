@@ -263,6 +263,34 @@ def test_caller_that_leaves_cancels_its_job() -> None:
     assert handler.log == ["close mine", "release mine"]
 
 
+def test_caller_that_comes_back_while_its_job_is_being_cancelled_gets_it_run_again() -> None:
+    released = threading.Event()
+
+    class Slow(Echo):
+        async def release(self, job_details: JobDetails) -> None:
+            await asyncio.to_thread(released.wait, LONG_S)
+            await super().release(job_details)
+
+    handler = Slow(hangs="run")
+    register_agent_handler(handler)
+
+    async def leave_and_come_back(server: OpenHandsServer) -> dict[str, Any]:
+        left = asyncio.ensure_future(server.aprocess(INSTANCE, {}, "mine"))
+        await asyncio.to_thread(until, lambda: handler.inside["run"] == 1)
+        left.cancel()
+        await asyncio.to_thread(until, lambda: handler.inside["run"] == 0)
+        handler.hangs = ""
+        back = asyncio.ensure_future(server.aprocess(INSTANCE, {}, "mine"))
+        await asyncio.to_thread(server.status)  # it has been looked at by then
+        released.set()
+        return await back
+
+    with OpenHandsServer([LLM]) as server:
+        result = asyncio.run(leave_and_come_back(server))
+    assert (result["success"], result["reward"]) == (True, 1.0)
+    assert handler.log.count("release mine") == 2
+
+
 async def test_aprocess_does_not_block_its_loop() -> None:
     registered()
     with OpenHandsServer([LLM], max_run_workers=8, max_init_workers=8) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,7 +16,7 @@ import structlog
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind, StageError, StageFailure, StageName
-from nemo_gym.prorl.registry import AgentHandler, JobDetails, call_optional
+from nemo_gym.prorl.registry import AgentHandler, JobDetails, call_optional, plain_number
 from nemo_gym.rollout import Servers, failure_of
 from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobSpec, JobState, Stop
 from nemo_gym.rollouts.pipeline import StagePool
@@ -175,7 +176,13 @@ class JobPools:
         details.start_eval_time = time.time()
         returned = await job.handler.eval(details, sid=f"eval_{details.job_id}", allow_skip=self._allow_skip_eval)
         results = _mapping(returned, job.handler, "eval")
-        details.eval_results = _mapping(results["report"], job.handler, "eval") if "report" in results else results
+        report = _mapping(results["report"], job.handler, "eval") if "report" in results else results
+        reward = plain_number(report.get("reward"))
+        if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+            raise ConfigError(
+                f"handler '{job.handler.name}': eval's 'reward' must be a finite number, not {reward!r}", key="reward"
+            )
+        details.eval_results = report
 
     async def _ready(self, job: HandlerJob, _: bytes) -> None:
         job.place = "run_queue"

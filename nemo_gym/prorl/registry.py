@@ -178,7 +178,7 @@ def data_source_of(instance: Any) -> str:
 
 def instance_id_of(instance: Any) -> str:
     """Return the instance's own name, with characters that ids do not allow replaced, or ``instance``."""
-    candidates = (_plain_number(_member(instance, name)) for name in ("instance_id", "task_id", "id", "uuid"))
+    candidates = (plain_number(_member(instance, name)) for name in ("instance_id", "task_id", "id", "uuid"))
     first = next((value for value in candidates if value is not None), None)
     name = task_id_of({"task_id": first}, -1)
     return "instance" if name == "-1" else name
@@ -216,7 +216,7 @@ def _member(instance: Any, name: str) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def _plain_number(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """Convert a numpy number to a Python number."""
     return value.item() if callable(getattr(value, "item", None)) else value
 

@@ -305,6 +305,9 @@ async def test_aprocess_does_not_block_its_loop() -> None:
         ("init", {"a": 1}, r"init must return \(runtime, metadata, config\), not a dict"),
         ("run", None, "run must return a mapping, not None"),
         ("eval", [1], "eval must return a mapping, not a list"),
+        ("eval", {"report": {"reward": float("nan")}}, "eval's 'reward' must be a finite number, not nan"),
+        ("eval", {"report": {"reward": "0.5"}}, "eval's 'reward' must be a finite number, not '0.5'"),
+        ("eval", {"reward": [1.0]}, "eval's 'reward' must be a finite number, not \\[1.0\\]"),
         ("eval", {"report": 1}, "eval must return a mapping, not a int"),
     ],
 )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -94,9 +94,7 @@ def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
             result = await while_connected(request, work)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        # A custom handler may return any objects: those that are no JSON are sent as text.
-        encoded = orjson.dumps(result, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-        return Response(encoded, media_type="application/json")
+        return Response(_encoded(result), media_type="application/json")
 
     async def cancel(request: Request) -> Response:
         body = validated(CancelBody, await parse_json_object(request), "/cancel")
@@ -126,6 +124,30 @@ def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
     app.router.routes.append(Route("/status", checked(status), methods=["GET"]))
     app.router.routes.append(Route("/health", health, methods=["GET"]))
     return app
+
+
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+_MAX_LEVELS = 200
+
+
+def _encoded(result: Mapping[str, Any]) -> bytes:
+    """Encode a job's result. A custom handler may return anything: what is no JSON is sent as text."""
+    try:
+        return orjson.dumps(result, default=str, option=_OPTIONS)
+    except TypeError:
+        return orjson.dumps(_with_texts(result, _MAX_LEVELS), default=str, option=_OPTIONS)
+
+
+def _with_texts(value: Any, levels: int) -> Any:
+    """Return the value with text in place of what orjson refuses: integers beyond 64 bits, deep nesting, and lone
+    surrogates, as in the output of a program that is not UTF-8."""
+    if isinstance(value, Mapping) and levels:
+        return {_with_texts(key, 0): _with_texts(each, levels - 1) for key, each in value.items()}
+    if isinstance(value, list | tuple) and levels:
+        return [_with_texts(each, levels - 1) for each in value]
+    if isinstance(value, str | list | tuple | Mapping) or (isinstance(value, int) and not -(2**63) <= value < 2**64):
+        return str(value).encode("utf-8", "replace").decode()
+    return value
 
 
 class Listening:

@@ -22,6 +22,10 @@ from pathlib import Path
 from nemo_gym.prorl.registry import AgentHandler, register_agent_handler
 
 
+def deep(levels):
+    return [deep(levels - 1)] if levels else []
+
+
 class Wishes(AgentHandler):
     name = "wishes"
 
@@ -34,7 +38,9 @@ class Wishes(AgentHandler):
         await asyncio.sleep(instance.get("sleep_s", 0.0))
         if instance.get("fails"):
             raise RuntimeError("as wished")
-        return {"messages": [], "sid": metadata["sid"], "pid": os.getpid()}
+        odd = {"text": "caf\\udce9", "many": 2**70, "deep": deep(300), "path": Path("x")}
+        odd = odd if instance.get("odd") else {}
+        return {"messages": [], "sid": metadata["sid"], "pid": os.getpid(), **odd}
 
     async def eval(self, job_details, sid=None, allow_skip=True):
         rewards = job_details.instance.get("rewards", [1.0])

@@ -63,6 +63,10 @@ async def test_routes_do_what_the_object_does(tmp_path: Path) -> None:
         status, result = await ask("/process", {"instance": {**WISH, "fails": True}, "sampling_params": {}})
         assert (status, result["error"], result["reward"]) == (200, "run: RuntimeError: as wished", None)
 
+        status, result = await ask("/process", {"instance": {**WISH, "odd": True}})
+        assert (status, result["reward"], result["text"], result["path"]) == (200, 1.0, "caf?", "x")
+        assert result["many"] == str(2**70) and json.dumps(result["deep"]).count("[") == 301
+
         for body, said in (
             ({"instance": {"data_source": "codeforces"}}, "'codeforces'; registered: math, swebench, wishes"),
             ({"instance": WISH, "sampling_params": {"max_iterations": "x"}}, "max_iterations must be a whole number"),

@@ -79,6 +79,15 @@ class RunFiles:
         return self.store_path or self._default_store
 
     @property
+    def locks(self) -> list[tuple[str, Path, Path]]:
+        """What a collector must have for itself: the key that names it, its path, and the path of its lock. A store
+        beside the output is covered by the output's lock."""
+        locks = [("output", self.output, self.lock)]
+        if self.store_path is not None and (lock := lock_of_store(self.store_path)) != self.lock:
+            locks.append(("store", self.store_path, lock))
+        return locks
+
+    @property
     def sampler(self) -> Path:
         """The database in which a sampler for RL records its groups."""
         return self.store.with_name(f"{self.store.stem}_sampler.sqlite")
@@ -209,32 +218,46 @@ def locked_file(path: Path) -> BinaryIO:
     return file
 
 
+def lock_of_store(store: Path) -> Path:
+    """Return the lock of a store that was named by its path, which runs and services take."""
+    return store.with_name(f"{store.name}.lock")
+
+
 def check_output(files: RunFiles) -> None:
     """Raise the error that `output_lock` would raise now, without leaving a file behind."""
     folder = existing_folder(files.lock)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         why = "cannot be written to" if folder.is_dir() else "is not a directory"
         raise ConfigError(f"output '{files.output}' cannot be written: '{folder}' {why}", key="output")
-    if files.lock.exists():
-        with output_lock(files):
-            pass
+    for key, path, lock in files.locks:
+        if lock.exists():
+            with _held(key, path, lock):
+                pass
 
 
 @contextlib.contextmanager
 def output_lock(files: RunFiles) -> Iterator[None]:
-    """Ensure that an output has one collector. Raises `ConfigError` if another one writes to it."""
+    """Ensure that an output and its store have one collector. Raises `ConfigError` if another one writes to them."""
+    with contextlib.ExitStack() as held:
+        for key, path, lock in files.locks:
+            held.enter_context(_held(key, path, lock))
+        yield
+
+
+@contextlib.contextmanager
+def _held(key: str, path: Path, lock: Path) -> Iterator[None]:
     try:
-        file = locked_file(files.lock)
+        file = locked_file(lock)
     except BlockingIOError:
-        with files.lock.open("rb") as held:
+        with lock.open("rb") as held:
             holder = held.read(32).decode(errors="replace").strip() or "unknown"
         raise ConfigError(
-            f"another collector (process {holder}) is writing to '{files.output}'; wait for it, stop it, or choose"
-            " another 'output'",
-            key="output",
+            f"another collector (process {holder}) is writing to '{path}'; wait for it, stop it, or choose"
+            f" another '{key}'",
+            key=key,
         ) from None
     except OSError as error:
-        raise ConfigError(f"output '{files.output}' cannot be written: {error}", key="output") from error
+        raise ConfigError(f"{key} '{path}' cannot be written: {error}", key=key) from error
     with file:
         file.truncate(0)
         with contextlib.suppress(OSError):  # the number only serves error messages; the lock also holds on a full disk

@@ -26,7 +26,7 @@ from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import CancelReport, JobEvent, JobRecord, JobSelector, RunCounts
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.results import locked_file, under_way
+from nemo_gym.rollouts.results import lock_of_store, locked_file, under_way
 from nemo_gym.rollouts.server_pool import PooledServer, ServerPool, ServerState
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.rollouts.store.sql import store_error
@@ -399,11 +399,11 @@ async def _open_store(config: ServiceConfig, state_dir: Path, undo: AsyncExitSta
     else:
         path = Path(config.store).expanduser() if config.store is not None else state_dir / "jobs.sqlite"
         try:
-            undo.callback(locked_file(path.with_name(f"{path.name}.lock")).close)
+            undo.callback(locked_file(lock_of_store(path)).close)
         except BlockingIOError:
             raise ConfigError(
-                f"store '{path}' is another service's on this machine; stop it, or choose another store (several"
-                " services share postgresql://…)",
+                f"store '{path}' is another service's or run's on this machine; stop it, or choose another store"
+                " (several services share postgresql://…)",
                 key="store",
             ) from None
         except OSError as error:

@@ -539,6 +539,22 @@ async def test_overrides_reach_the_agent_and_the_result(make_chain: MakeChain) -
     assert (params["temperature"], params["max_output_tokens"]) == (0.25, 7)
 
 
+async def test_second_collector_on_the_same_store_is_refused(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": ["t0"]})
+    chain.write_rows(2)
+    store = str(chain.directory / "runs.sqlite")
+    first = asyncio.create_task(run_collection(chain.client(), chain.run_keys(store=store)))
+    await asyncio.to_thread(wait_until, lambda: len(chain.results()) == 1, "a result")
+    other = str(chain.directory / "other.jsonl")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"another collector .*runs\.sqlite'.*another 'store'"):
+            await run_collection(chain.client(), chain.run_keys(store=store, output=other, overwrite=overwrite))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert len(chain.notes("act")) == 2
+
+
 async def test_second_collector_on_the_same_output_is_refused(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"hang": ["t0"]})
     chain.write_rows(2)

@@ -12,6 +12,7 @@ from nemo_gym.contract.errors import RowError
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
 _BATCH_KEYS = frozenset({"validate", "global_steps", "do_sample"})
+_SESSIONS = "__rollout_n__"
 CARRIED = ("uid", "raw_prompt", "data_source", "reward_model", "extra_info", "tools_kwargs", "agent_name")
 """Columns of a sample that are copied to its trajectories, for the trainer."""
 
@@ -45,7 +46,7 @@ class PromptSample:
 
     def sessions(self, default: int) -> int:
         """Return the number of sessions: ``default``, unless the prompt sets verl's ``__rollout_n__``."""
-        requested = self.fields.get("__rollout_n__")
+        requested = self.fields.get(_SESSIONS)
         return default if requested is None else int(requested)
 
 
@@ -96,16 +97,28 @@ def read_batch(prompts: Any) -> Batch:
     steps = _scalar(columns.get("global_steps"), default=None)
     if steps is None and not validate:
         raise RowError("prompts: 'global_steps' is missing; training needs it to tell stale trajectories")
+    if steps is not None:
+        _check_whole(steps, "prompts['global_steps']")
     values = {
         name: _of_column(column, len(uids))
         for name, column in columns.items()
         if name not in _BATCH_KEYS and name != "uid"
     }
+    for index, sessions in enumerate(values.get(_SESSIONS, ())):
+        if sessions is not None:
+            _check_whole(sessions, f"prompts['{_SESSIONS}'][{index}]", 1)
     samples = tuple(
         PromptSample(uid, index, {"uid": uid, **{name: column[index] for name, column in values.items()}})
         for index, uid in enumerate(uids)
     )
     return Batch(samples, "val" if validate else "train", None if steps is None else int(steps))
+
+
+def _check_whole(value: Any, label: str, least: int | None = None) -> None:
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not is_whole or (least is not None and value < least):
+        bound = "" if least is None else f" from {least}"
+        raise RowError(f"{label} must be a whole number{bound}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,13 @@ def test_no_cap_is_0() -> None:
         ({"uid": ["a", "a"]}, "'a' comes twice", {}),
         ({"raw_prompt": None}, "'raw_prompt' is missing; set data.return_raw_chat=True", {"u0": "failure"}),
         ({"global_steps": None}, "'global_steps' is missing", {"u0": "failure"}),
+        ({"global_steps": float("nan")}, r"prompts\['global_steps'\] must be a whole number", {"u0": "failure"}),
+        ({"__rollout_n__": [2, "x"]}, r"prompts\['__rollout_n__'\]\[1\] must be .*, got 'x'", {"u1": "failure"}),
+        (
+            {"__rollout_n__": [0, 1]},
+            r"prompts\['__rollout_n__'\]\[0\] must be a whole number from 1",
+            {"u1": "failure"},
+        ),
     ],
 )
 async def test_batch_that_cannot_be_run_is_refused_and_its_prompts_have_a_state(

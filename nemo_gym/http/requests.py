@@ -161,15 +161,20 @@ def validated(model: type[ModelT], value: Any, what: str) -> ModelT:
 
 
 async def parse_json_object(
-    request: Request, loads: Callable[[bytes], Any] = orjson.loads, *, max_values: int | None = None
+    request: Request,
+    loads: Callable[[bytes], Any] = orjson.loads,
+    *,
+    max_values: int | None = None,
+    checks_depth: bool = True,
 ) -> dict[str, Any]:
     """Read the request's body as a JSON object. Raises `InvalidBodyError`, `EncodedBodyError` for a compressed body,
-    and `TooManyValuesError` for more than ``max_values``. ``loads`` must return and raise as orjson's does."""
+    and `TooManyValuesError` for more than ``max_values``. ``loads`` must return and raise as orjson's does. Without
+    ``checks_depth``, the caller checks the parts of the body by `require_shallow`."""
     refuse_encoded(request)
     body = await request.body()
     if max_values is not None:
         await check_values(body, max_values)
-    return json_object(body, request.scope["path"], loads)
+    return json_object(body, request.scope["path"], loads, checks_depth=checks_depth)
 
 
 def refuse_encoded(request: Request) -> None:
@@ -179,7 +184,9 @@ def refuse_encoded(request: Request) -> None:
             raise EncodedBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
 
 
-def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+def json_object(
+    body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.loads, *, checks_depth: bool = True
+) -> dict[str, Any]:
     """Parse ``body`` as `parse_json_object` does; an empty body is an empty object."""
     try:
         value = loads(body) if body else {}
@@ -187,7 +194,7 @@ def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.l
         raise InvalidBodyError(f"the body of {path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidBodyError(f"the body of {path} must be a JSON object, not {type(value).__name__}")
-    if loads is orjson.loads:
+    if checks_depth and loads is orjson.loads:
         require_shallow(value, f"the body of {path}")
     return value
 

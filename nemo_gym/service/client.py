@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -21,13 +20,16 @@ import orjson
 
 from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym._util.tasks import NETWORK_JITTER, Backoff
-from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.contract.errors import ConfigError, InvalidBodyError, NemoGymError, not_json
 from nemo_gym.http.client import new_session
 
 ADDRESS_FILE = "service.json"
 URL_VARIABLE = "NEMO_GYM_SERVICE_URL"
 TOKEN_VARIABLE = "NEMO_GYM_SERVICE_TOKEN"
 BATCH = 500
+"""The most jobs of one request."""
+BATCH_BYTES = 32 << 20
+"""The size of the jobs at which a request is sent, even if they are fewer."""
 PATIENCE_S = 60.0
 """How many seconds to retry if the service cannot be reached, because it may be restarting."""
 WAIT_AT_ONCE_S = 60.0
@@ -162,8 +164,7 @@ class AsyncRolloutClient:
         they do not affect the others."""
         accepted = known = 0
         refused: list[Refusal] = []
-        left = iter(jobs)
-        while batch := list(islice(left, BATCH)):
+        for batch in _batches(jobs, refused):
             response = await self._call("POST", "/v1/jobs", {"jobs": batch}, accepts=lambda body: "jobs" in body)
             accepted += response["accepted"]
             known += response["known"]
@@ -345,6 +346,27 @@ class AsyncRolloutClient:
             f"the service at {self.address.url} cannot be reached ({path}: {type(error).__name__}: {error})",
             retryable=True,
         )
+
+
+def _batches(jobs: Iterable[Mapping[str, Any]], refused: list[Refusal]) -> Iterator[list[orjson.Fragment]]:
+    """Yield the jobs as JSON, as many as one request takes. Those that are no JSON are added to ``refused``."""
+    batch: list[orjson.Fragment] = []
+    size = 0
+    for number, job in enumerate(jobs):
+        try:
+            encoded = orjson.dumps(job, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            problem = InvalidBodyError(f"the job is not JSON: {not_json(error)}")
+            job_id = str(job.get("job_id", f"jobs[{number}]"))
+            refused.append(Refusal(job_id, problem.code, problem.message, problem.as_problem()))
+            continue
+        if batch and (len(batch) == BATCH or size + len(encoded) > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(orjson.Fragment(encoded))
+        size += len(encoded)
+    if batch:
+        yield batch
 
 
 def _view_of(event: bytes) -> JobView | None:

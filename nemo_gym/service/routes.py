@@ -173,19 +173,20 @@ class _Routes:
     # Jobs
 
     async def submit(self, request: Request) -> Response:
-        jobs = jobs_of(await parse_json_object(request), self._service.config.max_jobs_per_request)
+        body = await parse_json_object(request, checks_depth=False)
+        jobs = jobs_of(body, self._service.config.max_jobs_per_request)
         outcomes = await self._service.submit(jobs)
         errors = [each["error"] for each in outcomes if "error" in each]
-        body = {
+        answer = {
             "accepted": sum(each.get("new") is True for each in outcomes),
             "known": sum(each.get("new") is False for each in outcomes),
             "refused": len(errors),
             "jobs": outcomes,
         }
         if len(errors) < len(outcomes):
-            return JsonResponse(body)
+            return JsonResponse(answer)
         # No job was accepted: respond with the first error, and list all of them.
-        return JsonResponse({**errors[0], **body}, status_code=errors[0]["status"])
+        return JsonResponse({**errors[0], **answer}, status_code=errors[0]["status"])
 
     async def job(self, request: Request) -> Response:
         wait_s = _number(request, "wait_s", 0.0, at_most=MAX_WAIT_S)

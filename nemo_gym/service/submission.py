@@ -15,7 +15,7 @@ from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
 from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import PARAMS_KEY, TASK_INDEX_KEY, has_prompt, task_id_of
-from nemo_gym.http.requests import validated
+from nemo_gym.http.requests import require_shallow, validated
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobSpec, Offer
 from nemo_gym.rollouts.routing import prompt_batches, unworded
@@ -100,6 +100,8 @@ class Submissions:
         return [outcomes[number] for number in range(len(bodies))]
 
     async def _spec(self, body: Any, number: int) -> JobSpec:
+        if isinstance(body, dict):
+            require_shallow(body, f"jobs[{number}]")
         job = validated(JobBody, body, f"jobs[{number}]")
         row = job.row if job.dataset is None else await self._row_of(job.dataset)
         fields = {key: value for key, value in (row or {}).items() if key != TASK_INDEX_KEY}

@@ -89,6 +89,31 @@ async def test_bad_jobs_of_a_batch_are_named_and_the_rest_goes_on(make_chain: Ma
         assert [(await served.client.job(f"job-{n}", wait_s=30)).state for n in (0, 10)] == ["done", "done"]
 
 
+async def test_job_that_is_no_json_or_too_deep_is_refused_alone(make_chain: MakeChain) -> None:
+    def odd(number: int, value: Any) -> dict[str, Any]:
+        return job(number, row={**job(number)["row"], "odd": value})
+
+    def deep(levels: int) -> Any:
+        return [deep(levels - 1)] if levels else 1
+
+    async with serving(make_chain()) as served:
+        jobs = [job(0), odd(1, "\ud800"), odd(2, 2**70), odd(3, deep(300)), odd(4, deep(230)), job(5)]
+        done = await served.client.submit(jobs)
+        assert (done.accepted, [each.job_id for each in done.refused]) == (2, ["job-1", "job-2", "job-3", "job-4"])
+        said = [each.detail for each in done.refused]
+        assert "surrogates not allowed" in said[0] and "integer beyond 64 bits" in said[1]
+        assert "nested too deeply" in said[2] and "jobs[1]: a value is nested too deeply" in said[3]
+
+
+async def test_large_jobs_are_submitted_in_several_requests(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_gym.service.client.BATCH_BYTES", 1 << 20)
+    async with serving(make_chain(), max_body_mib=2) as served:
+        jobs = [job(n, row={**job(n)["row"], "padding": "x" * 400_000}) for n in range(8)]
+        assert (await served.client.submit(jobs)).accepted == 8
+
+
 async def test_body_of_too_many_values_is_refused_before_it_is_parsed(make_chain: MakeChain) -> None:
     async with serving(make_chain(), max_body_values=1000) as served:
         assert (await served.client.submit([job(0)])).accepted == 1

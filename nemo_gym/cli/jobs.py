@@ -56,7 +56,19 @@ def jobs_command(argv: Sequence[str]) -> int:
         raise ConfigError(f"'{name}' is not a command of {NAME}; there are: {', '.join(KEYS)}", key="command")
     values = given_values(words)
     reject_unknown_keys(values, KEYS[name], where=f"{NAME} {name}")
+    _check_values(values)
     return asyncio.run(until_signal(_run(name, values, arguments), stopped=command.EXIT_INTERRUPTED))
+
+
+def _check_values(values: dict[str, Any]) -> None:
+    """Refuse values that would fail, or be misunderstood, only after jobs were submitted."""
+    for key, least in (("num_repeats", 1), ("limit", 1)):
+        if (count := values.get(key)) is not None and (type(count) is not int or count < least):
+            raise ConfigError(f"{key} must be a whole number from {least}, got {count!r}", key=key)
+    if "output" in values:
+        path = Path(str(values["output"]))
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"output '{path}' must be a file in a directory that exists", key="output")
 
 
 async def _run(name: str, values: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -101,6 +113,8 @@ async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments:
 
 def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a job for each sample of each row, also for lines that are no JSON: the service refuses and names them."""
+    import orjson
+
     from nemo_gym.contract.verdict import group_id_of, rollout_id_of
 
     if not path.is_file():
@@ -115,10 +129,10 @@ def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, An
             if index == values.get("limit"):
                 return
             try:
-                row = json.loads(line)
-            except ValueError:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
                 row = line.decode(errors="replace")
-            for sample in range(int(values.get("num_repeats", 1))):
+            for sample in range(values.get("num_repeats", 1)):
                 yield {
                     "job_id": rollout_id_of(run, index, sample),
                     "group_id": group_id_of(run, index),
@@ -145,7 +159,10 @@ async def _watch(client: AsyncRolloutClient, values: dict[str, Any], arguments: 
         output = None
         if "output" in values:
             path = Path(str(values["output"]))
-            output = undo.enter_context(path.open("w", encoding="utf-8"))  # noqa: ASYNC230 - nothing else waits
+            try:
+                output = undo.enter_context(path.open("w", encoding="utf-8"))  # noqa: ASYNC230 - nothing else waits
+            except OSError as error:
+                raise ConfigError(f"output '{path}' cannot be written ({error.strerror})", key="output") from error
 
         def show(view: JobView) -> None:
             row = dict(view.result or {"reward": None, "failure_kind": view.state})

@@ -208,6 +208,25 @@ def test_run_is_checked_before_any_server_starts(root: Path, name: str, words: l
     assert (root / "foreign.jsonl").read_text() == "precious\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["num_repeats=two"], "num_repeats must be a whole number from 1, got 'two'"),
+        (["num_repeats=1.7"], "num_repeats must be a whole number from 1, got 1.7"),
+        (["limit=all"], "limit must be a whole number from 1, got 'all'"),
+        (["limit=-1"], "limit must be a whole number from 1, got -1"),
+        (["output=nowhere/o.jsonl"], "output 'nowhere/o.jsonl' must be a file in a directory that exists"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_jobs_are_not_submitted_with_a_value_that_cannot_be_meant(root: Path, words: list[str], message: str) -> None:
+    write_rows(root / "rows.jsonl", 2)
+    done = command(root, "jobs", "submit", "input=rows.jsonl", "url=http://127.0.0.1:9", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert no_traceback(done.stderr)
+
+
 def test_agent_killed_in_mid_run_costs_no_rollout(root: Path) -> None:
     rows = write_rows(root / "rows.jsonl", 150)
     with ng_run(root, *GROUPS, f"input={rows}", f"output={root / RESULTS}", "concurrency=4") as stack:

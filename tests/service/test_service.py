@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,22 @@ async def test_job_that_is_no_json_or_too_deep_is_refused_alone(make_chain: Make
         said = [each.detail for each in done.refused]
         assert "surrogates not allowed" in said[0] and "integer beyond 64 bits" in said[1]
         assert "nested too deeply" in said[2] and "jobs[1]: a value is nested too deeply" in said[3]
+
+
+async def test_rows_of_a_file_that_are_no_json_are_refused_by_the_command(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    path = chain.write_rows(1)
+    line = path.read_text().rstrip()
+    odd = (f'{line[:-1]}, "odd": {value}}}' for value in ("NaN", '"\\ud800"'))
+    path.write_text("\n".join([line, *odd, line]))
+    async with serving(chain) as served:
+        words = ["submit", f"input={path}", "run=r", f"url={served.url}", f"token={TOKENS[ServiceRole.SUBMIT][0]}"]
+        start = [sys.executable, "-c", "from nemo_gym.cli.jobs import main; main()"]
+        command = await asyncio.create_subprocess_exec(*start, *words, stderr=asyncio.subprocess.PIPE)
+        said = (await command.communicate())[1].decode()
+        assert command.returncode == 2
+        assert "2 jobs accepted, 0 known before, 2 refused" in said
+        assert "r.1-0: jobs[1]: row" in said and "r.2-0: jobs[2]: row" in said
 
 
 async def test_large_jobs_are_submitted_in_several_requests(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import StageName, failure_of_reply
 from nemo_gym.rollouts.interfaces import JobRecord, JobState
 from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
@@ -126,8 +127,19 @@ DEFAULT_FILTERS: tuple[GroupFilter, ...] = (ValidSamples(), MixedOutcomes())
 
 
 def why_left_out(group: Group, filters: Iterable[GroupFilter]) -> str | None:
-    """Return the reason of the first filter that leaves the group out, or ``None``."""
-    return next((reason for each in filters if (reason := each(group)) is not None), None)
+    """Return the reason of the first filter that leaves the group out, or ``None``. Raises `ConfigError` for a filter
+    that returns neither: with True or False, every group would be left out."""
+    reason: Any
+    for each in filters:
+        if (reason := each(group)) is not None:
+            if not isinstance(reason, str):
+                raise ConfigError(
+                    f"filters: {each!r} returned {reason!r}; a filter returns None to keep a group, or the reason"
+                    " against it as text",
+                    key="filters",
+                )
+            return reason
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,19 @@ def test_misspelled_option_is_named_and_leaves_no_thread() -> None:
     assert "sampler" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.parametrize("returned", [True, False, {"why": "x"}])
+async def test_filter_that_returns_no_reason_is_named(make_chain: MakeChain, returned: Any) -> None:
+    def mine(group: Any) -> Any:
+        return returned
+
+    chain = make_chain()
+    chain.write_rows(2)
+    async with open_sampler(chain.client(), chain.run_keys(), sampling=TWO, filters=(mine,)) as sampler:
+        async with asyncio.timeout(30):
+            with pytest.raises(ConfigError, match=r"filters: .*mine.* a filter returns None to keep a group"):
+                await sampler.next_batch(1)
+
+
 async def test_agent_that_fails_is_masked_and_gets_no_reward(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"crash": {"t0": 9}})
     chain.write_rows(2)

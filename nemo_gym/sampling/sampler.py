@@ -36,6 +36,11 @@ from nemo_gym.sampling.loader import LoaderCursor
 from nemo_gym.sampling.look_ahead import OBSERVED, LookAhead
 
 STATE_VERSION = 1
+STATE_MEMBERS = {
+    **{"run_id": str, "batch": int, "weights_version": int},
+    **{"cursor": Mapping, "outcomes": Sequence, "groups": Sequence},
+}
+"""The members of a checkpoint, checked before any of them is used."""
 
 CheckedRow = Callable[[int, Mapping[str, Any]], Awaitable[tuple[dict[str, Any], str] | None]]
 """Maps the number and content of a loader's row to the row to submit and its agent, or to ``None`` to skip the row.
@@ -164,12 +169,16 @@ class RolloutSampler:
         run again from the start."""
         if self._tasks:
             raise ConfigError("load_state_dict comes before the first batch", key="state_dict")
-        if state.get("version") != STATE_VERSION:
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != STATE_VERSION:
             raise ConfigError(
-                f"not a sampler state of this release: its version is {state.get('version')!r}, and this release reads"
+                f"not a sampler state of this release: its version is {version!r}, and this release reads"
                 f" {STATE_VERSION}",
                 key="state_dict",
             )
+        wrong = [name for name, kind in STATE_MEMBERS.items() if not isinstance(state.get(name), kind)]
+        if wrong:
+            raise ConfigError(f"the sampler state is incomplete: {', '.join(wrong)}", key="state_dict")
         self._checkpoint = state
 
     @property

@@ -77,6 +77,24 @@ async def test_filter_that_returns_no_reason_is_named(make_chain: MakeChain, ret
                 await sampler.next_batch(1)
 
 
+async def test_checkpoint_that_is_incomplete_is_refused_and_changes_nothing(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(4)
+    async with open_sampler(chain.client(), chain.run_keys(), sampling=TWO, filters=ANY) as sampler:
+        first = await sampler.next_batch(1)
+        state = sampler.state_dict()
+    async with open_sampler(chain.client(), chain.run_keys(), sampling=TWO, filters=ANY) as sampler:
+        for wrong, said in (
+            ({**state, "batch": "1"}, "incomplete: batch"),
+            ({"version": 1, "run_id": "x"}, "incomplete: batch, weights_version, cursor"),
+            ([], "its version is None"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                sampler.load_state_dict(wrong)  # type: ignore[arg-type]
+        second = await sampler.next_batch(1)
+    assert [each.groups[0].row["id"] for each in (first, second)] == ["t0", "t1"]
+
+
 async def test_agent_that_fails_is_masked_and_gets_no_reward(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"crash": {"t0": 9}})
     chain.write_rows(2)

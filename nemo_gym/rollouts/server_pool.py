@@ -40,6 +40,13 @@ STRIKES = 3
 LOST_KINDS = {AGENT_TYPE: FailureKind.AGENT_LOST, ENVIRONMENT_TYPE: FailureKind.ENVIRONMENT_LOST}
 
 
+class NoSuchServerError(ConfigError):
+    """No server has this id."""
+
+    code = "no_such_server"
+    status = 404
+
+
 class ServerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
@@ -175,12 +182,12 @@ class ServerPool:
         return self._servers[instance]
 
     def of_id(self, server_id: str) -> PooledServer:
-        """Return the server with this id. Raises `ConfigError` if there is none."""
+        """Return the server with this id. Raises `NoSuchServerError`."""
         for server in self.all():
             if server.server_id == server_id and server.state is not ServerState.REMOVED:
                 return server
         ids = [server.server_id for server in self.all() if server.state is not ServerState.REMOVED]
-        raise ConfigError(
+        raise NoSuchServerError(
             f"no server has the id '{server_id}'{nearest(server_id, ids)}; there are: {', '.join(ids) or 'none'}",
             key="server_id",
         )

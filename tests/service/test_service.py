@@ -335,8 +335,9 @@ async def test_servers_register_share_the_work_and_leave(make_chain: MakeChain) 
             await served.client.remove_server(added["server_id"])
             other.kill()
             assert await served.client.wait(run=served.service.store_id) == {"done": 200}
-            with pytest.raises(ServiceError, match="no server has the id"):
+            with pytest.raises(ServiceError, match="no server has the id") as refused:
                 await served.client.remove_server(added["server_id"])
+            assert refused.value.details["status"] == 404
     finally:
         other.stop()
 

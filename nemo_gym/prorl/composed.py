@@ -38,6 +38,8 @@ SAMPLING = (
 """Sampling parameters that the gateway enforces in every model call of a job."""
 PROVIDERS = ("hosted_vllm/", "openai/")
 """LiteLLM's provider prefixes of model names."""
+MODELS_FOR_S = 10.0
+"""How long a list of an LLM server's models is used: the server may be restarted with another model."""
 ANSWER_TIMEOUT_S = 10.0
 """How long an LLM server may take to list its models."""
 
@@ -110,7 +112,9 @@ class ComposedServers:
         self._startup: asyncio.Task[Running] | None = None
         self._closing = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
-        self._answering: dict[str, asyncio.Future[list[str]]] = {}
+        self._answering: dict[str, tuple[asyncio.Future[list[str]], float]] = {}
+        """The latest request for the models of each LLM server, and when it was sent."""
+        self._models_of: dict[str, list[str]] = {}
 
     async def running(self, llm: LlmAccess) -> Running:
         """Return the servers, starting them if they do not run or have failed. Raises the error of a failed start."""
@@ -159,16 +163,21 @@ class ComposedServers:
     # Inside
 
     async def _models(self, address: str, api_key: str | None) -> list[str]:
-        """Return the models that the LLM server lists. All jobs share one request; a failed request is repeated."""
-        request = self._answering.get(address)
-        if request is None:
-            request = self._answering[address] = asyncio.ensure_future(_listed_models(address, api_key))
+        """Return the models that the LLM server lists. Jobs share a request for `MODELS_FOR_S`; a failed request is
+        repeated. If a server that has listed its models does not answer, they are taken to be the same."""
+        now = asyncio.get_running_loop().time()
+        request, since = self._answering.get(address, (None, now))
+        if request is None or (request.done() and now - since > MODELS_FOR_S):
+            request = asyncio.ensure_future(_listed_models(address, api_key))
+            self._answering[address] = (request, now)
         try:
-            return await asyncio.shield(request)
+            self._models_of[address] = await asyncio.shield(request)
         except ModelError:
-            if self._answering.get(address) is request:
+            if self._answering.get(address, (None,))[0] is request:
                 del self._answering[address]
-            raise
+            if address not in self._models_of:
+                raise
+        return self._models_of[address]
 
     async def _join(self) -> Running:
         return await self._checked(find_stack(self._run_dir), None)

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError, RowError
+from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.prorl import composed
 from nemo_gym.prorl.async_server import OpenHandsServer
 from nemo_gym.prorl.handlers import SuiteHandler
@@ -132,6 +134,29 @@ def test_llm_server_that_never_answers_is_named_at_submission(monkeypatch: pytes
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with OpenHandsServer([url]) as alone, pytest.raises(ModelError, match=r"does not answer within 0\.2 s: http"):
             alone.process(row, {})
+
+
+async def test_llm_server_that_comes_back_with_another_model_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composed, "MODELS_FOR_S", 0.0)
+    listed = ["step-1"]
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": listed[0]}]}, status=200 if listed[0] else 503)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    servers = composed.ComposedServers(["agent=simple_agent"])
+    seen = []
+    try:
+        for listed[0] in ("step-1", "step-2", ""):  # the last one answers with an error for now
+            seen.append((await servers.access({"base_url": f"http://127.0.0.1:{runner.addresses[0][1]}"})).model)
+    finally:
+        await runner.cleanup()
+        await close_global_aiohttp_client()
+    assert seen == ["step-1", "step-2", "step-2"]
 
 
 @pytest.mark.full

@@ -98,14 +98,20 @@ class _EmbeddedServer(WebServer):
 
 @contextlib.asynccontextmanager
 async def served(
-    app: FastAPI, config: BaseServerConfig, *, on_stop: Callable[[], Awaitable[None]] | None = None
+    app: FastAPI,
+    config: BaseServerConfig,
+    *,
+    on_stop: Callable[[], Awaitable[None]] | None = None,
+    grace_s: int = SHUTDOWN_GRACE_S,
 ) -> AsyncIterator[str]:
     """Serve ``app``, which checks its callers itself, in the running event loop until the block ends; yields its URL.
-    ``on_stop`` then ends requests that would stay open. Raises `ConfigError` for an unusable address."""
+    ``on_stop`` then ends requests that would stay open; others have ``grace_s``. Raises `ConfigError` for an unusable
+    address."""
     _tune_process()
     listener = bind(config, secured=True)
     host, port = listener.getsockname()[:2]
-    server = _EmbeddedServer(uvicorn.Config(app, **_settings(60.0), lifespan="off"), None, on_stop)
+    settings = _settings(60.0) | {"timeout_graceful_shutdown": grace_s, "lifespan": "off"}
+    server = _EmbeddedServer(uvicorn.Config(app, **settings), None, on_stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
     try:
         yield f"http://{url_host(host)}:{port}"

@@ -45,6 +45,9 @@ from nemo_gym.service.submission import jobs_of
 
 MAX_WAIT_S = 3600.0
 MAX_PAGE = 1000
+STOP_GRACE_S = 10
+"""How long a stopping service waits for open requests, as those of clients that do not read what is sent to them. Only
+then does the pipeline stop and release its sandboxes, for which schedulers leave it half a minute before they kill."""
 SSE_IDLE_S = 15.0
 """Seconds between keep-alive messages of a stream without results."""
 
@@ -107,7 +110,7 @@ async def host(client: ServerClient, config: ServiceConfig, run_dir: Path, say: 
 
         address = BaseServerConfig(host=config.host, port=config.port)
         app = application(service, tokens)
-        url = await undo.enter_async_context(served(app, address, on_stop=end_streams))
+        url = await undo.enter_async_context(served(app, address, on_stop=end_streams, grace_s=STOP_GRACE_S))
         path = run_dir / ADDRESS_FILE
         role_tokens = {role.value: tokens.one_of(role) for role in ServiceRole}
         await asyncio.to_thread(write_address, path, url, role_tokens, service.store_id)

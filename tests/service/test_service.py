@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.credentials import RoleError
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.service.access import ServiceRole, ServiceTokens
-from nemo_gym.service.client import RolloutClient, ServiceError
+from nemo_gym.service.client import AsyncRolloutClient, RolloutClient, ServiceError
+from nemo_gym.service.routes import host
 from tests.rollouts.chain_process import ChainServer
 from tests.rollouts.conftest import wait_until
 from tests.service.conftest import TOKENS, Chain, Served, job, serving
@@ -377,6 +380,32 @@ async def test_registration_that_cannot_be_kept_names_the_file(
         status, problem = await raw(served, "POST", "/v1/servers", body)
         assert (status, problem["code"]) == (507, "store") and "servers-main.json" in problem["detail"]
         assert "http://127.0.0.1:1" not in [each["url"] for each in (await served.client.status())["servers"]]
+
+
+async def test_client_that_never_reads_its_stream_does_not_hold_up_a_stop(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_gym.service.routes.STOP_GRACE_S", 1)
+    chain = make_chain()
+    said: asyncio.Queue[str] = asyncio.Queue()
+    state = chain.directory / "state"
+    serving_task = asyncio.create_task(host(chain.client(), ServiceConfig.parse({"port": 0}), state, said.put_nowait))
+    await said.get()
+    address = json.loads((state / "service.json").read_text())
+    async with AsyncRolloutClient(run_dir=state) as client:
+        padding = "x" * 400_000
+        await client.submit([job(n, row={**job(n)["row"], "padding": padding}) for n in range(40)])
+        assert await client.wait() == {"done": 40}
+    with socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        unread.connect(("127.0.0.1", int(address["url"].rpartition(":")[2])))
+        token = address["tokens"]["read"]
+        unread.sendall(f"GET /v1/results HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+        await asyncio.to_thread(unread.recv, 1024)
+        serving_task.cancel()
+        async with asyncio.timeout(45):
+            await asyncio.wait({serving_task})
+    assert serving_task.cancelled()
 
 
 def test_blocking_client_does_the_same_from_a_program_without_a_loop(make_chain: MakeChain) -> None:

@@ -16,7 +16,7 @@ NAME = "ng_prorl_server"
 KEYS = (
     *("host", "port", "url_file", "insecure", "start", "handlers", "swebench", "math"),
     *("llm_server_addresses", "max_init_workers", "max_run_workers", "max_eval_workers", "allow_skip_eval"),
-    "timeout_s",
+    *("timeout_s", "max_body_mib", "max_body_values"),
 )
 DEFAULT_PORT = 8006
 
@@ -40,13 +40,16 @@ def serve(argv: Sequence[str]) -> int:
     from nemo_gym.prorl import service
     from nemo_gym.prorl.async_server import TIMEOUT_S, OpenHandsServer
     from nemo_gym.prorl.client import TOKEN_ENV
-    from nemo_gym.prorl.registry import registered_handlers
+    from nemo_gym.prorl.registry import at_least_one, registered_handlers
 
     register(given)
-    workers = {key: command.whole_number(key, given[key]) for key in KEYS if key.startswith("max_") and key in given}
+    numbers = {key: command.whole_number(key, given[key]) for key in KEYS if key.startswith("max_") and key in given}
+    limits = {
+        key: at_least_one(key, numbers.pop(key)) for key in ("max_body_mib", "max_body_values") if key in numbers
+    }
     server = OpenHandsServer(
         addresses(given.get("llm_server_addresses", "")),
-        **workers,
+        **numbers,
         allow_skip_eval=_flag("allow_skip_eval", given.get("allow_skip_eval", "false")),
         timeout_s=_seconds("timeout_s", given.get("timeout_s", str(TIMEOUT_S))),
     )
@@ -61,7 +64,7 @@ def serve(argv: Sequence[str]) -> int:
     listening.announce(Path(given["url_file"]) if "url_file" in given else None)
     print(f"{NAME}: data sources: {', '.join(registered_handlers())}", file=sys.stderr)
     print(f"PRORL_SERVER_URLS={listening.url}", flush=True)
-    service.serve(server, listening, token)
+    service.serve(server, listening, token, **limits)
     return command.EXIT_OK
 
 

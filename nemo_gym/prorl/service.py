@@ -32,7 +32,7 @@ from starlette.routing import Route
 from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.http.client import is_loopback, url_host
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
-from nemo_gym.http.middleware import UnknownErrorMiddleware
+from nemo_gym.http.middleware import BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
 from nemo_gym.http.problems import install_problem_handlers
 from nemo_gym.http.requests import JsonResponse, parse_json_object, validated
 from nemo_gym.http.webserver import LISTEN_BACKLOG, SERVER_KEEPALIVE_S, WebServer, raise_file_limit
@@ -64,10 +64,23 @@ class LlmServerBody(_Body):
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
-def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
+MAX_BODY_MIB = 256
+MAX_BODY_VALUES = 10_000_000
+"""JSON values of one body, of which a list or an object counts as 4."""
+
+
+def application(
+    server: OpenHandsServer,
+    token: str | None = None,
+    *,
+    max_body_mib: int = MAX_BODY_MIB,
+    max_body_values: int = MAX_BODY_VALUES,
+) -> FastAPI:
     """Return the application. Clients must send ``token`` as bearer token; ``None`` requires none."""
     app = FastAPI(title="prorl", openapi_url=None, docs_url=None, redoc_url=None)
     install_problem_handlers(app)
+    limits = BodyLimits(max_body_mib << 20, "max_body_mib", max_body_values, "max_body_values")
+    app.add_middleware(BodyLimitMiddleware, limits=limits, agent_limits=limits)
     app.add_middleware(UnknownErrorMiddleware)
 
     def checked(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -190,11 +203,11 @@ class Listening:
             raise ConfigError(f"url_file={file} cannot be written: {error}", key="url_file") from error
 
 
-def serve(server: OpenHandsServer, listening: Listening, token: str | None) -> None:
-    """Serve until SIGINT or SIGTERM, and then end the running jobs."""
+def serve(server: OpenHandsServer, listening: Listening, token: str | None, **limits: int) -> None:
+    """Serve until SIGINT or SIGTERM, and then end the running jobs. ``limits`` are those of `application`."""
     raise_file_limit()
     config = uvicorn.Config(
-        application(server, token),
+        application(server, token, **limits),
         access_log=False,
         log_level="warning",
         server_header=False,

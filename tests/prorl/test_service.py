@@ -44,7 +44,8 @@ async def reached(ask: Http, key: str, value: int) -> None:
 
 
 async def test_routes_do_what_the_object_does(tmp_path: Path) -> None:
-    with prorl_server(tmp_path, "max_run_workers=2", f"url_file={tmp_path / 'urls' / 'node'}") as server:
+    bounds = ("max_run_workers=2", "max_body_mib=1", "max_body_values=1000")
+    with prorl_server(tmp_path, *bounds, f"url_file={tmp_path / 'urls' / 'node'}") as server:
         ask = Http(server.url)
         assert (tmp_path / "urls" / "node").read_text() == server.url + "\n"
         status, told = await ask("/process", {"instance": WISH})
@@ -81,6 +82,9 @@ async def test_routes_do_what_the_object_does(tmp_path: Path) -> None:
         ):
             status, told = await ask(path, body)
             assert status == 422 and field in told["detail"]
+        for large, key in (("x" * (1 << 20), "max_body_mib"), ([[] for _ in range(300)], "max_body_values")):
+            status, told = await ask("/process", {"instance": {**WISH, "large": large}})
+            assert status == 413 and f"'{key}'" in told["detail"]
         for address in ("http://[::1", "http://a:99999", "http://a..b", "node:80"):
             status, told = await ask("/add_llm_server", {"address": address})
             assert status == 400 and f"'{address}' is no address of a server" in told["detail"]

@@ -7,12 +7,11 @@ The data is neither in the environment nor on the command line: ``NEMO_GYM_LAUNC
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
-
-import orjson
 
 from nemo_gym._util.files import write_all
 from nemo_gym.contract.credentials import ServerCredentials
@@ -55,11 +54,12 @@ class ServerLaunch:
     def to_json(self) -> bytes:
         data = {each.name: getattr(self, each.name) for each in fields(self)}
         data["credentials"] = self.credentials and self.credentials.to_dict()
-        return orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS)  # YAML keys may be numbers; the reader converts them
+        # Not with orjson: it writes `.inf` and `.nan` of YAML as null. Keys may be numbers; the reader converts them.
+        return json.dumps(data).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> ServerLaunch:
-        raw = orjson.loads(data)
+        raw = json.loads(data)
         credentials = raw.pop("credentials")
         raw["endpoints"] = tuple(raw["endpoints"])
         return cls(credentials=ServerCredentials.from_dict(credentials) if credentials else None, **raw)

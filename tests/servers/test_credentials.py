@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import aiohttp
 import pytest
 
@@ -187,6 +189,12 @@ def test_launch_arrives_unchanged_over_a_descriptor(monkeypatch: pytest.MonkeyPa
         assert current_launch() == launch
     finally:
         set_current_launch(None)
+
+
+def test_launch_keeps_infinity_and_keys_that_are_numbers() -> None:
+    launch = ServerLaunch(instance="env", config={"env": {"timeout_s": math.inf, "logit_bias": {50256: -math.inf}}})
+    arrived = ServerLaunch.from_json(launch.to_json())
+    assert arrived.config == {"env": {"timeout_s": math.inf, "logit_bias": {"50256": -math.inf}}}
 
 
 def test_server_refuses_to_listen_for_other_machines_without_credentials() -> None:

@@ -581,8 +581,8 @@ class AsyncDispatcher:
         # From the first stage to the last, so that no later stage takes up what an earlier one gives up.
         for pool in self._stage_pools:
             await pool.stop()
-        for attempt in list(self._attempts.values()):
-            await self._abandoned(attempt)
+        # All at once: a server that is gone costs every attempt its whole `close_timeout_s`.
+        await asyncio.gather(*[self._abandoned(attempt) for attempt in self._attempts.values()])
 
     async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
         """End matching jobs: stop their harnesses, release their sandboxes, and record the jobs as `CANCELLED`."""

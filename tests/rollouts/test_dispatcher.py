@@ -115,6 +115,14 @@ async def test_no_lease_is_called_lost_while_a_finished_attempt_is_closed(make_c
     assert [entry for entry in logs if entry["event"] == "lease lost"] == []
 
 
+async def test_a_stop_closes_all_attempts_at_once(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": ["t0", "t1", "t2"]}, environment={"close_s": 0.5})
+    async with Running(chain, 3) as running:
+        await running.wait(lambda: len(chain.notes("act")) == 3, "all workers to hang")
+    closes = [line.split()[0] for line in chain.journal.read_text().splitlines() if line.startswith("close")]
+    assert closes == ["close"] * 3 + ["closed"] * 3
+
+
 @pytest.mark.parametrize("priority_task", [0, 4])
 async def test_jobs_run_by_priority(make_chain: MakeChain, priority_task: int) -> None:
     chain = make_chain(agent={"hang": ["t2"]})

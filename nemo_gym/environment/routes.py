@@ -41,8 +41,9 @@ from nemo_gym.contract.errors import (
     NemoGymError,
     RowError,
     SandboxError,
+    VerifierError,
 )
-from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionEnvelope
+from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor, SessionEnvelope
 from nemo_gym.contract.verdict import (
     NO_PROMPT,
     PARAMS_KEY,
@@ -154,9 +155,16 @@ class Grader:
         artifacts: Sequence[Artifact],
         rollout: RolloutIdentity,
     ) -> dict[str, Any]:
+        hook = "grade" if self._server.overrides("grade") else "verify"
         try:
-            if self._server.overrides("grade"):
-                return (await self._server.grade(row, response, artifacts, rollout)).as_fields()
+            if hook == "grade":
+                verdict: Any = await self._server.grade(row, response, artifacts, rollout)
+                if not isinstance(verdict, Verdict):
+                    raise VerifierError(
+                        f"grade of '{self._server.config.name}' returned {type(verdict).__name__}, not a Verdict;"
+                        " return Verdict.of(reward)"
+                    )
+                return verdict.as_fields()
             result = await self._verify(request, {**row, RESPONSE_KEY: response})
             reply = plain(result, exclude={PARAMS_KEY, RESPONSE_KEY})
             # What it repeats of the row is no part of its verdict; an equal reward may be an earlier run's.
@@ -172,7 +180,7 @@ class Grader:
         except Exception as error:
             # The boundary of plugin code: no error of a grader may become a reward.
             log.exception("verify failed", rollout_id=rollout.rollout_id)
-            reason = f"verify raised {type(error).__name__}; the environment's log has the traceback"
+            reason = f"{hook} raised {type(error).__name__}; the environment's log has the traceback"
             return Verdict.invalid(FailureKind.VERIFIER_FAILED, reason).as_fields()
 
 
@@ -369,7 +377,12 @@ class EnvironmentRoutes:
         session: LazySession = request.scope["session"]
         session[ATTEMPT_SESSION_KEY] = [rollout.run_id, rollout.rollout_id, rollout.attempt]
         reply = await self._nemo_seed(request, call.row)
-        descriptor = await self._server.open_session(call.row, rollout)
+        descriptor: Any = await self._server.open_session(call.row, rollout)
+        if not isinstance(descriptor, SessionDescriptor):
+            raise ContractError(
+                f"open_session of '{self._server.config.name}' returned {type(descriptor).__name__}, not a"
+                " SessionDescriptor"
+            )
         if descriptor.rollout != rollout:
             raise ContractError(f"open_session of '{self._server.config.name}' returned another attempt's descriptor")
         descriptor = descriptor.placed(call.envelope.topology).model_copy(

@@ -112,14 +112,18 @@ class PhraseEnvironment(SimpleResourcesServer):
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> Any:
         self.opened += 1
         await asyncio.sleep(row.get("open_delay_s", 0))
+        if row.get("opens") == "nothing":
+            return None
         return await super().open_session(row, rollout)
 
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
-    ) -> Verdict:
+    ) -> Any:
         self.graded += 1
         await asyncio.sleep(row.get("grade_delay_s", 0))
         text = response["output"][0]["content"][0]["text"]
+        if "bare number" in text:
+            return 1.0
         if "lost box" in text and self.graded == 1:
             raise SandboxLostError("the eval box was lost", retryable=True)
         if "broken grader" in text:

@@ -176,6 +176,27 @@ async def test_verdict_is_invalid_without_reward_when_grading_fails(phrase: Stac
     assert reply["failure_kind"] == kind and reply["failure_reason"]
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("broken grader", "grade raised KeyError; the environment's log has the traceback"),
+        ("bare number", "grade of 'phrase' returned float, not a Verdict; return Verdict.of(reward)"),
+    ],
+)
+async def test_failed_grading_names_the_hook_that_failed(phrase: Stack, text: str, reason: str) -> None:
+    _, reply = await verify(phrase, text, (await seed(phrase))["control_token"])
+    assert (reply["failure_kind"], reply["failure_reason"]) == ("verifier_failed", reason)
+
+
+async def test_seed_that_opens_nothing_names_the_hook(phrase: Stack) -> None:
+    body = {**ROW, "opens": "nothing", "_ng_session": {"rollout": rollout().model_dump()}}
+    status, reply = await call(phrase, "phrase", "/seed_session", body)
+    assert (status, reply["detail"]) == (
+        409,
+        "open_session of 'phrase' returned NoneType, not a SessionDescriptor",
+    )
+
+
 async def test_environment_that_cannot_grade_is_told_so() -> None:
     class Ungraded(SimpleResourcesServer):
         config: BaseResourcesServerConfig

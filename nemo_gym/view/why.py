@@ -188,9 +188,10 @@ CAUSES = {
         ),
         Cause(
             "seed_failed",
-            "The environment refuses the row",
-            "The environment could not open a session for this task.",
-            "The reason names the field of the row, or the server that was missing. ng_validate checks both.",
+            "The environment opened no session",
+            "The environment refused the row, failed, or went away before the attempt began.",
+            "The reason names the field of the row, the error, or the server that was missing. If the environment's"
+            " code failed, its server's log has the traceback.",
             ("seed",),
         ),
         Cause(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,20 +51,21 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
     if not rows.is_file():
         raise ConfigError(f"there are no rows to check with: '{rows}' does not exist; name them: input=…", key="input")
     problems: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="nemo-gym-oracle-") as directory:
-        for mode in ("gold", "nothing"):
-            output = Path(directory, f"{mode}.jsonl")
-            more = [
-                f"oracle={mode}",
-                "agent=oracle",
-                f"++input={rows}",
-                "++input_jsonl_fpath=null",
-                f"output={output}",
-            ]
-            if subprocess.run([sys.executable, "-c", _RUN, *words, *more], check=False).returncode not in (0, 3):
-                raise ConfigError(f"the oracle's run with oracle={mode} did not finish; see above")
-            problems += _wrong_grades(output, mode)
-    if not problems:
+    directory = Path(tempfile.mkdtemp(prefix="nemo-gym-oracle-"))
+    for mode in ("gold", "nothing"):
+        output = directory / f"{mode}.jsonl"
+        more = [
+            f"oracle={mode}",
+            "agent=oracle",
+            f"++input={rows}",
+            "++input_jsonl_fpath=null",
+            f"output={output}",
+        ]
+        if subprocess.run([sys.executable, "-c", _RUN, *words, *more], check=False).returncode not in (0, 3):
+            raise ConfigError(f"the oracle's run with oracle={mode} did not finish; see above")
+        problems += _wrong_grades(output, mode)
+    if not problems:  # otherwise its results, which the runs have named, tell why
+        shutil.rmtree(directory)
         _write(folder, rows, _providers(composition))
     return problems
 
@@ -85,8 +87,11 @@ def sentence(marker: dict[str, Any] | None) -> str:
     if marker is None:
         return "no; ng_validate environment=… --oracle checks and marks it"
     changed = ", changed since" if marker["changed"] else ""
+    if marker["commit"] == _UNKNOWN:
+        changed = " (the folder is not under version control, so later changes are not seen)"
     on = ", ".join(marker["providers"]) or "no sandbox"
-    return f"{marker['date']}, {marker['rows']} rows of {marker['input']}, on {on}, commit {marker['commit']}{changed}"
+    rows = f"{marker['rows']} row{'' if marker['rows'] == 1 else 's'} of {marker['input']}"
+    return f"{marker['date']}, {rows}, on {on}, commit {marker['commit']}{changed}"
 
 
 def folder_of(composition: Composition) -> Path:
@@ -148,7 +153,7 @@ def _write(folder: Path, rows: Path, providers: list[str]) -> None:
     path = folder / MARKER
     if path.exists():
         stored = yaml.safe_load(path.read_text(encoding="utf-8"))["verified"]
-        same = stored["commit"] == commit or (commit != _UNKNOWN and not _changed(folder, stored["commit"]))
+        same = commit != _UNKNOWN and not _changed(folder, stored["commit"])
         if same and stored["input_sha256"] == marker["input_sha256"]:
             providers = sorted({*stored["providers"], *providers})
     text = yaml.safe_dump({"verified": {**marker, "providers": providers}}, sort_keys=False)
@@ -156,8 +161,9 @@ def _write(folder: Path, rows: Path, providers: list[str]) -> None:
 
 
 def _changed(folder: Path, commit: str) -> bool:
-    """Whether a folder's sources differ from those of a commit."""
-    return _git(folder, "diff", "--quiet", commit, "--", *_SOURCES) is None
+    """Whether a folder's sources differ from those of a commit. A file that git does not know is a difference."""
+    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "--", *_SOURCES)
+    return untracked != "" or _git(folder, "diff", "--quiet", commit, "--", *_SOURCES) is None
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -394,12 +396,18 @@ def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(
     fooled = command(root, "validate", "environment=sums", "--oracle", "topology=none", bonus)
     assert fooled.returncode == 1, fooled.stderr
     assert "sum-0 with oracle=nothing: reward 1" in fooled.stderr
+    explained = Path(fooled.stdout.split("Rollouts: ")[-1].splitlines()[0])
+    assert explained.name == "nothing.jsonl" and explained.exists()
+    shutil.rmtree(explained.parent)
     assert not (folder / "verified.yaml").exists()
 
+    digest = hashlib.sha256((folder / "data/example.jsonl").read_bytes()).hexdigest()
+    before = {"commit": "unknown", "input_sha256": digest, "providers": ["docker"]}  # with which sources, nobody knows
+    write(folder / "verified.yaml", json.dumps({"verified": before}))
     passed = command(root, "validate", "environment=sums", "topology=none", "--oracle")
     assert passed.returncode == 0, passed.stderr
     done = command(root, "validate", *GROUPS)
-    assert "3 rows of data/example.jsonl, on no sandbox, commit unknown" in done.stdout
+    assert "3 rows of data/example.jsonl, on no sandbox, commit unknown (the folder is not under" in done.stdout
     marker = json.loads(command(root, "validate", *GROUPS, "--json").stdout)["verified"]
     assert (marker["rows"], marker["providers"]) == (3, [])
     assert command(root, "validate", "--oracle", *GROUPS).returncode == 2  # the agent is its own
@@ -424,14 +432,17 @@ def test_marker_keeps_the_providers_of_before_until_the_sources_change(root: Pat
         subprocess.run([*git, "add", "resources_servers"], check=True)
         subprocess.run([*git, "commit", "-q", "-m", "next"], check=True)
 
+    marker = folder / "verified.yaml"
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     commit()
     assert command(root, "validate", *oracle).returncode == 0
-    marker = folder / "verified.yaml"
     marker.write_text(marker.read_text().replace("providers: []", "providers: [docker]"))
     commit()
     assert command(root, "validate", *oracle).returncode == 0
     assert "- docker" in marker.read_text()
+    (folder / "new.py").touch()
+    assert ", changed since" in command(root, "validate", *GROUPS).stdout
+    (folder / "new.py").unlink()
     (folder / "helper.py").write_text((folder / "helper.py").read_text() + "\n# changed\n")
     assert ", changed since" in command(root, "validate", *GROUPS).stdout
     assert "the marker names a commit; commit first" in command(root, "validate", *oracle).stderr

@@ -177,7 +177,7 @@ class Supervisor:
         unready = [server for server in self.servers.values() if not server.was_ready.is_set()]
         raise ServerError(
             f"not ready after {self.settings.startup_timeout_s:g} s: {', '.join(map(_describe_unready, unready))};"
-            f" see {unready[0].log}, or give them longer with startup_timeout_s=\n{self.tail(unready[0])}"
+            f" see {unready[0].log}, or give them longer with startup_timeout_s={self.tail(unready[0])}"
         )
 
     async def _all_ready(self) -> None:
@@ -321,10 +321,12 @@ class Supervisor:
         await asyncio.sleep(0.02)
         status = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         reason = f": {server.error}" if server.error else ""
+        if code == 0 and not reason and not server.was_ready.is_set():
+            reason = ": its entrypoint ended without serving; it must call run_webserver() of the server's class"
         summary = f"server '{server.name}' ended with {status}{reason}"
         if not server.was_ready.is_set() or server.is_permanent:
             problem = ConfigError if server.is_permanent else ServerError
-            log_tail = "" if server.is_permanent else f"\n{self.tail(server)}"
+            log_tail = "" if server.is_permanent else self.tail(server)
             self._fail(problem(f"{summary}; see {server.log}{log_tail}", instance=server.instance))
             return
         now = asyncio.get_running_loop().time()
@@ -334,7 +336,7 @@ class Supervisor:
         if server.crashes > self.settings.max_restarts:
             self._fail(
                 ServerError(
-                    f"{summary}, after {self.settings.max_restarts} restarts (max_restarts=); see {server.log}\n"
+                    f"{summary}, after {self.settings.max_restarts} restarts (max_restarts=); see {server.log}"
                     f"{self.tail(server)}",
                     instance=server.instance,
                 )
@@ -342,8 +344,7 @@ class Supervisor:
             return
         pause_s = pause_after(server.crashes, first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S)
         self._say(
-            f"{summary}; restart {server.crashes} of {self.settings.max_restarts} in {pause_s:g} s\n"
-            f"{self.tail(server)}"
+            f"{summary}; restart {server.crashes} of {self.settings.max_restarts} in {pause_s:g} s{self.tail(server)}"
         )
         await asyncio.sleep(pause_s)
         if self._stopping:
@@ -352,14 +353,14 @@ class Supervisor:
         self._launch(server)
 
     def tail(self, server: Server, lines: int = TAIL_LINES) -> str:
-        """Return the last lines of a server's log, with secrets replaced."""
+        """Return the last lines of a server's log, each after a line break, with secrets replaced."""
         try:
             with server.log.open("rb") as stream:
                 stream.seek(max(0, server.log.stat().st_size - 16 * 1024))
                 text = stream.read().decode(errors="replace")
         except OSError:
             return ""
-        return scrub("\n".join(f"  | {line}" for line in text.splitlines()[-lines:]), self._secrets)
+        return scrub("".join(f"\n  | {line}" for line in text.splitlines()[-lines:]), self._secrets)
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 

@@ -196,6 +196,16 @@ def test_server_that_cannot_start_ends_the_run_with_its_log(root: Path) -> None:
         assert "  | " in stack.stderr
 
 
+def test_plugin_that_does_not_serve_is_told_what_its_file_must_call(root: Path) -> None:
+    app = root / "resources_servers/sums/app.py"
+    app.write_text(app.read_text().replace("SumServer.run_webserver()", "pass"))
+    with ng_run(root, SUMS) as stack:
+        assert stack.wait_end() == 1
+        assert "server 'sums' ended with exit code 0: its entrypoint ended without serving" in stack.stderr
+        assert "it must call run_webserver()" in stack.stderr
+        assert not stack.stderr.endswith("\n\n")
+
+
 def test_wrong_value_in_a_server_block_is_one_line_and_exit_code_2(root: Path) -> None:
     with ng_run(root, SUMS, "sums.resources_servers.sums.bonus=much") as stack:
         assert stack.wait_end() == 2

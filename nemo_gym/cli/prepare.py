@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from nemo_gym._util.lazy import module_of
 from nemo_gym.cli import command
 from nemo_gym.config.keys import ENVIRONMENT_TYPE
 from nemo_gym.config.roots import find_plugin, plugin_roots
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, NemoGymError
 
 NAME = "ng_prepare"
 AGENTS = "agents"
@@ -78,13 +79,26 @@ def preparable() -> list[str]:
 
 
 def _call(script: Path, roots: Sequence[Path], settings: list[str]) -> int:
-    """Call ``main`` (or NeMo Gym's ``prepare``), async or not, with the settings if it takes an argument."""
+    """Call ``main`` (or NeMo Gym's ``prepare``), async or not, with the settings if it takes an argument. An error of
+    the script's own is printed with the part of its traceback that begins there."""
     sys.path[:0] = [str(script.parent), *(str(root) for root in roots if str(root) not in sys.path)]
+    try:
+        result = _result(script, settings)
+    except (NemoGymError, BrokenPipeError):
+        raise
+    except Exception as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames)
+        raise NemoGymError(f"{script} failed: {type(error).__name__}: {error}") from error
+    return result if isinstance(result, int) and not isinstance(result, bool) else command.EXIT_OK
+
+
+def _result(script: Path, settings: list[str]) -> object:
     module = module_of(script, f"{ENVIRONMENT_TYPE}.{script.parent.name}.prepare")
     entry = getattr(module, "main", None) or getattr(module, "prepare", None)
     if not callable(entry):
         raise ConfigError(f"{script} defines neither main(overrides) nor prepare()", file=str(script))
     result = entry(settings) if inspect.signature(entry).parameters else entry()
-    if inspect.iscoroutine(result):
-        result = asyncio.run(result)
-    return result if isinstance(result, int) and not isinstance(result, bool) else command.EXIT_OK
+    return asyncio.run(result) if inspect.iscoroutine(result) else result

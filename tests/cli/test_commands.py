@@ -377,6 +377,26 @@ def test_prepare_calls_the_environments_script(root: Path, source: str, expected
     assert f"got {words}" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("def main(overrides):\n    raise ValueError('no such image')\n", "ValueError: no such image"),
+        ("import not_installed\n", "ModuleNotFoundError: No module named 'not_installed'"),
+        ("def main(:\n", "SyntaxError: "),
+    ],
+)
+def test_prepare_script_that_fails_is_named_with_its_own_part_of_the_traceback(
+    root: Path, source: str, error: str
+) -> None:
+    script = root / "resources_servers/sums/prepare.py"
+    write(script, source)
+    done = command(root, "prepare", "sums")
+    assert done.returncode == 1
+    assert f"ng_prepare: error: {script} failed: {error}" in done.stderr.splitlines()[-1]
+    assert error in done.stderr.splitlines()[-2]
+    assert "nemo_gym/cli" not in done.stderr
+
+
 def with_gold(root: Path) -> Path:
     """Its environment, which knows its solutions."""
     folder = root / "resources_servers/sums"

@@ -28,7 +28,7 @@ def check_top_level(
 
     A key is used when an interpolation names it, or when a string names it as a block
     (``sandbox_provider: sandbox``). Keys from ``free`` sources (``env.yaml`` and ``+key=value``), and keys that start
-    with ``_`` or ``x-``, may be unused.
+    with ``_`` or ``x-``, may be unused; one of a free source that resembles a known key becomes a warning.
     """
     used = _used(merged.values)
     free_sources = set(free)
@@ -37,14 +37,12 @@ def check_top_level(
         if key in servers or key in known or key in used or key.startswith(("_", "x-")):
             continue
         source = merged.source_of((key,))
-        if source in free_sources:
+        similar = nearest(key, {*known, *servers})
+        if source in free_sources and not similar:
             continue
         what = "block" if isinstance(value, Mapping) else "key"
-        problem = (
-            f"{source}: unknown {what} '{key}'{nearest(key, {*known, *servers})}; nothing reads it: remove it, or use"
-            f" it as ${{{key}}}"
-        )
-        if is_nemo_gyms(source):
+        problem = f"{source}: unknown {what} '{key}'{similar}; nothing reads it: remove it, or use it as ${{{key}}}"
+        if source in free_sources or is_nemo_gyms(source):
             warnings.append(problem)
             continue
         keys.append(key)

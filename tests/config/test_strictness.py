@@ -34,6 +34,11 @@ def test_unknown_top_level_key_of_a_file_is_refused(root: Path) -> None:
     checked(root, "+config_paths=[main.yaml]", "error_on_unknown_keys=false")
 
 
+def test_added_key_that_resembles_a_known_one_causes_a_notice(root: Path) -> None:
+    (notice,) = notices(checked(root, "+num_repeat=3", "+my_own=1"))
+    assert notice.startswith("the command line: unknown key 'num_repeat' (did you mean 'num_repeats'?); nothing reads")
+
+
 def test_top_level_variable_that_is_used_is_accepted(root: Path) -> None:
     write(
         root / "main.yaml",

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_gym.config import compatibility
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
-from nemo_gym.config.keys import UNREAD_NEMO_GYM_KEYS
+from nemo_gym.config.keys import AGENT_TYPE, UNREAD_NEMO_GYM_KEYS
 from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.observability import ObservabilityConfig
 from nemo_gym.config.plugin_keys import check_server_keys, entrypoint
@@ -134,6 +134,12 @@ def _check_run_keys(composition: Composition) -> None:
     elif composition.has_run != has_output:
         missing = "output" if composition.has_run else "input"
         raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)
+    if composition.has_run and all(server.server_type != AGENT_TYPE for server in composition.servers.values()):
+        raise ConfigError(
+            "a rollout run needs an agent, and no file defines one; add agent=… (ng list agents shows them), or serve"
+            " without a run: input=null",
+            key="agent",
+        )
     if run:
         from nemo_gym.config.run import RolloutRunConfig
 

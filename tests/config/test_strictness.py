@@ -47,6 +47,14 @@ def test_top_level_variable_that_is_used_is_accepted(root: Path) -> None:
     assert checked(root, "+config_paths=[main.yaml]").servers["policy_model"].values["base_url"] == "http://x/v1"
 
 
+def test_run_without_an_agent_is_told_to_choose_one(root: Path) -> None:
+    words = ("environment=mathy", "model=echo")
+    composition = compose([*words, "input=rows.jsonl", "output=out.jsonl"], roots=[root])
+    with pytest.raises(ConfigError, match=r"a rollout run needs an agent, and no file defines one; add agent=…"):
+        check_everything(composition)
+    check_everything(compose(words, roots=[root]))
+
+
 @pytest.mark.parametrize("words", [["input=rows.jsonl"], ["output=out.jsonl"], ["input=a.jsonl", "output=b.jsonl"]])
 def test_service_is_told_that_its_jobs_come_over_http(root: Path, words: list[str]) -> None:
     for how in ("serve={}", "join=http://127.0.0.1:8210"):

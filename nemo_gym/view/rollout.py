@@ -5,8 +5,10 @@ Everything in a row is text of a model, a box or a dataset. The code never relie
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -21,6 +23,7 @@ from nemo_gym.contract.verdict import ATTEMPT_INDEX_KEY, PARAMS_KEY, RESPONSE_KE
 from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
+from nemo_gym.sandbox.tar_stream import ArchiveError, TarParser
 from nemo_gym.view.index import ResultIndex, ViewError
 from nemo_gym.view.lines import list_of, mapping_of
 from nemo_gym.view.live import stored_job
@@ -216,6 +219,7 @@ def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for number, artifact in enumerate(map(mapping_of, list_of(row.get("artifacts")))):
         data = artifact.get("data")
         is_text = artifact.get("encoding") in (None, "utf-8") and isinstance(data, str)
+        files = _archived_files(data, artifact.get("encoding")) if artifact.get("kind") == "files" else None
         yield {
             "name": str(artifact.get("name", number)),
             "kind": str(artifact.get("kind", "")),
@@ -223,8 +227,30 @@ def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "truncated": bool(artifact.get("truncated")),
             "error": artifact.get("error") and str(artifact["error"]),
             "is_diff": is_text and (artifact.get("kind") == "git_diff" or str(data).startswith("diff --git")),
-            **cut(str(data) if is_text else "", f"/artifacts/{number}/data"),
+            **cut(files or (str(data) if is_text else ""), f"/artifacts/{number}/data"),
         }
+
+
+def _archived_files(data: Any, encoding: Any) -> str | None:
+    """Return the names and texts of the files in a harvested archive; ``None`` if it is not an undamaged archive."""
+    files: list[tuple[str, bytearray]] = []
+    try:
+        content = base64.b64decode(data, validate=True) if encoding == "base64" else data.encode()
+        for event in TarParser().feed(content):
+            if isinstance(event, tarfile.TarInfo):
+                files.append((event.name, bytearray()))
+            elif event is not None:
+                files[-1][1].extend(event)
+    except (ArchiveError, AttributeError, TypeError, ValueError):
+        return None
+    return "\n".join(f"{name}:\n{_content(bytes(body))}" for name, body in files)
+
+
+def _content(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"({len(data)} bytes that are not text)"
 
 
 def _findings(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import sqlite3
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -280,6 +283,21 @@ def test_lines_of_failing_tests_are_marked_in_a_log_of_many_lines(tmp_path: Path
     assert time.monotonic() - began < 5
     marks = [line["mark"] for line in lines if line["text"]]
     assert marks[: len(said_by_tests)] == ["test", "", "test", "fail", ""]
+
+
+def test_harvested_archive_shows_its_files(tmp_path: Path) -> None:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, data in (("home/sum.txt", b"16\n"), ("home/icon", b"\xff\xfe")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    data = base64.b64encode(archive.getvalue()).decode()
+    whole = {"name": "sum", "kind": "files", "encoding": "base64", "data": data}
+    damaged = {"name": "odd", "kind": "files", "encoding": "utf-8", "data": "x" * 512}
+    index = open_result(write(tmp_path / "out.jsonl", row(0, artifacts=[whole, damaged, {"kind": "files"}])))
+    texts = [each["text"] for each in rollout_view(index, find_row(index, "run.0-0"))["artifacts"]]
+    assert texts == ["home/sum.txt:\n16\n\nhome/icon:\n(2 bytes that are not text)", "x" * 512, ""]
 
 
 def test_samples_of_a_task_stand_side_by_side(tmp_path: Path) -> None:

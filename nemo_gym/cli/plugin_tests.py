@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym.cli import command
+from nemo_gym.cli.gym import SEARCH_DIR, add_root
 from nemo_gym.contract.errors import ConfigError
 
 
@@ -17,8 +18,11 @@ def run_tests(argv: Sequence[str]) -> int:
     parser = command.parser("ng env test", "Run a plugin's own tests.", words="NAME | FOLDER")
     for flag in ("--resources-server", "--environment", "--agent"):
         parser.add_argument(flag, dest="name", help="the plugin")
+    parser.add_argument(SEARCH_DIR, action="append", default=[], help="look for plugins below this folder first")
     arguments, pytest_args = parser.parse_known_intermixed_args(argv)
     name = command.plugin_name(arguments.settings, arguments.name)
+    for folder in arguments.search_dir:
+        add_root(folder)
     if not name:
         raise ConfigError("name a plugin or its folder, for example: ng env test mcqa", key="entrypoint")
     folder = plugin_folder(name)

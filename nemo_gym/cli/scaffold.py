@@ -193,7 +193,7 @@ from typing import Any
 from nemo_gym.testing.environments import attempt, collected, make_environment, reply
 from resources_servers.$name.app import $Class
 
-ROW: dict[str, Any] = {"numbers": "3\\\\n5\\\\n", "expected": "8"}
+ROW: dict[str, Any] = {"numbers": "3\\n5\\n", "expected": "8"}
 
 
 async def grade(said: str) -> float | None:

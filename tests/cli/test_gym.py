@@ -114,7 +114,8 @@ def test_a_new_agent_composes_and_passes_its_tests(tmp_path: Path, monkeypatch: 
     assert init_agent(["runs_it", "--command", "--search-dir", str(tmp_path)]) == 0
     for agent in ("asks_once", "runs_it"):
         check_everything(compose([f"agent={agent}", "environment=mcqa", "model=scripted", "sandbox=local"]))
-    assert run_tests(["asks_once", "-q"]) == 0
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", "")
+    assert run_tests(["asks_once", "--search-dir", str(tmp_path), "-q"]) == 0
 
 
 @pytest.mark.parametrize("init", [init_environment, init_agent])

@@ -6,12 +6,13 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
 
 if TYPE_CHECKING:
     import socket
+    from pathlib import Path
 
     from nemo_gym.config.composition import Composition
     from nemo_gym.config.run import RolloutRunConfig
@@ -58,6 +59,9 @@ def is_a_whole_run(words: Sequence[str]) -> bool:
         key.split(".")[0] for key in keys
     }
 
+
+MAX_CHANGED_KEYS = 3
+"""Keys that a notice about another configuration names."""
 
 Work = Callable[["Supervisor"], Awaitable[int]]
 """The work to do with a ready stack; returns the exit code."""
@@ -144,13 +148,46 @@ def _work_of(composition: Composition) -> Work | int:
         return _serve
     from nemo_gym.cli.collect_rollouts import exit_code_of
     from nemo_gym.rollouts.collection import show_finished
+    from nemo_gym.rollouts.results import RunFiles
 
     config, outlook = check_rollout_run(composition, keep=True)
+    if outlook.recorded is not None and (changed := _changed_keys(composition, RunFiles(config.output).configuration)):
+        more = f" and {len(changed) - MAX_CHANGED_KEYS} more" if len(changed) > MAX_CHANGED_KEYS else ""
+        say(
+            f"the run in '{config.output}' was started with other values of"
+            f" {', '.join(changed[:MAX_CHANGED_KEYS])}{more}; its finished rollouts are kept as they are (choose"
+            " another 'output', or discard the run with overwrite=true, if they must not be mixed)"
+        )
     if outlook.finished:
         assert outlook.recorded is not None
         shown = show_finished(config, outlook.recorded, command.result_console())
         return exit_code_of(asyncio.run(shown))
     return _collecting(composition, config, outlook)
+
+
+def _changed_keys(composition: Composition, configuration: Path) -> list[str]:
+    """Return the keys of servers and sandboxes whose values are others in the stored ``configuration`` of a run.
+    Addresses do not count, and secrets, which are not stored, cannot be compared."""
+    import yaml
+
+    from nemo_gym._util.secrets import redact
+    from nemo_gym.config.layers import leaves
+
+    try:
+        stored = yaml.safe_load(configuration.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return []
+    blocks = {*composition.servers, "sandbox"}
+
+    def settings(values: Any) -> dict[str, Any]:
+        return {
+            ".".join(path): value
+            for path, value in leaves(values)
+            if path and path[0] in blocks and path[-1] not in ("host", "port")
+        }
+
+    now, then = settings(redact(composition.values)), settings(stored)
+    return [key for key in {**now, **then} if key not in now or key not in then or now[key] != then[key]]
 
 
 def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutRunConfig, RunOutlook]:

@@ -33,7 +33,8 @@ def run_tests(argv: Sequence[str]) -> int:
     root = folder.parents[1]
     roots = os.pathsep.join(part for part in (str(root), os.environ.get(EXTRA_ROOTS_VARIABLE)) if part)
     path = os.pathsep.join(part for part in (str(folder), str(root), os.environ.get("PYTHONPATH")) if part)
-    words = [sys.executable, "-m", "pytest", "-o", "asyncio_mode=auto", "-o", "addopts=", "-p", "no:cacheprovider"]
+    options = ("asyncio_mode=auto", "asyncio_default_fixture_loop_scope=function", "addopts=")
+    words = [sys.executable, "-m", "pytest", *(f"-o{option}" for option in options), "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*words, *pytest_args, "."],
         cwd=folder,

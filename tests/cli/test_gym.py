@@ -108,7 +108,9 @@ def test_a_new_environment_is_short_composes_and_passes_its_tests(environment: t
     assert run_tests([str(folder), "-q"]) == 0
 
 
-def test_a_new_agent_composes_and_passes_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_agent_composes_and_passes_its_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
     assert init_agent(["asks_once", "--search-dir", str(tmp_path)]) == 0
     assert init_agent(["runs_it", "--command", "--search-dir", str(tmp_path)]) == 0
@@ -116,6 +118,7 @@ def test_a_new_agent_composes_and_passes_its_tests(tmp_path: Path, monkeypatch: 
         check_everything(compose([f"agent={agent}", "environment=mcqa", "model=scripted", "sandbox=local"]))
     monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", "")
     assert run_tests(["asks_once", "--search-dir", str(tmp_path), "-q"]) == 0
+    assert "Warning" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("init", [init_environment, init_agent])

@@ -116,9 +116,14 @@ class RolloutService:
         for entry in _entries(self._state_file):
             instance, url = entry["instance"], entry["url"]
             try:
-                self.pool.register(instance, url, capacity=entry["capacity"], credential=entry["credential"])
+                if entry.get("removed") and url in [each.url for each in self.pool.replicas(instance)]:
+                    continue  # by now, the composition itself has a server there
+                server = self.pool.register(instance, url, capacity=entry["capacity"], credential=entry["credential"])
             except ConfigError as error:  # the composition has changed; it may have the instance again later
                 log.warning("a registered server is left out", url=url, error=str(error), file=str(self._state_file))
+                continue
+            if entry.get("removed"):
+                self.pool.remove(server, "an operator removed it")
         await self.dispatcher.start()
         watching = self.pool.watch(every_s=self.config.watch_s, silent_s=self.config.silent_s)
         self._tasks.start(watching, name="watch servers")
@@ -253,20 +258,27 @@ class RolloutService:
         self.pool.replicas(instance)  # refuse an unknown instance before anything is written
         url = url.rstrip("/")
         entry = {"instance": instance, "url": url, "capacity": capacity, "credential": credential}
-        await self._write_entries(url, entry)
+        await self._write_entry(entry, is_new=True)
         server = self.pool.register(instance, url, capacity=capacity, credential=credential)
         self.dispatcher.notify()
         return server
 
     async def remove(self, server: PooledServer, reason: str) -> int:
         """Remove a server, and return how many of its attempts were given back."""
-        await self._write_entries(server.url)
+        entry = {"instance": server.instance, "url": server.url, "capacity": server.capacity, "credential": None}
+        await self._write_entry({**entry, "removed": True}, is_new=False)
         return self.pool.remove(server, reason)
 
-    async def _write_entries(self, url: str, *entry: dict[str, Any]) -> None:
-        """Replace the entry of the server with this URL in the state file. Raises `StoreError`."""
+    async def _write_entry(self, entry: dict[str, Any], *, is_new: bool) -> None:
+        """Replace the server's entry in the state file; if it has none, add it if it ``is_new``. Entries keep their
+        places, also those of removed servers, because a server's place decides its id. Raises `StoreError`."""
         async with self._writing_entries:
-            entries = [*(each for each in _entries(self._state_file) if each["url"] != url), *entry]
+            entries = _entries(self._state_file)
+            places = [place for place, each in enumerate(entries) if each["url"] == entry["url"]]
+            if places:
+                entries[places[0]] = entry
+            elif is_new:
+                entries.append(entry)
             try:
                 await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
             except OSError as error:

@@ -345,6 +345,29 @@ async def test_servers_register_share_the_work_and_leave(make_chain: MakeChain) 
         other.stop()
 
 
+async def test_id_of_a_server_is_never_anothers_not_even_after_a_restart(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    async with serving(chain) as served:
+        first, second = [
+            await served.client.register_server("trivial", f"http://127.0.0.1:{port}", credential="secret")
+            for port in (1, 2)
+        ]
+        await served.client.remove_server(first["server_id"])
+    async with serving(chain) as served:
+        third = await served.client.register_server("trivial", "http://127.0.0.1:3")
+        await served.client.register_server("trivial", "http://127.0.0.1:2", capacity=3)  # known: it keeps its place
+        await served.client.remove_server(second["server_id"])
+        with pytest.raises(ServiceError, match="no server has the id"):
+            await served.client.remove_server(first["server_id"])
+    async with serving(chain) as served:
+        listed = {each["server_id"]: each["url"] for each in (await served.client.status())["servers"]}
+        assert listed[third["server_id"]] == "http://127.0.0.1:3"
+        assert not {first["server_id"], second["server_id"]} & set(listed)
+        again = await served.client.register_server("trivial", "http://127.0.0.1:1")
+        assert again["server_id"] == first["server_id"]
+    assert "secret" not in (chain.directory / "state" / "servers-main.json").read_text()
+
+
 async def test_servers_that_register_at_once_are_all_remembered(make_chain: MakeChain) -> None:
     chain = make_chain()
     urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3, 4)]

@@ -360,8 +360,9 @@ def init_environment(argv: Sequence[str]) -> int:
     """Write ``resources_servers/NAME`` below the working directory, or below ``--search-dir``."""
     parser = command.parser("ng env init", "Write a new environment, which runs and passes its tests.", words="NAME")
     parser.set_defaults(kind="qa")
+    kinds = parser.add_mutually_exclusive_group()
     for name, each in _KINDS.items():
-        parser.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=each.what)
+        kinds.add_argument(f"--{name}", dest="kind", action="store_const", const=name, help=each.what)
     parser.add_argument("--search-dir", default=".", help="the folder above resources_servers (default: here)")
     parser.add_argument("--resources-server", help="NeMo Gym's way to say NAME")
     arguments = parser.parse_intermixed_args(argv)
@@ -387,8 +388,9 @@ def init_environment(argv: Sequence[str]) -> int:
 def init_agent(argv: Sequence[str]) -> int:
     """Write ``responses_api_agents/NAME``, or with ``--command`` a composition around the composite agent."""
     parser = command.parser("ng agent init", "Write a new agent, which runs at once.", words="NAME")
-    parser.add_argument("--python", dest="kind", action="store_const", const="python", help="a server (the default)")
-    parser.add_argument("--command", dest="kind", action="store_const", const="command", help="a program in a box")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--python", dest="kind", action="store_const", const="python", help="a server (the default)")
+    kinds.add_argument("--command", dest="kind", action="store_const", const="command", help="a program in a box")
     parser.add_argument("--search-dir", default=".", help="the folder above responses_api_agents (default: here)")
     arguments = parser.parse_intermixed_args(argv)
     name = _name(arguments.settings, None)
@@ -398,12 +400,13 @@ def init_agent(argv: Sequence[str]) -> int:
     if arguments.kind == "command":
         # Only a configuration and a program: the server is the composite agent's.
         texts = {f"configs/{name}.yaml": COMMAND_YAML, "program/agent.py": COMMAND_PROGRAM, **_SCRIPTED_BASH}
-        tried = f"ng_run agent={name} environment=<environment> sandbox=local model=…"
+        tried = f"ng env init numbers --box --search-dir {root}\n    "
+        tried += f"ng_run agent={name} environment=numbers sandbox=local model=scripted"
     else:
         texts = {"app.py": AGENT_APP, f"configs/{name}.yaml": AGENT_YAML, "tests/test_app.py": AGENT_TEST, **_SCRIPTED}
         tried = f"ng env test {name}\n    ng_run agent={name} environment=mcqa model=scripted"
     _write(folder, {path: Template(text).substitute(fields) for path, text in texts.items()})
-    print(f"{folder}: try it\n\n    export NEMO_GYM_EXTRA_ROOTS={root}\n    {tried} input=… output=…")
+    print(f"{folder}: try it\n\n    export NEMO_GYM_EXTRA_ROOTS={root}\n    {tried} output=results/{name}.jsonl")
     return command.EXIT_OK
 
 

@@ -114,11 +114,21 @@ def test_a_new_agent_composes_and_passes_its_tests(
     monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
     assert init_agent(["asks_once", "--search-dir", str(tmp_path)]) == 0
     assert init_agent(["runs_it", "--command", "--search-dir", str(tmp_path)]) == 0
+    printed = capfd.readouterr().out
+    assert "environment=mcqa model=scripted output=results/asks_once.jsonl" in printed
+    assert not set("…<>") & set(printed)  # the commands work as they are
     for agent in ("asks_once", "runs_it"):
         check_everything(compose([f"agent={agent}", "environment=mcqa", "model=scripted", "sandbox=local"]))
     monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", "")
     assert run_tests(["asks_once", "--search-dir", str(tmp_path), "-q"]) == 0
     assert "Warning" not in capfd.readouterr().err
+
+
+def test_a_scaffold_is_of_one_kind(capfd: pytest.CaptureFixture[str]) -> None:
+    for init, flags in ((init_environment, ("--qa", "--mcp")), (init_agent, ("--python", "--command"))):
+        with pytest.raises(SystemExit):
+            init(["both", *flags])
+        assert f"argument {flags[1]}: not allowed with argument {flags[0]}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("init", [init_environment, init_agent])

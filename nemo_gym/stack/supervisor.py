@@ -376,8 +376,20 @@ class Supervisor:
             finished, _ = await asyncio.wait([orderly], timeout=self.settings.shutdown_timeout_s)
             for task in finished:
                 task.result()
-            if running := [server.name for server in self.servers.values() if not server.ended.is_set()]:
-                self._say(f"killing what did not stop in {self.settings.shutdown_timeout_s:g} s: {', '.join(running)}")
+            running = [
+                server
+                for server_type in STOP_ORDER
+                for server in self.servers.values()
+                if server.block.server_type == server_type and not server.ended.is_set()
+            ]
+            if running:
+                first = running[0].block.server_type  # the others were not asked to stop yet
+                slow = ", ".join(server.name for server in running if server.block.server_type == first)
+                later = ", ".join(server.name for server in running if server.block.server_type != first)
+                self._say(
+                    f"killing what did not stop in {self.settings.shutdown_timeout_s:g} s: {slow}"
+                    + (f" (and {later}, whose turn to stop comes after that)" if later else "")
+                )
         finally:
             orderly.cancel()
             self.kill()

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
 
-from .stacks import children_of, command, is_alive, ng_run, no_traceback, until, write
+from .stacks import GROUPS, children_of, command, is_alive, ng_run, no_traceback, until, write
 
 SUMS = "environment=sums"
 
@@ -130,12 +130,12 @@ def test_second_signal_kills_a_server_that_does_not_stop(root: Path) -> None:
 
 
 def test_server_that_does_not_stop_is_killed_after_the_timeout(root: Path) -> None:
-    with ng_run(root, SUMS, "sums.resources_servers.sums.hang_at_stop=true", "shutdown_timeout_s=0.5") as stack:
+    with ng_run(root, *GROUPS, "sums.resources_servers.sums.hang_at_stop=true", "shutdown_timeout_s=0.5") as stack:
         stack.wait_ready()
         processes = children_of(stack.process.pid)
         stack.signal(signal.SIGTERM)
         assert stack.wait_end() == 0
-        assert "killing what did not stop in 0.5 s: sums" in stack.stderr
+        assert "killing what did not stop in 0.5 s: sums (and policy_model, whose turn" in stack.stderr
         until(lambda: not any(map(is_alive, processes)), "everything to end")
 
 

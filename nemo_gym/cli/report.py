@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,8 +69,9 @@ def _require_another_file(key: str, path: Path, outputs: Sequence[str]) -> None:
 
     for files in (RunFiles(Path(each)) for each in outputs):
         for kept in (files.output, files.failures, files.store, files.materialized_inputs, files.configuration):
-            if kept.exists() and path.exists() and path.samefile(kept):
-                raise ConfigError(f"{key}=: '{path}' is a file of the run itself", key=key)
+            with suppress(OSError):  # a missing file is another one; what cannot be written is said when it is
+                if path.samefile(kept):
+                    raise ConfigError(f"{key}=: '{path}' is a file of the run itself", key=key)
 
 
 def _export(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | None) -> str:

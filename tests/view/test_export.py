@@ -85,6 +85,7 @@ def test_spans_of_a_run_go_to_an_endpoint(output: Path) -> None:
         (["export=otel", "format=html"], "format= applies to reports only"),
         (["to=x"], "to=x works only with export="),
         (["export=otel", "to=/no/such/place"], "cannot write"),
+        ([f"file={'x' * 300}"], "cannot write"),
         (["export=otel", "to=http://127.0.0.1:9"], "does not take the spans"),
     ],
 )

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 MAX_PROBLEMS = 10
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return `` (did you mean 'x'?)``, or an empty string if no known name is similar."""
-    matches = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=cutoff)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 

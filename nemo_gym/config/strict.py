@@ -12,6 +12,10 @@ from nemo_gym.config.nemo_gym_files import is_nemo_gyms
 from nemo_gym.config.resolve import interpolated_keys
 from nemo_gym.contract.errors import ConfigError
 
+_SIMILAR = 0.6
+_MISSPELT = 0.8
+"""Between free names, less says nothing: ``judge_model_name`` resembles ``policy_model_name``, and is another key."""
+
 
 def known_keys() -> frozenset[str]:
     """Every top-level key that this suite or NeMo Gym reads."""
@@ -28,7 +32,7 @@ def check_top_level(
 
     A key is used when an interpolation names it, or when a string names it as a block
     (``sandbox_provider: sandbox``). Keys from ``free`` sources (``env.yaml`` and ``+key=value``), and keys that start
-    with ``_`` or ``x-``, may be unused; one of a free source that resembles a known key becomes a warning.
+    with ``_`` or ``x-``, may be unused; one of a free source that looks like a known key misspelt becomes a warning.
     """
     used = _used(merged.values)
     free_sources = set(free)
@@ -37,12 +41,13 @@ def check_top_level(
         if key in servers or key in known or key in used or key.startswith(("_", "x-")):
             continue
         source = merged.source_of((key,))
-        similar = nearest(key, {*known, *servers})
-        if source in free_sources and not similar:
+        is_free = source in free_sources
+        similar = nearest(key, {*known, *servers}, cutoff=_MISSPELT if is_free else _SIMILAR)
+        if is_free and not similar:
             continue
         what = "block" if isinstance(value, Mapping) else "key"
         problem = f"{source}: unknown {what} '{key}'{similar}; nothing reads it: remove it, or use it as ${{{key}}}"
-        if source in free_sources or is_nemo_gyms(source):
+        if is_free or is_nemo_gyms(source):
             warnings.append(problem)
             continue
         keys.append(key)

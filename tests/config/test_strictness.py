@@ -39,6 +39,11 @@ def test_added_key_that_resembles_a_known_one_causes_a_notice(root: Path) -> Non
     assert notice.startswith("the command line: unknown key 'num_repeat' (did you mean 'num_repeats'?); nothing reads")
 
 
+def test_added_key_with_a_name_of_its_own_causes_no_notice(root: Path) -> None:
+    write(root / "env.yaml", "openai_api_key: abc\njudge_model_name: j\njudge_base_url: http://127.0.0.1:1/v1\n")
+    assert notices(checked(root, "+user_model_name=u")) == []
+
+
 def test_top_level_variable_that_is_used_is_accepted(root: Path) -> None:
     write(
         root / "main.yaml",

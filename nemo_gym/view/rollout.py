@@ -40,6 +40,7 @@ _FAILING = re.compile(
 )
 _PASSING = re.compile(r"^(PASSED|ok\b)|\bPASSED\b|^\s*[✓✔] |\.\.\. ok\b")
 _SHOWN_AS_THEY_ARE = ("failure_reason", "failure_stage", "outcome_detail", "topology", "validation", "server_logs")
+_ARTIFACT = re.compile(r"/artifacts/\d+/data")
 _MODEL_ITEMS = frozenset({"message", "reasoning", "function_call"})
 
 
@@ -78,9 +79,11 @@ def cut(text: str, where: str = "") -> dict[str, Any]:
 
 
 def text_at(row: Mapping[str, Any], where: str) -> str:
-    """Return the whole text that a JSON pointer refers to. Raises `ViewError`."""
+    """Return the whole text that a JSON pointer refers to, as pages show it. Raises `ViewError`."""
     value: Any = row
+    parents: list[Any] = []
     for part in where.split("/")[1:]:
+        parents.append(value)
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, Mapping) and part in value:
             value = value[part]
@@ -88,6 +91,8 @@ def text_at(row: Mapping[str, Any], where: str) -> str:
             value = value[int(part)]
         else:
             raise ViewError(f"the row has nothing at '{where}'")
+    if _ARTIFACT.fullmatch(where):
+        return _artifact_text(mapping_of(parents[-1]))
     return value if isinstance(value, str) else _json(value)
 
 
@@ -217,18 +222,28 @@ def _steps(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for number, artifact in enumerate(map(mapping_of, list_of(row.get("artifacts")))):
-        data = artifact.get("data")
-        is_text = artifact.get("encoding") in (None, "utf-8") and isinstance(data, str)
-        files = _archived_files(data, artifact.get("encoding")) if artifact.get("kind") == "files" else None
+        text = _artifact_text(artifact)
+        is_diff = artifact.get("kind") == "git_diff" or text.startswith("diff --git")
         yield {
             "name": str(artifact.get("name", number)),
             "kind": str(artifact.get("kind", "")),
             "size": size if isinstance(size := artifact.get("size"), int) else None,
             "truncated": bool(artifact.get("truncated")),
             "error": artifact.get("error") and str(artifact["error"]),
-            "is_diff": is_text and (artifact.get("kind") == "git_diff" or str(data).startswith("diff --git")),
-            **cut(files or (str(data) if is_text else ""), f"/artifacts/{number}/data"),
+            "is_diff": _is_text(artifact) and is_diff,
+            **cut(text, f"/artifacts/{number}/data"),
         }
+
+
+def _is_text(artifact: Mapping[str, Any]) -> bool:
+    return artifact.get("encoding") in (None, "utf-8") and isinstance(artifact.get("data"), str)
+
+
+def _artifact_text(artifact: Mapping[str, Any]) -> str:
+    """Return the files of an archive, else the artifact's text; empty if it is neither."""
+    data = artifact.get("data")
+    files = _archived_files(data, artifact.get("encoding")) if artifact.get("kind") == "files" else None
+    return files or (str(data) if _is_text(artifact) else "")
 
 
 def _archived_files(data: Any, encoding: Any) -> str | None:

@@ -296,8 +296,10 @@ def test_harvested_archive_shows_its_files(tmp_path: Path) -> None:
     whole = {"name": "sum", "kind": "files", "encoding": "base64", "data": data}
     damaged = {"name": "odd", "kind": "files", "encoding": "utf-8", "data": "x" * 512}
     index = open_result(write(tmp_path / "out.jsonl", row(0, artifacts=[whole, damaged, {"kind": "files"}])))
-    texts = [each["text"] for each in rollout_view(index, find_row(index, "run.0-0"))["artifacts"]]
+    found = find_row(index, "run.0-0")
+    texts = [each["text"] for each in rollout_view(index, found)["artifacts"]]
     assert texts == ["home/sum.txt:\n16\n\nhome/icon:\n(2 bytes that are not text)", "x" * 512, ""]
+    assert [text_at(found.row, f"/artifacts/{number}/data") for number in (0, 1)] == texts[:2]
 
 
 def test_samples_of_a_task_stand_side_by_side(tmp_path: Path) -> None:

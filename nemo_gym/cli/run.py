@@ -187,7 +187,11 @@ def _changed_keys(composition: Composition, configuration: Path) -> list[str]:
         }
 
     now, then = settings(redact(composition.values)), settings(stored)
-    return [key for key in {**now, **then} if key not in now or key not in then or now[key] != then[key]]
+    return [key for key in {**now, **then} if key not in now or key not in then or not _is_same(now[key], then[key])]
+
+
+def _is_same(first: object, second: object) -> bool:
+    return first == second or repr(first) == repr(second)  # NaN does not equal itself
 
 
 def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutRunConfig, RunOutlook]:

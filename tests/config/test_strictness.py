@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.cli.run import _changed_keys
 from nemo_gym.config.check import check_everything, notices
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import Composition
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.stack.stack import CONFIG_FILE, _save_config
 
 from .conftest import write
 
@@ -42,6 +44,15 @@ def test_added_key_that_resembles_a_known_one_causes_a_notice(root: Path) -> Non
 def test_added_key_with_a_name_of_its_own_causes_no_notice(root: Path) -> None:
     write(root / "env.yaml", "openai_api_key: abc\njudge_model_name: j\njudge_base_url: http://127.0.0.1:1/v1\n")
     assert notices(checked(root, "+user_model_name=u")) == []
+
+
+def test_same_configuration_as_that_of_a_stored_run_has_no_changed_keys(root: Path) -> None:
+    word = "++mathy.resources_servers.mathy.strictness="
+    stored = compose([*GROUPS, f"{word}nan", "++solver.responses_api_agents.solver.max_steps=3"], roots=[root])
+    _save_config(stored, root)
+    assert _changed_keys(stored, root / CONFIG_FILE) == []
+    changed = compose([*GROUPS, f"{word}2", "++solver.responses_api_agents.solver.max_steps=3.0"], roots=[root])
+    assert _changed_keys(changed, root / CONFIG_FILE) == ["mathy.resources_servers.mathy.strictness"]
 
 
 def test_top_level_variable_that_is_used_is_accepted(root: Path) -> None:

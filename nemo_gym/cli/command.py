@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym._util.secrets import is_secret_name, scrub
+from nemo_gym._util.terminal import shown
 from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError, reject_unknown_keys
 
 if TYPE_CHECKING:
@@ -69,8 +70,6 @@ def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | N
 
 
 def complain(name: str, message: str) -> None:
-    from nemo_gym.view.text import shown
-
     print(f"{name}: error: {shown(message)}", file=sys.stderr)
 
 
@@ -115,8 +114,6 @@ def result_console() -> Console:
     """Return a console that prints text of models, boxes and datasets as text: only rich itself moves the cursor."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
-
-    from nemo_gym.view.text import shown
 
     class TextConsole(Console):
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

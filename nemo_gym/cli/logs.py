@@ -28,8 +28,9 @@ def logs(argv: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", metavar="key=value", help="rollout=ID [output=FILE | run_dir=DIR]")
     parser.add_argument("--json", action="store_true", help="print the lines as they stand in the logs")
     arguments = parser.parse_args(argv)
+    from nemo_gym._util.terminal import shown
     from nemo_gym.view.logs import lines_of
-    from nemo_gym.view.text import one_line, shown
+    from nemo_gym.view.text import one_line
 
     given = command.settings_of(arguments.words, KEYS)
     if not given.get("rollout"):

@@ -188,9 +188,10 @@ def _style(row: Mapping[str, Any]) -> str:
 
 
 def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole: bool) -> None:
+    from nemo_gym._util.terminal import shown
     from nemo_gym.view.queries import find_row
     from nemo_gym.view.rollout import rollout_view
-    from nemo_gym.view.text import one_line, seconds_text, shown
+    from nemo_gym.view.text import one_line, seconds_text
     from nemo_gym.view.why import explain
 
     result = find_row(index, rollout)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_gym._util.terminal import shown
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, pass_rates
@@ -134,15 +135,15 @@ def print_table(console: Console, summaries: Sequence[RolloutSummary], *, title:
     ordered = sorted(summaries, key=lambda item: (item.rank, item.task_index, item.sample_index))
     for item in ordered[:MAX_TABLE_ROWS]:
         table.add_row(
-            Text(item.task_id),
+            Text(shown(item.task_id)),
             str(item.sample_index),
             _reward(item),
-            Text(item.outcome, style="" if item.reward is not None else "yellow"),
+            Text(shown(item.outcome), style="" if item.reward is not None else "yellow"),
             Text(str(item.findings), style="bold red") if item.findings else "",
             "" if item.turns is None else str(item.turns),
             "" if item.seconds is None else f"{item.seconds:.1f} s",
             str(item.attempts),
-            Text(item.why),
+            Text(shown(item.why)),
         )
     console.print(table)
     if len(ordered) > MAX_TABLE_ROWS:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 
+from nemo_gym._util.terminal import shown
 from nemo_gym.view.index import ResultIndex
 from nemo_gym.view.queries import (
     Prices,
@@ -24,7 +25,7 @@ from nemo_gym.view.queries import (
     table,
 )
 from nemo_gym.view.stats import Z95
-from nemo_gym.view.text import figure, figures, one_line, seconds_text, shown, why
+from nemo_gym.view.text import figure, figures, one_line, seconds_text, why
 from nemo_gym.view.why import explain_reason
 
 MAX_ROWS = 200

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from rich.text import Text
 
+from nemo_gym._util.terminal import shown
 from nemo_gym.cli import command
 from nemo_gym.cli.logs import logs
 from nemo_gym.cli.show import show
 from nemo_gym.cli.why import why
 from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.view.text import one_line, shown
+from nemo_gym.rollouts.report import print_table
+from nemo_gym.rollouts.result_rows import RolloutSummary
+from nemo_gym.view.text import one_line
 from nemo_gym.view.why import CAUSES, cause_of, explain
 from tests.view.results import failed, row, write
 
@@ -165,3 +168,11 @@ def test_console_of_results_prints_text_of_a_run_as_text(capsys: pytest.CaptureF
     console.print(Text(f"wrong answer {MOVES}"))
     console.print("[bold]as rich formats it[/bold]")
     assert capsys.readouterr().out == "wrong answer ^[]0;title^[[2J\nas rich formats it\n"
+
+
+def test_table_of_results_shows_the_whole_of_odd_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "\x1b[31mwrong\x1b[0m: expected 3"
+    summary = RolloutSummary("a\u200bquestion-1", 0, 0, "solver", 0.0, "completed", 0, 1, 1.0, 1, reason)
+    print_table(command.result_console(), [summary], title="of a run")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "question" in line or "wrong" in line]
+    assert "│ a<U+200B>question-1 │" in line and "│ ^[[31mwrong^[[0m: expected 3 │" in line

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym._util.terminal import shown
 from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
@@ -246,4 +247,4 @@ def _filters(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _print_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(shown(text), file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym._util.terminal import shown
 from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
@@ -35,7 +36,7 @@ def validate(argv: Sequence[str]) -> int:
 
         problems = check_with_oracle(arguments.settings)
         for problem in problems:
-            print(problem, file=sys.stderr)
+            print(shown(problem), file=sys.stderr)
         print("not verified" if problems else "verified: gold was rewarded and nothing was not")
         return command.EXIT_FAILED if problems else command.EXIT_OK
     try:

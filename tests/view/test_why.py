@@ -11,9 +11,10 @@ import pytest
 from rich.text import Text
 
 from nemo_gym._util.terminal import shown
-from nemo_gym.cli import command
+from nemo_gym.cli import command, jobs, oracle_check
 from nemo_gym.cli.logs import logs
 from nemo_gym.cli.show import show
+from nemo_gym.cli.validate import validate
 from nemo_gym.cli.why import why
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.report import print_table
@@ -149,12 +150,17 @@ def hostile_run(folder: Path) -> Path:
     return output
 
 
-def test_commands_print_what_rows_and_logs_hold_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_what_rows_and_logs_hold_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = str(hostile_run(tmp_path))
     assert show([output]) == 0
     assert show([output, f"task{MOVES}"]) == 0
     assert why([output]) == 0
     assert logs(["rollout=run.7-0", f"run_dir={tmp_path / 'run'}"]) == 0
+    monkeypatch.setattr(oracle_check, "check_with_oracle", lambda words: [f"task{MOVES} with oracle=gold: reward 0"])
+    assert validate(["--oracle"]) == 1
+    jobs._print_stderr(f"job: {MOVES}")
     with pytest.raises(SystemExit):
         command.run("ng_show", show, [output, f"tusk{MOVES}"])
     printed = capsys.readouterr()

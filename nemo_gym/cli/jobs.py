@@ -55,7 +55,7 @@ def jobs_command(argv: Sequence[str]) -> int:
     name, *words = arguments.settings or [""]
     if name not in KEYS:
         raise ConfigError(f"'{name}' is not a command of {NAME}; there are: {', '.join(KEYS)}", key="command")
-    values = given_values(words)
+    values = {key: value for key, value in given_values(words).items() if value is not None}
     reject_unknown_keys(values, KEYS[name], where=f"{NAME} {name}")
     _check_values(values)
     return asyncio.run(until_signal(_run(name, values, arguments), stopped=command.EXIT_INTERRUPTED))

@@ -116,7 +116,8 @@ async def test_rows_of_a_file_that_are_no_json_are_refused_by_the_command(make_c
     odd = (f'{line[:-1]}, "odd": {value}}}' for value in ("NaN", '"\\ud800"'))
     path.write_text("\n".join([line, *odd, line]))
     async with serving(chain) as served:
-        words = ["submit", f"input={path}", "run=r", f"url={served.url}", f"token={TOKENS[ServiceRole.SUBMIT][0]}"]
+        words = ["submit", f"input={path}", "run=r", "num_repeats=null", "output=null", f"url={served.url}"]
+        words.append(f"token={TOKENS[ServiceRole.SUBMIT][0]}")
         start = [sys.executable, "-c", "from nemo_gym.cli.jobs import main; main()"]
         command = await asyncio.create_subprocess_exec(*start, *words, stderr=asyncio.subprocess.PIPE)
         said = (await command.communicate())[1].decode()

@@ -148,19 +148,39 @@ def _encoded(result: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(result, default=str, option=_OPTIONS)
     except TypeError:
-        return orjson.dumps(_with_texts(result, _MAX_LEVELS), default=str, option=_OPTIONS)
+        return orjson.dumps(_with_texts(result, _MAX_LEVELS), option=_OPTIONS)
 
 
-def _with_texts(value: Any, levels: int) -> Any:
-    """Return the value with text in place of what orjson refuses: integers beyond 64 bits, deep nesting, and lone
-    surrogates, as in the output of a program that is not UTF-8."""
-    if isinstance(value, Mapping) and levels:
-        return {_with_texts(key, 0): _with_texts(each, levels - 1) for key, each in value.items()}
-    if isinstance(value, list | tuple) and levels:
-        return [_with_texts(each, levels - 1) for each in value]
-    if isinstance(value, str | list | tuple | Mapping) or (isinstance(value, int) and not -(2**63) <= value < 2**64):
+def _with_texts(value: Any, levels: int, around: frozenset[int] = frozenset()) -> Any:
+    """Return the value with text in place of what orjson refuses: integers beyond 64 bits, deep nesting, objects that
+    hold themselves, and lone surrogates, as in the output of a program that is not UTF-8. ``around`` has the ids of
+    the objects that hold the value."""
+    if isinstance(value, Mapping | list | tuple):
+        if not levels or id(value) in around:
+            return _text(value)
+        around |= {id(value)}
+        if isinstance(value, Mapping):
+            return {_key(key): _with_texts(each, levels - 1, around) for key, each in value.items()}
+        return [_with_texts(each, levels - 1, around) for each in value]
+    try:
+        return orjson.Fragment(orjson.dumps(value, default=str, option=_OPTIONS))
+    except (TypeError, ValueError):
+        return _text(value)
+
+
+def _key(key: Any) -> Any:
+    try:
+        orjson.dumps({key: None}, option=_OPTIONS)
+    except TypeError:
+        return _text(key)
+    return key
+
+
+def _text(value: Any) -> str:
+    try:
         return str(value).encode("utf-8", "replace").decode()
-    return value
+    except (ValueError, RecursionError):  # an integer of thousands of digits; thousands of levels
+        return f"<{type(value).__name__}>"
 
 
 class Listening:

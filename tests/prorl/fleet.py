@@ -26,6 +26,20 @@ def deep(levels):
     return [deep(levels - 1)] if levels else []
 
 
+def pit():
+    found = []
+    for _ in range(100_000):
+        found = [found]
+    return found
+
+
+def tree():
+    """A node whose children hold it, as parse trees and graphs do."""
+    node = {}
+    node["children"] = [{"parent": node}, {"parent": node}]
+    return node
+
+
 class Wishes(AgentHandler):
     name = "wishes"
 
@@ -38,7 +52,8 @@ class Wishes(AgentHandler):
         await asyncio.sleep(instance.get("sleep_s", 0.0))
         if instance.get("fails"):
             raise RuntimeError("as wished")
-        odd = {"text": "caf\\udce9", "many": 2**70, "deep": deep(300), "path": Path("x")}
+        odd = {"text": "caf\\udce9", "many": 2**70, "deep": deep(300), "path": Path("x"), "tree": tree()}
+        odd |= {"name": Path("caf\\udce9"), "error": ValueError("\\udce9"), "digits": 10**5000, "pit": pit()}
         odd = odd if instance.get("odd") else {}
         return {"messages": [], "sid": metadata["sid"], "pid": os.getpid(), **odd}
 

@@ -67,6 +67,9 @@ async def test_routes_do_what_the_object_does(tmp_path: Path) -> None:
         status, result = await ask("/process", {"instance": {**WISH, "odd": True}})
         assert (status, result["reward"], result["text"], result["path"]) == (200, 1.0, "caf?", "x")
         assert result["many"] == str(2**70) and json.dumps(result["deep"]).count("[") == 301
+        assert [result[each] for each in ("name", "error", "digits")] == ["caf?", "?", "<int>"]
+        parents = [child["parent"] for child in result["tree"]["children"]]
+        assert all(parent.startswith("{'children': [{'parent': {...}}") for parent in parents)
 
         for body, said in (
             ({"instance": {"data_source": "codeforces"}}, "'codeforces'; registered: math, swebench, wishes"),

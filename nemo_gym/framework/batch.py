@@ -137,7 +137,7 @@ def _columns(prompts: Any) -> dict[str, Any]:
         if kind == "NonTensorStack":
             column = column.tolist()
         elif kind == "NonTensorData":
-            column = _Whole(column.data)
+            column = _Whole(column.data.item() if getattr(column.data, "ndim", None) == 0 else column.data)
         elif getattr(column, "ndim", None) == 0:
             column = _Whole(column.item())
         columns[str(name)] = column

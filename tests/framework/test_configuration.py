@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.framework import OpenAICompatibleAgentFramework
+from nemo_gym.framework.batch import read_batch
 from nemo_gym.framework.config import FrameworkConfig, framework_block
 from tests.framework.conftest import MemorySink, Stage, prompts, trainer_config
 
@@ -132,3 +134,11 @@ async def test_batch_that_cannot_be_run_is_refused_and_its_prompts_have_a_state(
         await stage.framework().generate_sequences(batch)
     assert {uid: tags[-1]["status"] for uid, tags in stage.sink.tags.items()}.items() >= states.items()
     assert stage.live_sessions() == []
+
+
+@pytest.mark.parametrize("number", [3, np.int64(3), np.array(3), np.float32(3)])
+def test_numbers_of_a_whole_batch_may_be_numpys(number: Any) -> None:
+    whole = type("NonTensorData", (), {"data": number})()  # as a TensorDict holds a value of the whole batch
+    batch = read_batch(prompts(2, global_steps=whole, __rollout_n__=whole))
+    assert batch.global_steps == 3
+    assert [sample.sessions(1) for sample in batch.samples] == [3, 3]

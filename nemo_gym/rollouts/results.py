@@ -83,8 +83,10 @@ class RunFiles:
         """What a collector must have for itself: the key that names it, its path, and the path of its lock. A store
         beside the output is covered by the output's lock."""
         locks = [("output", self.output, self.lock)]
-        if self.store_path is not None and (lock := lock_of_store(self.store_path)) != self.lock:
-            locks.append(("store", self.store_path, lock))
+        if self.store_path is not None:
+            lock = lock_of_store(self.store_path)
+            if lock.resolve() != self.lock.resolve():  # this process cannot lock one file twice
+                locks.append(("store", self.store_path, lock))
         return locks
 
     @property

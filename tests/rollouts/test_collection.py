@@ -555,6 +555,17 @@ async def test_second_collector_on_the_same_store_is_refused(make_chain: MakeCha
     assert len(chain.notes("act")) == 2
 
 
+async def test_store_and_output_may_share_a_lock_by_different_paths(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    output = chain.output.resolve()
+    monkeypatch.chdir(output.parent)
+    result = await run_collection(chain.client(), chain.run_keys(store=output.stem, output=str(output)))
+    assert result.valid == 1
+
+
 async def test_second_collector_on_the_same_output_is_refused(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"hang": ["t0"]})
     chain.write_rows(2)

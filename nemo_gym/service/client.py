@@ -28,8 +28,9 @@ URL_VARIABLE = "NEMO_GYM_SERVICE_URL"
 TOKEN_VARIABLE = "NEMO_GYM_SERVICE_TOKEN"
 BATCH = 500
 """The most jobs of one request."""
-BATCH_BYTES = 32 << 20
-"""The size of the jobs at which a request is sent, even if they are fewer."""
+BATCH_BYTES = 4 << 20
+"""The size of the jobs at which a request is sent, even if they are fewer. Even jobs of nothing but empty lists, of
+which each counts as four values in three bytes, are then within the service's bound of values (`max_body_values`)."""
 PATIENCE_S = 60.0
 """How many seconds to retry if the service cannot be reached, because it may be restarting."""
 WAIT_AT_ONCE_S = 60.0

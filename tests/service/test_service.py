@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.credentials import RoleError
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.http.requests import ValueCounter
 from nemo_gym.service.access import ServiceRole, ServiceTokens
-from nemo_gym.service.client import AsyncRolloutClient, RolloutClient, ServiceError
+from nemo_gym.service.client import AsyncRolloutClient, RolloutClient, ServiceError, _batches
 from nemo_gym.service.routes import host
 from tests.rollouts.chain_process import ChainServer
 from tests.rollouts.conftest import wait_until
@@ -133,6 +135,17 @@ async def test_large_jobs_are_submitted_in_several_requests(
     async with serving(make_chain(), max_body_mib=2) as served:
         jobs = [job(n, row={**job(n)["row"], "padding": "x" * 400_000}) for n in range(8)]
         assert (await served.client.submit(jobs)).accepted == 8
+
+
+@pytest.mark.parametrize("values", [[1] * 60_000, [[]] * 60_000])
+def test_jobs_of_many_values_are_within_the_bounds_of_a_service(values: list[Any]) -> None:
+    jobs = [job(n, row={**job(n)["row"], "mask": values}) for n in range(300)]
+    batches = [orjson.dumps({"jobs": batch}) for batch in _batches(jobs, [])]
+    assert sum(batch.count(b'"mask"') for batch in batches) == 300
+    for batch in batches:
+        counter = ValueCounter(4)
+        counter.feed(batch)
+        assert counter.found <= ServiceConfig.model_fields["max_body_values"].default
 
 
 async def test_body_of_too_many_values_is_refused_before_it_is_parsed(make_chain: MakeChain) -> None:

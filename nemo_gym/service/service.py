@@ -274,10 +274,13 @@ class RolloutService:
         places, also those of removed servers, because a server's place decides its id. Raises `StoreError`."""
         async with self._writing_entries:
             entries = _entries(self._state_file)
-            places = [place for place, each in enumerate(entries) if each["url"] == entry["url"]]
-            if places:
-                entries[places[0]] = entry
-            elif is_new:
+            is_known = False
+            for place, each in enumerate(entries):
+                if each["url"] == entry["url"] and each["instance"] == entry["instance"]:
+                    entries[place], is_known = entry, True
+                elif each["url"] == entry["url"] and is_new:  # another instance's server was there before
+                    entries[place] = {**each, "credential": None, "removed": True}
+            if is_new and not is_known:
                 entries.append(entry)
             try:
                 await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)

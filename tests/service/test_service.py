@@ -382,6 +382,19 @@ async def test_id_of_a_server_is_never_anothers_not_even_after_a_restart(make_ch
     assert "secret" not in (chain.directory / "state" / "servers-main.json").read_text()
 
 
+async def test_id_stays_when_a_server_of_another_instance_takes_over_a_url(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    async with serving(chain) as served:
+        urls = [f"http://127.0.0.1:{port}" for port in (1, 2)]
+        first, second = [await served.client.register_server("trivial", url) for url in urls]
+        await served.client.remove_server(first["server_id"])
+        await served.client.register_server("policy", urls[0])
+    async with serving(chain) as served:
+        listed = {each["server_id"]: each["url"] for each in (await served.client.status())["servers"]}
+        assert listed[second["server_id"]] == urls[1]
+        assert listed["policy.1"] == urls[0]
+
+
 async def test_servers_that_register_at_once_are_all_remembered(make_chain: MakeChain) -> None:
     chain = make_chain()
     urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3, 4)]

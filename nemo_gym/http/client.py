@@ -484,6 +484,10 @@ class ServerClient(BaseModel):
         return {}
 
     @cached_property
+    def _removed_replicas(self) -> set[tuple[str, str]]:
+        return set()
+
+    @cached_property
     def _chooser(self) -> Chooser:
         return Chooser()
 
@@ -545,7 +549,16 @@ class ServerClient(BaseModel):
             self._replica_urls[server_name] = urls = (*urls, url)
         if credential is not None:
             self._credentials_by_url[url] = credential
+        self._removed_replicas.discard((server_name, url))
         return urls.index(url)
+
+    def remove_replica(self, server_name: str, url: str) -> None:
+        """Choose a replica no more. It keeps its number, and requests for which it was chosen still go to it."""
+        self._removed_replicas.add((server_name, url))
+
+    def _ordered(self, server_name: str, urls: tuple[str, ...], key: str | None = None) -> list[int]:
+        order = self._chooser.order(urls, key)
+        return [number for number in order if (server_name, urls[number]) not in self._removed_replicas] or order
 
     def base_url(self, server_name: str) -> str:
         """Where the current rollout's replica of ``server_name`` listens, without a trailing slash."""
@@ -559,13 +572,13 @@ class ServerClient(BaseModel):
         chosen = current_replicas().get(server_name)
         if chosen is not None and chosen < len(urls):
             return [chosen]
-        return self._chooser.order(urls, current_rollout_id())
+        return self._ordered(server_name, urls, current_rollout_id())
 
     def choose_replica(self, server_name: str) -> int:
         """The replica for a new attempt: not known to be unreachable, and with the fewest open requests of this
         client."""
         urls = self.replica_urls(server_name)
-        return self._chooser.order(urls)[0] if len(urls) > 1 else 0
+        return self._ordered(server_name, urls)[0] if len(urls) > 1 else 0
 
     async def request(self, server_name: str, url_path: str, method: str, **options: Any) -> ClientResponse:
         """Send a request to ``url_path`` of a server; options as in `request`. If no replica was chosen and one cannot

@@ -201,6 +201,7 @@ class ServerPool:
     def remove(self, server: PooledServer, reason: str) -> int:
         """Stop using a server and give its attempts back. Return the number of these attempts."""
         server.state, server.reason = ServerState.REMOVED, reason
+        self._client.remove_replica(server.instance, server.url)
         return self._give_back(server, f"server '{server.server_id}' was removed: {reason}")
 
     # Places

@@ -395,6 +395,24 @@ async def test_id_stays_when_a_server_of_another_instance_takes_over_a_url(make_
         assert listed["policy.1"] == urls[0]
 
 
+async def test_removed_server_is_asked_nothing_not_even_after_a_restart(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    removed = "http://127.0.0.1:1"
+
+    def asked(served: Served) -> set[str]:
+        return {served.service.core.client.base_url("policy") for _ in range(4)}
+
+    async with serving(chain) as served:
+        await served.client.register_server("policy", removed)
+        assert removed in asked(served)
+        await served.client.remove_server("policy.1")
+        assert removed not in asked(served)
+    async with serving(chain) as served:
+        assert removed not in asked(served)
+        await served.client.register_server("policy", removed)
+        assert removed in asked(served)
+
+
 async def test_servers_that_register_at_once_are_all_remembered(make_chain: MakeChain) -> None:
     chain = make_chain()
     urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3, 4)]

@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 import structlog
 
+from nemo_gym._util.secrets import without_password
 from nemo_gym._util.tasks import BackgroundTasks, Backoff
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.http.client import is_server_url, new_session
@@ -46,7 +47,8 @@ def server_urls(urls: str | Iterable[str] | None = None) -> list[str]:
     for url in found:
         if not is_server_url(url):
             raise ConfigError(
-                f"{URLS_ENV}: '{url}' is not a valid server URL; give for example http://node-1:8006", key=URLS_ENV
+                f"{URLS_ENV}: '{without_password(url)}' is not a valid server URL; give for example http://node-1:8006",
+                key=URLS_ENV,
             )
     return list(dict.fromkeys(found))
 

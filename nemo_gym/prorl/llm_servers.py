@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_gym._util.secrets import without_password
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.http.client import is_server_url
 
@@ -82,7 +83,9 @@ def parse_address(given: Any) -> tuple[str, float]:
         raise ConfigError(f"{key}: an address is a URL or a pair of a URL and its weight, got {given!r}", key=key)
     if not is_server_url(address):
         raise ConfigError(
-            f"{key}: '{address[:200]}' is no address of a server; give for example http://127.0.0.1:8000/v1", key=key
+            f"{key}: '{without_password(address)[:200]}' is no address of a server; give for example"
+            " http://127.0.0.1:8000/v1",
+            key=key,
         )
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight) or weight <= 0:

@@ -16,6 +16,7 @@ import pytest
 from nemo_gym.cli.prorl_server import addresses, serve
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.prorl.client import ProRLClient, assign_llm_servers, server_urls
+from nemo_gym.prorl.llm_servers import parse_address
 from nemo_gym.prorl.trainer import prorl_sampler
 from tests.prorl.fleet import prorl_server
 
@@ -243,6 +244,10 @@ def test_urls_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         server_urls()
     with pytest.raises(ConfigError, match="'node-1' is not a valid server URL"):
         server_urls("node-1")
+    for check in (server_urls, parse_address):
+        with pytest.raises(ConfigError, match=r"http://me:.*@node-1:8006") as refused:
+            check("http://me:word@node-1:8006")
+        assert "word" not in str(refused.value)
     assert addresses("http://a:1/v1*2,http://b:1") == [("http://a:1/v1", 2.0), ("http://b:1", 1.0)]
 
 

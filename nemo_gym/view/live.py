@@ -79,7 +79,9 @@ def _progress(connection: sqlite3.Connection, files: RunFiles, collecting: bool)
         ]
         recent = [each for each in times if each > max(times) - RATE_WINDOW_S]
         if len(recent) > 1:
-            seconds = max((now if collecting else max(recent)) - min(recent), 1e-3)
+            # The store's clock stays ahead of the system's if that one is set back.
+            end = max(now, max(recent)) if collecting else max(recent)
+            seconds = max(end - min(recent), 1e-3)
             rate = len(recent) / seconds
     running = read_running(files.running) if collecting else []
     if running is None:

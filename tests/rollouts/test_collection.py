@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
+import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,13 @@ async def test_what_is_under_way_stands_beside_the_output_until_the_run_ends(
     progress = live.progress(files)
     assert progress is not None and progress["collecting"] and progress["per_minute"] > 0
     assert [(each["task_id"], each["stage"]) for each in progress["running"]] == [("t1", "run")]
+    with contextlib.closing(sqlite3.connect(files.store, isolation_level=None, timeout=30)) as store:
+        store.execute("UPDATE jobs SET finished_at = finished_at - 60 WHERE job_id LIKE '%.0-0'")
+    with monkeypatch.context() as patch:  # the system's clock is set back an hour
+        earlier = time.time() - 3600.0
+        patch.setattr(live.time, "time", lambda: earlier)
+        progress = live.progress(files)
+    assert progress is not None and 1 < progress["per_minute"] < 3
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run

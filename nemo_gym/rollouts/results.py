@@ -221,8 +221,9 @@ def locked_file(path: Path) -> BinaryIO:
 
 
 def lock_of_store(store: Path) -> Path:
-    """Return the lock of a store that was named by its path, which runs and services take."""
-    return store.with_name(f"{store.name}.lock")
+    """Return the lock of a store that was named by its path, which runs and services take. If its name is that of a
+    store beside an output, that is the lock of the output."""
+    return store.with_name(f"{store.name.removesuffix('_store.sqlite')}.lock")
 
 
 def check_output(files: RunFiles) -> None:

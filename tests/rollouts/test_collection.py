@@ -549,15 +549,17 @@ async def test_overrides_reach_the_agent_and_the_result(make_chain: MakeChain) -
     assert (params["temperature"], params["max_output_tokens"]) == (0.25, 7)
 
 
-async def test_second_collector_on_the_same_store_is_refused(make_chain: MakeChain) -> None:
+@pytest.mark.parametrize("name", ["runs.sqlite", "out_store.sqlite"])
+async def test_second_collector_on_the_same_store_is_refused(make_chain: MakeChain, name: str) -> None:
     chain = make_chain(agent={"hang": ["t0"]})
     chain.write_rows(2)
-    store = str(chain.directory / "runs.sqlite")
-    first = asyncio.create_task(run_collection(chain.client(), chain.run_keys(store=store)))
+    store = str(chain.directory / name)
+    named = {} if name == "out_store.sqlite" else {"store": store}  # the one beside the output need not be named
+    first = asyncio.create_task(run_collection(chain.client(), chain.run_keys(**named)))
     await asyncio.to_thread(wait_until, lambda: len(chain.results()) == 1, "a result")
     other = str(chain.directory / "other.jsonl")
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"another collector .*runs\.sqlite'.*another 'store'"):
+        with pytest.raises(ConfigError, match=r"another collector .*\.sqlite'.*another 'store'"):
             await run_collection(chain.client(), chain.run_keys(store=store, output=other, overwrite=overwrite))
     first.cancel()
     with pytest.raises(asyncio.CancelledError):

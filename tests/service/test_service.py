@@ -514,10 +514,13 @@ async def test_store_of_a_run_is_refused_and_left_as_it_is(make_chain: MakeChain
     chain.write_rows(2)
     collector = chain.collect(run_id="live")
     await asyncio.to_thread(wait_until, lambda: len(chain.notes("act")) == 2, "both rollouts to be under way")
-    with pytest.raises(ConfigError, match="holds the run 'live' of ng_run"):
+    with pytest.raises(ConfigError, match="another service's or run's"):
         async with serving(chain, store=str(chain.directory / "out_store.sqlite")):
             pass
     await asyncio.to_thread(collector.communicate)
+    with pytest.raises(ConfigError, match="holds the run 'live' of ng_run"):
+        async with serving(chain, store=str(chain.directory / "out_store.sqlite")):
+            pass
     assert sorted(chain.notes("act")) == [("live.0-0", 1), ("live.1-0", 1)]
 
 

@@ -169,6 +169,11 @@ async def listener(gateway: TextStack, monkeypatch: pytest.MonkeyPatch) -> Async
         call.leave(Leave.RESET)
 
 
+def share_of(gateway: TextStack, listener: Listener) -> Any:
+    served: Any = gateway.stack.servers["gateway"]
+    return served._durable.live(listener.session.facts["session_id"]).share
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_replies_that_nobody_reads_are_in_flight(gateway: TextStack, listener: Listener, stream: bool) -> None:
     unread = await listener.ask(stream=stream)
@@ -179,6 +184,7 @@ async def test_replies_that_nobody_reads_are_in_flight(gateway: TextStack, liste
     answered = await other.post("/chat/completions", {"messages": other.messages})
     assert answered.status == 200 and len(await answered.read()) > LONG
     await unread.whole()
+    await until(lambda: share_of(gateway, listener).in_flight_bytes == 0)
     assert (await (await listener.ask(stream=stream)).whole())[0] == 200
     assert len(gateway.engine.calls) == 2, "the same answer each time"
 
@@ -191,8 +197,7 @@ async def test_late_stream_that_nobody_reads_is_in_flight(gateway: TextStack, li
 
 
 async def test_claim_of_a_reply_ends_with_its_connection(gateway: TextStack, listener: Listener) -> None:
-    served: Any = gateway.stack.servers["gateway"]
-    share = served._durable.live(listener.session.facts["session_id"]).share
+    share = share_of(gateway, listener)
     for how in (Leave.CLOSE, Leave.HALF, Leave.RESET, Leave.RESET):
         call = await listener.ask(stream=False)
         assert (await call.read_bytes(17))[9:12] == b"200"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym._util.terminal import shown
 from nemo_gym.cli import command
-from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys, require_whole
 
 if TYPE_CHECKING:
     from nemo_gym.service.client import AsyncRolloutClient, JobView
@@ -63,9 +63,9 @@ def jobs_command(argv: Sequence[str]) -> int:
 
 def _check_values(values: dict[str, Any]) -> None:
     """Refuse values that would fail, or be misunderstood, only after jobs were submitted."""
-    for key, least in (("num_repeats", 1), ("limit", 1)):
-        if (count := values.get(key)) is not None and (type(count) is not int or count < least):
-            raise ConfigError(f"{key} must be a whole number from {least}, got {count!r}", key=key)
+    for key in ("num_repeats", "limit"):
+        if (count := values.get(key)) is not None:
+            require_whole(key, count, 1)
     if "output" in values:
         path = Path(str(values["output"]))
         if path.is_dir() or not path.parent.is_dir():

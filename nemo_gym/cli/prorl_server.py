@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_gym.cli import command
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, require_whole
 
 NAME = "ng_prorl_server"
 KEYS = (
@@ -40,12 +40,12 @@ def serve(argv: Sequence[str]) -> int:
     from nemo_gym.prorl import service
     from nemo_gym.prorl.async_server import TIMEOUT_S, OpenHandsServer
     from nemo_gym.prorl.client import TOKEN_ENV
-    from nemo_gym.prorl.registry import at_least_one, registered_handlers
+    from nemo_gym.prorl.registry import registered_handlers
 
     register(given)
     numbers = {key: command.whole_number(key, given[key]) for key in KEYS if key.startswith("max_") and key in given}
     limits = {
-        key: at_least_one(key, numbers.pop(key)) for key in ("max_body_mib", "max_body_values") if key in numbers
+        key: require_whole(key, numbers.pop(key), 1) for key in ("max_body_mib", "max_body_values") if key in numbers
     }
     server = OpenHandsServer(
         addresses(given.get("llm_server_addresses", "")),

@@ -62,6 +62,13 @@ class ConfigError(NemoGymError, ValueError):
     status = 400
 
 
+def require_whole(key: str, value: object, least: int) -> int:
+    """Return ``value`` if it is an integer from ``least``. Raises `ConfigError`, which names ``key``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{key} must be a whole number from {least}, got {value!r}", key=key)
+    return value
+
+
 class RowError(NemoGymError, ValueError):
     """A dataset row that cannot be used. ``details`` hold ``path`` and ``line``."""
 

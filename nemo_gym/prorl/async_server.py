@@ -23,7 +23,7 @@ import structlog
 import nemo_gym.prorl.handlers  # noqa: F401 - registers the suite's own
 from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym._util.tasks import BackgroundTasks
-from nemo_gym.contract.errors import ConfigError, ContractError, NemoGymError
+from nemo_gym.contract.errors import ConfigError, ContractError, NemoGymError, require_whole
 from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import StageFailure
 from nemo_gym.http.client import close_global_aiohttp_client
@@ -33,7 +33,6 @@ from nemo_gym.prorl.registry import (
     DEFAULT_MAX_ITERATIONS,
     AgentHandler,
     JobDetails,
-    at_least_one,
     call_optional,
     data_source_of,
     handler_of,
@@ -87,10 +86,10 @@ class OpenHandsServer:
         *,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.max_init_workers = at_least_one("max_init_workers", max_init_workers)
-        self.max_run_workers = at_least_one("max_run_workers", max_run_workers)
+        self.max_init_workers = require_whole("max_init_workers", max_init_workers, 1)
+        self.max_run_workers = require_whole("max_run_workers", max_run_workers, 1)
         eval_workers = max_run_workers if max_eval_workers is None else max_eval_workers
-        self.max_eval_workers = at_least_one("max_eval_workers", eval_workers)
+        self.max_eval_workers = require_whole("max_eval_workers", eval_workers, 1)
         if not isinstance(allow_skip_eval, bool):
             raise ConfigError(f"allow_skip_eval must be True or False, got {allow_skip_eval!r}", key="allow_skip_eval")
         self.allow_skip_eval = allow_skip_eval
@@ -261,7 +260,7 @@ class OpenHandsServer:
         self, instance: Any, sampling_params: Mapping[str, Any] | None, job_id: str | None, timeout_s: float | None
     ) -> dict[str, Any]:
         params = _parameters(sampling_params)
-        iterations = at_least_one("max_iterations", params.pop("max_iterations", DEFAULT_MAX_ITERATIONS))
+        iterations = require_whole("max_iterations", params.pop("max_iterations", DEFAULT_MAX_ITERATIONS), 1)
         limit_s = self.timeout_s if timeout_s is None else _positive("timeout", timeout_s)
         handler, instance_id = handler_of(data_source_of(instance)), instance_id_of(instance)
         digest: str | None = None

@@ -21,9 +21,9 @@ import structlog
 
 from nemo_gym._util.secrets import without_password
 from nemo_gym._util.tasks import BackgroundTasks, Backoff
-from nemo_gym.contract.errors import ConfigError, ServerError
+from nemo_gym.contract.errors import ConfigError, ServerError, require_whole
 from nemo_gym.http.client import is_server_url, new_session
-from nemo_gym.prorl.registry import at_least_one, instance_id_of, row_of
+from nemo_gym.prorl.registry import instance_id_of, row_of
 
 URLS_ENV = "PRORL_SERVER_URLS"
 TOKEN_ENV = "PRORL_SERVER_TOKEN"
@@ -127,8 +127,8 @@ class ProRLClient:
         self._servers = [_Server(url) for url in server_urls(urls)]
         bearer_token = token or os.environ.get(TOKEN_ENV)
         self._headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
-        self._places = None if places is None else at_least_one("places", places)
-        self._max_tries, self._patience_s = at_least_one("max_tries", max_tries), patience_s
+        self._places = None if places is None else require_whole("places", places, 1)
+        self._max_tries, self._patience_s = require_whole("max_tries", max_tries, 1), patience_s
         self._free: asyncio.Queue[_Place] = asyncio.Queue()
         self._tasks = BackgroundTasks()
         self._http: aiohttp.ClientSession | None = None

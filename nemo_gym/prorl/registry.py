@@ -157,12 +157,6 @@ def get_registered_functions(stage: str, data_source: str) -> Stage:
     return function
 
 
-def at_least_one(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number from 1, got {value!r}", key=name)
-    return value
-
-
 # Instances: mappings, pandas Series, and objects.
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.config.sampling import SamplingConfig
-from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.contract.errors import ConfigError, NemoGymError, require_whole
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, group_id_of, rollout_id_of, task_id_of
 from nemo_gym.rollouts.interfaces import JobAttempt, JobEvent, JobSelector, JobSpec, JobState
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
@@ -106,7 +106,7 @@ class RolloutSampler:
         by one with each batch. Raises `NoEffectiveGroupsError`, after which the next call continues, and any error of
         the pipeline or of reading rows, after which a newly opened sampler continues.
         """
-        _check_count("requested_batch_size", requested_batch_size, 1)
+        require_whole("requested_batch_size", requested_batch_size, 1)
         if self._in_next_batch:
             raise ConfigError("next_batch is under way: one batch is asked for at a time", key="requested_batch_size")
         self._in_next_batch = True
@@ -130,7 +130,7 @@ class RolloutSampler:
 
     async def set_weights_version(self, version: int) -> None:
         """Record that the engines now serve these weights; drop samples that are then too old, or run them again."""
-        _check_count("weights_version", version, 0)
+        require_whole("weights_version", version, 0)
         await self._start()
         if version < self._weights_version:
             raise ConfigError(
@@ -484,8 +484,3 @@ class RolloutSampler:
                 job_id = rollout_id_of(self._run_id, group.serial, sample)
                 waiting = Carried(job_id, group_id_of(self._run_id, group.serial), 0, None, None)
                 yield self._running.get(job_id, waiting)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be a whole number from {least}, got {value!r}", key=name)

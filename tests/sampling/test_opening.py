@@ -92,7 +92,7 @@ async def test_checkpoint_that_is_incomplete_is_refused_and_changes_nothing(make
             with pytest.raises(ConfigError, match=said):
                 sampler.load_state_dict(wrong)  # type: ignore[arg-type]
         second = await sampler.next_batch(1)
-    assert [each.groups[0].row["id"] for each in (first, second)] == ["t0", "t1"]
+    assert first.groups[0].row["id"] != second.groups[0].row["id"], "groups end in any order, and none twice"
 
 
 async def test_agent_that_fails_is_masked_and_gets_no_reward(make_chain: MakeChain) -> None:

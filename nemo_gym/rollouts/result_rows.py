@@ -17,7 +17,6 @@ from typing import Any, Self
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
@@ -498,4 +497,4 @@ class RunProgress:
             self._bar.update(self._task, completed=self._tally.finished, averages=self._tally.describe())
         else:
             line = f"{percent:3d}% ({self._tally.finished}/{self._total})  {self._tally.describe()}"
-            self._console.print(Text(line), soft_wrap=True)
+            print(line, file=self._console.file, flush=True)

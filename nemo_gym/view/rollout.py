@@ -81,9 +81,9 @@ def cut(text: str, where: str = "") -> dict[str, Any]:
 def text_at(row: Mapping[str, Any], where: str) -> str:
     """Return the whole text that a JSON pointer refers to, as pages show it. Raises `ViewError`."""
     value: Any = row
-    parents: list[Any] = []
+    parent: Any = None
     for part in where.split("/")[1:]:
-        parents.append(value)
+        parent = value
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, Mapping) and part in value:
             value = value[part]
@@ -92,7 +92,7 @@ def text_at(row: Mapping[str, Any], where: str) -> str:
         else:
             raise ViewError(f"the row has nothing at '{where}'")
     if _ARTIFACT.fullmatch(where):
-        return _artifact_text(mapping_of(parents[-1]))
+        return _artifact_text(mapping_of(parent))
     return value if isinstance(value, str) else _json(value)
 
 

@@ -8,9 +8,11 @@ from collections.abc import Collection, Iterable
 from pydantic import ValidationError
 
 MAX_PROBLEMS = 10
+SIMILAR = 0.6
+"""How much a name resembles a known one (`difflib`'s ratio, 0 to 1) to be suggested for it."""
 
 
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = SIMILAR) -> str:
     """Return `` (did you mean 'x'?)``, or an empty string if no known name is similar."""
     matches = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=cutoff)
     return f" (did you mean '{matches[0]}'?)" if matches else ""

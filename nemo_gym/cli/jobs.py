@@ -64,8 +64,8 @@ def jobs_command(argv: Sequence[str]) -> int:
 def _check_values(values: dict[str, Any]) -> None:
     """Refuse values that would fail, or be misunderstood, only after jobs were submitted."""
     for key in ("num_repeats", "limit"):
-        if (count := values.get(key)) is not None:
-            require_whole(key, count, 1)
+        if key in values:
+            require_whole(key, values[key], 1)
     if "output" in values:
         path = Path(str(values["output"]))
         if path.is_dir() or not path.parent.is_dir():

@@ -204,6 +204,7 @@ def _framework_replies() -> None:
     def begin(self: Any, content: Any, sent: Callable[[], None]) -> None:
         JsonResponse.__init__(self, None)
         self.body = b"".join(written(content))
+        self.size = len(self.body)
         self.init_headers()
         self._sent = sent
 

@@ -8,9 +8,10 @@ from typing import Any
 from nemo_gym.config import compatibility
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
-from nemo_gym.config.keys import AGENT_TYPE, UNREAD_NEMO_GYM_KEYS
+from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, UNREAD_NEMO_GYM_KEYS
 from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.observability import ObservabilityConfig
+from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.plugin_keys import check_server_keys, entrypoint
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.contract.errors import ConfigError
@@ -130,7 +131,7 @@ def _check_run_keys(composition: Composition) -> None:
         serve = composition.values["serve"]
         if not isinstance(serve, Mapping):
             raise ConfigError("serve must be a block of keys, as in +serve.port=8210", key="serve")
-        ServiceConfig.parse(composition.serve_values())
+        _check_caps(ServiceConfig.parse(composition.serve_values()), composition)
     elif composition.has_run != has_output:
         missing = "output" if composition.has_run else "input"
         raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)
@@ -144,4 +145,12 @@ def _check_run_keys(composition: Composition) -> None:
         from nemo_gym.config.run import RolloutRunConfig
 
         placeholders = {} if composition.has_run else {"input": "rows.jsonl", "output": "rollouts.jsonl"}
-        RolloutRunConfig.parse({**run, **placeholders})
+        _check_caps(RolloutRunConfig.parse({**run, **placeholders}), composition)
+
+
+def _check_caps(config: PipelineConfig, composition: Composition) -> None:
+    agents, environments = (
+        [name for name, server in composition.servers.items() if server.server_type == kind]
+        for kind in (AGENT_TYPE, ENVIRONMENT_TYPE)
+    )
+    config.check_caps(agents, environments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -126,6 +126,11 @@ class PipelineConfig(KeysConfig):
                 " rollout ends without a verdict; raise run_timeout_s"
             )
         return self
+
+    def check_caps(self, agents: Collection[str], environments: Collection[str]) -> None:
+        """Raise `ConfigError` if a cap is for an instance that does not exist."""
+        reject_unknown_keys(self.agent_caps, agents, where="agent_caps")
+        reject_unknown_keys(self.environment_caps, environments, where="environment_caps")
 
     @property
     def overrides(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nemo_gym.config.pipeline import PipelineConfig
-from nemo_gym.contract.errors import reject_unknown_keys
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import Peers
 from nemo_gym.rollout import Servers
@@ -108,8 +107,7 @@ class RolloutCore:
     def _pool(self) -> ServerPool:
         config = self.config
         environments = [servers_of(self.client.global_config_dict, agent).environment for agent in self.agents]
-        reject_unknown_keys(config.agent_caps, self.agents, where="agent_caps")
-        reject_unknown_keys(config.environment_caps, [each for each in environments if each], where="environment_caps")
+        config.check_caps(self.agents, [each for each in environments if each])
         return ServerPool(
             self.client,
             self.routes,

@@ -101,6 +101,15 @@ def test_wrong_setting_is_refused_with_the_fix(root: Path, word: str, message: s
         checked(root, word)
 
 
+@pytest.mark.parametrize("prefix", ["+", "+serve."])
+def test_cap_for_an_instance_that_does_not_exist_is_refused_with_the_nearest_name(root: Path, prefix: str) -> None:
+    checked(root, f"{prefix}agent_caps.solver=4", f"{prefix}environment_caps.mathy=4")
+    with pytest.raises(ConfigError, match=r"agent_caps: unknown key 'solvr' \(did you mean 'solver'\?\)"):
+        checked(root, f"{prefix}agent_caps.solvr=4")
+    with pytest.raises(ConfigError, match="environment_caps: unknown key 'solver'; known keys are mathy"):
+        checked(root, f"{prefix}environment_caps.solver=4")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import uuid
@@ -199,7 +200,7 @@ class NetworkChecks(Checks):
         self, door_box: AsyncSandbox, behind: Upstream
     ) -> None:
         _, events = await self._stream(door_box)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S), contextlib.aclosing(events):
             assert await self._output(events) == b"data: one\n"
             await door_box.stop()
             await behind.cancelled.wait()

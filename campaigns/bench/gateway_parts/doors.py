@@ -201,3 +201,5 @@ def gateway(kind: GatewayKind, *words: str) -> Iterator[GatewayDoor]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            assert process.stdout is not None
+            process.stdout.close()

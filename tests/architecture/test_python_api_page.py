@@ -53,7 +53,7 @@ def test_program_of_the_page_runs(place: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
     said = {
         "whole_run.py": "0.8 10 rollouts in results/",
-        "own_rows.py": "planet",
+        "own_rows.py": "planet    1.0      4",
         "several_runs.py": "3 1.0",
         "trainer.py": "4 4",
     }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 import structlog
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -177,6 +178,11 @@ class Grader:
         except NemoGymError as error:
             log.warning("no verdict", rollout_id=rollout.rollout_id, code=error.code, error=error.message)
             return verdict_of_error(error).as_fields()
+        except HTTPException as error:  # of the plugin, which raised it or returned a response with its status
+            said = error.detail if isinstance(error.detail, str) else orjson.dumps(error.detail, default=str).decode()
+            log.warning("no verdict", rollout_id=rollout.rollout_id, status=error.status_code, error=said)
+            reason = f"{hook} answered status {error.status_code}: {said}"
+            return Verdict.invalid(FailureKind.VERIFIER_FAILED, reason).as_fields()
         except Exception as error:
             # The boundary of plugin code: no error of a grader may become a reward.
             log.exception("verify failed", rollout_id=rollout.rollout_id)

@@ -12,10 +12,15 @@ import anyio.to_thread
 import orjson
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
+from nemo_gym.http.requests import JsonResponse
+
+MAX_ERROR_CHARS = 300
+_ERROR_TEXTS = ("detail", "error", "message", "failure_reason")
 
 
 class PluginCall:
@@ -62,17 +67,22 @@ class PluginCall:
         """Call the hook and return its result. A ``body`` that is already a model is passed unchanged. Raises
         `InvalidBodyError`, which names the wrong fields but never their values."""
         arguments: dict[str, Any] = {}
+        response = response or Response()
         if self._request is not None:
             arguments[self._request] = request
         if self._response is not None:
-            arguments[self._response] = response or Response()
+            arguments[self._response] = response
         if self._body is not None:
             name, models = self._body
             arguments[name] = self._validate(models, body) if models and isinstance(body, dict) else body
         try:
-            return await self._call(arguments)
+            result = await self._call(arguments)
         except RequestValidationError as error:  # raised by a plugin that validates its body itself
             raise InvalidBodyError(f"{self._name}: the body is invalid", errors=_error_list(error.errors())) from None
+        if response.status_code >= 400 and not isinstance(result, Response):
+            # The status that the hook set on its parameter is that of its result.
+            return JsonResponse(plain(result), response.status_code)
+        return result
 
     async def _call(self, arguments: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._hook):
@@ -122,13 +132,30 @@ def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
 
 
 def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
-    """Convert a hook's result to plain JSON data, without the keys in ``exclude``."""
+    """Convert a hook's result to plain JSON data, without the keys in ``exclude``. A `Response` with the status of an
+    error is no result: it is raised as the `HTTPException` of that status."""
     if isinstance(result, BaseModel):
         return result.model_dump(mode="json", exclude=exclude)
     if isinstance(result, Response):
+        if result.status_code >= 400:
+            raise _error_in(result)
         result = orjson.loads(bytes(result.body))
     if result is None:
         return {}
     if not isinstance(result, dict):
         raise TypeError(f"a hook returned {type(result).__name__}; it must return a model or a dict")
     return {key: value for key, value in result.items() if not exclude or key not in exclude}
+
+
+def _error_in(response: Response) -> HTTPException:
+    body = bytes(getattr(response, "body", b""))  # a streamed response has none
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        said = body.decode("utf-8", "replace").strip()
+    if isinstance(said, dict):
+        said = next((said[key] for key in _ERROR_TEXTS if said.get(key)), said)
+    detail = said if isinstance(said, str) else orjson.dumps(said).decode()
+    retry_after = response.headers.get("retry-after")
+    headers = None if retry_after is None else {"Retry-After": retry_after}
+    return HTTPException(response.status_code, detail[:MAX_ERROR_CHARS] or None, headers)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from nemo_gym.contract.credentials import Role
-from tests.servers.plugins import CounterEnvironment, PhraseEnvironment
+from tests.servers.plugins import CounterEnvironment, FrankEnvironment, PhraseEnvironment
 from tests.servers.sessions import no_session_left
 from tests.servers.stack import Stack, running_stack
 
@@ -29,4 +29,11 @@ def phrase(stack: Stack) -> Stack:
 def counter(stack: Stack) -> Stack:
     """A stack with the environment ``counter``."""
     stack.add("counter", CounterEnvironment, Role.ENVIRONMENT)
+    return stack
+
+
+@pytest.fixture
+def frank(stack: Stack) -> Stack:
+    """A stack with the environment ``frank``."""
+    stack.add("frank", FrankEnvironment, Role.ENVIRONMENT)
     return stack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import Body, FastAPI, Request
@@ -144,6 +144,29 @@ class UnheldPhraseEnvironment(PhraseEnvironment):
     """The same with nothing to release."""
 
     close_session = SimpleResourcesServer.close_session
+
+
+class FrankRequest(BaseVerifyRequest):
+    model_config = ConfigDict(extra="allow")
+
+
+class FrankReply(BaseVerifyResponse):
+    model_config = ConfigDict(extra="allow")
+    reward: Any = None
+
+
+class FrankEnvironment(SimpleResourcesServer):
+    """In NeMo Gym's style; a test decides what its hooks return."""
+
+    config: BaseResourcesServerConfig
+    seeds_with: Callable[[], Any] = dict
+    verifies_with: Callable[[dict[str, Any]], Any] = dict
+
+    async def seed_session(self, body: BaseSeedSessionRequest) -> Any:
+        return self.seeds_with()
+
+    async def verify(self, body: FrankRequest) -> Any:
+        return self.verifies_with(body.model_dump())
 
 
 # -- agents ----------------------------------------------------------------------------------------------------------

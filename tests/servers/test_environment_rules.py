@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import Limits, SessionDescriptor
 from nemo_gym.testing.environments import make_environment
-from tests.servers.plugins import CounterEnvironment, PhraseEnvironment, UnheldPhraseEnvironment
+from tests.servers.plugins import CounterEnvironment, FrankEnvironment, PhraseEnvironment, UnheldPhraseEnvironment
 from tests.servers.stack import Stack, response, rollout, running_stack
 
 ROW = {"responses_create_params": {"input": "say it"}, "phrase": "swordfish"}
@@ -60,6 +63,23 @@ async def verify(
 
 def environment(stack: Stack, name: str = "phrase") -> Any:
     return stack.servers[name]
+
+
+async def frank_verdict(
+    stack: Stack, verifies_with: Callable[[dict[str, Any]], Any], **row: Any
+) -> tuple[bool, float | None, str | None, str]:
+    """What becomes of a ``verify`` reply: ``valid``, reward, kind of failure and its reason."""
+    reply = await frank_reply(stack, verifies_with, **row)
+    return reply["valid"], reply["reward"], reply["failure_kind"], reply["failure_reason"] or ""
+
+
+async def frank_reply(stack: Stack, verifies_with: Callable[[dict[str, Any]], Any], **row: Any) -> dict[str, Any]:
+    environment(stack, "frank").verifies_with = verifies_with
+    row = {"responses_create_params": {"input": "say it"}, **row}
+    control = (await seed(stack, "frank", row))["control_token"]
+    status, reply = await verify(stack, "x", control, "frank", row)
+    assert status == 200, reply
+    return dict(reply)
 
 
 async def test_seed_answers_the_same_session_when_it_is_repeated(counter: Stack) -> None:
@@ -186,6 +206,54 @@ async def test_verdict_is_invalid_without_reward_when_grading_fails(phrase: Stac
 async def test_failed_grading_names_the_hook_that_failed(phrase: Stack, text: str, reason: str) -> None:
     _, reply = await verify(phrase, text, (await seed(phrase))["control_token"])
     assert (reply["failure_kind"], reply["failure_reason"]) == ("verifier_failed", reason)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (JSONResponse({"reward": 1.0, "detail": "the judge is down"}, 503), "status 503: the judge is down"),
+        (JSONResponse({"reward": 1.0, "error": "no quota"}, 429), "status 429: no quota"),
+        (PlainTextResponse("upstream broke", 500), "status 500: upstream broke"),
+        (Response(status_code=502), "status 502: Bad Gateway"),
+    ],
+)
+async def test_error_that_verify_returns_is_no_reward(frank: Stack, answer: Response, told: str) -> None:
+    verdict = await frank_verdict(frank, lambda _: answer)
+    assert verdict == (False, None, "verifier_failed", f"verify answered {told}")
+
+
+async def test_error_that_verify_raises_keeps_its_status_and_text(frank: Stack) -> None:
+    def verifies_with(_: dict[str, Any]) -> None:
+        raise HTTPException(503, "the judge is down")
+
+    verdict = await frank_verdict(frank, verifies_with)
+    assert verdict == (False, None, "verifier_failed", "verify answered status 503: the judge is down")
+
+
+@pytest.mark.parametrize("status", [404, 422, 500, 503])
+async def test_error_that_seed_session_returns_is_answered_as_if_it_was_raised(frank: Stack, status: int) -> None:
+    def raises() -> None:
+        raise HTTPException(status, "no such world")
+
+    def returns() -> Response:
+        return JSONResponse({"detail": "no such world"}, status)
+
+    body = {**ROW, "_ng_session": {"rollout": rollout().model_dump()}}
+    answers = []
+    for environment(frank, "frank").seeds_with in (raises, returns):
+        answers.append(await call(frank, "frank", "/seed_session", body))
+    assert answers == [(status, {"detail": "no such world"})] * 2
+
+
+async def test_error_status_that_verify_sets_on_its_response_is_no_reward(stack: Stack) -> None:
+    class Setting(FrankEnvironment):
+        async def verify(self, response: Response, body: dict[str, Any]) -> dict[str, Any]:
+            response.status_code = 503
+            return {"reward": 1.0, "detail": "the judge is down"}
+
+    stack.add("frank", Setting, Role.ENVIRONMENT)
+    verdict = await frank_verdict(stack, dict)
+    assert verdict == (False, None, "verifier_failed", "verify answered status 503: the judge is down")
 
 
 async def test_seed_that_opens_nothing_names_the_hook(phrase: Stack) -> None:

@@ -76,6 +76,8 @@ NG_TERMINAL_KEY = "_ng_failure_terminal"
 NG_NO_PERSIST_KEY = "_ng_no_persist"
 DECLARING_KEYS = (NG_FAILURE_CLASS_KEY, NG_TERMINAL_KEY, NG_NO_PERSIST_KEY, "mask_sample")
 """NeMo Gym's keys by which a reply declares that it has no verdict."""
+DECIDING_FIELDS = frozenset({"valid", "failure_kind", "failure_reason", *DECLARING_KEYS})
+"""Fields by which a reply decides that it has no verdict, and says why."""
 NO_PROMPT = "the row has no prompt: 'responses_create_params.input' is missing or blank"
 PUBLIC_ROW_KEYS = frozenset(
     {"agent_ref", "skills_ref", "_ng_task_index", "_ng_rollout_index", "_ng_attempt_index", "_ng_rollout_id"}
@@ -113,6 +115,12 @@ def dataset_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dataset row that its result row keeps. The others are an earlier run's, if the row is a result
     row, or forged."""
     return without(row, _NOT_OF_ROWS)
+
+
+def without_earlier_verdict(row: dict[str, Any]) -> dict[str, Any]:
+    """A dataset row without the failure that an earlier run declared, which tells nothing about this one. Result rows
+    have ``mask_sample`` or a key of NeMo Gym's; without these, ``valid`` is a field of the dataset's own."""
+    return without(row, DECIDING_FIELDS) if any(key in row for key in DECLARING_KEYS) else row
 
 
 class RowAccess(StrEnum):
@@ -285,9 +293,12 @@ class Verdict(BaseModel):
 
 
 def declares_failure(reply: Mapping[str, Any]) -> bool:
-    """Whether a reply or a result row declares that it has no verdict, by this suite's fields or NeMo Gym's."""
+    """Whether a reply or a result row declares that it has no verdict, by this suite's fields or NeMo Gym's. A
+    ``valid`` that is no boolean declares no verdict either."""
+    valid = reply.get("valid")
     return (
-        reply.get("valid", True) is False
+        (valid is not None and valid is not True)
+        or bool(reply.get("failure_kind"))
         or bool(reply.get("mask_sample"))
         or bool(reply.get(NG_NO_PERSIST_KEY))
         or reply.get(NG_FAILURE_CLASS_KEY) is not None
@@ -297,22 +308,29 @@ def declares_failure(reply: Mapping[str, Any]) -> bool:
 def decide_validity(reply: Mapping[str, Any], unnamed: FailureKind = FailureKind.VERIFIER_FAILED) -> Verdict:
     """The verdict in ``reply``: valid with its reward, or invalid with the reason.
 
-    A declared failure is invalid, even if the reply has a reward, and so is a reward that is not a finite number.
+    A declared failure is invalid, even if the reply has a reward, and so is a reward that is not a finite number. A
+    ``failure_reason`` alone declares nothing; it stays beside the reward.
 
     Args:
         reply: the reply of ``verify`` or of an agent's ``run``, or a result row.
         unnamed: the kind of a failure for which the reply names no `FailureKind`.
     """
+    reason = reply.get("failure_reason") or None
     if declares_failure(reply):
-        failure_name = reply.get("failure_kind") or reply.get(NG_FAILURE_CLASS_KEY)
+        own_name, valid = reply.get("failure_kind"), reply.get("valid")
+        failure_name = own_name or reply.get(NG_FAILURE_CLASS_KEY)
         kind = FailureKind(str(failure_name)) if failure_name in [*FailureKind] else unnamed
-        reason = reply.get("failure_reason") or (
-            f"reported as '{failure_name}'" if failure_name else "the sample is masked"
-        )
-        return Verdict.invalid(kind, str(reason))
+        if reason is None and failure_name:
+            reason = f"reported as '{failure_name}'"
+        elif own_name and own_name != kind:
+            reason = f"{own_name}: {reason}"
+        if not isinstance(valid, bool | None):
+            malformed = f"'valid' must be true, false or absent, not {valid!r}"
+            reason = malformed if reason is None else f"{malformed}; {reason}"
+        return Verdict.invalid(kind, str(reason or "the sample is masked"))
     reward = reply.get("reward")
     if isinstance(reward, int | float) and math.isfinite(reward):
-        return Verdict.of(float(reward))
+        return Verdict.of(float(reward), failure_reason=None if reason is None else str(reason))
     return Verdict.invalid(unnamed, f"verify returned the reward {reward!r}, not a finite number")
 
 

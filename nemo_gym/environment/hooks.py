@@ -16,7 +16,15 @@ from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, Bas
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
-from nemo_gym.contract.verdict import RESPONSE_KEY, Verdict, decide_validity, public_row
+from nemo_gym.contract.verdict import (
+    DECIDING_FIELDS,
+    PARAMS_KEY,
+    RESPONSE_KEY,
+    Verdict,
+    decide_validity,
+    public_row,
+    without,
+)
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
@@ -71,6 +79,20 @@ class BaseResourcesServer(BaseServer):
     config: BaseResourcesServerConfig
 
 
+async def verify_reply(
+    hook: PluginCall, request: Request, row: dict[str, Any], response: dict[str, Any]
+) -> dict[str, Any]:
+    """Call a plugin's ``verify``, and return what it says itself: its reply without what that repeats of the row.
+
+    A failure that the row tells of is not passed on, because a reply that repeats it would look like one that declares
+    it. Only a plugin whose request model declares such a field, as part of its dataset, gets it.
+    """
+    body = without(row, DECIDING_FIELDS - hook.declared)
+    reply = plain(await hook(request, {**body, RESPONSE_KEY: response}), exclude={PARAMS_KEY, RESPONSE_KEY})
+    # What it repeats of the row is no part of its verdict; an equal reward may be an earlier run's.
+    return without(reply, {key for key, value in reply.items() if key in body and body[key] == value} - {"reward"})
+
+
 class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer):
     """The hooks of `nemo_gym.environment.server.SimpleResourcesServer`, with their defaults."""
 
@@ -117,9 +139,8 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
         Raised errors become invalid verdicts: `SandboxError` and its like by their kind, anything else as a failure of
         the verifier. A failure that the work itself can cause must be graded, not raised.
         """
-        body = {**row, RESPONSE_KEY: response}
-        reply = plain(await PluginCall(self.verify)(Request({"type": "http", "session": {}, "headers": []}), body))
-        return decide_validity(reply)
+        request = Request({"type": "http", "session": {}, "headers": []})
+        return decide_validity(await verify_reply(PluginCall(self.verify), request, row, response))
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """The task's known solution for the validation mode, or ``None``."""

@@ -59,10 +59,9 @@ from nemo_gym.contract.verdict import (
     public_verdict,
     row_digest,
     verdict_of_error,
-    without,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
-from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
+from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH, verify_reply
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.environment.steps import StepRewards, is_stepped
 from nemo_gym.http.plugin_call import PluginCall, plain
@@ -119,14 +118,14 @@ class Grader:
             rollout = RolloutIdentity(rollout_id="unnamed", task_id=task_id, group_id=task_id)
             return {**row, RESPONSE_KEY: response, **await self.grade(request, row, response, (), rollout)}
         try:
-            return plain(await self._verify(request, row))
+            return plain(await self._verify_hook()(request, row))
         except JudgeError as error:
             return {**row, **judge_failure_fields(error)}
 
-    async def _verify(self, request: Request, body: dict[str, Any]) -> Any:
+    def _verify_hook(self) -> PluginCall:
         if self._hook is None:
             self._hook = PluginCall(self._server.verify)
-        return await self._hook(request, body)
+        return self._hook
 
     async def grade(
         self,
@@ -166,11 +165,7 @@ class Grader:
                         " return Verdict.of(reward)"
                     )
                 return verdict.as_fields()
-            result = await self._verify(request, {**row, RESPONSE_KEY: response})
-            reply = plain(result, exclude={PARAMS_KEY, RESPONSE_KEY})
-            # What it repeats of the row is no part of its verdict; an equal reward may be an earlier run's.
-            repeated = {key for key, value in reply.items() if key in row and row[key] == value} - {"reward"}
-            return reply_fields(without(reply, repeated))
+            return reply_fields(await verify_reply(self._verify_hook(), request, row, response))
         except JudgeError as error:
             return judge_failure_fields(error)
         except InvalidBodyError:

@@ -45,6 +45,13 @@ class PluginCall:
         for parameter in parameters:
             self._assign(parameter)
 
+    @property
+    def declared(self) -> frozenset[str]:
+        """The keys of a body that the models of the hook declare as their fields."""
+        models = self._body[1] if self._body is not None else ()
+        fields = [(name, field.alias) for model in models for name, field in model.model_fields.items()]
+        return frozenset(key for names in fields for key in names if key is not None)
+
     def _assign(self, parameter: inspect.Parameter) -> None:
         kind = _without_none(parameter.annotation)
         if inspect.isclass(kind) and issubclass(kind, Request):

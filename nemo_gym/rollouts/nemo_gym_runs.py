@@ -23,7 +23,6 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
-    DECLARING_KEYS,
     MAX_REASON_CHARS,
     NG_FAILURE_CLASS_KEY,
     NG_TERMINAL_KEY,
@@ -31,6 +30,8 @@ from nemo_gym.contract.verdict import (
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
     decide_validity,
+    without,
+    without_earlier_verdict,
 )
 from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
 from nemo_gym.rollouts.results import RunFiles
@@ -198,8 +199,8 @@ def _key_and_digest(row: dict[str, Any]) -> tuple[Key, _Digest]:
     parameters."""
     ref = row.get(AGENT_REF_KEY)
     agent = ref.get("name") if isinstance(ref, dict) else None
-    left_out = (AGENT_REF_KEY, *DECLARING_KEYS)
-    content = {key: value for key, value in row.items() if key not in left_out and not key.startswith(_RUN_KEYS)}
+    dataset_row = without(without_earlier_verdict(row), (AGENT_REF_KEY,))
+    content = {key: value for key, value in dataset_row.items() if not key.startswith(_RUN_KEYS)}
     digest = hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
     return (row[TASK_INDEX_KEY], row[ROLLOUT_INDEX_KEY]), (agent, digest)
 

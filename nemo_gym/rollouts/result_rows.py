@@ -373,7 +373,8 @@ class RolloutSummary:
         reward = decide_validity(row).reward
         valid = reward is not None
         findings = row.get("findings") or ()
-        reasons = (row.get("reward_reason"), row.get("outcome_detail")) if valid else (row.get("failure_reason"),)
+        beside_reward = ("reward_reason", "failure_reason", "outcome_detail")
+        reasons = [row.get(name) for name in (beside_reward if valid else ("failure_reason",))]
         return cls(
             task_id=str(row.get("task_id", row["_ng_task_index"])),
             task_index=row["_ng_task_index"],

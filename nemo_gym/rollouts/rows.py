@@ -22,7 +22,6 @@ from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
-    DECLARING_KEYS,
     PARAMS_KEY,
     ROLLOUT_INDEX_KEY,
     SESSION_KEY,
@@ -31,6 +30,7 @@ from nemo_gym.contract.verdict import (
     has_prompt,
     rollout_id_of,
     task_id_of,
+    without_earlier_verdict,
 )
 from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.results import existing_folder, replaced
@@ -115,8 +115,7 @@ class RowChecker:
             )
         if SESSION_KEY in row:
             raise self._error(number, None, f"'{SESSION_KEY}' is written by the pipeline; leave it out")
-        for key in DECLARING_KEYS:  # of an earlier run's failure, which tells nothing about this one
-            row.pop(key, None)
+        row = without_earlier_verdict(row)
         if params is not None:
             row["responses_create_params"] = {**params, **self.config.overrides}
         return row

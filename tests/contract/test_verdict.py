@@ -23,11 +23,38 @@ def test_reply_is_invalid_when_its_reward_is_no_finite_number(reward: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "declared", [{"valid": False}, {"mask_sample": True}, {"_ng_no_persist": True}, {"_ng_failure_class": "boom"}]
+    "declared",
+    [
+        {"valid": False},
+        {"mask_sample": True},
+        {"_ng_no_persist": True},
+        {"_ng_failure_class": "boom"},
+        {"failure_kind": "boom"},
+    ],
 )
 def test_reply_is_invalid_when_it_declares_a_failure_beside_a_reward(declared: dict[str, Any]) -> None:
     verdict = decide_validity({"reward": 1.0, **declared}, FailureKind.AGENT_CRASHED)
     assert (verdict.valid, verdict.reward, verdict.failure_kind) == (False, None, FailureKind.AGENT_CRASHED)
+
+
+@pytest.mark.parametrize("valid", [0, 1, "false", "true", []])
+def test_reply_is_invalid_and_says_so_when_its_valid_is_no_boolean(valid: Any) -> None:
+    verdict = decide_validity({"reward": 0.0, "valid": valid, "failure_reason": "judge down"})
+    assert (verdict.valid, verdict.failure_kind) == (False, FailureKind.VERIFIER_FAILED)
+    assert verdict.failure_reason == f"'valid' must be true, false or absent, not {valid!r}; judge down"
+
+
+def test_reply_without_a_word_about_its_validity_keeps_its_reward_and_its_reason() -> None:
+    verdict = decide_validity({"reward": 0.0, "valid": None, "failure_kind": None, "failure_reason": "judge down"})
+    assert (verdict.valid, verdict.reward, verdict.failure_reason) == (True, 0.0, "judge down")
+
+
+def test_failure_kind_of_an_environments_own_stays_in_the_reason() -> None:
+    verdict = decide_validity({"reward": 0.0, "failure_kind": "sums:no_judge", "failure_reason": "it is down"})
+    assert (verdict.failure_kind, verdict.failure_reason) == (
+        FailureKind.VERIFIER_FAILED,
+        "sums:no_judge: it is down",
+    )
 
 
 def test_failure_keeps_the_kind_and_the_reason_that_the_reply_names() -> None:

@@ -318,6 +318,7 @@ async def test_agent_that_fails_when_it_has_its_verdict_buys_no_second_try(
         {"_ng_failure_class": "agent_crashed", "_ng_failure_terminal": True},
         {"_ng_no_persist": True},
         {"mask_sample": True},
+        {"mask_sample": True, "valid": False, "failure_kind": "verifier_failed", "failure_reason": "judge down"},
     ],
 )
 async def test_failure_of_an_earlier_run_in_a_row_costs_no_verdict_and_one_that_an_environment_declares_does(

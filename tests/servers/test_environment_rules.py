@@ -15,8 +15,20 @@ from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleReso
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import Limits, SessionDescriptor
 from nemo_gym.testing.environments import make_environment
-from tests.servers.plugins import CounterEnvironment, FrankEnvironment, PhraseEnvironment, UnheldPhraseEnvironment
+from tests.servers.plugins import (
+    CounterEnvironment,
+    FrankEnvironment,
+    FrankReply,
+    FrankRequest,
+    PhraseEnvironment,
+    UnheldPhraseEnvironment,
+)
 from tests.servers.stack import Stack, response, rollout, running_stack
+
+
+class LogicRequest(FrankRequest):
+    valid: bool
+
 
 ROW = {"responses_create_params": {"input": "say it"}, "phrase": "swordfish"}
 
@@ -368,6 +380,52 @@ async def test_reward_counts_also_if_the_row_has_the_same_one_of_an_earlier_run(
     seeded = await seed(counter, "counter", row)
     status, reply = await verify(counter, "x", seeded["control_token"], "counter", row)
     assert (status, reply["valid"], reply["reward"], reply["failure_kind"]) == (200, True, 1.0, None)
+
+
+async def test_reply_that_names_a_failure_has_no_reward_whatever_it_says_beside(frank: Stack) -> None:
+    said = {"failure_kind": "sandbox_lost", "failure_reason": "the host is gone"}
+    verdict = await frank_verdict(frank, lambda body: FrankReply(**body, reward=0.0, **said))
+    assert verdict == (False, None, "sandbox_lost", "the host is gone")
+
+
+async def test_reason_beside_a_reward_is_kept(frank: Stack) -> None:
+    verdict = await frank_verdict(frank, lambda body: FrankReply(**body, reward=0.0, failure_reason="judge down"))
+    assert verdict == (True, 0.0, None, "judge down")
+
+
+EARLIER_FAILURE = {"valid": False, "failure_kind": "verifier_failed", "failure_reason": "judge down"}
+
+
+@pytest.mark.parametrize("row", [{}, {"valid": False}, EARLIER_FAILURE, {**EARLIER_FAILURE, "mask_sample": True}])
+async def test_failure_counts_also_if_the_row_has_the_same_one_of_an_earlier_run(
+    frank: Stack, row: dict[str, Any]
+) -> None:
+    def fails(body: dict[str, Any]) -> FrankReply:
+        return FrankReply(**{**body, **EARLIER_FAILURE, "reward": 0.0})
+
+    assert await frank_verdict(frank, fails, **row) == (False, None, "verifier_failed", "judge down")
+
+
+async def test_failure_of_an_earlier_run_in_the_row_says_nothing_about_this_one(frank: Stack) -> None:
+    row = {**EARLIER_FAILURE, "mask_sample": True, "_ng_failure_class": "verifier_failed"}
+    verdict = await frank_verdict(frank, lambda body: FrankReply(**body, reward=1.0), **row)
+    assert verdict == (True, 1.0, None, "")
+
+
+async def test_field_that_the_dataset_and_the_plugin_call_valid_is_the_plugins_to_read(stack: Stack) -> None:
+    class Logic(FrankEnvironment):
+        async def verify(self, body: LogicRequest) -> Any:
+            return FrankReply(**body.model_dump(), reward=float(not body.valid))
+
+    stack.add("frank", Logic, Role.ENVIRONMENT)
+    assert await frank_verdict(stack, dict, valid=False) == (True, 1.0, None, "")
+
+
+async def test_default_grade_reads_a_reply_as_the_route_does() -> None:
+    environment = make_environment(FrankEnvironment)
+    environment.verifies_with = lambda body: FrankReply(**body, reward=1.0)
+    row = {"responses_create_params": {"input": "say it"}, "valid": False, "mask_sample": True}
+    assert (await environment.grade(row, response(), (), rollout())).reward == 1.0
 
 
 async def test_operator_verifies_again_without_touching_the_first_verdict(phrase: Stack) -> None:

@@ -24,8 +24,9 @@ from enum import StrEnum
 from typing import Any, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import ModelError, NemoGymError
 from nemo_gym.contract.session import IDENTIFIER, AgentOutcome
 
@@ -118,9 +119,10 @@ def dataset_fields(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_earlier_verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """A dataset row without the failure that an earlier run declared, which tells nothing about this one. Result rows
-    have ``mask_sample`` or a key of NeMo Gym's; without these, ``valid`` is a field of the dataset's own."""
-    return without(row, DECIDING_FIELDS) if any(key in row for key in DECLARING_KEYS) else row
+    """A dataset row without the failure and the findings of an earlier run, which tell nothing about this one. Result
+    rows have ``mask_sample`` or a key of NeMo Gym's; without these, ``valid`` is a field of the dataset's own."""
+    is_result = any(key in row for key in DECLARING_KEYS)
+    return without(row, DECIDING_FIELDS | {"findings"}) if is_result else row
 
 
 class RowAccess(StrEnum):
@@ -247,6 +249,7 @@ class Verdict(BaseModel):
 
     valid: bool
     reward: float | None = None
+    """At most 0 if there are findings."""
     failure_kind: FailureKind | None = None
     failure_reason: str | None = None
     """One sentence for people; holds no private field of the row."""
@@ -278,6 +281,12 @@ class Verdict(BaseModel):
             raise ValueError("a valid verdict has a reward and no failure_kind")
         if not self.valid and (self.reward is not None or self.failure_kind is None):
             raise ValueError("an invalid verdict has a failure_kind and no reward")
+        return self
+
+    @model_validator(mode="after")
+    def _findings_leave_no_reward(self) -> Self:
+        if self.findings and self.reward is not None:
+            self.reward = min(self.reward, 0.0)  # a penalty stays
         return self
 
     @property
@@ -332,6 +341,27 @@ def decide_validity(reply: Mapping[str, Any], unnamed: FailureKind = FailureKind
     if isinstance(reward, int | float) and math.isfinite(reward):
         return Verdict.of(float(reward), failure_reason=None if reason is None else str(reason))
     return Verdict.invalid(unnamed, f"verify returned the reward {reward!r}, not a finite number")
+
+
+_FINDINGS = TypeAdapter(list[Finding])
+
+
+def verdict_of_reply(reply: Mapping[str, Any]) -> Verdict:
+    """The verdict in a reply of ``verify``, with its findings; invalid if they cannot be read."""
+    verdict = decide_validity(reply)
+    if reply.get("findings") is None:
+        return verdict
+    try:
+        findings = _FINDINGS.validate_python(reply["findings"])
+    except ValidationError as error:
+        problem = (
+            "'findings' must be a list of objects with 'kind', 'detail' and perhaps 'evidence':"
+            f" {validation_problems(error)}"
+        )
+        if verdict.failure_kind is not None:
+            return Verdict.invalid(verdict.failure_kind, f"{verdict.failure_reason}; {problem}")
+        return Verdict.invalid(FailureKind.VERIFIER_FAILED, problem)
+    return Verdict.model_validate({**dict(verdict), "findings": findings})
 
 
 _KIND_OF_CODE = {

@@ -21,8 +21,8 @@ from nemo_gym.contract.verdict import (
     PARAMS_KEY,
     RESPONSE_KEY,
     Verdict,
-    decide_validity,
     public_row,
+    verdict_of_reply,
     without,
 )
 from nemo_gym.http.plugin_call import PluginCall, plain
@@ -140,7 +140,7 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
         the verifier. A failure that the work itself can cause must be graded, not raised.
         """
         request = Request({"type": "http", "session": {}, "headers": []})
-        return decide_validity(await verify_reply(PluginCall(self.verify), request, row, response))
+        return verdict_of_reply(await verify_reply(PluginCall(self.verify), request, row, response))
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """The task's known solution for the validation mode, or ``None``."""

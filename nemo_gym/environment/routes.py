@@ -54,11 +54,11 @@ from nemo_gym.contract.verdict import (
     RowAccess,
     Verdict,
     dataset_fields,
-    decide_validity,
     has_prompt,
     public_verdict,
     row_digest,
     verdict_of_error,
+    verdict_of_reply,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH, verify_reply
@@ -99,7 +99,7 @@ def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:
 def reply_fields(reply: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a NeMo Gym ``verify`` reply, without the request it repeats and with its verdict made explicit."""
     fields = {key: value for key, value in reply.items() if key not in (PARAMS_KEY, RESPONSE_KEY)}
-    return {**fields, **decide_validity(reply).as_fields()}
+    return {**fields, **verdict_of_reply(reply).as_fields()}
 
 
 class Grader:

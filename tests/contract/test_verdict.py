@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.contract.verdict import FailureKind, StageName, decide_validity, failure_of_reply
+from nemo_gym.contract.verdict import FailureKind, Finding, StageName, Verdict, decide_validity, failure_of_reply
 
 
 @pytest.mark.parametrize("reward", [0, 1, 0.5, -2.0, True])
@@ -69,3 +69,9 @@ def test_failure_is_final_when_nemo_gyms_marker_says_so() -> None:
     failure = failure_of_reply(StageName.RUN, {"_ng_failure_class": "bad_row", "_ng_failure_terminal": True})
     assert failure is not None and not failure.retryable and failure.new_attempt
     assert failure.details == {"failure_class": "bad_row"}
+
+
+@pytest.mark.parametrize(("reward", "counts"), [(1.0, 0.0), (0.0, 0.0), (-0.5, -0.5)])
+def test_finding_leaves_nothing_of_a_reward_and_of_a_penalty_everything(reward: float, counts: float) -> None:
+    verdict = Verdict.of(reward, findings=[Finding(kind="peeked", detail="it looked")], official={"resolved": True})
+    assert (verdict.valid, verdict.reward, verdict.official) == (True, counts, {"resolved": True})

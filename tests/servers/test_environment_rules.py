@@ -337,8 +337,42 @@ async def test_work_is_graded_again_when_its_first_verdict_was_invalid(phrase: S
 async def test_finding_stands_beside_the_verdict(phrase: Stack) -> None:
     control = (await seed(phrase))["control_token"]
     _, reply = await verify(phrase, "peek swordfish", control)
-    assert reply["reward"] == 1.0 and reply["findings"][0]["kind"] == "peeked"
+    assert reply["reward"] == 0.0 and reply["findings"][0]["kind"] == "peeked"
     assert reply["official"] == {"artifacts": 0}
+
+
+FINDING = {"kind": "peeked", "detail": "it looked"}
+
+
+@pytest.mark.parametrize("row", [{}, {"mask_sample": False, "findings": [{**FINDING, "evidence": {}}]}])
+async def test_findings_of_verify_are_kept_and_leave_no_reward(frank: Stack, row: dict[str, Any]) -> None:
+    def finds(body: dict[str, Any]) -> FrankReply:
+        return FrankReply(**{**body, "reward": 1.0, "findings": [FINDING]})
+
+    reply = await frank_reply(frank, finds, **row)
+    assert (reply["valid"], reply["reward"], reply["findings"]) == (True, 0.0, [{**FINDING, "evidence": {}}])
+
+
+@pytest.mark.parametrize(
+    ("findings", "problem"),
+    [
+        (["cheated"], "0: Input should be a valid dictionary or instance of Finding"),
+        ([FINDING, {"kind": "peeked"}], "1.detail: Field required"),
+        ("cheated", "value: Input should be a valid list"),
+    ],
+)
+async def test_findings_that_cannot_be_read_are_named_and_give_no_reward(
+    frank: Stack, findings: Any, problem: str
+) -> None:
+    verdict = await frank_verdict(frank, lambda body: FrankReply(**body, reward=1.0, findings=findings))
+    reason = f"'findings' must be a list of objects with 'kind', 'detail' and perhaps 'evidence': {problem}"
+    assert verdict == (False, None, "verifier_failed", reason)
+
+
+async def test_finding_stands_beside_a_failure_too(frank: Stack) -> None:
+    said = {"valid": False, "failure_reason": "judge down", "findings": [FINDING]}
+    reply = await frank_reply(frank, lambda body: FrankReply(**body, reward=1.0, **said))
+    assert (reply["failure_reason"], reply["findings"][0]["kind"]) == ("judge down", "peeked")
 
 
 async def test_first_verdict_stands_after_the_server_was_restarted(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Se
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH, verify_reply
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.environment.steps import StepRewards, is_stepped
+from nemo_gym.http.client import encode_as_text
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.requests import (
     JsonResponse,
@@ -102,6 +103,15 @@ def reply_fields(reply: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, **verdict_of_reply(reply).as_fields()}
 
 
+def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a verdict, with text in place of what JSON cannot carry: it must not cost the verdict."""
+    try:
+        orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        fields = orjson.loads(encode_as_text(fields))
+    return fields
+
+
 class Grader:
     """One environment's ``grade`` or ``verify``."""
 
@@ -138,7 +148,7 @@ class Grader:
         """The verdict of an attempt as fields of its result row. Every error but a wrong body becomes an invalid
         verdict."""
         with step("verify", has_span=False) as grading:
-            fields = await self._grade_by_hook(request, row, response, artifacts, rollout)
+            fields = _as_json(await self._grade_by_hook(request, row, response, artifacts, rollout))
             outcome = "valid" if fields["valid"] else str(fields.get("failure_kind") or "invalid")
             VERDICTS.add(outcome)
             if not fields["valid"]:

@@ -333,6 +333,10 @@ async def close_global_aiohttp_client() -> None:
         await owner.aclose()
 
 
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+_MAX_LEVELS = 200
+
+
 def encode_json(value: Any) -> bytes:
     """Encode plain data and pydantic models as JSON, without a model's unset fields. Raises `InvalidBodyError` for
     data that cannot be encoded."""
@@ -340,9 +344,49 @@ def encode_json(value: Any) -> bytes:
         # A model built without validation may hold anything; the receiver validates it and names the wrong fields.
         return value.model_dump_json(exclude_unset=True, warnings=False).encode()
     try:
-        return orjson.dumps(value, default=_encode_other, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(value, default=_encode_other, option=_OPTIONS)
     except TypeError as error:
         raise not_json(error) from error
+
+
+def encode_as_text(value: Any) -> bytes:
+    """Encode what a plugin returned, which may be anything, as JSON: what is none becomes text."""
+    try:
+        return orjson.dumps(value, default=str, option=_OPTIONS)
+    except TypeError:
+        return orjson.dumps(_with_texts(value, _MAX_LEVELS), option=_OPTIONS)
+
+
+def _with_texts(value: Any, levels: int, around: frozenset[int] = frozenset()) -> Any:
+    """Return the value with text in place of what orjson refuses: integers beyond 64 bits, deep nesting, objects that
+    hold themselves, and lone surrogates, as in the output of a program that is not UTF-8. ``around`` has the ids of
+    the objects that hold the value."""
+    if isinstance(value, Mapping | list | tuple):
+        if not levels or id(value) in around:
+            return _text(value)
+        around |= {id(value)}
+        if isinstance(value, Mapping):
+            return {_key(key): _with_texts(each, levels - 1, around) for key, each in value.items()}
+        return [_with_texts(each, levels - 1, around) for each in value]
+    try:
+        return orjson.Fragment(orjson.dumps(value, default=str, option=_OPTIONS))
+    except (TypeError, ValueError):
+        return _text(value)
+
+
+def _key(key: Any) -> Any:
+    try:
+        orjson.dumps({key: None}, option=_OPTIONS)
+    except TypeError:
+        return _text(key)
+    return key
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value).encode("utf-8", "replace").decode()
+    except (ValueError, RecursionError):  # an integer of thousands of digits; thousands of levels
+        return f"<{type(value).__name__}>"
 
 
 def _encode_other(value: Any) -> Any:

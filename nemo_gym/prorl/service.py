@@ -17,11 +17,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
 
-import orjson
 import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nemo_gym.contract.errors import ConfigError, CredentialError
-from nemo_gym.http.client import is_loopback, url_host
+from nemo_gym.http.client import encode_as_text, is_loopback, url_host
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.http.middleware import BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
 from nemo_gym.http.problems import install_problem_handlers
@@ -107,7 +106,7 @@ def application(
             result = await while_connected(request, work)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(_encoded(result), media_type="application/json")
+        return Response(encode_as_text(result), media_type="application/json")
 
     async def cancel(request: Request) -> Response:
         body = validated(CancelBody, await parse_json_object(request), "/cancel")
@@ -137,50 +136,6 @@ def application(
     app.router.routes.append(Route("/status", checked(status), methods=["GET"]))
     app.router.routes.append(Route("/health", health, methods=["GET"]))
     return app
-
-
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-_MAX_LEVELS = 200
-
-
-def _encoded(result: Mapping[str, Any]) -> bytes:
-    """Encode a job's result. A custom handler may return anything: what is no JSON is sent as text."""
-    try:
-        return orjson.dumps(result, default=str, option=_OPTIONS)
-    except TypeError:
-        return orjson.dumps(_with_texts(result, _MAX_LEVELS), option=_OPTIONS)
-
-
-def _with_texts(value: Any, levels: int, around: frozenset[int] = frozenset()) -> Any:
-    """Return the value with text in place of what orjson refuses: integers beyond 64 bits, deep nesting, objects that
-    hold themselves, and lone surrogates, as in the output of a program that is not UTF-8. ``around`` has the ids of
-    the objects that hold the value."""
-    if isinstance(value, Mapping | list | tuple):
-        if not levels or id(value) in around:
-            return _text(value)
-        around |= {id(value)}
-        if isinstance(value, Mapping):
-            return {_key(key): _with_texts(each, levels - 1, around) for key, each in value.items()}
-        return [_with_texts(each, levels - 1, around) for each in value]
-    try:
-        return orjson.Fragment(orjson.dumps(value, default=str, option=_OPTIONS))
-    except (TypeError, ValueError):
-        return _text(value)
-
-
-def _key(key: Any) -> Any:
-    try:
-        orjson.dumps({key: None}, option=_OPTIONS)
-    except TypeError:
-        return _text(key)
-    return key
-
-
-def _text(value: Any) -> str:
-    try:
-        return str(value).encode("utf-8", "replace").decode()
-    except (ValueError, RecursionError):  # an integer of thousands of digits; thousands of levels
-        return f"<{type(value).__name__}>"
 
 
 class Listening:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import Limits, SessionDescriptor
+from nemo_gym.contract.verdict import Verdict
 from nemo_gym.testing.environments import make_environment
 from tests.servers.plugins import (
     CounterEnvironment,
@@ -339,6 +340,31 @@ async def test_finding_stands_beside_the_verdict(phrase: Stack) -> None:
     _, reply = await verify(phrase, "peek swordfish", control)
     assert reply["reward"] == 0.0 and reply["findings"][0]["kind"] == "peeked"
     assert reply["official"] == {"artifacts": 0}
+
+
+async def grade_verdict(stack: Stack, grade: Callable[[], Any]) -> dict[str, Any]:
+    class Grading(PhraseEnvironment):
+        async def grade(self, *_: Any) -> Any:
+            return grade()
+
+    stack.add("phrase", Grading, Role.ENVIRONMENT)
+    status, reply = await verify(stack, "x", (await seed(stack))["control_token"])
+    assert status == 200, reply
+    return dict(reply)
+
+
+async def test_verdict_stands_when_it_holds_what_json_cannot_carry(stack: Stack) -> None:
+    details = {"count": 10**30, "text": "a\ud800b", "kind": SimpleResourcesServer, "share": 0.5}
+    reply = await grade_verdict(stack, lambda: Verdict.of(1.0, evaluation_log="a\udcffb", details=details))
+    assert (reply["valid"], reply["reward"], reply["evaluation_log"]) == (True, 1.0, "a?b")
+    told = {"count": str(10**30), "text": "a?b", "kind": str(SimpleResourcesServer), "share": 0.5}
+    assert reply["details"] == told
+
+
+async def test_reply_of_verify_stands_when_it_holds_what_json_cannot_carry(frank: Stack) -> None:
+    said = {"count": 10**30, "log": "a\ud800b"}
+    reply = await frank_reply(frank, lambda body: FrankReply(**body, reward=1.0, **said))
+    assert (reply["valid"], reply["reward"], reply["count"], reply["log"]) == (True, 1.0, str(10**30), "a?b")
 
 
 FINDING = {"kind": "peeked", "detail": "it looked"}

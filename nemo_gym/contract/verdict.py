@@ -17,6 +17,7 @@ import hashlib
 import math
 import re
 import secrets
+import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -262,6 +263,13 @@ class Verdict(BaseModel):
     evaluation_log: str | None = Field(None, repr=False)
     """The output of the grading, for people. The pipeline keeps the last `MAX_EVALUATION_LOG_CHARS` in a file."""
 
+    @field_validator("reward")
+    @classmethod
+    def _finite(cls, reward: float | None) -> float | None:
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"the reward is {reward}, not a finite number")
+        return reward
+
     @field_validator("evaluation_log")
     @classmethod
     def _end_of_log(cls, log: str | None) -> str | None:
@@ -338,7 +346,7 @@ def decide_validity(reply: Mapping[str, Any], unnamed: FailureKind = FailureKind
             reason = malformed if reason is None else f"{malformed}; {reason}"
         return Verdict.invalid(kind, str(reason or "the sample is masked"))
     reward = reply.get("reward")
-    if isinstance(reward, int | float) and math.isfinite(reward):
+    if isinstance(reward, int | float) and abs(reward) <= sys.float_info.max:
         return Verdict.of(float(reward), failure_reason=None if reason is None else str(reason))
     return Verdict.invalid(unnamed, f"verify returned the reward {reward!r}, not a finite number")
 

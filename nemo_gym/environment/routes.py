@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 import structlog
 from fastapi import FastAPI
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.config_types import AggregateMetricsRequest
 from nemo_gym.contract.credentials import (
     CONTROL_TOKEN_HEADER,
@@ -51,6 +53,7 @@ from nemo_gym.contract.verdict import (
     RESPONSE_KEY,
     SESSION_KEY,
     FailureKind,
+    Finding,
     RowAccess,
     Verdict,
     dataset_fields,
@@ -174,7 +177,8 @@ class Grader:
                         f"grade of '{self._server.config.name}' returned {type(verdict).__name__}, not a Verdict;"
                         " return Verdict.of(reward)"
                     )
-                return verdict.as_fields()
+                # Once more, because a plugin may have changed it since it was made.
+                return type(verdict).model_validate(dict(verdict)).as_fields()
             return reply_fields(await verify_reply(self._verify_hook(), request, row, response))
         except JudgeError as error:
             return judge_failure_fields(error)
@@ -189,6 +193,10 @@ class Grader:
             reason = f"{hook} answered status {error.status_code}: {said}"
             return Verdict.invalid(FailureKind.VERIFIER_FAILED, reason).as_fields()
         except Exception as error:
+            if isinstance(error, ValidationError) and error.title in (Verdict.__name__, Finding.__name__):
+                log.warning("no verdict", rollout_id=rollout.rollout_id, error=str(error))
+                reason = f"{hook} made no {error.title}: {validation_problems(error, whole=error.title)}"
+                return Verdict.invalid(FailureKind.VERIFIER_FAILED, reason).as_fields()
             # The boundary of plugin code: no error of a grader may become a reward.
             log.exception("verify failed", rollout_id=rollout.rollout_id)
             reason = f"{hook} raised {type(error).__name__}; the environment's log has the traceback"

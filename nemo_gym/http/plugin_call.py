@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import types
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -142,7 +143,13 @@ def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
     """Convert a hook's result to plain JSON data, without the keys in ``exclude``. A `Response` with the status of an
     error is no result: it is raised as the `HTTPException` of that status."""
     if isinstance(result, BaseModel):
-        return result.model_dump(mode="json", exclude=exclude)
+        fields = result.model_dump(mode="json", exclude=exclude)
+        # JSON has no word for these, and null would say that the hook returned nothing.
+        return fields | {
+            name: value
+            for name, value in result
+            if isinstance(value, float) and not math.isfinite(value) and name in fields and fields[name] is None
+        }
     if isinstance(result, Response):
         if result.status_code >= 400:
             raise _error_in(result)

@@ -16,7 +16,7 @@ def test_reply_is_valid_when_its_reward_is_a_finite_number(reward: float) -> Non
     assert (verdict.valid, verdict.reward) == (True, float(reward))
 
 
-@pytest.mark.parametrize("reward", [None, "1", math.nan, math.inf, [1]])
+@pytest.mark.parametrize("reward", [None, "1", math.nan, math.inf, [1], 10**400])
 def test_reply_is_invalid_when_its_reward_is_no_finite_number(reward: Any) -> None:
     verdict = decide_validity({"reward": reward, "valid": True})
     assert (verdict.valid, verdict.reward, verdict.failure_kind) == (False, None, FailureKind.VERIFIER_FAILED)
@@ -75,3 +75,9 @@ def test_failure_is_final_when_nemo_gyms_marker_says_so() -> None:
 def test_finding_leaves_nothing_of_a_reward_and_of_a_penalty_everything(reward: float, counts: float) -> None:
     verdict = Verdict.of(reward, findings=[Finding(kind="peeked", detail="it looked")], official={"resolved": True})
     assert (verdict.valid, verdict.reward, verdict.official) == (True, counts, {"resolved": True})
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_verdict_refuses_a_reward_that_is_not_finite(reward: float) -> None:
+    with pytest.raises(ValueError, match=f"the reward is {reward}, not a finite number"):
+        Verdict.of(reward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleReso
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import Limits, SessionDescriptor
 from nemo_gym.contract.verdict import Verdict
+from nemo_gym.environment.routes import VERDICTS
 from nemo_gym.testing.environments import make_environment
 from tests.servers.plugins import (
     CounterEnvironment,
@@ -365,6 +367,32 @@ async def test_reply_of_verify_stands_when_it_holds_what_json_cannot_carry(frank
     said = {"count": 10**30, "log": "a\ud800b"}
     reply = await frank_reply(frank, lambda body: FrankReply(**body, reward=1.0, **said))
     assert (reply["valid"], reply["reward"], reply["count"], reply["log"]) == (True, 1.0, str(10**30), "a?b")
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+async def test_reward_that_is_not_finite_is_named_and_counts_as_a_failure(stack: Stack, reward: float) -> None:
+    stack.add("frank", FrankEnvironment, Role.ENVIRONMENT)
+    counted = verdicts_counted()
+    reply = await grade_verdict(stack, lambda: Verdict.of(reward))
+    assert (reply["valid"], reply["reward"], reply["failure_kind"]) == (False, None, "verifier_failed")
+    assert (
+        reply["failure_reason"]
+        == f"grade made no Verdict: reward: Value error, the reward is {reward}, not a finite number"
+    )
+    verdict = await frank_verdict(stack, lambda body: FrankReply(**body, reward=reward))
+    said = f"verify returned the reward {reward!r}, not a finite number"
+    assert verdict == (False, None, "verifier_failed", said)
+    assert verdicts_counted() == [counted[0], counted[1] + 2]
+
+
+def verdicts_counted() -> list[float]:
+    return [VERDICTS.values.get((outcome,), 0.0) for outcome in ("valid", "verifier_failed")]
+
+
+async def test_verdict_that_was_made_invalid_by_hand_is_no_reward(stack: Stack) -> None:
+    reply = await grade_verdict(stack, lambda: Verdict.model_construct(valid=True, reward=None))
+    reason = "grade made no Verdict: Verdict: Value error, a valid verdict has a reward and no failure_kind"
+    assert (reply["valid"], reply["failure_reason"]) == (False, reason)
 
 
 FINDING = {"kind": "peeked", "detail": "it looked"}

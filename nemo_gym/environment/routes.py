@@ -413,9 +413,12 @@ class EnvironmentRoutes:
                 session[ALLOWED_TOOLS_SESSION_KEY] = [*names]
             descriptor = self._mcp.offered(descriptor)
             reply.setdefault("mcp", self._mcp.nemo_metadata(rollout))
+        for_pipeline = call.caller is None or call.caller.role is Role.PIPELINE
+        if for_pipeline:  # a plugin's own field of this name asks for no heartbeats
+            reply.pop("heartbeat_s", None)
         needs = call.envelope.box_needs  # a pipeline that states none will send no heartbeats for a box
         boxes = self._server.owned_boxes()
-        if needs is not None and boxes is not None and (call.caller is None or call.caller.role is Role.PIPELINE):
+        if needs is not None and boxes is not None and for_pipeline:
             descriptor = await boxes.lend(descriptor, needs)
             if boxes.owns(rollout):
                 reply["heartbeat_s"] = boxes.heartbeat_s

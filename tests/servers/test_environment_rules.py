@@ -271,6 +271,12 @@ async def test_error_status_that_verify_sets_on_its_response_is_no_reward(stack:
     assert verdict == (False, None, "verifier_failed", "verify answered status 503: the judge is down")
 
 
+async def test_heartbeat_in_a_plugins_own_seed_reply_is_none_that_the_pipeline_has_to_send(frank: Stack) -> None:
+    environment(frank, "frank").seeds_with = lambda: {"heartbeat_s": 0.001, "world": "w"}
+    seeded = await seed(frank, "frank")
+    assert seeded["world"] == "w" and "heartbeat_s" not in seeded
+
+
 async def test_seed_that_opens_nothing_names_the_hook(phrase: Stack) -> None:
     body = {**ROW, "opens": "nothing", "_ng_session": {"rollout": rollout().model_dump()}}
     status, reply = await call(phrase, "phrase", "/seed_session", body)

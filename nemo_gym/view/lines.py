@@ -8,6 +8,7 @@ Skipping the rest saves nothing on rows without tokens; rows of 1.1 MB with 30,0
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ TEXT_CHARS = 8 * 1024
 REASON_CHARS = 1000
 _TEXT_KEYS = frozenset({"text", "content", "arguments", "input", "output", "summary"})
 _SEARCHED_DEPTH = 6
+_LARGEST = 1e300
 
 
 class NoResultRow(ValueError):
@@ -186,7 +188,7 @@ def _with_known_types(row: Mapping[str, Any]) -> dict[str, Any]:
     timings, agent = mapping_of(row.get("timings")), row.get("agent_ref")
     return {
         **row,
-        **({"reward": float_of(row["reward"])} if isinstance(row.get("reward"), int | float) else {}),
+        **({"reward": _shown_reward(row["reward"])} if isinstance(row.get("reward"), int | float) else {}),
         "timings": {key: seconds for key, value in timings.items() if (seconds := float_of(value)) is not None},
         "findings": list_of(row.get("findings")),
         "agent_ref": {"name": _text(agent.get("name") if isinstance(agent, Mapping) else agent)},
@@ -276,4 +278,9 @@ def int_of(value: Any) -> int | None:
 
 def float_of(value: Any) -> float | None:
     """Return a finite number; ``None`` for one whose sum over rows would not be finite, and for anything else."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
+
+
+def _shown_reward(reward: float) -> float | None:
+    """Return a finite reward. One whose sum over rows would not be finite is a verdict too: it is shown as ±1e300."""
+    return max(-_LARGEST, min(_LARGEST, float(reward))) if abs(reward) <= sys.float_info.max else None

@@ -170,11 +170,11 @@ def test_lines_that_are_no_rows_are_told_in_a_sentence_and_the_rest_is_shown(tmp
 def test_figures_survive_numbers_that_are_too_large_together(tmp_path: Path) -> None:
     usage = {"input_tokens": 4 * 10**18, "output_tokens": 10}
     timings = {"init_s": 1e308, "run_s": 1e308, "eval_s": 1.0}
-    rows = [row(task, reward=1e308, response={"output": [], "usage": usage}, timings=timings) for task in range(4)]
+    rows = [row(task, reward=1.7e308, response={"output": [], "usage": usage}, timings=timings) for task in range(4)]
     found = summary(open_result(write(tmp_path / "out.jsonl", *rows, row(9))))
     assert (found["tokens_out"], found["seconds"]) == (50, 4 * 1.0 + 3.5)
     assert found["tokens_in"] > 9 * 10**18
-    assert (found["valid"], found["reward"]["value"]) == (1, 1.0)
+    assert (found["valid"], found["reward"]["value"]) == (5, pytest.approx(4e300 / 5)), "each has a verdict"
 
 
 def test_file_that_is_no_result_file_is_said_in_one_sentence(tmp_path: Path) -> None:

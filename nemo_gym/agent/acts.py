@@ -17,10 +17,11 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 import structlog
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,7 +36,7 @@ from nemo_gym.http.connections import BROKEN, Patience, is_own_timeout
 from nemo_gym.http.delivery import CallerGoneError, end, while_connected
 from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 from nemo_gym.http.problems import send_problem
-from nemo_gym.http.requests import json_object
+from nemo_gym.http.requests import json_object, validated
 from nemo_gym.http.telemetry import Counter, inject, rollout_context
 
 REMEMBERED = 4096
@@ -209,8 +210,9 @@ class PolicyClient:
         self._max_tries = max_tries
 
     async def ask(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
-        """Send ``body`` and return the endpoint's response, a JSON object. Raises `ModelError` if the endpoint refuses
-        the request or every try fails."""
+        """Send ``body`` and return the endpoint's response as it is, after a check of the fields that agents read.
+        Raises `ModelError`, which names the field, for a response of another form, and if the endpoint refuses the
+        request or every try fails."""
         data = orjson.dumps({**body, "model": self._model})
         headers = {**self._headers}
         inject(headers)
@@ -223,7 +225,7 @@ class PolicyClient:
                 reply = await send_once("POST", url, headers=headers, data=data, patience=self._patience)
                 content = await read_whole(reply)
                 if reply.status == 200:
-                    return _object(content)
+                    return _answer(route, content)
                 problem = f"answered {reply.status}: {_problem(content)}"
                 if reply.status in (400, 413) and is_context_exceeded(problem):
                     raise ContextExceededError(f"the conversation exceeds the model's context ({problem})")
@@ -251,11 +253,114 @@ def _problem(content: bytes) -> str:
     return message if isinstance(message, str) and message else excerpt
 
 
-def _object(content: bytes) -> dict[str, Any]:
+def _answer(route: Route, content: bytes) -> dict[str, Any]:
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:
         answer = None
     if not isinstance(answer, dict):
         raise ModelError(f"the policy endpoint's response is not a JSON object: {content[:200]!r}")
+    try:
+        validated(_ANSWERS[route], answer, "the policy endpoint's answer is malformed")
+    except InvalidBodyError as error:
+        raise ModelError(f"{error.message} (it begins with {content[:200]!r})") from None
     return answer
+
+
+# The fields of an endpoint's answer that agents read. A wrong one is the endpoint's failure. What the policy itself
+# writes, the names and arguments of its calls, may have any type: the policy is told what is wrong with them.
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Part(_Fields):
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
+
+
+_Count = Annotated[float, Field(ge=0)]
+_Content = Annotated[list[_Part] | None, BeforeValidator(lambda said: None if isinstance(said, str) else said)]
+"""Parts; a string is accepted too."""
+_READ_ITEMS = ("message", "reasoning", "function_call")
+
+
+class _Item(_Fields):
+    type: str = "message"
+    content: _Content = None
+    summary: list[_Part] | None = None
+    call_id: str | None = Field(None, validate_default=True)
+
+    @field_validator("call_id")
+    @classmethod
+    def _call_has_id(cls, call_id: str | None, info: ValidationInfo) -> str | None:
+        if call_id is None and info.data.get("type") == "function_call":
+            raise ValueError("a function call must have one")
+        return call_id
+
+
+def _read_item(item: Any) -> Any:
+    """Only the type of an item that agents do not read."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in _READ_ITEMS else item
+
+
+class _IncompleteDetails(_Fields):
+    reason: str | None = None
+
+
+class _Error(_Fields):
+    message: str | None = None
+
+
+class _CachedTokens(_Fields):
+    cached_tokens: _Count | None = None
+
+
+class _ResponseUsage(_Fields):
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
+    input_tokens_details: _CachedTokens | None = None
+
+
+class _ResponseAnswer(_Fields):
+    output: list[Annotated[_Item, BeforeValidator(_read_item)]]
+    status: str | None = None
+    incomplete_details: _IncompleteDetails | None = None
+    error: _Error | None = None
+    usage: _ResponseUsage | None = None
+
+
+class _Function(_Fields):
+    name: Any
+    arguments: Any
+
+
+class _Call(_Fields):
+    id: str
+    function: _Function
+
+
+class _Message(_Fields):
+    content: _Content = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(_Fields):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _ChatUsage(_Fields):
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+
+
+class _ChatAnswer(_Fields):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _ChatUsage | None = None
+
+
+_ANSWERS: dict[Route, type[_Fields]] = {"/responses": _ResponseAnswer, "/chat/completions": _ChatAnswer}

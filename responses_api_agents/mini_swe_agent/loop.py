@@ -21,7 +21,7 @@ import greenlet
 from nemo_gym.agent.acts import ContextExceededError, PolicyClient
 from nemo_gym.agent.topology.bindings import output_items, response_object
 from nemo_gym.agent.topology.world import HarnessRun, World
-from nemo_gym.contract.errors import AgentError, ModelError
+from nemo_gym.contract.errors import AgentError
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
 
@@ -175,13 +175,8 @@ class PolicyModel:
         usage = completion.get("usage") or {}
         self.usage["input_tokens"] += usage.get("prompt_tokens") or 0
         self.usage["output_tokens"] += usage.get("completion_tokens") or 0
-        try:
-            choice = completion["choices"][0]
-            message = {key: value for key, value in choice["message"].items() if value is not None}
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"the policy endpoint's answer is not a chat completion: {str(completion)[:200]!r}"
-            ) from error
+        choice = completion["choices"][0]
+        message = {key: value for key, value in choice["message"].items() if value is not None}
         try:
             actions = parse_toolcall_actions(
                 [_ToolCall(call) for call in message.get("tool_calls") or []],

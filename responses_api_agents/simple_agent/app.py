@@ -68,7 +68,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         from responses_api_agents.simple_agent.loop import Ended, Rules, converse
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
-        config, transcript = self.config, Transcript()
+        config, transcript = self.config, Transcript(whole=True)
         limit = config.max_steps or config.max_turns
         rules = Rules(
             max_turns=request.turns(None if config.count_tool_calls else limit),

@@ -64,18 +64,15 @@ async def converse(
             return Ended(AgentOutcome.MAX_TURNS, error.message)
         except ModelError as error:
             return Ended(outcome_of_model_error(error), error.message)
-        if not isinstance(answer.get("output"), list):
-            detail = f"the policy endpoint's answer is no Responses object: {str(answer)[:200]!r}"
-            return Ended(AgentOutcome.MODEL_UNREACHABLE, detail)
-        items = [item for item in answer["output"] if isinstance(item, dict)]
-        _observe(transcript, answer, items)
+        keys = _observe(transcript, answer)
+        items = answer["output"]
         calls = [item for item in items if item.get("type") == "function_call"]
         if not calls:
             return _end_without_calls(answer, items)
         if (answer.get("incomplete_details") or {}).get("reason") == "max_output_tokens":
             return Ended(AgentOutcome.MAX_TURNS, "an answer was cut off at its limit of tokens, in its tool calls")
         history += items
-        outputs = await _call_all(toolbox, calls, transcript, rules.parallel_calls)
+        outputs = await _call_all(toolbox, calls, keys, transcript, rules.parallel_calls)
         output_bytes += sum(len(output.encode("utf-8", "surrogatepass")) for output in outputs)
         if rules.max_output_bytes is not None and output_bytes > rules.max_output_bytes:
             return Ended(
@@ -97,19 +94,22 @@ async def converse(
     )
 
 
-async def _call_all(toolbox: Toolbox, calls: list[dict[str, Any]], transcript: Transcript, at_once: int) -> list[str]:
-    """Call the tools and return their outputs in the order of the calls. Raises `ToolServerError`."""
+async def _call_all(
+    toolbox: Toolbox, calls: list[dict[str, Any]], keys: list[str], transcript: Transcript, at_once: int
+) -> list[str]:
+    """Call the tools and return their outputs in the order of the calls, whose keys in the transcript are ``keys``.
+    Raises `ToolServerError`."""
     slots = asyncio.Semaphore(at_once)  # served in the order of the calls
 
-    async def one(call: dict[str, Any]) -> str:
+    async def one(call: dict[str, Any], key: str) -> str:
         async with slots:
             output, failed = await toolbox.call(str(call.get("name")), call.get("arguments"))
-        transcript.returns(call["call_id"], output, failed=failed)
+        transcript.returns(key, output, failed=failed)
         return output
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(call)) for call in calls]
+            tasks = [group.create_task(one(call, key)) for call, key in zip(calls, keys, strict=True)]
     except ExceptionGroup as errors:
         raise first_of(errors, ToolServerError) from errors
     return [task.result() for task in tasks]
@@ -123,7 +123,8 @@ def _is_done_output(output: str) -> bool:
     return isinstance(answer, dict) and bool(answer.get("done"))
 
 
-def _observe(transcript: Transcript, answer: Mapping[str, Any], items: list[dict[str, Any]]) -> None:
+def _observe(transcript: Transcript, answer: Mapping[str, Any]) -> list[str]:
+    """Record an answer, and return the keys of its tool calls in the transcript."""
     usage = answer.get("usage") or {}
     details = usage.get("input_tokens_details") or {}
     transcript.turn(
@@ -131,16 +132,20 @@ def _observe(transcript: Transcript, answer: Mapping[str, Any], items: list[dict
         output_tokens=usage.get("output_tokens") or 0,
         cached_tokens=details.get("cached_tokens") or 0,
     )
-    for item in items:
+    keys = []
+    for item in answer["output"]:
         match item.get("type", "message"):
             case "message":
                 transcript.says(_text(item, "output_text", "text") or _text(item, "refusal", "refusal"))
             case "reasoning":
-                transcript.thinks("".join(part.get("text", "") for part in item.get("summary") or []))
+                transcript.thinks("".join(part.get("text") or "" for part in item.get("summary") or []))
             case "function_call":
-                transcript.calls(item["call_id"], str(item.get("name")), item.get("arguments") or "{}")
+                name, arguments = str(item.get("name")), item.get("arguments") or "{}"
+                # Engines may number the calls of each answer anew, so that ids are not unique in an attempt.
+                keys.append(transcript.calls(item["call_id"], name, arguments, reported_once=True))
             case other:
                 transcript.gap("unknown_item", str(other))
+    return keys
 
 
 def _end_without_calls(answer: Mapping[str, Any], items: list[dict[str, Any]]) -> Ended:
@@ -157,4 +162,4 @@ def _text(item: Mapping[str, Any], kind: str, key: str) -> str:
     content = item.get("content")
     if isinstance(content, str):
         return content if kind == "output_text" else ""
-    return "".join(str(part.get(key, "")) for part in content or [] if part.get("type") == kind)
+    return "".join(part.get(key) or "" for part in content or [] if part.get("type") == kind)

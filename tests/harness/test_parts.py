@@ -10,6 +10,7 @@ import pytest
 
 from nemo_gym.agent.harness.agent import CliAgent, CliAgentConfig
 from nemo_gym.agent.harness.events import (
+    MAX_ITEMS,
     MAX_LINE_BYTES,
     MAX_OUTPUT_CHARS,
     BoundedLog,
@@ -138,6 +139,28 @@ def test_transcript_is_one_record_for_every_harness() -> None:
     assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call_output"]
     assert "[500 characters left out]" in response["output"][2]["output"]
     assert response["usage"]["total_tokens"] == 12
+
+
+def test_call_that_is_reported_once_is_its_own_whatever_its_id() -> None:
+    transcript = Transcript()
+    keys = [transcript.calls("c1", name, "{}", reported_once=True) for name in ("a", "b", "c")]
+    for key, output in zip(reversed(keys), "cba", strict=True):
+        transcript.returns(key, output)
+    assert transcript.tool_calls == len({*keys}) == 3
+    calls, outputs = transcript.items[:3], transcript.items[3:]
+    assert [(call["call_id"], call["name"]) for call in calls] == [("c1", "a"), ("c1", "b"), ("c1", "c")]
+    assert [(each["call_id"], each["output"]) for each in outputs] == [("c1", "c"), ("c1", "b"), ("c1", "a")]
+    assert len({call["id"] for call in calls}) == 3
+
+
+def test_whole_transcript_cuts_nothing() -> None:
+    transcript = Transcript(whole=True)
+    output = "x" * (MAX_OUTPUT_CHARS + 1)
+    for number in range(MAX_ITEMS // 2 + 1):
+        transcript.returns(transcript.calls(f"c{number}", "read", "{}"), output)
+    assert len(transcript.items) == MAX_ITEMS + 2
+    assert transcript.items[-1]["output"] == output
+    assert not transcript.bundle("loop").gaps
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,23 @@ from nemo_gym.rollout_observability import (
 MAIN = "main"
 """The invocation of the agent itself; sub-agents have other names."""
 MAX_OUTPUT_CHARS = 20_000
-"""The limit for one tool's output in the transcript. The event log may hold the rest."""
+"""The limit for one tool's output in the transcript of a CLI. The event log may hold the rest."""
 MAX_ITEMS = 5_000
+"""The limit for the items in the transcript of a CLI, whose output is untrusted."""
 
 InvocationStatus = Literal["completed", "failed", "incomplete", "unknown"]
 
 
 class Transcript:
-    """Collects the events of one run; pass each event once. Ids that a harness does not provide are generated."""
+    """Collects the events of one run. Ids that a harness does not provide are generated.
 
-    def __init__(self) -> None:
+    Args:
+        whole: keep all items, and each tool's output whole. For a loop in the agent server, whose own history holds
+            them anyway.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         self.items: list[dict[str, Any]] = []
         """Responses items of the main invocation, in order."""
         self.turns = 0
@@ -86,11 +93,22 @@ class Transcript:
                 }
             )
 
-    def calls(self, call_id: str, name: str, arguments: Any, *, invocation: str = MAIN) -> None:
-        """Record the start of a tool call; ``arguments`` is JSON text, or a value to encode as JSON."""
-        if call_id in self._calls:
-            return
-        self._calls[call_id] = ToolCallObservation(
+    def calls(
+        self, call_id: str, name: str, arguments: Any, *, invocation: str = MAIN, reported_once: bool = False
+    ) -> str:
+        """Record the start of a tool call, and return the key under which `returns` finds it.
+
+        Args:
+            arguments: JSON text, or a value to encode as JSON.
+            reported_once: whether the harness reports each call once, so that a known ``call_id`` is another call, for
+                which the policy used the id again. Most CLIs report a call several times, for example while it runs.
+        """
+        key = call_id
+        if key in self._calls and not reported_once:
+            return key
+        while key in self._calls:
+            key = f"{key}_{len(self._calls)}"
+        self._calls[key] = ToolCallObservation(
             invocation_id=invocation,
             tool_call_id=call_id,
             tool_name=name,
@@ -102,7 +120,7 @@ class Transcript:
             text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
             self._add(
                 {
-                    "id": f"fc_{call_id}",
+                    "id": f"fc_{key}",
                     "type": "function_call",
                     "call_id": call_id,
                     "name": name,
@@ -110,12 +128,14 @@ class Transcript:
                     "status": "completed",
                 }
             )
+        return key
 
-    def returns(self, call_id: str, output: Any, *, failed: bool = False) -> None:
-        """Record the result of a tool call; a result without a recorded call becomes a gap."""
-        call = self._calls.get(call_id)
+    def returns(self, key: str, output: Any, *, failed: bool = False) -> None:
+        """Record the result of a tool call, by its id or by what `calls` returned; a result without a recorded call
+        becomes a gap."""
+        call = self._calls.get(key)
         if call is None:
-            self.gap("tool_result_without_call", call_id)
+            self.gap("tool_result_without_call", key)
             return
         now = max(time.time(), call.started_at or 0.0)
         call.completed_at = now
@@ -123,7 +143,8 @@ class Transcript:
         call.status = "failed" if failed else "completed"
         if call.invocation_id == MAIN:
             text = output if isinstance(output, str) else orjson.dumps(output).decode()
-            self._add({"type": "function_call_output", "call_id": call_id, "output": _cut(text)})
+            shown = text if self._whole else _cut(text)
+            self._add({"type": "function_call_output", "call_id": call.tool_call_id, "output": shown})
 
     def invokes(self, invocation: str, *, parent: str = MAIN, by_call: str | None = None) -> None:
         """Record the start of a sub-agent."""
@@ -164,7 +185,7 @@ class Transcript:
         return AgentObservationBundle(source=source, records=records, gaps=[*self._gaps.values()])
 
     def _add(self, item: dict[str, Any]) -> None:
-        if len(self.items) < MAX_ITEMS:
+        if self._whole or len(self.items) < MAX_ITEMS:
             self.items.append(item)
         else:
             self.gap("transcript_too_long", f"more than {MAX_ITEMS} items")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from fastapi import FastAPI
 
 from nemo_gym.agent.harness.mcp_client import PostDispatcher, SharedSessionTransport
 from nemo_gym.contract.credentials import Role
@@ -78,29 +80,39 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 
 
 class Attempt:
+    environment = ENV
+    agent = "simple"
+
     def __init__(self, stack: Stack) -> None:
         self.client = stack.client()
 
-    async def seed(self, environment: str = ENV, rollout_id: str = "r1", **row: Any) -> SessionDescriptor:
+    async def seed(self, environment: str | None = None, rollout_id: str = "r1", **row: Any) -> SessionDescriptor:
         rollout = ROLLOUT.model_copy(update={"rollout_id": rollout_id})
         body = {**ROW, **row, "_ng_session": {"rollout": rollout.model_dump()}}
-        reply = await self.client.post(environment, "/seed_session", json=body)
+        reply = await self.client.post(environment or self.environment, "/seed_session", json=body)
         self.cookies = reply.cookies
         return SessionDescriptor.model_validate((await reply.json())["descriptor"])
 
-    async def act(self, words: str, descriptor: SessionDescriptor | None = None, **params: Any) -> ActResponse:
+    async def act(
+        self,
+        words: str,
+        descriptor: SessionDescriptor | None = None,
+        *,
+        inference: InferenceEndpoint | None = None,
+        **params: Any,
+    ) -> ActResponse:
         descriptor = descriptor or await self.seed()
-        opening = {"rollout": descriptor.rollout.model_dump()}
-        opened = await (await self.client.post("policy", "/sessions", json=opening)).json()
-        request = ActRequest(
-            responses_create_params={"input": words, **params},
-            descriptor=descriptor,
-            inference=InferenceEndpoint(
+        if inference is None:
+            opening = {"rollout": descriptor.rollout.model_dump()}
+            opened = await (await self.client.post("policy", "/sessions", json=opening)).json()
+            inference = InferenceEndpoint(
                 base_url=opened["base_url"], token=opened["inference_token"], model=opened["model"]
-            ),
+            )
+        request = ActRequest(
+            responses_create_params={"input": words, **params}, descriptor=descriptor, inference=inference
         )
         reply = await self.client.post(
-            "simple", "/act", json=request.model_dump(mode="json"), cookies=getattr(self, "cookies", None)
+            self.agent, "/act", json=request.model_dump(mode="json"), cookies=getattr(self, "cookies", None)
         )
         body = await reply.json()
         assert reply.status == 200, body
@@ -185,6 +197,103 @@ async def test_agent_answers_without_tools_when_there_are_none(attempt: Attempt)
     descriptor = SessionDescriptor(environment="env", task_id=ROLLOUT.task_id, rollout=ROLLOUT)
     answer = await attempt.act("no tools", descriptor)
     assert answer.outcome == "completed" and not outputs(answer)
+
+
+Policy = Callable[..., Awaitable[tuple[InferenceEndpoint, list[Any]]]]
+
+
+@pytest.fixture
+async def policy() -> AsyncIterator[Policy]:
+    """Starts an endpoint that gives these answers in turn; how to reach it, and the inputs that it was sent."""
+    runners: list[web.AppRunner] = []
+
+    async def start(*answers: dict[str, Any]) -> tuple[InferenceEndpoint, list[Any]]:
+        inputs: list[Any] = []
+
+        async def answer(request: web.Request) -> web.Response:
+            inputs.append((await request.json())["input"])
+            return web.json_response(answers[len(inputs) - 1])
+
+        app = web.Application()
+        app.router.add_post("/v1/responses", answer)
+        runner = web.AppRunner(app)
+        runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        return InferenceEndpoint(base_url=base_url, token="token", model="m"), inputs
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+def answered(*items: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"status": "completed", "output": [*items], **fields}
+
+
+def function_call(name: str, call_id: str = "call_1", **arguments: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": json.dumps(arguments)}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+
+async def test_calls_that_share_an_id_are_calls_of_their_own_in_the_response(attempt: Attempt, policy: Policy) -> None:
+    calls = [function_call("get_weather", city="Quito"), function_call("list_cities")]
+    inference, inputs = await policy(answered(*calls), answered(*calls), answered(said("Done.")))
+    answer = await attempt.act("weather", inference=inference)
+    assert (answer.outcome, answer.observations["tool_calls"]) == ("completed", 4)
+    shown = [(item["type"], item.get("name") or item.get("output")) for item in answer.response["output"]]
+    told = [(item["type"], item.get("name") or item.get("output")) for item in inputs[-1][1:]]
+    assert shown == [*told, ("message", None)]
+    assert len({item["id"] for item in answer.response["output"] if "id" in item}) == 5
+
+
+class OddTools(WeatherEnvironment):
+    """Tools that answer in ways of their own."""
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        app.post("/recite")(self.recite)
+        return app
+
+    async def recite(self) -> str:
+        """A long text."""
+        return "la " * 20_000
+
+
+@pytest.fixture
+def odd(stack: Stack, attempt: Attempt) -> Attempt:
+    """An attempt whose agent works in `OddTools`."""
+    stack.add("odd", OddTools, Role.ENVIRONMENT)
+    stack.add(
+        "simple_odd",
+        SimpleAgent,
+        Role.AGENT,
+        ("policy", "odd"),
+        resources_server={"type": "resources_servers", "name": "odd"},
+        model_server={"type": "responses_api_models", "name": "policy"},
+        tool_timeout_s=1.0,
+    )
+    attempt.client, attempt.environment, attempt.agent = stack.client(), "odd", "simple_odd"
+    return attempt
+
+
+def route_tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": {"type": "object"}, "strict": False, **fields}
+
+
+@pytest.mark.parametrize("by_mcp", [True, False])
+async def test_response_holds_every_output_as_the_policy_saw_it(odd: Attempt, policy: Policy, by_mcp: bool) -> None:
+    inference, inputs = await policy(answered(function_call("recite")), answered(said("Done.")))
+    descriptor = await odd.seed()
+    if not by_mcp:
+        descriptor = descriptor.model_copy(update={"mcp": ()})
+    answer = await odd.act("recite", descriptor, inference=inference, tools=[route_tool("recite")])
+    assert outputs(answer) == [inputs[-1][-1]["output"]]
+    assert len(outputs(answer)[0]) > 60_000
 
 
 class ChoosyWeather(WeatherEnvironment):

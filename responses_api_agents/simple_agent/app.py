@@ -94,7 +94,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         done = ended.outcome is AgentOutcome.COMPLETED
         transcript.ends("completed" if done else "incomplete", error_type=None if done else str(ended.outcome))
         return ActResponse(
-            response=transcript.response(request.inference.model),
+            response=transcript.response(request.inference.model, incomplete=ended.incomplete),
             outcome=ended.outcome,
             outcome_detail=ended.detail,
             observations={

@@ -17,6 +17,8 @@ from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import outcome_of_model_error
 from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
+_UNFINISHED = frozenset({"failed", "cancelled", "queued", "in_progress"})
+"""Statuses of an answer that the endpoint did not end itself."""
 _NOT_FOR_REQUESTS = frozenset({"tools", "input", "metadata", "model", "stream", "background", "store"})
 
 
@@ -41,6 +43,8 @@ class Ended:
 
     outcome: AgentOutcome
     detail: str | None = None
+    incomplete: str | None = None
+    """Why the endpoint did not complete the last answer (``incomplete_details.reason``)."""
 
 
 async def converse(
@@ -67,10 +71,8 @@ async def converse(
         keys = _observe(transcript, answer)
         items = answer["output"]
         calls = [item for item in items if item.get("type") == "function_call"]
-        if not calls:
-            return _end_without_calls(answer, items)
-        if (answer.get("incomplete_details") or {}).get("reason") == "max_output_tokens":
-            return Ended(AgentOutcome.MAX_TURNS, "an answer was cut off at its limit of tokens, in its tool calls")
+        if (ended := _end_of_answer(answer, has_calls=bool(calls))) is not None:
+            return ended
         history += items
         outputs = await _call_all(toolbox, calls, keys, transcript, rules.parallel_calls)
         output_bytes += sum(len(output.encode("utf-8", "surrogatepass")) for output in outputs)
@@ -148,14 +150,21 @@ def _observe(transcript: Transcript, answer: Mapping[str, Any]) -> list[str]:
     return keys
 
 
-def _end_without_calls(answer: Mapping[str, Any], items: list[dict[str, Any]]) -> Ended:
-    reason = (answer.get("incomplete_details") or {}).get("reason")
-    if reason == "content_filter" or any(_text(item, "refusal", "refusal") for item in items):
-        return Ended(AgentOutcome.REFUSED, "the policy refused to answer")
-    if answer.get("status") == "failed":
+def _end_of_answer(answer: Mapping[str, Any], *, has_calls: bool) -> Ended | None:
+    """How the conversation ends with this answer; ``None`` if its tools must be called."""
+    if (status := answer.get("status")) in _UNFINISHED:
         message = (answer.get("error") or {}).get("message") or "no reason given"
-        return Ended(AgentOutcome.MODEL_UNREACHABLE, f"the policy endpoint could not finish its answer: {message}")
-    return Ended(AgentOutcome.COMPLETED)
+        detail = f"the policy endpoint could not finish its answer: it returned the status '{status}' ({message})"
+        return Ended(AgentOutcome.MODEL_UNREACHABLE, detail)
+    reason = (answer.get("incomplete_details") or {}).get("reason")
+    if not has_calls and (
+        reason == "content_filter" or any(_text(item, "refusal", "refusal") for item in answer["output"])
+    ):
+        return Ended(AgentOutcome.REFUSED, "the policy refused to answer", reason)
+    if reason == "max_output_tokens":
+        where = ", in its tool calls" if has_calls else ""
+        return Ended(AgentOutcome.MAX_OUTPUT, f"an answer was cut off at its limit of tokens{where}", reason)
+    return None if has_calls else Ended(AgentOutcome.COMPLETED)
 
 
 def _text(item: Mapping[str, Any], kind: str, key: str) -> str:

@@ -174,10 +174,10 @@ class Transcript:
         main.status, main.error_type = status, error_type
         main.duration_ms = round((time.monotonic() - self._started) * 1000, 1)
 
-    def response(self, model: str) -> dict[str, Any]:
-        """An OpenAI Responses object of the main invocation."""
+    def response(self, model: str, *, incomplete: str | None = None) -> dict[str, Any]:
+        """An OpenAI Responses object of the main invocation; ``incomplete`` as in `response_object`."""
         usage = {key: self.usage[key] for key in ("input_tokens", "output_tokens")}
-        return response_object(self.items, model=model, usage=usage)
+        return response_object(self.items, model=model, usage=usage, incomplete=incomplete)
 
     def bundle(self, source: str) -> AgentObservationBundle:
         """The observations as a bundle; ``source`` is the harness's name."""

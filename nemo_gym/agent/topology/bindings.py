@@ -272,16 +272,22 @@ _NOT_TEXT = (
 
 
 def response_object(
-    output: list[dict[str, Any]], *, model: str, usage: Mapping[str, int] | None = None
+    output: list[dict[str, Any]],
+    *,
+    model: str,
+    usage: Mapping[str, int] | None = None,
+    incomplete: str | None = None,
 ) -> dict[str, Any]:
-    """A completed Responses object around ``output`` items."""
+    """A Responses object around ``output`` items: completed, or incomplete for the reason ``incomplete``, for example
+    ``max_output_tokens``."""
     counted = {"input_tokens": 0, "output_tokens": 0, **(usage or {})}
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": time.time(),
         "model": model,
-        "status": "completed",
+        "status": "incomplete" if incomplete else "completed",
+        "incomplete_details": {"reason": incomplete} if incomplete else None,
         "output": output,
         "parallel_tool_calls": True,
         "tool_choice": "auto",

@@ -251,6 +251,34 @@ async def test_calls_that_share_an_id_are_calls_of_their_own_in_the_response(att
     assert len({item["id"] for item in answer.response["output"] if "id" in item}) == 5
 
 
+@pytest.mark.parametrize("status", ["failed", "cancelled", "queued", "in_progress"])
+@pytest.mark.parametrize("items", [[], [said("It is")], [function_call("list_cities")]])
+async def test_answer_that_the_endpoint_did_not_finish_is_its_failure(
+    attempt: Attempt, policy: Policy, items: list[dict[str, Any]], status: str
+) -> None:
+    inference, _ = await policy(answered(*items, status=status, error={"message": "engine died"}))
+    answer = await attempt.act("weather", inference=inference)
+    assert answer.outcome == "model_unreachable" and not outputs(answer)
+    assert f"'{status}' (engine died)" in (answer.outcome_detail or "")
+
+
+@pytest.mark.parametrize(
+    ("items", "reason", "outcome"),
+    [
+        ([said("It is prob")], "max_output_tokens", "max_output"),
+        ([function_call("list_cities")], "max_output_tokens", "max_output"),
+        ([said("")], "content_filter", "refused"),
+    ],
+)
+async def test_answer_that_is_incomplete_is_so_in_the_response(
+    attempt: Attempt, policy: Policy, items: list[dict[str, Any]], reason: str, outcome: str
+) -> None:
+    inference, _ = await policy(answered(*items, status="incomplete", incomplete_details={"reason": reason}))
+    answer = await attempt.act("weather", inference=inference)
+    assert answer.outcome == outcome and not outputs(answer)
+    assert (answer.response["status"], answer.response["incomplete_details"]) == ("incomplete", {"reason": reason})
+
+
 class OddTools(WeatherEnvironment):
     """Tools that answer in ways of their own."""
 

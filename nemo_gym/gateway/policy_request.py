@@ -283,7 +283,8 @@ class Answer:
     model: str
     message: Mapping[str, Any]
     """A chat message of the assistant: ``content`` (text or ``None``), ``tool_calls`` (``{id, type, function: {name,
-    arguments: JSON text}}``, flat names), ``reasoning_content``."""
+    arguments: JSON text}}``, flat names), ``reasoning_content``. If the policy refused, ``refusal`` is the text, too:
+    harnesses send a refusal back as text."""
     end: AnswerEnd
     usage: AnswerUsage
     stop: str | None = None

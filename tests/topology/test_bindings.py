@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.agent.topology.bindings import AgentBoxes, bind, joined
+from nemo_gym.agent.topology.bindings import AgentBoxes, bind, joined, output_items
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.contract.session import (
@@ -143,3 +143,8 @@ def test_conflict_over_the_outer_box_names_both_sides(world: dict[str, Any], age
         joined(SandboxSpec(**world), SandboxSpec(**agent), "env")
     assert key in error.value.message
     assert "environment 'env'" in error.value.message and "the agent" in error.value.message
+
+
+def test_refusal_in_a_chat_message_is_the_agents_text_in_the_response() -> None:
+    (item,) = output_items([{"role": "assistant", "content": "", "refusal": "I will not."}])
+    assert item["content"][0]["text"] == "I will not."

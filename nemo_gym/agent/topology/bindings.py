@@ -317,7 +317,7 @@ def output_items(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     for message in messages:
         if message.get("role") == "assistant":
-            if text := _text(message.get("content")):
+            if text := _text(message.get("content")) or str(message.get("refusal") or ""):
                 items.append(text_message(text))
             for call in message.get("tool_calls") or []:
                 function = call["function"]

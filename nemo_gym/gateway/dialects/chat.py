@@ -59,6 +59,7 @@ from nemo_gym.gateway.dialects.content import (
     custom_input,
     data,
     flag_at,
+    is_refusal,
     json_at,
     kind_of,
     lead_system,
@@ -691,11 +692,13 @@ class ChatAdapter(DialectAdapter):
 
     def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text_in(answer) or None, "refusal": None}
+        if is_refusal(answer):
+            message |= {"content": None, "refusal": message["content"]}
         if reasoning := reasoning_in(answer):
             message["reasoning_content"] = reasoning
         if calls := calls_in(answer):
             message["tool_calls"] = [_reply_call(call, request) for call in calls]
-        elif message["content"] is None:
+        elif message["content"] is None and message["refusal"] is None:
             message["content"] = ""
         if request.token_ids and answer.tokens is not None:
             message |= token_fields(answer.tokens)
@@ -755,7 +758,7 @@ def _message(message: Body, where: str, table: ToolTable) -> dict[str, Any]:
     if role != "assistant":
         refuse(f"{where}.role", f"is {role!r}; it must be system, developer, user, assistant or tool")
     answer: dict[str, Any] = {"role": "assistant", "content": answer_text(content, at)}
-    if answer["content"] is None and isinstance(message.get("refusal"), str):
+    if not answer["content"] and isinstance(message.get("refusal"), str):
         answer["content"] = message["refusal"]
     if reasoning := reasoning_of(message, where):
         answer["reasoning_content"] = reasoning

@@ -486,6 +486,11 @@ def text_in(answer: Answer) -> str:
     return unicode_of(str(answer.message.get("content") or ""))
 
 
+def is_refusal(answer: Answer) -> bool:
+    """Whether the text of the answer says why the policy refused."""
+    return bool(answer.message.get("refusal"))
+
+
 def reasoning_in(answer: Answer) -> str:
     return unicode_of(str(answer.message.get("reasoning_content") or ""))
 

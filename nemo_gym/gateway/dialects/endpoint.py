@@ -68,8 +68,8 @@ def message_of(said: Mapping[str, Any], answer_id: str) -> dict[str, Any]:
     """Return the parts of an endpoint's message that every dialect can carry, under uniform names. Calls without an id
     get one that is derived from ``answer_id``."""
     message: dict[str, Any] = {"role": "assistant", "content": said.get("content")}
-    if message["content"] is None and said.get("refusal"):
-        message["content"] = said["refusal"]
+    if not message["content"] and isinstance(refusal := said.get("refusal"), str) and refusal:
+        message |= {"content": refusal, "refusal": refusal}
     thoughts = (said.get(key) for key in ("reasoning_content", "reasoning"))
     if reasoning := next((thought for thought in thoughts if isinstance(thought, str) and thought), None):
         message["reasoning_content"] = reasoning

@@ -49,6 +49,7 @@ from nemo_gym.gateway.dialects.content import (
     event,
     flag_at,
     image_part,
+    is_refusal,
     joined,
     json_at,
     kind_of,
@@ -270,6 +271,8 @@ class MessagesAdapter(DialectAdapter):
             content.append({"type": "text", "text": ""})
         stopped_by_text = answer.end is AnswerEnd.STOP and answer.stop is not None and not calls
         ended = "tool_use" if calls else "stop_sequence" if stopped_by_text else "end_turn"
+        if is_refusal(answer) and not calls:
+            ended = _STOP_REASONS[AnswerEnd.CONTENT_FILTER]
         usage = answer.usage
         message: dict[str, Any] = {
             "id": f"msg_{answer.answer_id}",

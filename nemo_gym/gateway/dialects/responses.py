@@ -55,6 +55,7 @@ from nemo_gym.gateway.dialects.content import (
     custom_input,
     event,
     flag_at,
+    is_refusal,
     kind_of,
     lead_system,
     made_up,
@@ -94,7 +95,9 @@ def included(body: Body) -> list[Any]:
 
 def _reply_message(answer: Answer, text: str, request: PolicyRequest) -> dict[str, Any]:
     part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
-    if request.logprobs and answer.tokens is not None and answer.tokens.logprobs is not None:
+    if is_refusal(answer):
+        part = {"type": "refusal", "refusal": text}
+    elif request.logprobs and answer.tokens is not None and answer.tokens.logprobs is not None:
         part["logprobs"] = logprobs_content(answer.tokens)
     return {
         "id": f"msg_{answer.answer_id}",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS
+from nemo_gym.gateway.dialects.endpoint import answer_of_completion
 from nemo_gym.gateway.policy_request import Answer
 from nemo_gym.gateway.tokens.history import entries_of
 from tests.gateway.dialects.bodies import SCHEMA, answer, call, chat_body, claude_body, codex_body
@@ -127,6 +128,32 @@ def test_reasoning_comes_back_as_reasoning(dialect: Dialect) -> None:
     reply = adapter.reply(answer("so", call(1, "bash", "{}"), reasoning="I think"), request, body)
     message = adapter.lower(with_history(dialect, body, reply)).messages[len(request.messages)]
     assert message["reasoning_content"] == "I think" and message["content"] == "so"
+
+
+REFUSED_BY = {
+    Dialect.CHAT: lambda reply: reply["choices"][0]["message"]["refusal"],
+    Dialect.MESSAGES: lambda reply: reply["stop_reason"] == "refusal" and reply["content"][0]["text"],
+    Dialect.RESPONSES: lambda reply: reply["output"][-1]["content"][0]["refusal"],
+}
+
+
+@pytest.mark.parametrize("dialect", [*Dialect])
+@pytest.mark.parametrize("content", [None, ""])
+def test_refusal_of_an_endpoint_is_one_in_every_dialect_and_comes_back(dialect: Dialect, content: str | None) -> None:
+    message = {"role": "assistant", "content": content, "refusal": "I will not."}
+    completion = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    given = answer_of_completion(completion, answer_id="0" * 32, created_at=1.0)
+    body = asked(dialect)
+    reply = ADAPTERS[dialect].reply(given, ADAPTERS[dialect].lower(body), body)
+    assert REFUSED_BY[dialect](reply) == "I will not."
+    assert b"I will not." in b"".join(ADAPTERS[dialect].events(reply))
+    echoed(dialect, given)
+
+
+def test_refusal_comes_back_from_a_harness_that_sends_an_empty_text_beside_it() -> None:
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "refusal": "I will not."}]
+    lowered = ADAPTERS[Dialect.CHAT].lower({"messages": history})
+    assert lowered.messages[1]["content"] == "I will not."
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])

@@ -462,9 +462,10 @@ class Artifact(_Contract):
 
 
 class AgentOutcome(StrEnum):
-    """How the harness ended. Only ``crashed``, ``model_unreachable``, ``model_refused``, ``mcp_failed`` and
-    ``sandbox_lost`` may be retried as infrastructure failures, and only if the policy could not have caused them.
-    ``context_exceeded`` is not the policy's doing either. Work with any other outcome is graded."""
+    """How the harness ended. Only ``crashed``, ``model_unreachable``, ``model_refused``, ``mcp_failed``,
+    ``environment_lost`` and ``sandbox_lost`` may be retried as infrastructure failures, and only if the policy could
+    not have caused them. ``context_exceeded`` is not the policy's doing either. Work with any other outcome is
+    graded."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -478,6 +479,8 @@ class AgentOutcome(StrEnum):
     CONTEXT_EXCEEDED = "context_exceeded"
     """The very first request does not fit the model's context. A later one is the policy's doing: ``max_turns``."""
     MCP_FAILED = "mcp_failed"
+    ENVIRONMENT_LOST = "environment_lost"
+    """The environment's server went away while its tools were called as routes."""
     SANDBOX_LOST = "sandbox_lost"
 
 

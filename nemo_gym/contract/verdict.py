@@ -448,6 +448,7 @@ INFRASTRUCTURE_OUTCOMES = {
     AgentOutcome.MODEL_REFUSED: FailureKind.MODEL_REFUSED,
     AgentOutcome.CONTEXT_EXCEEDED: FailureKind.CONTEXT_EXCEEDED,
     AgentOutcome.MCP_FAILED: FailureKind.MCP_FAILED,
+    AgentOutcome.ENVIRONMENT_LOST: FailureKind.ENVIRONMENT_LOST,
     # A lost box leaves nothing to grade.
     AgentOutcome.SANDBOX_LOST: FailureKind.SANDBOX_LOST,
 }

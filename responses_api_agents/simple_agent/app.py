@@ -32,7 +32,7 @@ class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
     wall_clock_s: float = Field(1800.0, gt=0)
     """The time limit of an attempt, if the descriptor sets none."""
     tool_timeout_s: float = Field(120.0, gt=0)
-    """The time limit of one MCP tool call. The policy receives an error if it is exceeded."""
+    """The time limit of one tool call. The policy receives an error if it is exceeded."""
     model_max_tries: int = Field(4, gt=0)
     max_concurrency: int = Field(256, gt=0)
     """The number of concurrent attempts."""
@@ -88,7 +88,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
                     ended = await converse(policy, toolbox, request.responses_create_params, transcript, rules)
                 except ToolServerError as error:
                     # Catch it here: outside, the clients' task groups would have wrapped it in exception groups.
-                    ended = Ended(AgentOutcome.MCP_FAILED, str(error))
+                    ended = Ended(error.outcome, str(error))
         except TimeoutError:
             ended = Ended(AgentOutcome.TIMED_OUT, "the attempt reached its wall clock limit")
         done = ended.outcome is AgentOutcome.COMPLETED

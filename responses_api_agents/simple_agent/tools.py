@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import aiohttp
 import orjson
 
-from nemo_gym.contract.errors import InvalidBodyError, ServerError
-from nemo_gym.contract.session import McpServer
+from nemo_gym.contract.errors import InvalidBodyError, RowError, ServerError
+from nemo_gym.contract.session import AgentOutcome, McpServer
+from nemo_gym.http.client import CONNECT_TIMEOUT_S, network_errors
+from nemo_gym.http.connections import is_own_timeout
 from nemo_gym.http.requests import require_shallow
 from nemo_gym.http.telemetry import tool_call
 
@@ -21,6 +24,14 @@ if TYPE_CHECKING:
 
 class ToolServerError(Exception):
     """A tool server cannot be reached, or does not accept the attempt's token."""
+
+    outcome: ClassVar[AgentOutcome] = AgentOutcome.MCP_FAILED
+
+
+class EnvironmentLostError(ToolServerError):
+    """The environment's server went away while a tool was called as its route."""
+
+    outcome = AgentOutcome.ENVIRONMENT_LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,8 @@ class Toolbox:
 
     async def open(self, stack: AsyncExitStack, servers: Sequence[McpServer], tools: Sequence[Any]) -> None:
         """Connect to ``servers`` until ``stack`` closes, and add the row's ``tools`` that no server has. Raises
-        `ToolServerError`."""
+        `ToolServerError`, and `RowError` for a tool without a name."""
+        routes = {_name_of(number, tool): dict(tool) for number, tool in enumerate(tools) if _is_function(tool)}
         if servers:  # the MCP packages are loaded only if they are needed
             from nemo_gym.agent.harness.mcp_tools import connect, forget
         for server in servers:
@@ -55,10 +67,10 @@ class Toolbox:
                 # The transports of the MCP library raise their own errors and exception groups.
                 forget(server)
                 raise ToolServerError(f"MCP server '{server.name}' cannot be used: {_reason(error)}") from error
-        for tool in tools:
-            if isinstance(tool, Mapping) and tool.get("type") == "function" and tool.get("name") not in self._mcp:
-                self._routes.add(str(tool["name"]))
-                self.definitions.append(dict(tool))
+        for name, tool in routes.items():
+            if name not in self._mcp:
+                self._routes.add(name)
+                self.definitions.append(tool)
 
     async def _add(self, server: McpServer, connection: ToolConnection) -> None:
         for tool in await connection.tools():
@@ -112,15 +124,36 @@ class Toolbox:
         return text, bool(result.is_error)
 
     async def _call_route(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        # For one try: the client's tries to reach a server that went away must not end as a slow tool.
+        limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        failures: tuple[type[Exception], ...] = (ServerError, *network_errors())
         try:
             reply = await self._server_client.post(
-                self._environment, f"/{name}", json=arguments, cookies=self._cookies
+                self._environment, f"/{name}", json=arguments, cookies=self._cookies, timeout=limit
             )
-            text = await reply.text()
-        except ServerError as error:
-            raise ToolServerError(f"environment '{self._environment}' cannot be reached: {error.message}") from error
+            text = await reply.text(errors="replace")
+        except failures as error:
+            if is_own_timeout(error):
+                return f"tool '{name}' did not answer within {self._timeout_s:g} s", True
+            raise EnvironmentLostError(f"environment '{self._environment}' was lost: {_reason(error)}") from error
         self._cookies.update({key: morsel.value for key, morsel in reply.cookies.items()})
         return text, reply.status >= 300
+
+
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type") == "function"
+
+
+def _name_of(number: int, tool: Mapping[str, Any]) -> str:
+    name = tool.get("name")
+    if isinstance(name, str) and name:
+        return name
+    where = f"responses_create_params.tools[{number}]"
+    if isinstance(tool.get("function"), Mapping):
+        raise RowError(
+            f"{where}.function is the form of Chat Completions; put its fields beside 'type', as in the Responses API"
+        )
+    raise RowError(f"{where}.name must be the name of a tool, not {name!r}")
 
 
 def _reason(error: BaseException) -> str:

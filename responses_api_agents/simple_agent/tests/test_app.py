@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from nemo_gym.agent.harness.mcp_client import PostDispatcher, SharedSessionTransport
 from nemo_gym.contract.credentials import Role
@@ -23,6 +24,7 @@ from nemo_gym.contract.session import (
     RolloutIdentity,
     SessionDescriptor,
 )
+from nemo_gym.contract.verdict import failure_of_outcome
 from resources_servers.example_mcp_weather import app
 from resources_servers.example_mcp_weather.app import WeatherEnvironment
 from responses_api_agents.simple_agent.app import SimpleAgent
@@ -284,12 +286,21 @@ class OddTools(WeatherEnvironment):
 
     def setup_webserver(self) -> FastAPI:
         app = super().setup_webserver()
-        app.post("/recite")(self.recite)
+        for tool in (self.recite, self.scan, self.wait):
+            app.post(f"/{tool.__name__}")(tool)
         return app
 
     async def recite(self) -> str:
         """A long text."""
         return "la " * 20_000
+
+    async def scan(self) -> Response:
+        """Bytes that are no text."""
+        return Response(b"caf\xe9", media_type="text/plain")
+
+    async def wait(self) -> None:
+        """Answers too late."""
+        await asyncio.sleep(3)
 
 
 @pytest.fixture
@@ -322,6 +333,55 @@ async def test_response_holds_every_output_as_the_policy_saw_it(odd: Attempt, po
     answer = await odd.act("recite", descriptor, inference=inference, tools=[route_tool("recite")])
     assert outputs(answer) == [inputs[-1][-1]["output"]]
     assert len(outputs(answer)[0]) > 60_000
+
+
+@pytest.mark.parametrize(
+    ("tool", "shown"), [("scan", "caf\N{REPLACEMENT CHARACTER}"), ("wait", "tool 'wait' did not answer within 1 s")]
+)
+async def test_policy_reads_what_a_route_gave_whatever_it_gave(
+    odd: Attempt, policy: Policy, tool: str, shown: str
+) -> None:
+    inference, _ = await policy(answered(function_call(tool)), answered(said("Done.")))
+    descriptor = (await odd.seed()).model_copy(update={"mcp": ()})
+    answer = await odd.act("odd", descriptor, inference=inference, tools=[route_tool(tool)])
+    assert (answer.outcome, outputs(answer)) == ("completed", [shown])
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+async def test_environment_that_goes_away_is_lost_and_no_mcp_server(
+    stack: Stack, odd: Attempt, policy: Policy, parallel: int
+) -> None:
+    calls = [function_call("get_weather", f"c{number}", city="Quito") for number in range(parallel)]
+    inference, _ = await policy(answered(*calls))
+    descriptor = (await odd.seed()).model_copy(update={"mcp": ()})
+    stack.stop("odd")
+    answer = await odd.act("odd", descriptor, inference=inference, tools=[route_tool("get_weather")])
+    assert answer.outcome == "environment_lost" and "'odd' was lost" in (answer.outcome_detail or "")
+    failure = failure_of_outcome(answer.outcome, answer.outcome_detail)
+    assert failure is not None and failure.kind == "environment_lost" and failure.retryable
+
+
+@pytest.mark.parametrize(
+    ("tool", "problem"),
+    [
+        ({"type": "function"}, "responses_create_params.tools[1].name must be the name of a tool, not None"),
+        ({"type": "function", "name": 5}, "responses_create_params.tools[1].name must be the name of a tool, not 5"),
+        (
+            {"type": "function", "function": {"name": "get_weather"}},
+            "responses_create_params.tools[1].function is the form of Chat Completions",
+        ),
+    ],
+)
+async def test_row_whose_tool_has_no_name_is_refused_and_the_field_named(
+    attempt: Attempt, tool: dict[str, Any], problem: str
+) -> None:
+    descriptor = await attempt.seed()
+    inference = InferenceEndpoint(base_url="http://127.0.0.1:9/v1", token="t", model="m")
+    params = {"input": "ask Quito", "tools": [route_tool("list_cities"), tool]}
+    request = ActRequest(responses_create_params=params, descriptor=descriptor, inference=inference)
+    reply = await attempt.client.post("simple", "/act", json=request.model_dump(mode="json"))
+    body = await reply.json()
+    assert (reply.status, body["code"]) == (422, "row") and problem in body["detail"]
 
 
 class ChoosyWeather(WeatherEnvironment):

@@ -199,6 +199,10 @@ class SandboxClause(_Contract):
         return self
 
 
+TOOL_UNAVAILABLE = "nemo-gym/unavailable"
+"""The key in the ``_meta`` of an MCP tool's result: true if the environment itself could not do its work (503)."""
+
+
 class McpServer(_Contract):
     """An MCP server that the agent may use. Its headers hold a token that is valid only for this attempt's MCP."""
 

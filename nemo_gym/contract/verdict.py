@@ -209,7 +209,8 @@ class FailureKind(StrEnum):
     CONTEXT_EXCEEDED = "context_exceeded"
     """The first request of the attempt does not fit the model's context."""
     MCP_FAILED = "mcp_failed"
-    """An MCP server of the session served none of the harness's requests."""
+    """A tool server of the session failed: an MCP server served none of the harness's requests, or the environment
+    declared by status 503 that a tool cannot do its work."""
     AGENT_CRASHED = "agent_crashed"
     AGENT_LOST = "agent_lost"
     """The agent server ended, and the attempt with it."""

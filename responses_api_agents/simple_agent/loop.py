@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 
-from nemo_gym._util.tasks import first_of
 from nemo_gym.agent.acts import ContextExceededError, PolicyClient
 from nemo_gym.agent.harness.events import Transcript
 from nemo_gym.contract.errors import ModelError
@@ -102,18 +101,26 @@ async def _call_all(
     """Call the tools and return their outputs in the order of the calls, whose keys in the transcript are ``keys``.
     Raises `ToolServerError`."""
     slots = asyncio.Semaphore(at_once)  # served in the order of the calls
+    failures: list[ToolServerError] = []
 
     async def one(call: dict[str, Any], key: str) -> str:
         async with slots:
-            output, failed = await toolbox.call(str(call.get("name")), call.get("arguments"))
+            if failures:
+                return ""
+            try:
+                output, failed = await toolbox.call(str(call.get("name")), call.get("arguments"))
+            except ToolServerError as error:
+                # A task group that fails leaves its task marked as being cancelled in Python 3.11, and the MCP clients
+                # would then end the attempt as cancelled.
+                failures.append(error)
+                return ""
         transcript.returns(key, output, failed=failed)
         return output
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(call, key)) for call, key in zip(calls, keys, strict=True)]
-    except ExceptionGroup as errors:
-        raise first_of(errors, ToolServerError) from errors
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(call, key)) for call, key in zip(calls, keys, strict=True)]
+    if failures:
+        raise failures[0]
     return [task.result() for task in tasks]
 
 

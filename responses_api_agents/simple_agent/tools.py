@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
 import orjson
 
 from nemo_gym.contract.errors import InvalidBodyError, RowError, ServerError
-from nemo_gym.contract.session import AgentOutcome, McpServer
+from nemo_gym.contract.session import TOOL_UNAVAILABLE, AgentOutcome, McpServer
 from nemo_gym.http.client import CONNECT_TIMEOUT_S, network_errors
 from nemo_gym.http.connections import is_own_timeout
 from nemo_gym.http.requests import require_shallow
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ToolServerError(Exception):
-    """A tool server cannot be reached, or does not accept the attempt's token."""
+    """A tool server cannot be reached, does not accept the attempt's token, or declares that it cannot do its work."""
 
     outcome: ClassVar[AgentOutcome] = AgentOutcome.MCP_FAILED
 
@@ -120,6 +121,8 @@ class Toolbox:
             # Any error of the MCP library's transports: the server is gone or cannot be reached.
             forget(tool.server)
             raise ToolServerError(f"MCP server '{tool.server.name}' was lost: {_reason(error)}") from error
+        if (result.meta or {}).get(TOOL_UNAVAILABLE):
+            raise ToolServerError(f"tool '{tool.name}' of MCP server '{tool.server.name}' is unavailable (status 503)")
         text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
         return text, bool(result.is_error)
 
@@ -136,6 +139,10 @@ class Toolbox:
             if is_own_timeout(error):
                 return f"tool '{name}' did not answer within {self._timeout_s:g} s", True
             raise EnvironmentLostError(f"environment '{self._environment}' was lost: {_reason(error)}") from error
+        if reply.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise ToolServerError(
+                f"tool '{name}' of environment '{self._environment}' is unavailable (status 503): {text[:200]}"
+            )
         self._cookies.update({key: morsel.value for key, morsel in reply.cookies.items()})
         return text, reply.status >= 300
 

@@ -33,6 +33,7 @@ class FirstResult:
 
     content: Sequence[Any]
     is_error: bool
+    meta: dict[str, Any] | None = None
 
 
 class FirstConnection:
@@ -57,7 +58,7 @@ class FirstConnection:
         request = types.ClientRequest(types.CallToolRequest(method="tools/call", params=params))
         limit = timedelta(seconds=timeout_s)
         result = await self._session.send_request(request, types.CallToolResult, request_read_timeout_seconds=limit)
-        return FirstResult(result.content, bool(result.isError))
+        return FirstResult(result.content, bool(result.isError), result.meta)
 
 
 def _modules() -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, mac_of
 from nemo_gym.contract.errors import ConfigError, CredentialError
-from nemo_gym.contract.session import McpServer, RolloutIdentity, SessionDescriptor
+from nemo_gym.contract.session import TOOL_UNAVAILABLE, McpServer, RolloutIdentity, SessionDescriptor
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
 from nemo_gym.environment.mcp.call import call_route
@@ -233,7 +233,8 @@ class McpEndpoint:
             log.warning("a tool failed", tool=tool.name, rollout_id=attempt.rollout_id, status=reply.status)
         value = reply.value()
         structured = value if reply.ok and isinstance(value, dict) else None
-        return _result(reply.text(tool.name), structured, is_error=not reply.ok)
+        meta = {TOOL_UNAVAILABLE: True} if reply.status == 503 else None
+        return _result(reply.text(tool.name), structured, is_error=not reply.ok, meta=meta)
 
     async def _keep_session(self, attempt: AttemptKey, name: str, session_cookie: str, cookies: list[str]) -> None:
         """Store the session that the tool changed, so that the next call gets it like a caller that keeps cookies."""
@@ -244,11 +245,14 @@ class McpEndpoint:
                 await self._attempts.keep_session(*attempt, session)
 
 
-def _result(text: str, structured: dict[str, Any] | None = None, *, is_error: bool) -> CallToolResult:
+def _result(
+    text: str, structured: dict[str, Any] | None = None, *, is_error: bool, meta: dict[str, Any] | None = None
+) -> CallToolResult:
     from mcp.types import CallToolResult
 
     content = [{"type": "text", "text": text}]
-    return CallToolResult.model_validate({"content": content, "structuredContent": structured, "isError": is_error})
+    fields = {"content": content, "structuredContent": structured, "isError": is_error, "_meta": meta}
+    return CallToolResult.model_validate(fields)
 
 
 def _attempt_of(context: ServerRequestContext[Any]) -> AttemptKey:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, HTTPException, Response
 
 from nemo_gym.agent.harness.mcp_client import PostDispatcher, SharedSessionTransport
 from nemo_gym.contract.credentials import Role
@@ -286,7 +286,7 @@ class OddTools(WeatherEnvironment):
 
     def setup_webserver(self) -> FastAPI:
         app = super().setup_webserver()
-        for tool in (self.recite, self.scan, self.wait):
+        for tool in (self.recite, self.scan, self.wait, self.divide, self.look_up):
             app.post(f"/{tool.__name__}")(tool)
         return app
 
@@ -297,6 +297,14 @@ class OddTools(WeatherEnvironment):
     async def scan(self) -> Response:
         """Bytes that are no text."""
         return Response(b"caf\xe9", media_type="text/plain")
+
+    async def divide(self) -> float:
+        """Fails as by the policy's arguments."""
+        raise ZeroDivisionError("secret of the environment")
+
+    async def look_up(self) -> None:
+        """Declares that it cannot work."""
+        raise HTTPException(503, "the index is down")
 
     async def wait(self) -> None:
         """Answers too late."""
@@ -345,6 +353,25 @@ async def test_policy_reads_what_a_route_gave_whatever_it_gave(
     descriptor = (await odd.seed()).model_copy(update={"mcp": ()})
     answer = await odd.act("odd", descriptor, inference=inference, tools=[route_tool(tool)])
     assert (answer.outcome, outputs(answer)) == ("completed", [shown])
+
+
+@pytest.mark.parametrize("by_mcp", [True, False])
+@pytest.mark.parametrize(("tool", "outcome"), [("divide", "completed"), ("look_up", "mcp_failed")])
+async def test_only_an_environment_that_says_so_fails_the_attempt_by_a_tool(
+    odd: Attempt, policy: Policy, tool: str, outcome: str, by_mcp: bool
+) -> None:
+    """The policy can cause any other error of a tool, and would escape a bad reward by it."""
+    inference, _ = await policy(answered(function_call(tool)), answered(said("Done.")))
+    descriptor = await odd.seed()
+    if not by_mcp:
+        descriptor = descriptor.model_copy(update={"mcp": ()})
+    answer = await odd.act("odd", descriptor, inference=inference, tools=[route_tool(tool)])
+    assert answer.outcome == outcome
+    if outcome == "completed":
+        (shown,) = outputs(answer)
+        assert "secret" not in shown and ("failed" in shown or "ZeroDivisionError" in shown)
+    else:
+        assert "tool 'look_up' of" in (answer.outcome_detail or "") and "503" in (answer.outcome_detail or "")
 
 
 @pytest.mark.parametrize("parallel", [1, 2])

@@ -6,8 +6,10 @@ Every problem is reported before any task runs, with its file, line and column.
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ import orjson
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.contract.errors import ConfigError, InvalidBodyError, RowError
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
     PARAMS_KEY,
@@ -32,6 +34,7 @@ from nemo_gym.contract.verdict import (
     task_id_of,
     without_earlier_verdict,
 )
+from nemo_gym.http.requests import require_shallow
 from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.results import existing_folder, replaced
 from nemo_gym.rollouts.store.sql import store_error
@@ -86,6 +89,61 @@ class MaterializedInputs:
             self.lines.close()
 
 
+def read_row(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
+    """Return one line of ``path`` as a row with exactly the values that are written there. Raises `RowError` for a
+    line that is no JSON object, is nested too deeply to be passed on, or holds an integer that would be rounded."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise row_error(path, number, error.colno, f"not a JSON value ({error.msg})") from None
+    if not isinstance(row, dict):
+        raise row_error(path, number, 1, f"a row is one JSON object, this is a {type(row).__name__}")
+    if line.count(b"[") + line.count(b"{") > _FEW_LEVELS:
+        try:
+            require_shallow(row, "the row")
+        except InvalidBodyError as error:
+            raise row_error(path, number, None, error.message) from None
+    if _LONG_NUMBER.search(line) is not None and (place := _rounded(json.loads(line, parse_int=_whole))) is not None:
+        raise row_error(
+            path, number, None, f"'{place}' is an integer of over 64 bits, which would be rounded; write it as text"
+        )
+    return row
+
+
+def row_error(path: Path | str, number: int, column: int | None, problem: str) -> RowError:
+    where = ":".join(str(each) for each in (path, number, column) if each)
+    return RowError(f"{where}: {problem}", path=str(path), line=number, column=column)
+
+
+_FEW_LEVELS = 200
+"""A row with fewer brackets cannot be nested too deeply."""
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_ROUNDED = object()
+"""Stands for an integer that orjson reads as a float."""
+
+
+def _whole(digits: str) -> object:
+    fits = len(digits) < 19 or (len(digits) <= 20 and -(2**63) <= int(digits) < 2**64)
+    return int(digits) if fits else _ROUNDED
+
+
+def _rounded(value: object) -> str | None:
+    """Return the path of the first `_ROUNDED` in ``value``: ``answer``, ``cases[0].expected``."""
+    found = _path_of_rounded(value)
+    return None if found is None else found.removeprefix(".")
+
+
+def _path_of_rounded(value: object) -> str | None:
+    if value is _ROUNDED:
+        return ""
+    inner: Iterable[tuple[str, object]] = ()
+    if isinstance(value, dict):
+        inner = ((f".{key}", each) for key, each in value.items())
+    elif isinstance(value, list):
+        inner = ((f"[{at}]", each) for at, each in enumerate(value))
+    return next((step + rest for step, each in inner if (rest := _path_of_rounded(each)) is not None), None)
+
+
 @dataclass(slots=True)
 class RowChecker:
     """Checks rows one by one; errors name ``path`` and the row's number. Number 0 stands for a row that has no
@@ -101,12 +159,7 @@ class RowChecker:
         return row, self._agent(number, row)
 
     def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise self._error(number, error.colno, f"not a JSON value ({error.msg})") from None
-        if not isinstance(row, dict):
-            raise self._error(number, 1, f"a row is one JSON object, this is a {type(row).__name__}")
+        row = read_row(line, self.path, number)
         # A dataset in its original format has no request parameters: its environment writes the prompt when seeded.
         params = row.get("responses_create_params", {} if self.config.overrides else None)
         if "responses_create_params" in row and (not isinstance(params, dict) or "input" not in params):
@@ -140,8 +193,7 @@ class RowChecker:
         return ", ".join(sorted(self.agents)) or "none"
 
     def _error(self, number: int, column: int | None, problem: str) -> RowError:
-        where = ":".join(str(each) for each in (self.path, number, column) if each)
-        return RowError(f"{where}: {problem}", path=str(self.path), line=number, column=column)
+        return row_error(self.path, number, column, problem)
 
 
 @dataclass(slots=True)

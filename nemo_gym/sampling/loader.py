@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.rollouts.rows import read_row
 
 Row = Mapping[str, Any]
 
@@ -48,16 +47,7 @@ class RowFile:
         self._epoch, self._position = self._epoch + 1, 0
 
     def _row(self, number: int, line: bytes) -> Row:
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise RowError(f"{self.path}:{number}: not JSON ({error})", path=str(self.path), line=number) from None
-        if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise RowError(
-                f"{self.path}:{number}: a row is one JSON object, this is a {kind}", path=str(self.path), line=number
-            )
-        return row
+        return read_row(line, self.path, number)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "position": self._position}

@@ -19,7 +19,7 @@ from nemo_gym.http.requests import require_shallow, validated
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobSpec, Offer
 from nemo_gym.rollouts.routing import prompt_batches, unworded
-from nemo_gym.rollouts.rows import MAX_INDEX, RowChecker
+from nemo_gym.rollouts.rows import MAX_INDEX, RowChecker, read_row
 from nemo_gym.rollouts.store import SqlJobStore
 
 
@@ -151,13 +151,7 @@ class Submissions:
                 key="dataset.name",
             )
         line = await asyncio.to_thread(self._line, dataset.name, path, dataset.row)
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise RowError(f"dataset.row: line {dataset.row} of '{dataset.name}' is not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise RowError(f"dataset.row: line {dataset.row} of '{dataset.name}' is not a JSON object")
-        return row
+        return read_row(line, f"dataset.row: '{dataset.name}'", dataset.row)
 
     def _line(self, name: str, path: Path, number: int) -> bytes:
         try:

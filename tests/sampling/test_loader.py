@@ -89,8 +89,9 @@ def test_items_that_are_no_rows_are_named() -> None:
     ("text", "said"),
     [
         ("", "holds no rows"),
-        ('{"a": 1}\n[1]\n', r"rows\.jsonl:2: a row is one JSON object, this is a list"),
-        ("{", "not JSON"),
+        ('{"a": 1}\n[1]\n', r"rows\.jsonl:2:1: a row is one JSON object, this is a list"),
+        ("{", r"rows\.jsonl:1:2: not a JSON value"),
+        ('{"a": 100000000000000000000}', "'a' is an integer of over 64 bits"),
     ],
 )
 def test_file_that_cannot_be_used_is_refused_before_anything_runs(tmp_path: Path, text: str, said: str) -> None:

@@ -1,0 +1,68 @@
+"""Dataset rows, as they are read before any task runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import RowError
+from nemo_gym.rollouts.rows import MaterializedInputs, materialize
+
+GOOD = b'{"responses_create_params": {"input": "?"}, "answer": 1}\n'
+
+
+def read(directory: Path, data: bytes | None = None, **keys: Any) -> list[dict[str, Any]]:
+    """The rows that a run over ``data`` has."""
+    config = {"input": directory / "in.jsonl", "output": directory / "out.jsonl", **keys}
+    if data is not None:
+        (directory / "in.jsonl").write_bytes(data)
+    inputs: MaterializedInputs = materialize(RolloutRunConfig.parse(config), ["solver", "other"])
+    assert inputs.lines is not None
+    inputs.lines.seek(0)
+    rows = [orjson.loads(line) for line in inputs.lines]
+    inputs.close()
+    return rows
+
+
+def with_answer(answer: bytes) -> bytes:
+    return GOOD.replace(b"1}", answer + b"}")
+
+
+def refused(directory: Path, line: bytes) -> str:
+    """The reason for which a line is refused; with skip_bad_rows, it alone is left out."""
+    data = GOOD + line + GOOD
+    with pytest.raises(RowError) as caught:
+        read(directory, data, agent_name="solver")
+    assert caught.value.details["lines"] == [2]
+    assert len(read(directory, data, agent_name="solver", skip_bad_rows=True)) == 2
+    return str(caught.value).split("\n  ")[1].removeprefix(str(directory / "in.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "path"),
+    [
+        (b"18446744073709551616", "answer"),
+        (b"-9223372036854775809", "answer"),
+        (b'{"cases": [1, {"expected": 123456789012345678901234567890}]}', r"answer.cases[1].expected"),
+        (b"9" * 5000 + b".0e-4999, " + b'"more": 100000000000000000000', "more"),
+    ],
+    ids=["too large", "too small", "deep", "beside a long float"],
+)
+def test_integer_that_would_be_rounded_is_refused_by_its_path(tmp_path: Path, answer: bytes, path: str) -> None:
+    why = refused(tmp_path, with_answer(answer))
+    assert why == f":2: '{path}' is an integer of over 64 bits, which would be rounded; write it as text"
+
+
+@pytest.mark.parametrize("answer", ["18446744073709551615", "-9223372036854775808", '"12345678901234567890123"'])
+def test_long_numbers_that_stay_as_they_are_are_used(tmp_path: Path, answer: str) -> None:
+    (row,) = read(tmp_path, with_answer(answer.encode() + b', "pi": 3.14159265358979323846'), agent_name="solver")
+    assert row["answer"] == orjson.loads(answer)
+
+
+@pytest.mark.parametrize(("levels", "said"), [(260, "too deeply"), (1000, "too deeply"), (1100, "depth limit")])
+def test_row_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path, levels: int, said: str) -> None:
+    assert said in refused(tmp_path, with_answer(b"[" * levels + b"]" * levels))

@@ -155,6 +155,12 @@ def public_row(row: Mapping[str, Any], metadata_keys: Collection[str] = ()) -> d
     return public
 
 
+def named_agent(row: Mapping[str, Any]) -> Any:
+    """Return the agent that a row names with ``agent_ref``: an object with ``name``, or the name alone."""
+    ref = row.get(AGENT_REF_KEY)
+    return ref.get("name") if isinstance(ref, Mapping) else ref
+
+
 def has_prompt(params: Any) -> bool:
     """Whether ``responses_create_params`` hold a prompt: text that is not blank, an image, or an earlier tool call."""
     return _has_content(params.get("input")) if isinstance(params, Mapping) else False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from nemo_gym.contract.verdict import (
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
     group_id_of,
+    named_agent,
     new_run_id,
     task_id_of,
 )
@@ -84,8 +85,7 @@ class ExampleRun:
 
     def _spec(self, run_id: str, number: int, row: dict[str, Any]) -> JobSpec:
         agents = agent_instances(self._client.global_config_dict)
-        ref = row.get(AGENT_REF_KEY)
-        agent = (ref.get("name") if isinstance(ref, Mapping) else None) or self._config.agent_name
+        agent = named_agent(row) or self._config.agent_name
         agent = agent or (agents[0] if len(agents) == 1 else None)
         if agent is None:
             raise ConfigError(f"example {number} names no agent; give it 'agent_ref'", key=AGENT_REF_KEY)

@@ -30,6 +30,7 @@ from nemo_gym.contract.verdict import (
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
     decide_validity,
+    named_agent,
     without,
     without_earlier_verdict,
 )
@@ -197,12 +198,10 @@ _Digest = tuple[str | None, bytes]
 def _key_and_digest(row: dict[str, Any]) -> tuple[Key, _Digest]:
     """Return a materialized row's key, its agent, and a digest of the fields from the dataset and the run's
     parameters."""
-    ref = row.get(AGENT_REF_KEY)
-    agent = ref.get("name") if isinstance(ref, dict) else None
     dataset_row = without(without_earlier_verdict(row), (AGENT_REF_KEY,))
     content = {key: value for key, value in dataset_row.items() if not key.startswith(_RUN_KEYS)}
     digest = hashlib.blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
-    return (row[TASK_INDEX_KEY], row[ROLLOUT_INDEX_KEY]), (agent, digest)
+    return (row[TASK_INDEX_KEY], row[ROLLOUT_INDEX_KEY]), (named_agent(row), digest)
 
 
 def _same_row(requested: _Digest, recorded: _Digest) -> bool:

@@ -30,6 +30,7 @@ from nemo_gym.contract.verdict import (
     TASK_INDEX_KEY,
     group_id_of,
     has_prompt,
+    named_agent,
     rollout_id_of,
     task_id_of,
     without_earlier_verdict,
@@ -174,11 +175,12 @@ class RowChecker:
         return row
 
     def _agent(self, number: int, row: dict[str, Any]) -> str:
-        ref = row.get(AGENT_REF_KEY)
-        name = ref.get("name") if isinstance(ref, dict) else None
+        ref, name = row.get(AGENT_REF_KEY), named_agent(row)
+        if name is not None and not isinstance(name, str):
+            raise self._error(number, None, f"'{AGENT_REF_KEY}' must be an agent's name or an object with a 'name'")
         # The run's agent applies only to rows that name none: a dataset may mix agents on purpose.
         agent = name or self.config.agent_name or (next(iter(self.agents)) if len(self.agents) == 1 else None)
-        if not isinstance(agent, str):
+        if agent is None:
             raise self._error(
                 number, None, f"no agent: give the row 'agent_ref' or the run 'agent_name' (one of {self._choices()})"
             )

@@ -66,3 +66,15 @@ def test_long_numbers_that_stay_as_they_are_are_used(tmp_path: Path, answer: str
 @pytest.mark.parametrize(("levels", "said"), [(260, "too deeply"), (1000, "too deeply"), (1100, "depth limit")])
 def test_row_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path, levels: int, said: str) -> None:
     assert said in refused(tmp_path, with_answer(b"[" * levels + b"]" * levels))
+
+
+@pytest.mark.parametrize("named", ['"other"', '{"name": "other"}'])
+def test_row_names_its_agent_by_an_object_or_by_text(tmp_path: Path, named: str) -> None:
+    (row,) = read(tmp_path, with_answer(b'1, "agent_ref": ' + named.encode()), agent_name="solver")
+    assert row["agent_ref"]["name"] == "other"
+
+
+@pytest.mark.parametrize("named", ["7", '["other"]', '{"name": 7}', "false"])
+def test_agent_of_another_type_is_refused(tmp_path: Path, named: str) -> None:
+    why = refused(tmp_path, with_answer(b'1, "agent_ref": ' + named.encode()))
+    assert why == ":2: 'agent_ref' must be an agent's name or an object with a 'name'"

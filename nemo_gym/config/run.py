@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -10,6 +11,14 @@ from pydantic import Field, field_validator, model_validator
 from nemo_gym.config.pipeline import PipelineConfig, named
 from nemo_gym.config.roots import find_file, plugin_roots
 from nemo_gym.contract.errors import ConfigError
+
+_COMPRESSED = (
+    (b"\x1f\x8b", "gzip", "gunzip"),
+    (b"BZh", "bzip2", "bunzip2"),
+    (b"\xfd7zX", "xz", "unxz"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
+)
+"""How compressed files begin, their names, and the programs that unpack them."""
 
 
 class RolloutRunConfig(PipelineConfig):
@@ -80,11 +89,29 @@ class RolloutRunConfig(PipelineConfig):
         return self
 
     def check_input(self) -> None:
-        """Raise `ConfigError` if there is no input file; a cheap check before anything is started."""
+        """Raise `ConfigError` if the input is no file of text; a cheap check before anything is started."""
         if not self.input.is_file():
-            what = "is a directory" if self.input.is_dir() else "does not exist"
+            what = "is not a regular file" if self.input.exists() else "does not exist"
+            what = "is a directory" if self.input.is_dir() else what
             raise ConfigError(
                 f"input '{self.input}' {what}; 'input' names a JSONL file with one row per line", key="input"
+            )
+        try:
+            with self.input.open("rb") as file:
+                head = file.read(4)
+        except OSError as error:
+            raise ConfigError(f"input '{self.input}' cannot be read: {error.strerror}", key="input") from error
+        for magic, name, unpack in _COMPRESSED:
+            if head.startswith(magic):
+                raise ConfigError(
+                    f"input '{self.input}' is compressed ({name}): unpack it with {unpack} and name the result",
+                    key="input",
+                )
+        if head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in head:
+            raise ConfigError(
+                f"input '{self.input}' is not UTF-8 but, it seems, UTF-16: convert it, for example with"
+                f" iconv -f UTF-16 -t UTF-8 '{self.input}' > rows.jsonl",
+                key="input",
             )
 
     @property

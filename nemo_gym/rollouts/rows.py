@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import shutil
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -93,10 +94,11 @@ class MaterializedInputs:
 def read_row(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     """Return one line of ``path`` as a row with exactly the values that are written there. Raises `RowError` for a
     line that is no JSON object, is nested too deeply to be passed on, or holds an integer that would be rounded."""
+    line = line.removeprefix(BOM_UTF8)
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise row_error(path, number, error.colno, f"not a JSON value ({error.msg})") from None
+        raise row_error(path, number, *_why_not_json(line, error)) from None
     if not isinstance(row, dict):
         raise row_error(path, number, 1, f"a row is one JSON object, this is a {type(row).__name__}")
     if line.count(b"[") + line.count(b"{") > _FEW_LEVELS:
@@ -121,6 +123,16 @@ _FEW_LEVELS = 200
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _ROUNDED = object()
 """Stands for an integer that orjson reads as a float."""
+
+
+def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> tuple[int | None, str]:
+    """Return the column and the reason."""
+    try:
+        line.decode()
+    except UnicodeDecodeError as found:
+        byte = f"0x{line[found.start]:02x}"
+        return found.start + 1, f"not UTF-8 (byte {byte}); convert the file, for example with iconv -f LATIN1 -t UTF-8"
+    return error.colno, f"not a JSON value ({error.msg})"
 
 
 def _whole(digits: str) -> object:
@@ -252,7 +264,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
             out = undo.enter_context(TemporaryFile(dir=existing_folder(config.output))) if keep else None
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
-                    if number == 1 and line.lstrip().startswith(b"["):
+                    if number == 1 and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
                         raise ConfigError(
                             f"input '{source}' is one JSON array; 'input' takes one object per line: jq -c '.[]'"
                             f" {source} > rows.jsonl",
@@ -321,7 +333,7 @@ def numbered_lines(path: Path, numbers: Collection[int]) -> Iterator[tuple[int, 
     """Yield the lines of a file with these numbers, in the file's order."""
     if numbers:
         with path.open("rb") as lines:
-            yield from ((number, line) for number, line in enumerate(lines, 1) if number in numbers)
+            yield from ((at, line.removeprefix(BOM_UTF8)) for at, line in enumerate(lines, 1) if at in numbers)
 
 
 def job_specs(path: Path, run_id: str) -> Iterator[JobSpec]:

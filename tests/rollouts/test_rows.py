@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,8 @@ import orjson
 import pytest
 
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.contract.errors import RowError
-from nemo_gym.rollouts.rows import MaterializedInputs, materialize
+from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.rollouts.rows import MaterializedInputs, materialize, numbered_lines
 
 GOOD = b'{"responses_create_params": {"input": "?"}, "answer": 1}\n'
 
@@ -78,3 +80,37 @@ def test_row_names_its_agent_by_an_object_or_by_text(tmp_path: Path, named: str)
 def test_agent_of_another_type_is_refused(tmp_path: Path, named: str) -> None:
     why = refused(tmp_path, with_answer(b'1, "agent_ref": ' + named.encode()))
     assert why == ":2: 'agent_ref' must be an agent's name or an object with a 'name'"
+
+
+def test_row_that_is_not_utf8_is_refused_with_the_fix(tmp_path: Path) -> None:
+    why = refused(tmp_path, with_answer('"é"'.encode("latin-1")))
+    assert why == ":2:56: not UTF-8 (byte 0xe9); convert the file, for example with iconv -f LATIN1 -t UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (gzip.compress(GOOD), r"is compressed \(gzip\): unpack it with gunzip"),
+        (GOOD.decode().encode("utf-16"), "UTF-16: convert it"),
+        (GOOD.decode().encode("utf-16-le"), "UTF-16: convert it"),
+    ],
+    ids=["gzip", "UTF-16", "UTF-16 without a mark"],
+)
+def test_file_that_is_no_text_in_utf8_is_refused_with_the_fix(tmp_path: Path, data: bytes, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, data, agent_name="solver")
+
+
+def test_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    rows = read(tmp_path, b"\xef\xbb\xbf" + GOOD, agent_name="solver")
+    assert [row["answer"] for row in rows] == [1]
+    assert list(numbered_lines(tmp_path / "in.jsonl", {1})) == [(1, GOOD)], "as its environment is asked about it"
+    with pytest.raises(ConfigError, match="is one JSON array"):
+        read(tmp_path, b"\xef\xbb\xbf[" + GOOD + b"]", agent_name="solver")
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "pipe"])
+def test_input_that_is_no_regular_file_is_named_so(tmp_path: Path, path: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read(tmp_path, input=tmp_path / path)

@@ -207,7 +207,7 @@ def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutR
     if "agent" in composition.chosen:  # for rows that name none
         values.setdefault("agent_name", composition.chosen["agent"])
     config = RolloutRunConfig.parse(values)
-    outlook = asyncio.run(check_run(config, composition.values, keep=keep))
+    outlook = asyncio.run(check_run(config, composition.values, keep=keep, configurations=composition.files))
     inputs = outlook.inputs
     promptless = {agent for agent in inputs.agents if _has_no_own_prompt(composition, agent)}
     refused = {line: NO_PROMPT for line, row in inputs.without_prompt.items() if row.agent in promptless}

@@ -102,7 +102,8 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
     merged.values = values
     blocks = server_blocks.find_servers(merged)
     server_blocks.check_references(blocks, warnings)
-    return Composition(values, unresolved, blocks, chosen, tuple(search), warnings)
+    files = tuple(Path(layer.source) for layer in (*_group_layers(groups), *file_layers))
+    return Composition(values, unresolved, blocks, chosen, tuple(search), warnings, files)
 
 
 _BROKER: Final = {

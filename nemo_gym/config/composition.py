@@ -33,6 +33,8 @@ class Composition:
     roots: tuple[Path, ...]
     warnings: list[str] = field(default_factory=list)
     """Problems in files written for NeMo Gym that would be errors in other files."""
+    files: tuple[Path, ...] = ()
+    """The files that it was read from."""
 
     @property
     def config(self) -> DictConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,6 +41,7 @@ from nemo_gym.rollouts.results import (
     ResultFiles,
     RunFiles,
     check_output,
+    check_sources,
     output_lock,
     replaced,
     show_running,
@@ -122,6 +123,7 @@ class Collection:
         return None if self._configuration is None else (self._configuration.parent / "logs").resolve()
 
     async def run(self) -> CollectionResult:
+        check_sources(self._config, self._files)
         with output_lock(self._files):
             collector = gc.get_threshold()
             gc.set_threshold(*GC_THRESHOLDS)  # the interpreter's defaults cost a sixth of the pipeline's time
@@ -269,13 +271,16 @@ def _write_metrics(path: Path, aggregates: list[dict[str, Any]]) -> None:
         file.write(orjson.dumps(aggregates, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
 
 
-async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any], *, keep: bool) -> RunOutlook:
+async def check_run(
+    config: RolloutRunConfig, servers: Mapping[str, Any], *, keep: bool, configurations: Iterable[Path] = ()
+) -> RunOutlook:
     """Check everything about a run that needs no running servers: input, rows, output and the output's lock.
 
-    ``servers`` is the servers' configuration. With ``keep``, the rows are kept for `run_collection`. Raises the errors
-    that `run_collection` would raise, and leaves no files behind."""
+    ``servers`` is the servers' configuration, ``configurations`` are the files it comes from. With ``keep``, the rows
+    are kept for `run_collection`. Raises the errors that `run_collection` would raise, and leaves no files behind."""
     files = RunFiles(config.output, config.store)
     config.check_input()
+    check_sources(config, files, configurations)
     check_output(files)
     begun = await asyncio.to_thread(NemoGymRun.of, config, files)
     recorded = None if begun is not None else await RecordedRun.of(config, files)

@@ -14,8 +14,9 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,7 +32,7 @@ from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.interfaces import JobAttempt, JobSelector, JobState
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
-from nemo_gym.rollouts.store.sql import store_error
+from nemo_gym.rollouts.store.sql import connect_read_only, store_error
 
 
 class _Beside:
@@ -94,24 +95,87 @@ class RunFiles:
         """The database in which a sampler for RL records its groups."""
         return self.store.with_name(f"{self.store.stem}_sampler.sqlite")
 
-    def discard(self) -> None:
-        """Remove the files of an earlier run."""
-        for path in (
-            self.output,
+    @property
+    def _beside(self) -> tuple[Path, ...]:
+        """The files that a run writes and reads beside its output, without the databases."""
+        return (
             self.materialized_inputs,
             self.failures,
             self.aggregate_metrics,
             self.configuration,
             self.reverified,
             self.running,
-            *(
-                path.with_name(path.name + suffix)
-                for path in (self.store, self.sampler, self.index)
-                for suffix in ("", "-wal", "-shm")
-            ),
-        ):
+        )
+
+    @property
+    def _databases(self) -> list[Path]:
+        """The databases and SQLite's files beside them; the store is last."""
+        return [
+            path.with_name(path.name + suffix)
+            for path in (self.index, self.sampler, self.store)
+            for suffix in ("-wal", "-shm", "")
+        ]
+
+    @property
+    def paths(self) -> list[Path]:
+        """Every file of a run; others are in `logs`."""
+        return [self.output, *self._beside, *self._databases, *(lock for _, _, lock in self.locks)]
+
+    def own(self, path: Path) -> Path | None:
+        """Return the file or folder of this run that ``path`` is, or is in."""
+        resolved = path.resolve()
+        for own in self.paths:
+            if own.resolve() == resolved or (own.exists() and path.exists() and own.samefile(path)):
+                return own
+        return self.logs if resolved.is_relative_to(self.logs.resolve()) else None
+
+    def discard(self) -> None:
+        """Remove the files of an earlier run."""
+        for path in (self.output, *self._beside, *self._databases):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.logs, ignore_errors=True)
+
+    def is_begun(self) -> bool:
+        """Return whether the store holds a run. It does not if the start that made it was killed at once. Raises
+        `ConfigError` for another program's database."""
+        try:
+            if not _holds_something(self.store):
+                return False
+            with contextlib.closing(connect_read_only(self.store)) as reading:
+                tables = {name for (name,) in reading.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+                if not tables:
+                    return False
+                if "run" in tables:
+                    return reading.execute("SELECT 1 FROM run").fetchone() is not None
+        except (sqlite3.Error, OSError):  # opening it tells what is wrong
+            return True
+        raise _foreign_store(self.store)
+
+
+def _foreign_store(store: Path) -> ConfigError:
+    return ConfigError(f"store '{store}' is another program's database: choose another 'store'", key="store")
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
+
+
+def check_sources(config: RolloutRunConfig, files: RunFiles, configurations: Iterable[Path] = ()) -> None:
+    """Raise `ConfigError` if the input or one of the ``configurations`` is a file that the run itself writes or
+    removes. Only a run that goes on may have its own materialized inputs as its input."""
+    goes_on = not config.overwrite and (_holds_something(files.output) or files.is_begun())
+    for what, path in (("'input'", config.input), *(("the configuration", path) for path in configurations)):
+        own = files.own(path)
+        if own is None or (own == files.materialized_inputs and what == "'input'" and goes_on):
+            continue
+        if own == files.output:
+            raise ConfigError(f"output '{own}' is the input itself: choose another 'output'", key="output")
+        key = "store" if own not in RunFiles(files.output).paths and own != files.logs else "output"
+        raise ConfigError(
+            f"output '{files.output}': {what} '{path}' is a file that the run itself writes or removes ('{own.name}'):"
+            f" choose another '{key}'",
+            key=key,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobAttempt, JobListener, JobSelector, JobState
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.results import RecordedRun, ResultFiles, RunFiles, output_lock
+from nemo_gym.rollouts.results import RecordedRun, ResultFiles, RunFiles, check_sources, output_lock
 from nemo_gym.rollouts.rows import RowChecker
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, Batch, GroupFilter
@@ -99,6 +99,7 @@ async def sampler_at(
     chosen = sampling if isinstance(sampling, SamplingConfig) else SamplingConfig.parse(sampling or {})
     files = RunFiles(config.output, config.store)
     cursor = LoaderCursor(RowFile(config.input) if loader is None else loader, chosen.epochs)
+    check_sources(config, files)
     async with AsyncExitStack() as undo:
         undo.enter_context(output_lock(files))
         recorded = await RecordedRun.of(config, files)

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import orjson
 
 from nemo_gym.rollouts.interfaces import JobState
 from nemo_gym.rollouts.results import RunFiles, read_running
 from nemo_gym.rollouts.store.schema import SCHEMA_VERSION
-from nemo_gym.rollouts.store.sql import LOGS_KEY
+from nemo_gym.rollouts.store.sql import LOGS_KEY, connect_read_only
 
 RATE_WINDOW_S = 300.0
 RATE_RESULTS = 500
@@ -167,9 +166,7 @@ def stored_job(files: RunFiles, rollout_id: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    # Without a WAL file, nobody has the database open. Then ``immutable`` keeps SQLite from making files beside it.
-    mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
-    connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?{mode}", uri=True, timeout=5.0)
+    connection = connect_read_only(path)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         connection.row_factory = sqlite3.Row

@@ -189,6 +189,11 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
         (["input=nothing.jsonl", "output=o.jsonl"], "input 'nothing.jsonl' does not exist"),
         (["input=rows.jsonl", "output=rows.jsonl/o.jsonl"], "'rows.jsonl' is not a directory"),
         (["input=rows.jsonl", "output=foreign.jsonl"], "discard the file with overwrite=true"),
+        (["input=rows.jsonl", "output=rows.jsonl", "overwrite=true"], "output 'rows.jsonl' is the input itself"),
+        (
+            ["input=rows.jsonl", "output=own.jsonl", "+config_paths=[own_config.yaml]", "overwrite=true"],
+            "a file that the run itself writes or removes ('own_config.yaml'): choose another 'output'",
+        ),
         (["input=rows.jsonl", "output=held.jsonl"], "another collector (process"),
         (["input=blank.jsonl", "output=o.jsonl"], "blank.jsonl:3: the row has no prompt"),
         (["num_repeats=two"], "num_repeats"),
@@ -205,6 +210,7 @@ def test_run_is_checked_before_any_server_starts(root: Path, name: str, words: l
     blank = '{"responses_create_params": {"input": " "}, "expected": "3"}\n'
     (root / "blank.jsonl").write_text((root / "rows.jsonl").read_text() + blank)
     (root / "foreign.jsonl").write_text("precious\n")
+    (root / "own_config.yaml").write_text("num_repeats: 2\n")
     with (root / "held.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         done = command(root, name, *GROUPS, *words, f"run_dir={root / 'run'}")

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.rollouts.collection import RunOutlook, check_run
 from nemo_gym.rollouts.results import replaced
+
+ROW = json.dumps({"responses_create_params": {"input": "?"}}) + "\n"
+
+
+async def checked(directory: Path, *, configurations: tuple[Path, ...] = (), **keys: Any) -> RunOutlook:
+    """A run with the output ``train.jsonl``, checked as before any server starts."""
+    if "input" not in keys:
+        keys["input"] = directory / "rows.jsonl"
+        keys["input"].write_text(ROW)
+    config = RolloutRunConfig.parse({"output": directory / "train.jsonl", **keys})
+    servers: dict[str, Any] = {"solver": {"responses_api_agents": {"solver": {}}}}
+    return await check_run(config, servers, keep=False, configurations=configurations)
 
 
 def test_file_is_hidden_until_it_is_whole(tmp_path: Path) -> None:
@@ -18,3 +35,49 @@ def test_file_is_hidden_until_it_is_whole(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replaced(tmp_path / "0") as file:
         raise ZeroDivisionError
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("0", b"http://")]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("train_failures.jsonl", "train_materialized_inputs.jsonl", "train_reverified.jsonl", "train.lock"),
+        "train_logs/rows.jsonl",
+    ],
+)
+async def test_input_that_is_a_file_of_the_run_is_refused(tmp_path: Path, name: str, overwrite: bool) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(ROW)
+    with pytest.raises(ConfigError, match=rf"'input' '{path}' is a file that the run itself.*another 'output'"):
+        await checked(tmp_path, input=path, overwrite=overwrite)
+    assert path.read_text() == ROW
+
+
+async def test_input_that_is_the_store_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(ConfigError, match="choose another 'store'"):
+        await checked(tmp_path, store=path, overwrite=True)
+    assert path.read_text() == ROW
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("link", [None, "symlink_to", "hardlink_to"])
+async def test_output_that_is_the_input_is_refused(tmp_path: Path, link: str | None, overwrite: bool) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(ROW)
+    rows = path
+    if link is not None:
+        rows = tmp_path / "rows.jsonl"
+        getattr(rows, link)(path)
+    with pytest.raises(ConfigError, match=r"train\.jsonl' is the input itself: choose another 'output'$"):
+        await checked(tmp_path, input=rows, overwrite=overwrite)
+    assert path.read_text() == ROW
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_configuration_that_is_a_file_of_the_run_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    path = tmp_path / "train_config.yaml"
+    path.write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"the configuration '.*train_config\.yaml' is a file.*another 'output'"):
+        await checked(tmp_path, configurations=(path,), overwrite=overwrite)

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from urllib.parse import quote
 
 import orjson
 
@@ -635,6 +636,13 @@ def open_database(path: str) -> sqlite3.Connection:
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     connection.execute("COMMIT")
     return connection
+
+
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """Open a database that another process may be writing. Raises `sqlite3.Error`."""
+    # Without a WAL file, nobody has the database open. Then ``immutable`` keeps SQLite from making files beside it.
+    mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
+    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?{mode}", uri=True, timeout=5.0)
 
 
 def _steady_clock() -> Callable[[], float]:

@@ -164,13 +164,14 @@ class Collection:
         await core.preflight()
         if begun is not None:
             self._say(f"going on with NeMo Gym's run at {files.output}: {counted(begun.done, 'rollout')} there")
-        elif recorded is None:
+        elif config.overwrite:
             # Only here, after all checks of the new run: until then a failed check leaves the old run in place.
             files.discard()
-        await asyncio.to_thread(inputs.write, files.materialized_inputs)
         sink = ResultFiles(files)
         store = SqliteJobStore(files.store, sink=sink)
         try:
+            await store.counts()  # the database is made first: to the next start it shows whose the other files are
+            await asyncio.to_thread(inputs.write, files.materialized_inputs)
             run_id, total = await self._open(store, inputs)
             await take_over(files, store, failures=not config.retry_failed)
             await sink.recover(store)

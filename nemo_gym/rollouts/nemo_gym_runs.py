@@ -35,7 +35,7 @@ from nemo_gym.contract.verdict import (
     without_earlier_verdict,
 )
 from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
-from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.rollouts.results import RunFiles, check_unclaimed
 from nemo_gym.rollouts.rows import MaterializedInputs
 from nemo_gym.rollouts.store import SqlJobStore
 
@@ -52,21 +52,22 @@ class NemoGymRun:
 
     files: RunFiles
     done: int
-    """Rollouts with a line in the output."""
+    """Rollouts with a line in the output; 0 if NeMo Gym only wrote its rows, and perhaps failures."""
 
     @classmethod
     def of(cls, config: RolloutRunConfig, files: RunFiles) -> Self | None:
         """Return the run to continue, or ``None`` if the output holds no run of NeMo Gym or will be discarded. Raises
         `ConfigError` for a run that must not be continued."""
-        if config.overwrite or files.store.exists() or not files.output.is_file():
+        if config.overwrite or files.is_begun():
             return None
         keys: set[Key] = set()
-        for row in _rows(files.output):
+        for row in _rows(files.output) if files.output.is_file() else ():
             if row is None or (key := _key_of(row)) is None or _is_from_suite(row, key):
                 return None
             keys.add(key)
-        if not keys:
+        if not keys and (not config.resume or config.validation is not None or not _has_rows_only(files)):
             return None
+        check_unclaimed(files, besides=[*files.of_nemo_gym, files.reverified])
         run = cls(files, len(keys))
         if not config.resume or config.validation is not None:
             how = "leave resume=false out to go on with it" if not config.resume else "leave 'validation' out"
@@ -99,6 +100,8 @@ class NemoGymRun:
         if problem is None and begun != len(requested):
             problem = f"it has {begun} rollouts, this one {len(requested)}"
         if problem is not None:
+            if not self.done:  # nothing shows that the files are a run's
+                check_unclaimed(self.files)
             raise self._refused(
                 f"with other rows, repeats or parameters ({problem}); to go on with what it began, give"
                 f" input={self.files.materialized_inputs} without 'num_repeats' and parameters"
@@ -110,6 +113,16 @@ class NemoGymRun:
             " with overwrite=true",
             key="output",
         )
+
+
+def _has_rows_only(files: RunFiles) -> bool:
+    """Return whether NeMo Gym began a run of which no rollout has a result: it left rows, and perhaps failures."""
+    if files.store.exists() or not files.materialized_inputs.is_file():
+        return False
+    first = next(_rows(files.materialized_inputs), None)
+    failures = _rows(files.failures) if files.failures.exists() else ()
+    rows = (first, *failures)
+    return all(row and (key := _key_of(row)) is not None and not _is_from_suite(row, key) for row in rows)
 
 
 async def take_over(files: RunFiles, store: SqlJobStore, *, failures: bool = True) -> None:

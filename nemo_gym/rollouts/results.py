@@ -16,7 +16,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -96,16 +96,14 @@ class RunFiles:
         return self.store.with_name(f"{self.store.stem}_sampler.sqlite")
 
     @property
+    def of_nemo_gym(self) -> tuple[Path, ...]:
+        """The files beside the output that NeMo Gym writes, too."""
+        return self.materialized_inputs, self.failures, self.aggregate_metrics
+
+    @property
     def _beside(self) -> tuple[Path, ...]:
         """The files that a run writes and reads beside its output, without the databases."""
-        return (
-            self.materialized_inputs,
-            self.failures,
-            self.aggregate_metrics,
-            self.configuration,
-            self.reverified,
-            self.running,
-        )
+        return *self.of_nemo_gym, self.configuration, self.reverified, self.running
 
     @property
     def _databases(self) -> list[Path]:
@@ -129,11 +127,17 @@ class RunFiles:
                 return own
         return self.logs if resolved.is_relative_to(self.logs.resolve()) else None
 
+    def holding(self, *, besides: Collection[Path] = ()) -> list[Path]:
+        """Return the files, ``besides`` some, that hold something and that a run writes or `discard` removes. The
+        index is none of them: its readers mend it, and leave another's file of its name alone."""
+        candidates = (*self._beside, self.sampler, self.logs)
+        return [path for path in candidates if path not in besides and _holds_something(path)]
+
     def discard(self) -> None:
-        """Remove the files of an earlier run."""
+        """Remove the files of an earlier run. The store goes last: while it is there, the others are a run's."""
+        shutil.rmtree(self.logs, ignore_errors=True)
         for path in (self.output, *self._beside, *self._databases):
             path.unlink(missing_ok=True)
-        shutil.rmtree(self.logs, ignore_errors=True)
 
     def is_begun(self) -> bool:
         """Return whether the store holds a run. It does not if the start that made it was killed at once. Raises
@@ -178,6 +182,21 @@ def check_sources(config: RolloutRunConfig, files: RunFiles, configurations: Ite
         )
 
 
+def check_unclaimed(files: RunFiles, *, besides: Collection[Path] = ()) -> None:
+    """Raise `ConfigError` if a new run would replace files, ``besides`` some, that are not from a run here. A run
+    makes its store before them."""
+    if files.store.exists():
+        return
+    if held := files.holding(besides=besides):
+        names = ", ".join(f"'{path.name}'" for path in held)
+        raise ConfigError(
+            f"output '{files.output}': the run would replace {names} beside it, and no run database"
+            f" ('{files.store.name}') shows that they are an earlier run's: choose another 'output', move them away,"
+            " or discard them with overwrite=true",
+            key="output",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """The run that an output holds, and that the next command continues."""
@@ -214,19 +233,25 @@ class RecordedRun:
     @classmethod
     async def of(cls, config: RolloutRunConfig, files: RunFiles) -> RecordedRun | None:
         """Return the run at the output, or ``None`` if a new run may begin there. Raises `ConfigError` for anything
-        that must not be replaced: a run when ``resume`` is false, or a file without a run database."""
-        if files.store.is_dir() or files.output.is_dir():
-            raise ConfigError(f"output '{files.output}' is a directory", key="output")
+        that must not be replaced: a run when ``resume`` is false, or files without a run database."""
+        for path in files.paths:
+            if path.is_dir():
+                raise ConfigError(
+                    f"output '{files.output}' cannot be written: '{path}' is a directory; choose another 'output'",
+                    key="output",
+                )
+        begun = files.is_begun()
         if config.overwrite:
             return None
-        if not files.store.exists():
-            if files.output.exists() and files.output.stat().st_size > 0:
+        if not begun:
+            if _holds_something(files.output):
                 raise ConfigError(
                     f"output '{files.output}' is not empty, but its run database '{files.store.name}' is"
                     " missing: restore the database to continue that run, choose another 'output', or discard the file"
                     " with overwrite=true",
                     key="output",
                 )
+            check_unclaimed(files)
             return None
         store = SqliteJobStore(files.store)
         try:
@@ -234,7 +259,7 @@ class RecordedRun:
         finally:
             await store.aclose()
         if info is None:
-            return None
+            raise _foreign_store(files.store)
         recorded = cls(files, str(info["run_id"]), info.get("inputs_sha256"), info.get("validation"), counts)
         if not config.resume:
             state = (

@@ -104,10 +104,10 @@ async def sampler_at(
         undo.enter_context(output_lock(files))
         recorded = await RecordedRun.of(config, files)
         await workplace.prepare(None)
-        if recorded is None:
-            files.discard()
-        else:
+        if recorded is not None:
             recorded.require_same(config, INPUTS)
+        elif config.overwrite:
+            files.discard()
         sink = ResultFiles(files)
         undo.callback(sink.close)
         store = SqliteJobStore(files.store, sink=sink)

@@ -695,6 +695,15 @@ async def test_foreign_output_is_not_overwritten_unasked(make_chain: MakeChain) 
     assert chain.output.read_text() == '{"precious": true}\n'
 
 
+async def test_new_run_removes_no_file(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    index = chain.directory / "out_index.sqlite"
+    index.write_text("another program's")
+    assert (await run_collection(chain.client(), chain.run_keys())).valid == 1
+    assert index.read_text() == "another program's"
+
+
 @pytest.mark.parametrize("torn", ['{"_ng_rollout_id": "x', None], ids=["torn last line", "missing lines"])
 async def test_resume_mends_the_output_file(make_chain: MakeChain, torn: str | None) -> None:
     chain = make_chain()

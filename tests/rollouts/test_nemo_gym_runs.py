@@ -200,6 +200,34 @@ async def test_rows_that_nemo_gym_numbered_otherwise_go_on_from_its_own_file(mak
     assert (ended.valid, len(chain.notes("seed"))) == (2, 1)
 
 
+async def test_run_of_which_nemo_gym_finished_nothing_is_continued(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    rows = begin(chain, repeats=1, done=0)
+    terminal = {"_ng_failure_class": "skipped", "_ng_failure_terminal": True, "error": "too long"}
+    write_lines(chain.directory / "out_failures.jsonl", [{**rows[1], **terminal}])
+    ended = await run_collection(chain.client(), chain.run_keys())
+    assert (ended.valid, ended.invalid, len(chain.notes("seed"))) == (2, 1, 2)
+    (failed,) = chain.results("out_failures.jsonl")
+    assert terminal.items() <= failed.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "done"),
+    [
+        *(("out_config.yaml", 0), ("out_config.yaml", 1), ("out_failures.jsonl", 0)),
+        *(("out_materialized_inputs.jsonl", 0), ("out_materialized_inputs.jsonl", 1)),
+    ],
+)
+async def test_files_that_nemo_gym_did_not_write_stay_as_they_are(make_chain: MakeChain, name: str, done: int) -> None:
+    chain = make_chain()
+    begin(chain, repeats=1, done=done)
+    path = chain.directory / name
+    path.write_text('{"precious": true}\n')
+    with pytest.raises(ConfigError, match="overwrite=true"):
+        await check_run(RolloutRunConfig.parse(chain.run_keys()), chain.stack, keep=True)
+    assert path.read_text() == '{"precious": true}\n'
+
+
 async def test_results_without_the_rows_of_their_run_are_refused(make_chain: MakeChain) -> None:
     chain = make_chain()
     begin(chain)

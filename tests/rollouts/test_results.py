@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.collection import RunOutlook, check_run
-from nemo_gym.rollouts.results import replaced
+from nemo_gym.rollouts.results import RunFiles, replaced
+from nemo_gym.rollouts.store import SqliteJobStore
 
 ROW = json.dumps({"responses_create_params": {"input": "?"}}) + "\n"
 
@@ -35,6 +38,65 @@ def test_file_is_hidden_until_it_is_whole(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replaced(tmp_path / "0") as file:
         raise ZeroDivisionError
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("0", b"http://")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("train_failures.jsonl", "train_materialized_inputs.jsonl", "train_aggregate_metrics.json"),
+        *("train_config.yaml", "train_reverified.jsonl", "train_running.json", "train_store_sampler.sqlite"),
+        "train_logs/monday.txt",
+    ],
+)
+async def test_files_beside_the_output_that_no_run_wrote_are_not_replaced_unasked(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("precious\n")
+    with pytest.raises(ConfigError, match=rf"'{name.split('/')[0]}'.*another 'output'.*overwrite=true") as caught:
+        await checked(tmp_path)
+    assert caught.value.details["key"] == "output"
+    assert (await checked(tmp_path, overwrite=True)).recorded is None
+    assert path.read_text() == "precious\n"
+
+
+async def test_what_holds_nothing_is_in_no_runs_way(tmp_path: Path) -> None:
+    (tmp_path / "train_logs").mkdir()
+    (tmp_path / "train_failures.jsonl").touch()
+    (tmp_path / "train.lock").write_text("123\n")
+    (tmp_path / "train_index.sqlite").write_text("its readers mend it")
+    assert (await checked(tmp_path)).recorded is None
+
+
+async def test_start_that_was_killed_before_its_run_was_recorded_can_be_repeated(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "train.jsonl")
+    store = SqliteJobStore(files.store)
+    await store.counts()
+    await store.aclose()
+    files.materialized_inputs.write_text(ROW)
+    assert (await checked(tmp_path)).recorded is None
+    files.store.write_bytes(b"")
+    assert (await checked(tmp_path)).recorded is None
+    files.output.write_text("precious\n")
+    with pytest.raises(ConfigError, match="is not empty"):
+        await checked(tmp_path)
+
+
+async def test_database_of_another_program_is_no_store(tmp_path: Path) -> None:
+    path = tmp_path / "notes.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE notes (text)")
+    before = path.read_bytes()
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"notes\.sqlite' is another program's database: choose another 'store'"):
+            await checked(tmp_path, store=path, overwrite=overwrite)
+    assert path.read_bytes() == before
+
+
+async def test_directory_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train_failures.jsonl").mkdir()
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"train_failures\.jsonl' is a directory"):
+            await checked(tmp_path, overwrite=overwrite)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -10,8 +10,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from nemo_gym._util.exact_json import require_exact_integers
+from nemo_gym._util.files import write_whole
 from nemo_gym.config.roots import plugin_roots
-from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.contract.errors import ConfigError, RowError, not_json
 from nemo_gym.contract.verdict import PARAMS_KEY
 
 
@@ -31,7 +33,7 @@ def load_prompt_config(path: str) -> PromptConfig:
         return PromptConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"prompt file '{path}' cannot be read: {error.strerror}", key="prompt_config") from error
-    except (yaml.YAMLError, ValidationError) as error:
+    except (yaml.YAMLError, ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"prompt file '{file}' must be YAML with 'user' and optionally 'system': {error}", key="prompt_config"
         ) from error
@@ -47,14 +49,22 @@ def resolve_path(path: str | Path) -> Path:
 
 
 def fill_prompt(prompt_config: PromptConfig, row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the messages of a row. Raises ``KeyError`` naming a field that the row lacks."""
-    templates = [("system", prompt_config.system), ("user", prompt_config.user)]
-    try:
-        return [
-            {"role": role, "content": template.format_map(row)} for role, template in templates if template is not None
-        ]
-    except KeyError as error:
-        raise KeyError(f"the prompt uses {error}, but the row has only the fields {sorted(row)}") from None
+    """Return the messages of a row. Raises ``KeyError`` naming a field that the row lacks, and `ConfigError` naming a
+    template that cannot be filled in."""
+    messages = []
+    for role, template in (("system", prompt_config.system), ("user", prompt_config.user)):
+        if template is None:
+            continue
+        try:
+            messages.append({"role": role, "content": template.format_map(row)})
+        except KeyError as error:
+            raise KeyError(f"the prompt uses {error}, but the row has only the fields {sorted(row)}") from None
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the prompt's '{role}' cannot be filled in: {error}; a brace that is text is written twice",
+                key="prompt_config",
+            ) from error
+    return messages
 
 
 def validate_prompt_compatibility(rows: Sequence[Mapping[str, Any]], prompt_config: PromptConfig) -> None:
@@ -75,16 +85,51 @@ def apply_prompt_to_row(row: Mapping[str, Any], prompt_config: PromptConfig) -> 
 
 
 def materialize_prompts(input_jsonl: str | Path, prompt_config: str, output_jsonl: str | Path) -> int:
-    """Write rows with their inputs filled in, each labelled with the prompt file. Return the number of rows."""
-    import orjson
+    """Write rows with their inputs filled in, each labelled with the prompt file. Return the number of rows.
 
+    The output may be the input: it is written once every row has its prompt. Raises `RowError` naming the line of a
+    row that cannot be used, and `OSError`."""
     prompt = load_prompt_config(prompt_config)
-    rows = [orjson.loads(line) for line in Path(input_jsonl).read_bytes().splitlines() if line.strip()]
+    source, target = Path(input_jsonl), Path(output_jsonl)
+    lines = [(number, line) for number, line in enumerate(source.read_bytes().split(b"\n"), 1) if line.strip()]
+    rows = [_row(source, number, line) for number, line in lines]
     validate_prompt_compatibility(rows, prompt)
     label = {"prompt_config_used": str(resolve_path(prompt_config))}
-    target = Path(output_jsonl)
+    worded = [_worded(source, number, row, prompt, label) for (number, _), row in zip(lines, rows, strict=True)]
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("wb") as stream:
-        for row in rows:
-            stream.write(orjson.dumps({**apply_prompt_to_row(row, prompt), **label}) + b"\n")
+    write_whole(target, b"".join(worded))
     return len(rows)
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    import orjson
+
+    try:
+        row = orjson.loads(line)
+        require_exact_integers(line)
+    except orjson.JSONDecodeError as error:
+        raise _error(path, number, f"not a JSON value ({error.msg})") from None
+    except ValueError as error:
+        raise _error(path, number, str(error)) from None
+    if not isinstance(row, dict):
+        raise _error(path, number, f"a row is one JSON object, this is a {type(row).__name__}")
+    if not isinstance(row.get(PARAMS_KEY), dict | None):
+        raise _error(path, number, f"'{PARAMS_KEY}' must be an object, got {type(row[PARAMS_KEY]).__name__}")
+    return row
+
+
+def _worded(path: Path, number: int, row: dict[str, Any], prompt: PromptConfig, label: Mapping[str, str]) -> bytes:
+    import orjson
+
+    try:
+        return orjson.dumps({**apply_prompt_to_row(row, prompt), **label}, option=orjson.OPT_APPEND_NEWLINE)
+    except KeyError as error:
+        raise _error(path, number, str(error.args[0])) from error
+    except ConfigError as error:
+        raise _error(path, number, error.message) from error
+    except TypeError as error:
+        raise _error(path, number, str(not_json(error))) from error
+
+
+def _error(path: Path, number: int, problem: str) -> RowError:
+    return RowError(f"{path}:{number}: {problem}", path=str(path), line=number)

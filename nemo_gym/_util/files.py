@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,14 +58,34 @@ def write_private(path: Path, text: str, *, sync: bool = False) -> None:
     Raises:
         OSError: the old file is unchanged.
     """
+    _replace(path, text.encode(), 0o600, sync=sync)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Create or atomically replace a file. A link's target is replaced, with the mode that it has; what is no regular
+    file, such as a pipe, is written to.
+
+    Raises:
+        OSError: the old file is unchanged.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
+    _replace(path, data, stat.S_IMODE(path.stat().st_mode) if path.exists() else None)
+
+
+def _replace(path: Path, data: bytes, mode: int | None, *, sync: bool = False) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            file.write(data)
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(descriptor)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -73,9 +73,8 @@ def render(argv: Sequence[str]) -> int:
     try:
         count = materialize_prompts(Path(source).expanduser(), template, Path(target).expanduser())
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read or written: {error.strerror}", key="input") from error
-    except KeyError as error:
-        raise ConfigError(str(error.args[0]), key="prompt_config") from error
+        place = error.filename or target
+        raise ConfigError(f"{place} cannot be read or written: {error.strerror}", key="input") from error
     print(f"{count} rows: {target}")
     return command.EXIT_OK
 

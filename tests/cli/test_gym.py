@@ -8,8 +8,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import orjson
 import pytest
 
+from nemo_gym._util.exact_json import require_exact_integers
 from nemo_gym.cli import gym
 from nemo_gym.cli.listing import list_parts, search
 from nemo_gym.cli.plugin_tests import plugin_folder, run_tests
@@ -17,7 +19,7 @@ from nemo_gym.cli.profile import aggregate, profile, render
 from nemo_gym.cli.scaffold import init_agent, init_environment
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, RowError
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = {"agent init", "view", "show", "why", "logs", "report", "serve", "jobs"}
@@ -188,12 +190,69 @@ def test_rows_get_the_prompts_of_a_template(tmp_path: Path) -> None:
     assert render(["-i", str(rows), "--prompt-config", str(template), "-o", str(out)]) == 0
     worded = json.loads(out.read_text())
     assert worded["responses_create_params"]["input"] == [{"role": "user", "content": "What is 1 + 2?"}]
-    template = tmp_path / "other.yaml"
-    template.write_text("user: '{c}'\n")
-    with pytest.raises(ConfigError, match="'c'"):
-        render(["-i", str(rows), "--prompt-config", str(template), "-o", str(out)])
     with pytest.raises(ConfigError, match="did you mean 'prompt_config'"):
         render(["-i", str(rows), f"promt_config={template}", "-o", str(out)])
+
+
+def test_rows_may_be_worded_in_place(tmp_path: Path) -> None:
+    rows, template, link = tmp_path / "rows.jsonl", tmp_path / "prompt.yaml", tmp_path / "link.jsonl"
+    rows.write_text('{"a": "1\u2028"}\n\n{"a": 2}')
+    rows.chmod(0o640)
+    link.symlink_to(rows)
+    template.write_text("user: 'What is {a}?'\n")
+    assert render(["-i", str(rows), "--prompt-config", str(template), "-o", str(link)]) == 0
+    worded = [json.loads(line) for line in rows.read_bytes().split(b"\n") if line]
+    said = [row["responses_create_params"]["input"][0]["content"] for row in worded]
+    assert said == ["What is 1\u2028?", "What is 2?"]
+    assert link.is_symlink() and rows.stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "prompt.yaml", "link.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("line", "template", "told"),
+    [
+        ('{"a": ', "{a}", ":2: not a JSON value"),
+        ('["a"]', "{a}", ":2: a row is one JSON object, this is a list"),
+        ('{"a": 1, "responses_create_params": "text"}', "{a}", ":2: 'responses_create_params' must be an object"),
+        ('{"b": 1}', "{a}", ":2: the prompt uses 'a', but the row has only the fields ['b']"),
+        ('{"a": "x"}', "{a:d}", ":2: the prompt's 'user' cannot be filled in: Unknown format code 'd'"),
+        ('{"a": "x"}', "{a[b]}", ":2: the prompt's 'user' cannot be filled in"),
+        ('{"a": 1}', "{a.b}", ":1: the prompt's 'user' cannot be filled in"),
+        ('{"a": 1}', "{a", ":1: the prompt's 'user' cannot be filled in"),
+        ('{"a": [1, {"b": 18446744073709551616}]}', "{a}", ":2: 'a[1].b' is 18446744073709551616, an integer beyond"),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "{a}", ":2: a value is nested too deeply"),
+    ],
+)
+def test_a_row_that_cannot_be_worded_is_named_and_no_file_changes(
+    line: str, template: str, told: str, tmp_path: Path
+) -> None:
+    rows, prompt = tmp_path / "rows.jsonl", tmp_path / "prompt.yaml"
+    first = '{"a": 1}' if "b]" not in template else '{"a": {"b": 1}}'
+    rows.write_text(f"{first}\n{line}\n{first}\n")
+    prompt.write_text(f"user: '{template}'\n")
+    before = rows.read_bytes()
+    with pytest.raises(RowError, match=re.escape(told)):
+        render(["-i", str(rows), "--prompt-config", str(prompt), "-o", str(rows)])
+    assert rows.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "prompt.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("value", "is_exact"),
+    [
+        *(("18446744073709551615", True), ("-9223372036854775808", True), ("0.12345678901234567890123", True)),
+        *(('"18446744073709551616"', True), ("18446744073709551616", False), ("-9223372036854775809", False)),
+        ("9" * 5000, False),
+    ],
+)
+def test_an_integer_is_kept_exactly_or_refused(value: str, is_exact: bool) -> None:
+    line = f'{{"a": {{"b": [0, {value}]}}}}'.encode()
+    if is_exact:
+        require_exact_integers(line)
+        assert orjson.loads(line) == json.loads(line)
+        return
+    with pytest.raises(ValueError, match=r"^'a\.b\[1\]' is -?[0-9]+…?, an integer beyond 64 bits: write it as text$"):
+        require_exact_integers(line)
 
 
 def commands_of_the_page() -> list[tuple[str, str]]:

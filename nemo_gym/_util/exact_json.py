@@ -1,0 +1,42 @@
+"""Integers that orjson would change: beyond 64 bits it reads them as floats, without an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+LEAST, MOST = -(2**63), 2**64 - 1
+"""The integers that orjson reads and writes exactly."""
+_MANY_DIGITS = re.compile(rb"\d{19}")
+_SHOWN_CHARS = 24
+
+
+def require_exact_integers(line: bytes) -> None:
+    """Raise `ValueError` naming the field of an integer beyond 64 bits. ``line`` is one JSON value that orjson reads;
+    only lines with long numbers are looked at more closely."""
+    if not _MANY_DIGITS.search(line):
+        return
+    try:
+        values: list[tuple[str, Any]] = [("", json.loads(line, parse_int=_Digits))]
+    except RecursionError:
+        raise ValueError("the value is nested too deeply") from None
+    while values:
+        path, value = values.pop()
+        if isinstance(value, dict):
+            values += [(f"{path}.{key}" if path else key, each) for key, each in value.items()]
+        elif isinstance(value, list):
+            values += [(f"{path}[{index}]", each) for index, each in enumerate(value)]
+        elif isinstance(value, _Digits) and not value.is_exact:
+            shown = value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}…"
+            raise ValueError(f"'{path or 'the value'}' is {shown}, an integer beyond 64 bits: write it as text")
+
+
+class _Digits(str):
+    """An integer as it is written: Python refuses to build very long ones."""
+
+    __slots__ = ()
+
+    @property
+    def is_exact(self) -> bool:
+        return len(self) <= len(str(LEAST)) and LEAST <= int(self) <= MOST

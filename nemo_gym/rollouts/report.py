@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_gym._util.terminal import shown
+from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind
 from nemo_gym.http.peers import PeerError, Peers
-from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, pass_rates
+from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, compute_aggregate_metrics, pass_rates
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.result_rows import AgentTally, Reason, RolloutSummary, Tally
 
 log = structlog.get_logger(__name__)
+
+SLOW_METRICS_S = 30.0
+"""After this time, a sentence says that the run waits for an environment's metrics."""
 
 
 def for_aggregation(row: Mapping[str, Any], given: bytes) -> dict[str, Any]:
@@ -53,17 +58,44 @@ def _usage(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 async def aggregate(
     peers: Peers, servers: Servers, rows: list[dict[str, Any]], tally: AgentTally, summaries: Sequence[RolloutSummary]
 ) -> dict[str, Any]:
-    """Return one entry of the aggregate file. If the environment cannot answer, it holds the counts and the error."""
-    metrics: dict[str, Any] = {"agent_metrics": {}, "key_metrics": {}, "group_level_metrics": []}
+    """Return one entry of the aggregate file. If the environment cannot answer, it holds the error, and the metrics
+    without the environment's own."""
+    answered: dict[str, Any] = {}
+    problem: dict[str, str] = {}
     server = servers.environment or servers.agent
     if rows:
+        reminder = asyncio.get_running_loop().call_later(
+            SLOW_METRICS_S, lambda: log.warning("waiting for the environment's metrics", server=server)
+        )
         try:
             reply = await peers.post(server, "/aggregate_metrics", {"verify_responses": rows})
-            answered = reply.json()
-            metrics.update({key: answered[key] or metrics[key] for key in metrics if key in answered})
+            answered = dict(reply.json())
         except (PeerError, ValueError, TypeError) as error:
-            log.warning("no aggregate metrics", server=server, error=str(error))
-            metrics["error"] = f"{server}/aggregate_metrics: {error}"
+            problem["error"] = str(error) if isinstance(error, PeerError) else f"{server}/aggregate_metrics: {error}"
+            log.warning("the environment's own metrics are missing", **problem)
+            answered = await asyncio.to_thread(_standard_metrics, rows)
+        finally:
+            reminder.cancel()
+    ref = {"type": "responses_api_agents", "name": servers.agent}
+    return {"agent_ref": ref, **with_counts(answered, tally, summaries), **problem}
+
+
+def _standard_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the metrics that need no environment; none if the rows cannot be summed up."""
+    try:
+        return compute_aggregate_metrics(rows).model_dump(mode="json")
+    except InvalidBodyError as error:
+        log.warning("no metrics", error=error.message)
+        return {}
+
+
+def with_counts(answered: Mapping[str, Any], tally: AgentTally, summaries: Sequence[RolloutSummary]) -> dict[str, Any]:
+    """Return the metrics of one agent's rollouts with a verdict, with what all its rollouts count."""
+    metrics: dict[str, Any] = {
+        "agent_metrics": answered.get("agent_metrics") or {},
+        "key_metrics": answered.get("key_metrics") or {},
+        "group_level_metrics": answered.get("group_level_metrics") or [],
+    }
     tasks = _by_task(summaries)
     rates = pass_rates([_rewards(samples) for samples in tasks.values()])
     counts = {
@@ -83,7 +115,7 @@ async def aggregate(
     headline = {name: counts[name] for name in ("tasks/total", "tasks/solved", "rollouts/total", "rollouts/invalid")}
     metrics["key_metrics"] |= {**_headline(rates), **headline}
     metrics["group_level_metrics"] = _groups(metrics["group_level_metrics"], tasks)
-    return {"agent_ref": {"type": "responses_api_agents", "name": servers.agent}, **metrics}
+    return metrics
 
 
 def _by_task(summaries: Sequence[RolloutSummary]) -> dict[int, list[RolloutSummary]]:

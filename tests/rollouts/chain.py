@@ -45,7 +45,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
     right), ``invalid`` (a failure kind), ``fenced`` (409 for first attempts), ``no_solution``, ``no_verdict``,
     ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``),
     ``says`` (by task: members of the verdict), ``close_s`` (how long a close takes), ``tool`` (the name of one that
-    its ``/mcp`` has, served by the MCP library)."""
+    its ``/mcp`` has, served by the MCP library), ``metrics_s`` (how long its metrics take before they fail)."""
     tools = mcp_tools(options["tool"]) if options.get("tool") else None
     app = FastAPI(lifespan=None if tools is None else lambda _: tools.session_manager.run())
     journal = Journal(options.get("journal"))
@@ -138,6 +138,9 @@ def environment(options: dict[str, Any]) -> FastAPI:
     @app.post("/aggregate_metrics")
     async def aggregate(request: Request) -> Response:
         rows = orjson.loads(await request.body())["verify_responses"]
+        if (seconds := options.get("metrics_s")) is not None:
+            await asyncio.sleep(seconds)
+            return answer({"detail": "compute_metrics raised ValueError"}, 500)
         return Response(compute_aggregate_metrics(rows).model_dump_json(), media_type="application/json")
 
     if tools is not None:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.rollout import reward_of
-from nemo_gym.rollouts import results
+from nemo_gym.rollouts import report, results
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.rollouts.interfaces import SameFailureError
 from nemo_gym.rollouts.results import RunFiles
@@ -52,11 +52,11 @@ async def test_run_writes_each_sample_once_with_nemo_gym_fields(make_chain: Make
         assert row["response"]["output"]
     assert len(chain.results("out_materialized_inputs.jsonl")) == 12
     assert not (chain.directory / "out_failures.jsonl").exists()
-    (aggregate,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
-    assert set(aggregate) == {"agent_ref", "agent_metrics", "key_metrics", "group_level_metrics"}
-    key = aggregate["key_metrics"]
+    (metrics,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
+    assert set(metrics) == {"agent_ref", "agent_metrics", "key_metrics", "group_level_metrics"}
+    key = metrics["key_metrics"]
     assert (key["mean/reward"], key["pass@1"], key["pass@3"], key["rollouts/invalid"]) == (0.5, 50, 50, 0)
-    assert aggregate["agent_metrics"]["rollouts/valid"] == 12
+    assert metrics["agent_metrics"]["rollouts/valid"] == 12
 
 
 async def test_run_closes_every_session_and_environment_it_opened(make_chain: MakeChain) -> None:
@@ -155,9 +155,29 @@ async def test_run_gives_reward_null_and_goes_on_when_one_task_always_crashes(ma
     assert [past["stage"] for past in failure["failures"]] == ["run", "run"]
     assert failure["_ng_attempt_index"] == 1
     assert "t0" not in {row["task_id"] for row in chain.results()}
-    (aggregate,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
-    assert aggregate["agent_metrics"]["rollouts/invalid/agent_crashed"] == 1
-    assert aggregate["key_metrics"]["mean/reward"] == 0.4  # of the five with a verdict
+    (metrics,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
+    assert metrics["agent_metrics"]["rollouts/invalid/agent_crashed"] == 1
+    assert metrics["key_metrics"]["mean/reward"] == 0.4  # of the five with a verdict
+
+
+async def test_metrics_of_an_environment_that_fails_are_those_of_every_environment(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "SLOW_METRICS_S", 0.05)
+    chain = make_chain(environment={"metrics_s": 0.3})
+    chain.write_rows(2)
+    with structlog.testing.capture_logs() as logged:
+        await run_collection(chain.client(), chain.run_keys())
+    (entry,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
+    assert entry["error"] == "env/aggregate_metrics: compute_metrics raised ValueError"
+    assert entry["agent_metrics"]["mean/reward"] == entry["key_metrics"]["mean/reward"] == 0.5
+    assert [group["mean/reward"] for group in entry["group_level_metrics"]] == [1, 0]
+    told = [line for line in logged if "metrics" in line["event"]]
+    assert [line["event"] for line in told] == [
+        "waiting for the environment's metrics",
+        "the environment's own metrics are missing",
+    ]
+    assert told[1]["error"] == entry["error"]
 
 
 @pytest.mark.parametrize("outcome", ['completed"},"expected_answer":"B","z":{"a":"b', "solved", ["completed"], None])

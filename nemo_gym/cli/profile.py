@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.files import write_whole
 from nemo_gym.cli import command
+from nemo_gym.cli.report import require_another_file
 from nemo_gym.contract.errors import ConfigError
 
 
@@ -31,9 +33,9 @@ def profile(argv: Sequence[str]) -> int:
     lines = [
         {"agent_ref": report["agent_ref"], **group} for report in reports for group in report["group_level_metrics"]
     ]
-    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    _write(tasks, "".join(json.dumps(line) + "\n" for line in lines))
     agent_metrics = [{key: report[key] for key in ("agent_ref", "agent_metrics", "key_metrics")} for report in reports]
-    agents.write_text(json.dumps(agent_metrics, indent=2), encoding="utf-8")
+    _write(agents, json.dumps(agent_metrics, indent=2))
     _print(reports)
     print(f"tasks: {tasks}\nagents: {agents}")
     return command.EXIT_OK
@@ -47,9 +49,10 @@ def aggregate(argv: Sequence[str]) -> int:
     if not arguments.settings:
         raise ConfigError("say which results: ng eval aggregate a.jsonl b.jsonl", key="input")
     paths = [Path(word).expanduser() for word in arguments.settings]
+    output = Path(arguments.output).expanduser() if arguments.output else paths[0].with_name("aggregate_metrics.json")
+    require_another_file("output", output, paths)
     reports = _metrics([row for path in paths for row in _rows(path)])
-    output = Path(arguments.output) if arguments.output else paths[0].with_name("aggregate_metrics.json")
-    output.write_text(json.dumps(reports, indent=2), encoding="utf-8")
+    _write(output, json.dumps(reports, indent=2))
     _print(reports)
     print(f"metrics: {output}")
     return command.EXIT_OK
@@ -109,6 +112,13 @@ def _metrics(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {"agent_ref": {"name": name}, **compute_aggregate_metrics(results).model_dump(mode="json")}
         for name, results in by_agent.items()
     ]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", key="output") from error
 
 
 def _print(reports: Sequence[dict[str, Any]]) -> None:

@@ -53,7 +53,7 @@ def write_report(argv: Sequence[str]) -> int:
     if "to" in given:
         raise ConfigError(f"to={given['to']} works only with export=; for a report use file=", key="to")
     path = Path(given.get("file") or first.with_name(f"{first.stem}_report.{form}"))
-    _require_another_file("file", path, outputs)
+    require_another_file("file", path, outputs)
     text = report([open_shown(each) for each in outputs], form, prices)
     try:
         path.write_text(text, encoding="utf-8")
@@ -63,7 +63,7 @@ def write_report(argv: Sequence[str]) -> int:
     return command.EXIT_OK
 
 
-def _require_another_file(key: str, path: Path, outputs: Sequence[str]) -> None:
+def require_another_file(key: str, path: Path, outputs: Sequence[str | Path]) -> None:
     """Raise `ConfigError` if ``path`` would replace a file that a run wrote."""
     from nemo_gym.rollouts.results import RunFiles
 
@@ -89,5 +89,5 @@ def _export(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | N
     first = Path(outputs[0])
     ending = ".jsonl" if name == "otel" else ""
     target = given.get("to") or str(first.with_name(f"{first.stem}_{name}{ending}"))
-    _require_another_file("to", Path(target), outputs)
+    require_another_file("to", Path(target), outputs)
     return EXPORTERS[name]([open_shown(each) for each in outputs], target, prices)

@@ -183,6 +183,19 @@ def test_metrics_of_files_need_no_servers(tmp_path: Path, capsys: pytest.Capture
         profile([f"rollout_jsonl_fpath={one}"])
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl", "link.jsonl", "a_failures.jsonl"])
+def test_metrics_replace_no_file_of_a_run(name: str, tmp_path: Path) -> None:
+    files = [results(tmp_path / f"{letter}.jsonl", 1.0) for letter in "ab"]
+    results(tmp_path / "a_failures.jsonl", 0.0)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(ConfigError, match="is a file of the run itself"):
+        aggregate([*map(str, files), "--output", str(tmp_path / name)])
+    assert (tmp_path / name).read_bytes() == before
+    with pytest.raises(ConfigError, match="cannot be written: No such file"):
+        aggregate([str(files[0]), "--output", str(tmp_path / "none" / "metrics.json")])
+
+
 def test_rows_get_the_prompts_of_a_template(tmp_path: Path) -> None:
     rows, template, out = tmp_path / "rows.jsonl", tmp_path / "prompt.yaml", tmp_path / "worded.jsonl"
     rows.write_text('{"a": 1, "b": 2}\n')

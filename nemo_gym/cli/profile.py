@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,24 @@ from nemo_gym._util.files import write_whole
 from nemo_gym.cli import command
 from nemo_gym.cli.report import require_another_file
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.verdict import AGENT_REF_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 
 
 def profile(argv: Sequence[str]) -> int:
     """Write ``<stem>_reward_profiling.jsonl`` (a line for each task) and ``<stem>_agent_metrics.json``."""
     parser = command.parser("ng eval profile", "Metrics of each task and of each agent of a result file.")
-    parser.add_argument("--inputs", help="accepted: the results hold what is needed of their rows")
+    parser.add_argument("--inputs", help="the run's materialized inputs (default: those beside the result file)")
     parser.add_argument("--rollouts", "-i", help="the result file")
     arguments = parser.parse_intermixed_args(argv)
-    # Some do nothing: the results hold what is needed of their inputs, and partial results are always profiled.
+    # The last one does nothing: partial results are always profiled.
     keys = ("input", "materialized_inputs_jsonl_fpath", "rollouts_jsonl_fpath", "allow_partial_rollouts")
     given = command.settings_of(arguments.settings, keys)
     source = arguments.rollouts or given.get("rollouts_jsonl_fpath") or given.get("input")
     if not source:
         raise ConfigError("say which results: ng eval profile --rollouts results/rollouts.jsonl", key="rollouts")
     path = Path(source).expanduser()
-    reports = _metrics(_rows(path))
+    inputs = arguments.inputs or given.get("materialized_inputs_jsonl_fpath")
+    reports = _reports([path], Path(inputs).expanduser() if inputs else None)
     tasks = path.with_name(f"{path.stem}_reward_profiling.jsonl")
     agents = path.with_name(f"{path.stem}_agent_metrics.json")
     lines = [
@@ -51,7 +53,7 @@ def aggregate(argv: Sequence[str]) -> int:
     paths = [Path(word).expanduser() for word in arguments.settings]
     output = Path(arguments.output).expanduser() if arguments.output else paths[0].with_name("aggregate_metrics.json")
     require_another_file("output", output, paths)
-    reports = _metrics([row for path in paths for row in _rows(path)])
+    reports = _reports(paths)
     _write(output, json.dumps(reports, indent=2))
     _print(reports)
     print(f"metrics: {output}")
@@ -82,36 +84,83 @@ def render(argv: Sequence[str]) -> int:
     return command.EXIT_OK
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _reports(paths: Sequence[Path], inputs: Path | None = None) -> list[dict[str, Any]]:
+    """Return the metrics of each agent as its run computes them, but for those that only its environment knows."""
+    import orjson
+
+    from nemo_gym.reward_profile import compute_aggregate_metrics
+    from nemo_gym.rollouts.report import for_aggregation, with_counts
+    from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
+    from nemo_gym.rollouts.results import RunFiles
+    from nemo_gym.rollouts.reverify import Inputs
+    from nemo_gym.view.lines import with_known_types
+
+    summaries, tally = [], Tally()
+    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    failures_files = {RunFiles(path).failures.resolve() for path in paths}
+    for path in (each for each in paths if each.resolve() not in failures_files):
+        beside = RunFiles(path).materialized_inputs
+        given = inputs or (beside if beside.is_file() else None)
+        dataset = None if given is None else Inputs(given)
+        rows, failures = _rows(path)
+        for row in (*rows, *failures):
+            known = with_known_types(row)
+            summary = RolloutSummary.of_row(known)
+            summaries.append(summary)
+            tally.add_row(summary.agent, known)
+        for row in rows:
+            # What a run gives to the environment: numbers of the dataset are no metrics.
+            task, sample, agent = _key_of(row)
+            from_dataset = dataset and dataset.row(task, sample)
+            results[agent].append(for_aggregation(row, orjson.dumps(from_dataset or {})))
+    reports = []
+    for name, counts in tally.agents.items():
+        metrics = compute_aggregate_metrics(results[name]).model_dump(mode="json")
+        of_agent = [item for item in summaries if item.agent == name]
+        reports.append({"agent_ref": {"name": name}, **with_counts(metrics, counts, of_agent)})
+    return reports
+
+
+def _rows(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of a result file, and those of the failures file beside it for rollouts without a result."""
+    from nemo_gym.rollouts.results import RunFiles
+
+    beside = RunFiles(path).failures
+    rows = _read(path) if path.exists() or not beside.is_file() else []
+    done = {_key_of(row) for row in rows}
+    # NeMo Gym writes a line for each attempt that failed.
+    last = {_key_of(row): row for row in (_read(beside) if beside.is_file() else ())}
+    if not rows and not last:
+        raise ConfigError(f"{path} holds no results", key="rollouts")
+    return rows, [row for key, row in last.items() if key not in done]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", key="rollouts") from error
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number} is no JSON: {error.msg}", key="rollouts") from error
-        if row is not None and not isinstance(row, dict):
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {number} is no JSON: {error}", key="rollouts") from error
+        if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number} is no JSON object", key="rollouts")
-        rows += [row] if row is not None else []
-    if not rows:
-        raise ConfigError(f"{path} holds no results", key="rollouts")
+        for key in (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY):
+            if not isinstance(row.setdefault(key, 0), int):
+                raise ConfigError(f"{path}, line {number}: '{key}' must be a whole number", key="rollouts")
+        rows.append(row)
     return rows
 
 
-def _metrics(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    from nemo_gym.reward_profile import compute_aggregate_metrics
-
-    by_agent: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        ref = row.get("agent_ref")
-        by_agent[str(ref.get("name")) if isinstance(ref, dict) else ""].append(row)
-    return [
-        {"agent_ref": {"name": name}, **compute_aggregate_metrics(results).model_dump(mode="json")}
-        for name, results in by_agent.items()
-    ]
+def _key_of(row: Mapping[str, Any]) -> tuple[int, int, str]:
+    agent = row.get(AGENT_REF_KEY)
+    name = agent.get("name") if isinstance(agent, Mapping) else agent
+    return row[TASK_INDEX_KEY], row[ROLLOUT_INDEX_KEY], name if isinstance(name, str) else ""
 
 
 def _write(path: Path, text: str) -> None:

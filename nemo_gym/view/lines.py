@@ -132,7 +132,7 @@ def index_line(line: bytes) -> IndexedLine:
             raise NoResultRow(f"it has no '{key}'")
     if not {"reward", "valid", NG_FAILURE_CLASS_KEY, "response"} & row.keys():
         raise NoResultRow("it has neither a 'reward' nor a 'response', as an input has")
-    summary = RolloutSummary.of_row(_with_known_types(row))
+    summary = RolloutSummary.of_row(with_known_types(row))
     rollout_id = row.get(ROLLOUT_ID_KEY)
     is_foreign = not isinstance(rollout_id, str) or "valid" not in row
     if not isinstance(rollout_id, str):
@@ -183,7 +183,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _with_known_types(row: Mapping[str, Any]) -> dict[str, Any]:
+def with_known_types(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row whose fields have the types that a summary reads; values of other types are left out."""
     timings, agent = mapping_of(row.get("timings")), row.get("agent_ref")
     return {

@@ -196,6 +196,33 @@ def test_metrics_replace_no_file_of_a_run(name: str, tmp_path: Path) -> None:
         aggregate([str(files[0]), "--output", str(tmp_path / "none" / "metrics.json")])
 
 
+def test_a_result_may_hold_every_character(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    row = {"_ng_task_index": 0, "_ng_rollout_index": 0, "reward": 1.0, "answer": "a\u2028b\u2029c\x85d\x0be"}
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\r\n")
+    assert profile(["--rollouts", str(path)]) == 0
+    assert json.loads((tmp_path / "odd_agent_metrics.json").read_text())[0]["agent_metrics"]["mean/reward"] == 1
+
+
+def test_metrics_count_each_failed_rollout_of_the_files_once(tmp_path: Path) -> None:
+    one = results(tmp_path / "one.jsonl", 1.0)
+    failure = {"agent_ref": {"name": "a"}, "_ng_task_index": 0, "_ng_failure_class": "agent_crashed", "reward": None}
+    lines = [{**failure, "_ng_rollout_index": index, "failure_kind": "agent_crashed"} for index in (0, 1, 1)]
+    failures = tmp_path / "one_failures.jsonl"
+    failures.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for words in ([str(one)], [str(one), str(failures)]):
+        assert aggregate([*words, "-o", str(tmp_path / "metrics.json")]) == 0
+        (metrics,) = json.loads((tmp_path / "metrics.json").read_text())
+        counts = metrics["agent_metrics"]
+        assert (counts["rollouts/valid"], counts["rollouts/invalid"], counts["mean/reward"]) == (1, 1, 1.0)
+    one.unlink()
+    assert profile(["--rollouts", str(one)]) == 0
+    (metrics,) = json.loads((tmp_path / "one_agent_metrics.json").read_text())
+    assert metrics["key_metrics"] == {
+        **{"tasks/total": 1, "tasks/solved": 0, "rollouts/total": 2, "rollouts/invalid": 2}
+    }
+
+
 def test_rows_get_the_prompts_of_a_template(tmp_path: Path) -> None:
     rows, template, out = tmp_path / "rows.jsonl", tmp_path / "prompt.yaml", tmp_path / "worded.jsonl"
     rows.write_text('{"a": 1, "b": 2}\n')

@@ -16,6 +16,7 @@ import pytest
 import structlog
 from rich.console import Console
 
+from nemo_gym.cli.profile import aggregate, profile
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.rollout import reward_of
 from nemo_gym.rollouts import report, results
@@ -158,6 +159,23 @@ async def test_run_gives_reward_null_and_goes_on_when_one_task_always_crashes(ma
     (metrics,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
     assert metrics["agent_metrics"]["rollouts/invalid/agent_crashed"] == 1
     assert metrics["key_metrics"]["mean/reward"] == 0.4  # of the five with a verdict
+
+
+async def test_metrics_of_the_files_are_those_of_the_run(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"crash": {"t0": 99}}, environment={"says": {"t1": {"findings": [{"kind": "k"}]}}})
+    chain.write_rows(4, expected=7)
+    await run_collection(chain.client(), chain.run_keys(num_repeats=2, max_attempts=1))
+    (of_run,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
+    assert of_run["agent_metrics"]["rollouts/invalid/agent_crashed"] == 2
+    assert await asyncio.to_thread(profile, ["--rollouts", str(chain.output)]) == 0
+    (of_files,) = json.loads((chain.directory / "out_agent_metrics.json").read_text())
+    assert of_files["agent_metrics"] == of_run["agent_metrics"]
+    assert of_files["key_metrics"] == of_run["key_metrics"]
+    groups = [{"agent_ref": {"name": "trivial"}, **group} for group in of_run["group_level_metrics"]]
+    assert chain.results("out_reward_profiling.jsonl") == groups
+    assert await asyncio.to_thread(aggregate, [str(chain.output), "-o", str(chain.directory / "both.json")]) == 0
+    (aggregated,) = json.loads((chain.directory / "both.json").read_text())
+    assert {**aggregated, "agent_ref": of_run["agent_ref"]} == of_run
 
 
 async def test_metrics_of_an_environment_that_fails_are_those_of_every_environment(

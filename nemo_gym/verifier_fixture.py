@@ -70,7 +70,7 @@ def load_verifier_fixture(path: str | Path) -> list[VerifierFixtureCase]:
     """Load the cases of a JSONL file. Raises `VerifierFixtureError` naming the line."""
     cases: list[VerifierFixtureCase] = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise VerifierFixtureError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):

@@ -145,7 +145,7 @@ def _write(folder: Path, rows: Path, providers: list[str]) -> None:
         )
     marker: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "rows": sum(bool(line.strip()) for line in content.splitlines()),
+        "rows": sum(bool(line.strip()) for line in content.split(b"\n")),
         "input": str(rows.resolve().relative_to(folder)) if rows.resolve().is_relative_to(folder) else rows.name,
         "input_sha256": hashlib.sha256(content).hexdigest(),
         "commit": commit,

@@ -26,7 +26,7 @@ class RowFile:
         self._epoch = 0
         self._position = 0
         try:
-            lines = self.path.read_bytes().splitlines()
+            lines = self.path.read_bytes().split(b"\n")
         except OSError as error:
             raise ConfigError(f"input '{path}' cannot be read: {error}", key="input") from error
         self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -43,6 +43,12 @@ def ids(cursor: LoaderCursor, count: int) -> list[Any]:
     return [row["id"] if row is not None else None for row in taken]
 
 
+def test_a_row_ends_at_a_newline_only(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"id": "a\u2028b",\r "b": 1}\r\n{"id": 2}'.encode())
+    assert ids(LoaderCursor(RowFile(path), 1), 3) == ["a\u2028b", 2, None]
+
+
 def test_epochs_follow_each_other_and_end_where_a_number_is_set(rows: Path) -> None:
     assert ids(LoaderCursor(RowFile(rows), None), 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert ids(LoaderCursor(RowFile(rows), 2), 12)[9:] == [4, None, None]

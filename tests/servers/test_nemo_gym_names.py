@@ -281,10 +281,10 @@ def cases(path: Path, full: float) -> VerifierFixture:
 
     written = [
         {"name": "right", "kind": "full_reward", "request": request("4"), "expected_reward": full},
-        {"name": "wrong", "kind": "zero_reward", "request": request("5")},
+        {"name": "wrong", "kind": "zero_reward", "request": request("5\u2028\x85")},
         {"name": "empty", "kind": "malformed", "request": {}, "expected_error": "response"},
     ]
-    path.write_text("".join(json.dumps(case) + "\n" for case in written))
+    path.write_text("".join(json.dumps(case, ensure_ascii=False) + "\n" for case in written))
     return VerifierFixture(server_factory=Sums, request_model=BaseVerifyRequest, cases_path=path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -169,15 +170,22 @@ def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
     return groups
 
 
-def rewards_by_task(index: ResultIndex) -> dict[str, list[float]]:
-    """Return the rewards of each task, by its name; a task without rewards has an empty list."""
-    rewards: dict[str, list[float]] = {}
-    for name, reward in index.connection().execute(
-        "SELECT task_id, reward FROM rollouts ORDER BY task_index, sample_index"
+def rewards_by_task(index: ResultIndex) -> dict[tuple[str, int], list[float]]:
+    """Return the rewards of each task; a task without rewards has an empty list. Tasks are told apart by their index,
+    as the run does it, and named by their name and, because other runs may number them differently, by their place
+    among the tasks of that name."""
+    tasks: dict[int, tuple[str, list[float]]] = {}
+    for task_index, name, reward in index.connection().execute(
+        "SELECT task_index, task_id, reward FROM rollouts ORDER BY task_index, sample_index"
     ):
-        of_task = rewards.setdefault(name, [])
+        _, of_task = tasks.setdefault(task_index, (name, []))
         if reward is not None:
             of_task.append(reward)
+    places: Counter[str] = Counter()
+    rewards: dict[tuple[str, int], list[float]] = {}
+    for name, of_task in tasks.values():
+        rewards[name, places[name]] = of_task
+        places[name] += 1
     return rewards
 
 
@@ -322,20 +330,20 @@ def compared(first: ResultIndex, second: ResultIndex, *, changed_only: bool = Fa
     before, after = rewards_by_task(first), rewards_by_task(second)
     figures: Comparison = compare(before, after)
     rows: list[dict[str, Any]] = []
-    for name, rewards in before.items():
-        second_rewards = after.get(name)
+    for task, rewards in before.items():
+        second_rewards = after.get(task)
         if second_rewards is None:
             continue
         means = [sum(each) / len(each) if each else None for each in (rewards, second_rewards)]
         difference = None if means[0] is None or means[1] is None else means[1] - means[0]
         if not changed_only or difference:
-            rows.append({"task_id": name, "a": rewards, "b": second_rewards, "difference": difference})
+            rows.append({"task_id": task[0], "a": rewards, "b": second_rewards, "difference": difference})
     rows.sort(key=lambda row: (row["difference"] is None, -abs(row["difference"] or 0), row["task_id"]))
     return {
         **asdict(figures),
         "difference": _interval(figures.difference),
-        "only_a": sum(name not in after for name in before),
-        "only_b": sum(name not in before for name in after),
+        "only_a": sum(task not in after for task in before),
+        "only_b": sum(task not in before for task in after),
         "rows": rows,
     }
 

@@ -10,7 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import TypeVar
 
+_Task = TypeVar("_Task")
 Z95 = 1.959964
 
 
@@ -58,13 +60,13 @@ class Comparison:
     """The p-value of the exact two-sided sign test: how often chance alone gives as many wins, or as many losses."""
 
 
-def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Comparison:
+def compare(first: Mapping[_Task, Sequence[float]], second: Mapping[_Task, Sequence[float]]) -> Comparison:
     """Compare rewards by task, of run A and of run B."""
-    both = [name for name, rewards in first.items() if rewards and second.get(name)]
-    differences = [fmean(second[name]) - fmean(first[name]) for name in both]
+    both = [task for task, rewards in first.items() if rewards and second.get(task)]
+    differences = [fmean(second[task]) - fmean(first[task]) for task in both]
     wins = sum(each > 1e-12 for each in differences)
     losses = sum(each < -1e-12 for each in differences)
-    solved = [(max(first[name]) >= 1, max(second[name]) >= 1) for name in both]
+    solved = [(max(first[task]) >= 1, max(second[task]) >= 1) for task in both]
     return Comparison(
         tasks=len(both),
         wins=wins,

@@ -340,6 +340,23 @@ def test_two_runs_are_compared_by_task(tmp_path: Path) -> None:
     assert found["rows"][0]["difference"] == 1
 
 
+def test_tasks_of_one_name_are_told_apart_as_the_run_does(tmp_path: Path) -> None:
+    def rewards(*of_tasks: float) -> list[dict[str, Any]]:
+        return [row(index, task_id="same", reward=reward) for index, reward in enumerate(of_tasks)]
+
+    first = open_result(write(tmp_path / "a.jsonl", *rewards(1.0, 0.0, 0.0)))
+    figures = summary(first)
+    assert (figures["tasks"], figures["solved"]) == (3, 1)
+    assert set(figures["pass_rates"]) == {"pass@1", "pass@1/std_err"}
+    assert figures["pass_rates"]["pass@1"] == pytest.approx(100 / 3)
+    found = compared(first, open_result(write(tmp_path / "b.jsonl", *rewards(1.0, 1.0))))
+    assert [found[name] for name in ("tasks", "wins", "ties", "gained", "only_a", "only_b")] == [2, 1, 1, 1, 1, 0]
+    assert [(each["task_id"], each["a"], each["b"]) for each in found["rows"]] == [
+        ("same", [0], [1]),
+        ("same", [1], [1]),
+    ]
+
+
 def test_statistics() -> None:
     mean = mean_of_tasks([[0, 1], [1, 1], [0], []])
     assert mean is not None

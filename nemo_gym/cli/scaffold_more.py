@@ -109,6 +109,8 @@ tasks:
 
 JUDGE_APP = '''"""$Title: another model says whether the answer is right."""
 
+from string import punctuation
+
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
     BaseVerifyRequest,
@@ -140,10 +142,10 @@ class $Class(SimpleResourcesServer):
         reply = await call_judge(
             self.server_client, server_name=judge, url_path="/v1/responses", json=asked, response_model=NeMoGymResponse
         )
-        said = reply.output_text.strip().lower()
-        if not said.startswith(("yes", "no")):
-            raise JudgeError(f"neither yes nor no: {said[:80]}")
-        return BaseVerifyResponse(**body.model_dump(), reward=float(said.startswith("yes")))
+        first_word = (reply.output_text.lower().split() or [""])[0].strip(punctuation)
+        if first_word not in ("yes", "no"):
+            raise JudgeError(f"neither yes nor no: {reply.output_text[:80]}")
+        return BaseVerifyResponse(**body.model_dump(), reward=float(first_word == "yes"))
 
 
 if __name__ == "__main__":
@@ -155,6 +157,7 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import orjson
+import pytest
 
 from nemo_gym.testing.environments import make_environment, reply
 from resources_servers.$name.app import $Class, Request
@@ -170,12 +173,13 @@ async def grade(judged: str) -> Any:
 
 
 async def test_yes_is_rewarded_and_no_is_not() -> None:
-    assert (await grade("Yes, it is.")).reward == 1.0
+    assert (await grade("Yes, it is.")).reward == (await grade("**YES**")).reward == 1.0
     assert (await grade("no")).reward == 0.0
 
 
-async def test_a_judge_that_does_not_answer_gives_no_verdict() -> None:
-    said = orjson.loads((await grade("Hard to say.")).body)
+@pytest.mark.parametrize("judged", ["Hard to say.", "Not sure", "Note that yes", "None", "yes/no", "...", ""])
+async def test_a_judge_that_does_not_answer_gives_no_verdict(judged: str) -> None:
+    said = orjson.loads((await grade(judged)).body)
     assert (said["reward"], said["mask_sample"]) == (None, True)
 '''
 JUDGE_ROWS = (

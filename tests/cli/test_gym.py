@@ -110,6 +110,22 @@ def test_a_new_environment_is_short_composes_and_passes_its_tests(environment: t
     assert run_tests([str(folder), "-q"]) == 0
 
 
+def test_a_new_environments_judge_answers_in_its_first_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
+    assert init_environment(["judged_world", "--judge", "--search-dir", str(tmp_path)]) == 0
+    file = tmp_path / "resources_servers" / "judged_world" / "tests" / "test_app.py"
+    tried = file.read_text().partition("async def test_")[0].removesuffix("\n")
+    file.write_text(
+        f"""{tried}
+async def test_judged() -> None:
+    assert (await grade("Yes.")).reward == 1.0
+    for judged in ("yes/no", "Note that I cannot say.", "Nobody knows", ""):
+        assert orjson.loads((await grade(judged)).body)["reward"] is None
+"""
+    )
+    assert run_tests([str(file.parents[1]), "-q"]) == 0
+
+
 def test_a_new_agent_composes_and_passes_its_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, PrivateAttr
 
-from nemo_gym.base_resources_server import SimpleResourcesServer
+from nemo_gym.base_resources_server import ReverifyMode, SimpleResourcesServer
 from nemo_gym.contract.session import SessionDescriptor, Topology
 from nemo_gym.contract.verdict import Verdict
 from nemo_gym.environment.attempts import AttemptKey
@@ -21,6 +21,7 @@ class Guess(BaseModel):
 
 
 class $Class(SimpleResourcesServer):
+    REVERIFY_MODE = ReverifyMode.UNSUPPORTED  # the steps are known only while an attempt lives
     topologies: ClassVar = (Topology.NONE, Topology.ENV_SANDBOXED)
     tool_access: ClassVar = ("mcp", "http")
     _episodes: dict[AttemptKey, dict[str, Any]] = PrivateAttr(default_factory=dict)

@@ -108,6 +108,8 @@ def test_a_new_environment_is_short_composes_and_passes_its_tests(environment: t
     check_everything(composition)
     assert composition.chosen["environment"] == "my_world"
     assert run_tests([str(folder), "-q"]) == 0
+    # The steps of an attempt are gone once it has ended.
+    assert ("ReverifyMode.UNSUPPORTED" in (folder / "app.py").read_text()) == (kind == "step")
 
 
 def test_a_new_environments_judge_answers_in_its_first_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

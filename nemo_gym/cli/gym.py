@@ -187,13 +187,15 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
         word = remaining.pop(0)
         flag, equals, value = word.partition("=") if word.startswith("-") else (word, "", "")
         if flag == NO_SERVE:
-            runs = "collect_rollouts:collect_command"
+            if not equals or _is_true(flag, value):
+                runs = "collect_rollouts:collect_command"
         elif flag in _UNSUPPORTED_FLAGS:
             raise ConfigError(f"{flag} is not supported: {_UNSUPPORTED_FLAGS[flag]}", key=flag)
         elif flag == SEARCH_DIR or flag in _BY_NAME:
             definition = _BY_NAME.get(flag)
             if definition is not None and definition.value is not None:
-                settings.append(f"{definition.key}={definition.value}")
+                told = str(_is_true(flag, value)).lower() if equals else definition.value
+                settings.append(f"{definition.key}={told}")
                 continue
             if not equals:
                 if not remaining or (remaining[0].startswith("-") and not remaining[0][1:].isdigit()):
@@ -210,6 +212,12 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
         else:
             settings.append(word)
     return runs, _composed(settings, files, serving=runs.startswith("run:") or name.startswith("env "))
+
+
+def _is_true(flag: str, value: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise ConfigError(f"{flag}={value}: must be true or false; {flag} alone means true", key=flag)
+    return value.lower() == "true"
 
 
 def add_root(folder: str) -> None:

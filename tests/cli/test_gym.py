@@ -38,6 +38,17 @@ def test_flags_of_nemo_gym_are_settings() -> None:
     ]
 
 
+@pytest.mark.parametrize("flag", ["--dry-run", "--resume", "--disable-aggregation"])
+def test_a_flag_without_argument_may_say_true_or_false(flag: str) -> None:
+    key = flag[2:].replace("-", "_")
+    for word, value in ((flag, "true"), (f"{flag}=true", "true"), (f"{flag}=False", "false")):
+        assert gym.translated("eval run", [word])[1] == [f"{key}={value}"]
+    assert gym.translated("eval run", ["--no-serve=false"])[0] == "run:evaluate_command"
+    for wrong in (f"{flag}=no", f"{flag}=", "--no-serve=0"):
+        with pytest.raises(ConfigError, match="must be true or false"):
+            gym.translated("eval run", [wrong])
+
+
 def test_no_serve_collects_with_servers_that_run() -> None:
     runs, settings = gym.translated("eval run", ["--no-serve", "-a", "solver", "-i", "a.jsonl", "-o", "b.jsonl"])
     assert runs == "collect_rollouts:collect_command"

@@ -15,6 +15,8 @@ from nemo_gym.config.layers import Layer, Merged, lookup
 from nemo_gym.contract.errors import ConfigError
 
 COMMAND_LINE = "the command line"
+_NAMES = frozenset({"policy_model_name", "policy_api_key"})
+"""Keys whose values are text, also those that look like a number or a truth value."""
 
 
 class Mode(Enum):
@@ -96,7 +98,10 @@ def _parse(word: str) -> Override:
     value = None if mode is Mode.DELETE else parsed.value()
     if type(value).__name__ == "ListExtensionOverrideValue":
         raise ConfigError(f"{name}: list extensions are not supported; give the whole list", key=name)
-    return Override(mode, parsed.key_or_group, _plain(value), word)
+    value = _plain(value)
+    if name in _NAMES and isinstance(value, bool | int | float):
+        value = word.partition("=")[2]  # 4.10 is not 4.1
+    return Override(mode, parsed.key_or_group, value, word)
 
 
 def _hydra_override(word: str, name: str) -> Any:

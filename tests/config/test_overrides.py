@@ -95,6 +95,12 @@ def test_nemo_gym_spellings_of_run_keys_are_known(root: Path) -> None:
     }
 
 
+def test_the_names_of_models_are_text() -> None:
+    for name in ("4.10", "true", "1e5", "007", "1_000"):
+        assert given_values([f"policy_model_name={name}", f"other={name}"])["policy_model_name"] == name
+    assert given_values(["policy_model_name=null"]) == {"policy_model_name": None}
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ FLAGS: Final = (
 )
 NO_SERVE = "--no-serve"
 SEARCH_DIR = "--search-dir"
+_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _BY_NAME: Final = {name: flag for flag in FLAGS for name in flag.names}
 _UNSUPPORTED_FLAGS: Final = {
     "--prompt-config": "write the prompts into the rows first: ng dataset render --prompt-config FILE -i ROWS -o ROWS",
@@ -198,7 +200,7 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
                 settings.append(f"{definition.key}={told}")
                 continue
             if not equals:
-                if not remaining or (remaining[0].startswith("-") and not remaining[0][1:].isdigit()):
+                if not remaining or (remaining[0].startswith("-") and not _NUMBER.fullmatch(remaining[0])):
                     raise ConfigError(f"{flag} needs a value", key=flag)
                 value = remaining.pop(0)
             if definition is None:
@@ -206,12 +208,24 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
             elif definition.key == "config_paths":
                 files.append(value)
             else:
-                settings.append(f"{definition.key}={value}")
+                settings.append(_setting(definition.key, value))
         elif flag.startswith("--") and name not in ("env validate", "eval reverify", "env status"):
             raise ConfigError(f"'{name}' knows no flag {flag}{nearest(flag, _BY_NAME)}", key=flag)
         else:
             settings.append(word)
     return runs, _composed(settings, files, serving=runs.startswith("run:") or name.startswith("env "))
+
+
+def _setting(key: str, text: str, value: object = None) -> str:
+    """Return ``key=text``, or ``value`` (by default the text) in quotes if Hydra's grammar cannot read ``text``."""
+    from nemo_gym.config.overrides import parse_overrides, word_of
+
+    word = f"{key}={text}"
+    try:
+        parse_overrides([word])
+    except ConfigError:
+        return word_of(key, text if value is None else value)
+    return word
 
 
 def _is_true(flag: str, value: str) -> bool:
@@ -254,7 +268,7 @@ def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[s
         else:
             result.append(word)
     if files:
-        result.append(f"+config_paths=[{','.join(files)}]")
+        result.append(_setting("+config_paths", f"[{','.join(files)}]", files))
     is_policy_named = any(word.startswith(("policy_base_url=", "policy_model_name=")) for word in result)
     has_model = has_own_files or any(word.startswith("model=") for word in result)
     if is_policy_named and not has_model and not any("responses_api_models/" in file for file in files):

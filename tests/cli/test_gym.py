@@ -19,6 +19,7 @@ from nemo_gym.cli.profile import aggregate, profile, render
 from nemo_gym.cli.scaffold import init_agent, init_environment
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
+from nemo_gym.config.overrides import given_values
 from nemo_gym.contract.errors import ConfigError, RowError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,21 @@ def test_flags_of_nemo_gym_are_settings() -> None:
         *("input=a.jsonl", "output=b.jsonl", "limit=2", "num_repeats=3", "concurrency=4", "resume=true"),
         *("temperature=0.5", "++x=1", "model=gateway"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "read"),
+    [
+        *(("--model-url", "http://h/v1?x=y", "http://h/v1?x=y"), ("--input", "Köln, a=b.jsonl", "Köln, a=b.jsonl")),
+        *(("--input", "~/it's (1).jsonl", "~/it's (1).jsonl"), ("--model", "4.10", "4.10"), ("--limit", "3", 3)),
+        *(("--temperature", "-0.5", -0.5), ("--input", "'quoted, here.jsonl'", "quoted, here.jsonl")),
+        *(("--config", "a b=c.yaml", ["a b=c.yaml"]), ("--model-api-key", "${oc.env:KEY}", "${oc.env:KEY}")),
+    ],
+)
+def test_the_value_of_a_flag_may_hold_every_character(flag: str, value: str, read: object) -> None:
+    for words in ([flag, value], [f"{flag}={value}"]):
+        _, (setting, *_) = gym.translated("eval run", words)
+        assert [*given_values([setting]).values()] == [read]
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--resume", "--disable-aggregation"])

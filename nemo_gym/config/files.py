@@ -21,6 +21,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     try:
         loaded = OmegaConf.load(path)
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path}: is nested too deeply, or one of its anchors holds itself", file=str(path)
+        ) from error
     except MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -98,6 +98,8 @@ def test_missing_file_is_an_error_with_the_nearest_name(root: Path) -> None:
         ("- a\n- b\n", "must hold a mapping at its top level"),
         ("1: a\n", "write it in quotes"),
         ("config_paths: {a: b}\n", "must be a list of file paths"),
+        ("a: &x\n  b: *x\n", r"broken\.yaml: is nested too deeply, or one of its anchors holds itself"),
+        (f"a: {'[' * 3000}{']' * 3000}\n", r"broken\.yaml: is nested too deeply"),
     ],
 )
 def test_unusable_file_is_an_error_that_names_it(root: Path, text: str, message: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Final
 
+from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym.cli import command
 from nemo_gym.cli.scaffold_more import (
     JUDGE_APP,
@@ -366,7 +367,7 @@ def init_environment(argv: Sequence[str]) -> int:
     parser.add_argument("--search-dir", default=".", help="the folder above resources_servers (default: here)")
     parser.add_argument("--resources-server", help="NeMo Gym's way to say NAME")
     arguments = parser.parse_intermixed_args(argv)
-    name = _name(arguments.settings, arguments.resources_server)
+    name = _name("resources_servers", arguments.settings, arguments.resources_server)
     kind = _KINDS[arguments.kind]
     root = Path(arguments.search_dir).expanduser().resolve()
     files = {
@@ -393,7 +394,7 @@ def init_agent(argv: Sequence[str]) -> int:
     kinds.add_argument("--command", dest="kind", action="store_const", const="command", help="a program in a box")
     parser.add_argument("--search-dir", default=".", help="the folder above responses_api_agents (default: here)")
     arguments = parser.parse_intermixed_args(argv)
-    name = _name(arguments.settings, None)
+    name = _name("responses_api_agents", arguments.settings, None)
     root = Path(arguments.search_dir).expanduser().resolve()
     folder = root / "responses_api_agents" / name
     fields = _fields(name, root)
@@ -437,14 +438,19 @@ while True:
 '''
 
 
-def _name(words: Sequence[str], flag: str | None) -> str:
-    found = command.plugin_name(words, flag)
-    name = Path(found).name if found else ""
+def _name(parent: str, words: Sequence[str], flag: str | None) -> str:
+    """Return the new plugin's name, which may stand behind the folder that it goes to, as NeMo Gym writes it."""
+    found = command.plugin_name(words, flag) or ""
+    name = found.removeprefix("./").removeprefix(f"{parent}/").rstrip("/")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        elsewhere = "; for another folder use --search-dir" if "/" in name else ""
         raise ConfigError(
-            f"a name of small letters, digits and underscores is needed, got '{found or ''}'; it is a Python package",
+            f"a name of small letters, digits and underscores is needed, got '{found}'; it is a Python package"
+            f"{elsewhere}",
             key="name",
         )
+    if (own := INSTALL_ROOT / parent / name).is_dir():
+        raise ConfigError(f"{own} exists already, and the new one would hide it; choose another name", key="name")
     return name
 
 

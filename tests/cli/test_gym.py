@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -187,6 +188,26 @@ def test_a_scaffold_replaces_nothing(init: object, tmp_path: Path) -> None:
         init(words)
     with pytest.raises(ConfigError, match="small letters"):
         init(["Not-A-Name", "--search-dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("init", "name", "told"),
+    [
+        (init_environment, "../outside", "for another folder use --search-dir"),
+        (init_environment, "responses_api_agents/outside", "for another folder use --search-dir"),
+        (init_environment, "math", "resources_servers/math exists already, and the new one would hide it"),
+        (init_agent, "simple_agent", "simple_agent exists already, and the new one would hide it"),
+    ],
+)
+def test_a_scaffold_stands_where_it_is_told_and_hides_nothing(
+    init: Callable[[list[str]], int], name: str, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        init([name, "--search-dir", str(tmp_path)])
+    assert [*tmp_path.iterdir()] == []
+    parent = "resources_servers" if init is init_environment else "responses_api_agents"
+    assert init([f"+entrypoint={parent}/new", "--search-dir", str(tmp_path)]) == 0
+    assert (tmp_path / parent / "new" / "app.py").is_file()
 
 
 def test_a_plugin_that_is_nowhere_is_named() -> None:

@@ -14,8 +14,9 @@ from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import HOST, HOSTS
 from nemo_gym.config.ray import PIPELINE, NodePart, RayConfig, RayNode, hosts_block, name_of
+from nemo_gym.contract.credentials import is_loopback
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.http.client import is_loopback, url_host
+from nemo_gym.http.client import url_host
 from nemo_gym.service.access import ServiceRole, ServiceTokens, variable_of
 from nemo_gym.service.client import ADDRESS_FILE
 from nemo_gym.service.service import write_address
@@ -67,7 +68,7 @@ class RayRun:
                 " private, or leave ray.pipelines out",
                 key="ray.plain_http",
             )
-        place = {"host": node.address, "port": node.ports[-1], "pipeline": name_of(node)}
+        place = {"host": node.address, "port": node.ports[-1], "pipeline": name_of(node), "plain_http": True}
         return {**self._composition.serve_values(), **place}
 
     def around(self, work: Work) -> Work:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from nemo_gym.config.pipeline import PipelineConfig
+from nemo_gym.contract.credentials import require_loopback
+from nemo_gym.contract.errors import reject_unknown_keys
 
 POSTGRES_SCHEMES = ("postgresql://", "postgres://")
 
@@ -20,6 +23,8 @@ class ServiceConfig(PipelineConfig):
     host: str = "127.0.0.1"
     port: int = Field(8210, ge=0, le=65535)
     """0 chooses a free port."""
+    plain_http: bool = False
+    """Whether the service may listen where other machines reach it, although its callers' tokens are not encrypted."""
     store: str | None = None
     """A file for SQLite, ``jobs.sqlite`` in the run's directory by default; or ``postgresql://user@host/database``,
     which several services may share."""
@@ -48,14 +53,32 @@ class ServiceConfig(PipelineConfig):
     """JSON values in one request, because a short value takes 20 times its length in memory; a list or an object
     counts as 4."""
 
+    def check_caps(self, agents: Collection[str], environments: Collection[str]) -> None:
+        super().check_caps(agents, environments)
+        reject_unknown_keys(self.capacities, [*agents, *environments], where="serve.capacities")
+
     @property
     def is_postgres(self) -> bool:
         return self.store is not None and self.store.startswith(POSTGRES_SCHEMES)
 
     @model_validator(mode="after")
-    def _check_store_and_intervals(self) -> Self:
+    def _check_host(self) -> Self:
+        consequence = (
+            "its tokens would cross the network in plain HTTP: listen on 127.0.0.1 with a TLS proxy in front, or"
+            " accept it with serve.plain_http=true for a network in which nobody else listens"
+        )
+        require_loopback(self.host, consequence, unless=self.plain_http, key="serve.host")
+        return self
+
+    @model_validator(mode="after")
+    def _check_store_datasets_and_intervals(self) -> Self:
         if self.store is not None and "://" in self.store and not self.is_postgres:
             raise ValueError(f"store '{self.store.split('://')[0]}://…' is neither a file nor postgresql://…")
+        for name, path in self.datasets.items():
+            if not path.is_file():
+                raise ValueError(
+                    f"serve.datasets.{name}: '{path}' is not a file; name a JSONL file with one row per line"
+                )
         if self.silent_s < self.watch_s:
             raise ValueError(f"silent_s={self.silent_s:g} must be at least watch_s={self.watch_s:g}")
         return self

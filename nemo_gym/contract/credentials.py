@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import ipaddress
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -22,7 +23,7 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import quote, unquote
 
-from nemo_gym.contract.errors import CredentialError
+from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.contract.session import RolloutIdentity
 
 CREDENTIAL_HEADER = "X-NeMo-Gym-Credential"
@@ -210,3 +211,17 @@ def check_control_token(key: bytes, subject: str, rollout: RolloutIdentity, toke
 
 def _control_message(subject: str, rollout: RolloutIdentity, expiry: int) -> str:
     return "\n".join((_CONTROL, subject, rollout.run_id, rollout.rollout_id, str(rollout.attempt), str(expiry)))
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_loopback(host: str, consequence: str, *, unless: bool, key: str = "host") -> None:
+    """Raise `ConfigError` with the ``consequence`` if other machines can reach ``host``, ``unless`` that is secured or
+    accepted. Call it before anything listens there."""
+    if not unless and not is_loopback(host):
+        raise ConfigError(f"{key}={host} can be reached from other machines, and {consequence}", key=key)

@@ -712,13 +712,6 @@ def url_host(host: str) -> str:
     return f"[{host}]" if address.version == 6 else host
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def is_server_url(url: str) -> bool:
     """Return whether ``url`` names an HTTP server to which a connection can be tried. A user, a query and a fragment
     are not part of such a URL."""

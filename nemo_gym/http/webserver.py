@@ -19,8 +19,9 @@ from fastapi import FastAPI
 from nemo_gym._util.tasks import finish
 from nemo_gym.config.launch import GC_THRESHOLDS, ServerLaunch, announce_ready, die_with_parent
 from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.contract.credentials import require_loopback
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.http.client import is_loopback, url_host
+from nemo_gym.http.client import url_host
 from nemo_gym.http.protocol import WatchedHttpProtocol
 
 SERVER_KEEPALIVE_S = 75
@@ -149,12 +150,8 @@ def _inherited_socket(fd: int) -> socket.socket:
 
 def bind(config: BaseServerConfig, secured: bool) -> socket.socket:
     """Open a listening socket on the configured address; port 0 picks a free port. Raises `ConfigError`."""
-    if not is_loopback(config.host) and not secured:
-        raise ConfigError(
-            f"host '{config.host}' can be reached from other machines, and this server was started without"
-            " credentials; use host 127.0.0.1, or start it with ng_run",
-            key="host",
-        )
+    consequence = "this server was started without credentials; use host=127.0.0.1, or start it with ng_run"
+    require_loopback(config.host, consequence, unless=secured)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -28,8 +28,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nemo_gym.contract.credentials import require_loopback
 from nemo_gym.contract.errors import ConfigError, CredentialError
-from nemo_gym.http.client import encode_as_text, is_loopback, url_host
+from nemo_gym.http.client import encode_as_text, url_host
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.http.middleware import BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
 from nemo_gym.http.problems import install_problem_handlers
@@ -148,12 +149,11 @@ class Listening:
     def on(cls, host: str, port: int, *, secured: bool) -> Self:
         """Listen on an address. Raises `ConfigError` if it cannot be used, or if it is reachable from other machines
         and not ``secured`` by a token."""
-        if not is_loopback(host) and not secured:
-            raise ConfigError(
-                f"host={host} can be reached from other machines, and whoever reaches it can run jobs: export"
-                f" {TOKEN_ENV} here and for the clients, or accept it with insecure=true",
-                key="host",
-            )
+        consequence = (
+            f"whoever reaches it can run jobs: export {TOKEN_ENV} here and for the clients, or accept it with"
+            " insecure=true"
+        )
+        require_loopback(host, consequence, unless=secured)
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

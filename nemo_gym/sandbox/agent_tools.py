@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from nemo_gym.config_types import ResourcesServerRef
+from nemo_gym.contract.credentials import is_loopback
 from nemo_gym.contract.episodes import AGENT_RUN_ERROR
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.http.client import ServerClient, get_response_json, get_server_url, is_loopback, raise_for_status
+from nemo_gym.http.client import ServerClient, get_response_json, get_server_url, raise_for_status
 
 MCP_METADATA_KEY = "mcp"
 """Key of a ``/seed_session`` response that says where the environment serves its tools over MCP."""

@@ -20,8 +20,8 @@ from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import HOST, HOSTS
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.visibility import Address
+from nemo_gym.contract.credentials import is_loopback
 from nemo_gym.contract.errors import ConfigError, ServerError
-from nemo_gym.http.client import is_loopback
 from nemo_gym.stack.endpoints import http_answer, why_not_ready
 
 DEFAULT_HOST = "127.0.0.1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from nemo_gym.http.requests import ValueCounter
 from nemo_gym.service.access import ServiceRole, ServiceTokens
 from nemo_gym.service.client import AsyncRolloutClient, RolloutClient, ServiceError, _batches
 from nemo_gym.service.routes import host
+from nemo_gym.service.service import write_address
 from tests.rollouts.chain_process import ChainServer
 from tests.rollouts.conftest import wait_until
 from tests.service.conftest import TOKENS, Chain, Served, job, serving
@@ -165,6 +167,30 @@ async def test_rows_of_data_sets_are_named_by_their_line(make_chain: MakeChain) 
         assert (await served.client.submit(jobs)).accepted == 2
         assert (await served.client.job("q3", wait_s=30)).task_id == "t2"
         assert (await served.client.job("q1", wait_s=30)).task_id == "t0"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"host": "0.0.0.0"}, "serve.host=0.0.0.0 can be reached from other machines"),
+        ({"host": "node-1.example.org"}, "accept it with serve.plain_http=true"),
+        ({"datasets": {"questions": "nope.jsonl"}}, "serve.datasets.questions: 'nope.jsonl' is not a file"),
+    ],
+)
+def test_service_that_could_not_do_as_it_is_told_is_refused_before_it_starts(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ServiceConfig.parse(given)
+
+
+def test_host_that_other_machines_reach_is_accepted_when_plain_http_is() -> None:
+    assert ServiceConfig.parse({"host": "10.0.0.1", "plain_http": True}).host == "10.0.0.1"
+    assert ServiceConfig.parse({"host": "localhost"}).host == "localhost"
+
+
+async def test_capacity_of_an_instance_that_does_not_exist_is_refused_by_its_key(make_chain: MakeChain) -> None:
+    with pytest.raises(ConfigError, match=r"serve\.capacities: unknown key 'trivail' \(did you mean 'trivial'\?\)"):
+        async with serving(make_chain(), capacities={"trivail": 2}):
+            raise AssertionError("the service started")
 
 
 async def test_rows_of_a_large_data_set_are_found_by_the_first_callers_at_once(make_chain: MakeChain) -> None:

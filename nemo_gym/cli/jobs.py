@@ -145,6 +145,11 @@ def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, An
                 }
 
 
+async def _watch_named(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
+    await _require_jobs(client, _filters(values))
+    return await _watch(client, values, arguments)
+
+
 async def _watch(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
     """Show results as they arrive. Return 3 if some jobs ended without a verdict."""
     from rich.console import Console
@@ -184,6 +189,9 @@ async def _watch(client: AsyncRolloutClient, values: dict[str, Any], arguments: 
 async def _cancel(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
     if not {"run", "group", "job"} & set(values):
         raise ConfigError("cancel needs run=, group= or job=", key="run")
+    if "job" in values:
+        await client.job(str(values["job"]))
+    await _require_jobs(client, _filters(values))
     done = await client.cancel(
         job_ids=[str(values["job"])] if "job" in values else None,
         reason=values.get("reason"),
@@ -205,6 +213,8 @@ async def _status(client: AsyncRolloutClient, values: dict[str, Any], arguments:
         return command.EXIT_OK
     if filters := _filters(values):
         counts = Counter([view.state async for view in client.jobs(**filters)])
+        if not counts:
+            await _require_jobs(client, filters)
         shown = ", ".join(f"{count} {state}" for state, count in counts.items())
         print(json.dumps(counts) if arguments.json else shown)
         return command.EXIT_OK
@@ -239,11 +249,25 @@ async def _status(client: AsyncRolloutClient, values: dict[str, Any], arguments:
     return command.EXIT_OK if status["state"] != "stopped" else command.EXIT_FAILED
 
 
-_COMMANDS = {"submit": _submit, "watch": _watch, "cancel": _cancel, "status": _status}
+_COMMANDS = {"submit": _submit, "watch": _watch_named, "cancel": _cancel, "status": _status}
 
 
 def _filters(values: dict[str, Any]) -> dict[str, str]:
     return {key: str(values[key]) for key in ("run", "group") if key in values}
+
+
+async def _require_jobs(client: AsyncRolloutClient, filters: dict[str, str]) -> None:
+    """Raise `ConfigError` if the service has no job of a run or group that the command line names."""
+    from nemo_gym._util.suggest import nearest
+
+    for key, name in filters.items():
+        async for _ in client.jobs(**{key: name}):
+            break
+        else:
+            known = [each["run_id"] for each in (await client.runs())["runs"]] if key == "run" else []
+            listed = ", ".join(known[:MAX_LISTED]) + (", …" if len(known) > MAX_LISTED else "")
+            there = f"; there are: {listed}" if known else ""
+            raise ConfigError(f"the service has no jobs of {key} '{name}'{nearest(name, known)}{there}", key=key)
 
 
 def _print_stderr(text: str) -> None:

@@ -117,6 +117,8 @@ class Cancelled:
 class Address:
     url: str
     token: str | None = field(repr=False)
+    token_source: str = "the one given as token"
+    """Where the token comes from, for the message that the service refuses it."""
 
     @classmethod
     def find(
@@ -124,17 +126,21 @@ class Address:
     ) -> Address:
         """Return the given address, or else that of the environment variables, or else that of the service in a run's
         directory. Raises `ConfigError`."""
-        url, token = url or os.environ.get(URL_VARIABLE), token or os.environ.get(TOKEN_VARIABLE)
+        url, source = url or os.environ.get(URL_VARIABLE), "the one given as token"
+        if not token and (token := os.environ.get(TOKEN_VARIABLE)):
+            source = f"that of {TOKEN_VARIABLE} in the environment"
         if url is None and run_dir is not None:
             path = run_dir / ADDRESS_FILE
             try:
                 address = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"no service runs in '{run_dir}' ({path.name}: {error})", key="run_dir") from None
-            url, token = str(address["url"]), token or address["tokens"].get(role)
+            url = str(address["url"])
+            if not token:
+                token, source = address["tokens"].get(role), f"that of {path}"
         if url is None:
             raise ConfigError(f"no service is named: give url= or run_dir=, or set {URL_VARIABLE}", key="url")
-        return cls(url.rstrip("/"), token)
+        return cls(url.rstrip("/"), token, source)
 
 
 class AsyncRolloutClient:
@@ -230,7 +236,7 @@ class AsyncRolloutClient:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
         async with self._session.get(url, params=params, headers=headers, timeout=timeout) as response:
             if response.status >= 300:
-                raise _refused("/v1/results", response.status, await response.read())
+                raise self._refused("/v1/results", response.status, await response.read())
             buffer = bytearray()
             async for piece in response.content.iter_any():
                 buffer += piece
@@ -326,7 +332,7 @@ class AsyncRolloutClient:
                 ) as response:
                     content = await response.read()
                     if response.status >= 300:
-                        error = _refused(path, response.status, content)
+                        error = self._refused(path, response.status, content)
                         if not accepts(error.details["problem"]):
                             raise error
                         return dict(error.details["problem"])
@@ -341,6 +347,20 @@ class AsyncRolloutClient:
 
     def _backoff(self) -> Backoff:
         return Backoff(first_s=0.1, longest_s=2.0, patience_s=self._patience_s, jitter=NETWORK_JITTER)
+
+    def _refused(self, path: str, status: int, content: bytes) -> ServiceError:
+        try:
+            problem = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            problem = {"detail": content[:300].decode(errors="replace")}
+        if not isinstance(problem, dict):
+            problem = {"detail": str(problem)[:300]}
+        detail = problem.get("detail") or f"status {status}"
+        if status == 401 and self.address.token is not None:
+            detail = f"{detail}; the token is {self.address.token_source}"
+        error = ServiceError(str(detail), retryable=bool(problem.get("retryable", status >= 500)), problem=problem)
+        error.details |= {"status": status, "path": path, "problem": problem}
+        return error
 
     def _unreachable(self, path: str, error: Exception) -> ServiceError:
         return ServiceError(
@@ -380,19 +400,6 @@ def _view_of(event: bytes) -> JobView | None:
         elif name == b"data":
             data = value
     return None if data is None else JobView.of(orjson.loads(data), cursor)
-
-
-def _refused(path: str, status: int, content: bytes) -> ServiceError:
-    try:
-        problem = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        problem = {"detail": content[:300].decode(errors="replace")}
-    if not isinstance(problem, dict):
-        problem = {"detail": str(problem)[:300]}
-    detail = problem.get("detail") or f"status {status}"
-    error = ServiceError(str(detail), retryable=bool(problem.get("retryable", status >= 500)), problem=problem)
-    error.details |= {"status": status, "path": path, "problem": problem}
-    return error
 
 
 def _blocking(

@@ -293,6 +293,44 @@ async def test_runs_are_told_with_what_is_under_way_where_and_for_how_long(make_
         await served.client.cancel(run="first")
 
 
+@pytest.mark.parametrize("command", ["watch", "cancel", "status"])
+async def test_command_about_a_run_that_the_service_does_not_know_names_the_nearest(
+    make_chain: MakeChain, command: str
+) -> None:
+    async with serving(make_chain()) as served:
+        await served.client.submit([job(0, run_id="first")])
+        where = [f"url={served.url}", f"token={TOKENS[ServiceRole.OPERATE][0]}"]
+        assert await jobs_command(command, "run=first", *where) == (0, "")
+        code, said = await jobs_command(command, "run=frist", *where)
+        assert code == 2 and "no jobs of run 'frist' (did you mean 'first'?); there are: first" in said
+
+
+async def jobs_command(*words: str) -> tuple[int | None, str]:
+    """Run ng_jobs; return its exit code and errors."""
+    start = [sys.executable, "-c", "from nemo_gym.cli.jobs import main; main()"]
+    pipe = asyncio.subprocess.PIPE
+    command = await asyncio.create_subprocess_exec(*start, *words, stdout=pipe, stderr=pipe)
+    errors = (await command.communicate())[1].decode()
+    return command.returncode, "\n".join(line for line in errors.splitlines() if "error:" in line)
+
+
+async def test_refused_token_is_told_with_where_it_comes_from(
+    make_chain: MakeChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refusal(**where: Any) -> str:
+        async with AsyncRolloutClient(**where) as client:
+            with pytest.raises(ServiceError, match="the bearer token is not valid") as refused:
+                await client.status()
+            return str(refused.value)
+
+    async with serving(make_chain()) as served:
+        write_address(tmp_path / "service.json", served.url, {"operate": "o" * 20}, "store")
+        assert str(tmp_path / "service.json") in await refusal(run_dir=tmp_path)
+        assert "the one given as token" in await refusal(run_dir=tmp_path, token="g" * 20)
+        monkeypatch.setenv("NEMO_GYM_SERVICE_TOKEN", "e" * 20)
+        assert "that of NEMO_GYM_SERVICE_TOKEN in the environment" in await refusal(run_dir=tmp_path)
+
+
 async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(make_chain: MakeChain) -> None:
     async with serving(make_chain(agent={"delay_s": 0.3}), concurrency=1, init_workers=1) as served:
         await served.client.submit([job(n) for n in range(8)])

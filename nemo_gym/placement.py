@@ -16,6 +16,7 @@ from nemo_gym.contract.errors import ConfigError
 
 AGENT_PORT = 8006
 ENGINE_PORT = 8100
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def plan_placement(
         ]
         for node in nodes
     }
+    _check_ports(on_node, agent_port, engine_port)
     shared = _shared([node.name for node in nodes if not node.gpus], on_node.values())
     return Placement(
         tp_size=tp_size,
@@ -116,6 +118,25 @@ def _check(nodes: Sequence[Node], tp_size: int) -> None:
             )
     if not any(node.gpus for node in nodes):
         raise ConfigError("no node has GPUs, so nothing could serve the policy; give one as NAME:GPUS", key="nodes")
+
+
+def _check_ports(on_node: Mapping[str, Sequence[Engine]], agent_port: int, engine_port: int) -> None:
+    """Raise `ConfigError` for ports that do not exist, and for those of engines that are an agent server's as well."""
+    for key, first, count in (
+        ("agent_port", agent_port, 1),
+        ("engine_port", engine_port, max(map(len, on_node.values()))),
+    ):
+        if not 1 <= first <= MAX_PORT - count + 1:
+            last = f", and {count} engines take {first} to {first + count - 1}" if count > 1 else ""
+            raise ConfigError(f"{key}={first}: ports are 1 to {MAX_PORT}{last}", key=key)
+    for node, engines in on_node.items():
+        if engine_port <= agent_port < engine_port + len(engines):
+            taken = f"{engine_port} to {engine_port + len(engines) - 1}" if len(engines) > 1 else f"{engine_port}"
+            raise ConfigError(
+                f"agent_port={agent_port} is also the port of an engine of node '{node}' ({taken}); choose another, or"
+                " another engine_port",
+                key="agent_port",
+            )
 
 
 def nodes_of(given: object) -> list[Node]:

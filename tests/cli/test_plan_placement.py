@@ -54,6 +54,13 @@ def test_agent_servers_without_gpus_share_all_engines_evenly(with_gpus: tuple[in
         (["a:8", "tp_size=0"], "tp_size=0 must be at least 1"),
         (["a:8", "tp_size=two"], "tp_size=two must be a whole number"),
         (["a:eight", "tp_size=2"], "'a:eight' is not a node"),
+        (
+            ["a:8", "tp_size=2", "agent_port=8103"],
+            r"agent_port=8103 is also the port of an engine of node 'a' \(8100 to 8103\)",
+        ),
+        (["a:8", "tp_size=2", "agent_port=99999"], "agent_port=99999: ports are 1 to 65535"),
+        (["a:8", "tp_size=2", "engine_port=65533"], "ports are 1 to 65535, and 4 engines take 65533 to 65536"),
+        (["a:8", "tp_size=2", "engine_port=0"], "engine_port=0: ports"),
         (["a:8", "tp=2"], "unknown key 'tp'"),
         (["nodes=none.yaml", "tp_size=2"], "nodes='none.yaml' cannot be read"),
     ],

@@ -49,6 +49,7 @@ def reverify_command(argv: Sequence[str]) -> int:
 
     output, *words = arguments.settings
     files = RunFiles(Path(output).expanduser())
+    _require_graded(files)
     agents = {work.agent for work in stored_work(files.output)}
     if not agents:
         raise ConfigError(f"result file '{files.output}' holds no rollouts", key="output")
@@ -56,6 +57,20 @@ def reverify_command(argv: Sequence[str]) -> int:
         composition, environments = _environments(_settings(files, words, temporary), agents)
         work = _work(files, environments, arguments.concurrency, arguments.timeout)
         return with_stack(lambda: (composition, None, work))
+
+
+def _require_graded(files: RunFiles) -> None:
+    """Raise `ConfigError` if the run has rollouts, and none of them has a verdict."""
+    if not _holds_rows(files.output) and _holds_rows(files.failures):
+        raise ConfigError(
+            f"no rollout of this run has been graded: those of {files.failures} ended without a verdict. Mend the"
+            " cause (ng_why names it) and give the run's command again with retry_failed=true",
+            key="output",
+        )
+
+
+def _holds_rows(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]:

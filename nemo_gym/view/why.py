@@ -183,7 +183,7 @@ CAUSES = {
             "verifier_failed",
             "Grading failed",
             "The environment's verify did not come to a verdict.",
-            "Look at the environment server's log; ng_reverify grades the rollout again when the cause is mended.",
+            "Look at the environment server's log and mend the cause. Then the same command with retry_failed=true.",
             ("verify",),
         ),
         Cause(

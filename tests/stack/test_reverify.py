@@ -105,6 +105,7 @@ def test_rollout_without_a_verdict_is_invalid_and_not_the_same(finished: tuple[P
     ("broken", "said"),
     [
         ("no output", "cannot be read"),
+        ("only failures", "give the run's command again with retry_failed=true"),
         ("no results", "holds no rollouts"),
         ("torn", "rollouts.jsonl:1: not a result row"),
         ("no inputs", "belongs beside the output"),
@@ -120,6 +121,9 @@ def test_bad_input_is_named_with_exit_code_2(finished: tuple[Path, RunFiles], br
     words = [str(files.output)]
     if broken == "no output":
         files.output.unlink()
+    elif broken == "only failures":
+        files.output.unlink()
+        files.failures.write_text("{}\n")
     elif broken == "no results":
         files.output.write_text("")
     elif broken == "torn":

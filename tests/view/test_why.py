@@ -121,6 +121,11 @@ def test_evidence_names_reason_attempts_and_failing_tests() -> None:
     assert found["evidence"] == ["4 fail", "4 of FAIL_TO_PASS fail: a, b, c, …"]
 
 
+def test_rollout_that_was_not_graded_is_not_sent_to_a_command_that_grades_only_graded_ones() -> None:
+    assert "retry_failed=true" in CAUSES["verifier_failed"].helps
+    assert not [cause.name for cause in CAUSES.values() if "ng_reverify" in cause.helps]
+
+
 def test_text_in_a_terminal_moves_nothing() -> None:
     assert shown("a\x1b[31mb\u202ec\x00\td\ne") == "a^[[31mb<U+202E>c^@\td\ne"
     assert shown("a\U000e0041b\u3164c\u206ad") == "a<U+E0041>b<U+3164>c<U+206A>d"

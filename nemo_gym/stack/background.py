@@ -7,15 +7,18 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from nemo_gym._util.files import write_private
+from nemo_gym.config.compose import run_directory_root
+from nemo_gym.config.overrides import parse_overrides
 from nemo_gym.contract.errors import ConfigError, ServerError
-from nemo_gym.stack.endpoints import StackEntry, read_stack
+from nemo_gym.contract.session import IDENTIFIER
+from nemo_gym.contract.verdict import new_run_id
+from nemo_gym.stack.endpoints import StackEntry, read_stack, require_free
 
 STOP_TIMEOUT_S = 60.0
 _READY = "servers ready!"
@@ -43,7 +46,8 @@ class BackgroundStack:
         words: settings as on ng_run's command line.
         values: a configuration that overrides ``config_paths``.
         config_paths: configuration files.
-        run_dir: directory of the stack's state; a temporary directory by default.
+        run_dir: directory of the stack's state; by default that of the run's id among the run directories, as for
+            ng_run.
     """
 
     def __init__(
@@ -57,7 +61,8 @@ class BackgroundStack:
         self._settings = list(words)
         self._config_paths = list(config_paths)
         self._values = dict(values or {})
-        self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="nemo-gym-stack-"))
+        self.run_dir = run_dir or run_directory_root() / self._run_id()
+        self._given = self.run_dir / "given.yaml"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -69,13 +74,16 @@ class BackgroundStack:
         refuses, and `ServerError` for servers that do not become ready; both quote the end of ng_run's log."""
         import yaml
 
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"run_dir {self.run_dir} cannot be made: {error.strerror}", key="run_dir") from error
+        require_free(self.run_dir)
         paths = [*self._config_paths]
         if self._values:
-            file = self.run_dir / "given.yaml"
-            # Private, because the configuration may contain keys.
-            write_private(file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True))
-            paths.append(str(file))
+            # Private, and removed when the servers stop, because the configuration may contain keys.
+            write_private(self._given, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True))
+            paths.append(str(self._given))
         settings = [*self._settings, *([f"+config_paths=[{','.join(paths)}]"] if paths else [])]
         command = [sys.executable, "-c", _PROGRAM, str(os.getpid())]
         with self.log.open("wb") as log:
@@ -87,7 +95,7 @@ class BackgroundStack:
         give_up = time.monotonic() + timeout_s
         while _READY not in self._log_end():
             if (code := self._process.poll()) is not None:
-                self._process = None
+                self.stop()
                 error_type = ConfigError if code == 2 else ServerError
                 raise error_type(f"ng_run ended with {code} before its servers were ready; it said: {self._log_end()}")
             if time.monotonic() >= give_up:
@@ -117,6 +125,15 @@ class BackgroundStack:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        self._given.unlink(missing_ok=True)
+
+    def _run_id(self) -> str:
+        """Return the id that the settings give, else a new one, which they then give."""
+        given = [override.value for override in parse_overrides(self._settings) if override.key == "run_id"]
+        run_id = (given or [self._values.get("run_id")])[-1]
+        if run_id is None and not self._config_paths:  # a configuration file may have its own
+            self._settings.append(f"run_id={(run_id := new_run_id())}")
+        return str(run_id) if IDENTIFIER.match(str(run_id or "")) else new_run_id()
 
     def __enter__(self) -> Self:
         self.start()

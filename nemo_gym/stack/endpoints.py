@@ -109,6 +109,19 @@ def read_stack(run_dir: Path) -> StackEntry:
         raise ConfigError(f"{path} cannot be read: {error}", key="run_dir", file=str(path)) from error
 
 
+def require_free(run_dir: Path) -> None:
+    """Raise `ConfigError` if a stack runs in a run directory."""
+    try:
+        present = read_stack(run_dir)
+    except ConfigError:
+        return
+    if present.is_running:
+        raise ConfigError(
+            f"a stack runs in {run_dir} already (process {present.pid}); stop it, or choose another with run_dir=",
+            key="run_dir",
+        )
+
+
 def running_stacks() -> list[StackEntry]:
     """Return every running stack of this user on this machine, newest first."""
     found: dict[str, StackEntry] = {}

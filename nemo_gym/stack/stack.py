@@ -21,7 +21,7 @@ from nemo_gym.config.roots import find_plugin
 from nemo_gym.config.visibility import Address
 from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.stack.endpoints import StackEntry, read_stack, remove_stack
+from nemo_gym.stack.endpoints import StackEntry, remove_stack, require_free
 from nemo_gym.stack.ports import DEFAULT_HOST, bind_listeners
 from nemo_gym.stack.supervisor import Supervisor
 from nemo_gym.stack.venvs import interpreter_for, requirement_lines, unmet
@@ -90,15 +90,7 @@ def run_directory(composition: Composition) -> tuple[str, Path]:
             f"run_dir {run_dir} cannot be made: {os.strerror(error.errno or 0)}; choose another with run_dir=",
             key="run_dir",
         ) from error
-    try:
-        present = read_stack(run_dir)
-    except ConfigError:
-        return run_id, run_dir
-    if present.is_running:
-        raise ConfigError(
-            f"a stack runs in {run_dir} already (process {present.pid}); stop it, or choose another with run_dir=",
-            key="run_dir",
-        )
+    require_free(run_dir)
     return run_id, run_dir
 
 

@@ -17,6 +17,7 @@ from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.rollout_collection import RolloutCollectionHelper
 from nemo_gym.server_utils import HEAD_SERVER_KEY_NAME, BaseServerConfig, close_global_aiohttp_client
 from nemo_gym.stack.background import started_here
+from nemo_gym.stack.endpoints import read_stack
 from nemo_gym_testing.gateway import FakeVllmEngine
 from responses_api_models.gateway.tests.conftest import FAMILY, Teller
 from tests.framework.conftest import EngineThread
@@ -24,6 +25,13 @@ from tests.gateway.tokens.policies import write
 from tests.rollouts.test_training_fields import read_as_nemo_rl
 
 ROWS = Path("resources_servers/mcqa/data/example.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where run directories are made."""
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "runs"
 
 
 @pytest.fixture
@@ -65,7 +73,9 @@ def given(tmp_path: Path, engine: FakeVllmEngine) -> dict[str, Any]:
     }
 
 
-async def test_run_helper_starts_what_rollouts_of_a_trainer_need(tmp_path: Path, engine: FakeVllmEngine) -> None:
+async def test_run_helper_starts_what_rollouts_of_a_trainer_need(
+    tmp_path: Path, engine: FakeVllmEngine, runs: Path
+) -> None:
     helper = RunHelper()
     helper.start(
         global_config_dict_parser_config=GlobalConfigDictParserConfig(
@@ -75,6 +85,10 @@ async def test_run_helper_starts_what_rollouts_of_a_trainer_need(tmp_path: Path,
         )
     )
     helper.poll()
+    run_dir = started_here()
+    assert run_dir is not None and run_dir.parent == runs
+    assert (runs / read_stack(run_dir).run_id).samefile(run_dir)
+    assert (run_dir / "given.yaml").stat().st_mode & 0o777 == 0o600 and run_dir.stat().st_mode & 0o777 == 0o700
     try:
         rows = [{**json.loads(line), "_ng_task_index": 0} for line in [ROWS.read_text().splitlines()[0]] * 3]
         rows.append({"question": "no options", "_ng_task_index": 1})
@@ -97,7 +111,7 @@ async def test_run_helper_starts_what_rollouts_of_a_trainer_need(tmp_path: Path,
     finally:
         await close_global_aiohttp_client()
         helper.shutdown()
-    assert started_here() is None
+    assert started_here() is None and not (run_dir / "given.yaml").exists()
     with pytest.raises(ServerError, match="not running"):
         helper.poll()
     helper.shutdown()
@@ -116,8 +130,11 @@ def test_run_helper_says_that_its_servers_ended(tmp_path: Path, engine: FakeVllm
         helper.shutdown()
 
 
-def test_run_helper_says_what_is_wrong_with_a_configuration(tmp_path: Path, engine: FakeVllmEngine) -> None:
+def test_run_helper_says_what_is_wrong_with_a_configuration(
+    tmp_path: Path, engine: FakeVllmEngine, runs: Path
+) -> None:
     wrong = given(tmp_path, engine)
     wrong["policy_model"]["responses_api_models"]["gateway"]["modle"] = "x"
     with pytest.raises(ConfigError, match="did you mean 'model'"):
         RunHelper().start(GlobalConfigDictParserConfig(initial_global_config_dict=wrong))
+    assert not [*runs.glob("*/given.yaml")], "it may hold keys"

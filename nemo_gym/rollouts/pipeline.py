@@ -770,8 +770,13 @@ class AsyncDispatcher:
             return
         await attempt.close(self._config.close_timeout_s)
         if self._fatal is None or isinstance(self._fatal, SameFailureError):
-            await self._recording(self._store.requeue(attempt.job))
+            await self._recording(self._requeue_if_held(attempt.job))
         self._drop(attempt)
+
+    async def _requeue_if_held(self, job: Job) -> None:
+        """Queue a job again unless it has ended: a stop also finds attempts that are recorded and being closed."""
+        with contextlib.suppress(FencedError):
+            await self._store.requeue(job)
 
     async def _recording(self, write: Awaitable[None]) -> bool:
         """Await a write to the store. Return ``False`` if this dispatcher no longer holds the job; any other error

@@ -115,6 +115,19 @@ async def test_no_lease_is_called_lost_while_a_finished_attempt_is_closed(make_c
     assert [entry for entry in logs if entry["event"] == "lease lost"] == []
 
 
+async def test_stop_while_a_recorded_attempt_is_closed_does_not_say_that_something_is_not_recorded(
+    make_chain: MakeChain,
+) -> None:
+    chain = make_chain(environment={"close_s": 1.0})
+    with structlog.testing.capture_logs() as logs:
+        async with Running(chain, 1) as running:
+            await running.wait(lambda: len(running.events) == 1, "the result to be recorded")
+            await running.wait(lambda: len(chain.notes("close")) == 1, "the close to begin")
+            await running.dispatcher.stop()
+            assert (await running.store.counts())[JobState.DONE] == 1
+    assert logs == []
+
+
 async def test_a_stop_closes_all_attempts_at_once(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"hang": ["t0", "t1", "t2"]}, environment={"close_s": 0.5})
     async with Running(chain, 3) as running:

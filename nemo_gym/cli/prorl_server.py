@@ -64,7 +64,10 @@ def serve(argv: Sequence[str]) -> int:
     listening.announce(Path(given["url_file"]) if "url_file" in given else None)
     print(f"{NAME}: data sources: {', '.join(registered_handlers())}", file=sys.stderr)
     print(f"PRORL_SERVER_URLS={listening.url}", flush=True)
-    service.serve(server, listening, token, **limits)
+    try:
+        service.serve(server, listening, token, **limits)
+    except KeyboardInterrupt:  # the web server raises it when it has stopped in order
+        return command.EXIT_INTERRUPTED
     return command.EXIT_OK
 
 

@@ -73,6 +73,8 @@ def view(argv: Sequence[str]) -> int:
     )
     try:
         WebServer(config).run(sockets=[listener])
+    except KeyboardInterrupt:  # the web server raises it when it has stopped in order
+        return command.EXIT_INTERRUPTED
     finally:
         runs.stop()
     return command.EXIT_OK

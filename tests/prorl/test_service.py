@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -204,6 +205,13 @@ def test_trainer_hands_its_loader_over_once_and_gets_effective_groups(
     assert len(pids) == 2, "both servers worked"
     lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert len({line["_ng_rollout_id"] for line in lines}) == len(lines)
+
+
+def test_interrupted_command_ends_in_order_and_says_nothing(tmp_path: Path) -> None:
+    with prorl_server(tmp_path) as server:
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 130
+    assert "error" not in (tmp_path / "said.txt").read_text()
 
 
 def test_trainer_whose_rows_no_server_handles_is_told(tmp_path: Path) -> None:

@@ -36,3 +36,12 @@ def test_lines_name_the_rollout_that_is_being_worked_on() -> None:
         ("after", None),
     ]
     assert {line["server"] for line in lines} == {"env"}
+
+
+def test_log_of_a_server_by_hand_is_plain_text_in_a_file() -> None:
+    source = (
+        "import structlog; from nemo_gym.http.logs import configure_plain_logging; configure_plain_logging();"
+        " structlog.get_logger().warning('engine is slow', url='http://a')"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert "engine is slow" in done.stdout and "url=http://a" in done.stdout and "\x1b" not in done.stdout, done.stdout

@@ -3,6 +3,9 @@ helper from here."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from typing import Any
 
 _RUN_HELPER = ("GlobalConfigDictParserConfig", "RunHelper")
@@ -14,3 +17,22 @@ def __getattr__(name: str) -> Any:
 
         return getattr(run_helper, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _interrupted_early(*_: object) -> None:
+    os.write(2, f"{_PROGRAM}: error: interrupted\n".encode())
+    os._exit(130)
+
+
+def imports_are_done() -> None:
+    """Give SIGINT back to Python, because from here on the command handles it."""
+    if signal.getsignal(signal.SIGINT) is _interrupted_early:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_PROGRAM = os.path.basename(sys.argv[0]) if sys.argv else ""  # noqa: PTH119 - pathlib is not imported for this
+_IS_COMMAND = _PROGRAM in ("ng", "gym") or _PROGRAM.startswith("ng_")
+# A command spends its first tenths of a second on imports, which nothing surrounds with a `try`. An ignored SIGINT, as
+# under nohup, stays ignored.
+if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _interrupted_early)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from nemo_gym import cli
 from nemo_gym._util.secrets import is_secret_name, scrub
 from nemo_gym._util.terminal import shown
 from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError, reject_unknown_keys
@@ -54,6 +55,7 @@ def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | N
     """Run a command's body and exit with its code. Expected errors are one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        cli.imports_are_done()
         code = body(words)
         sys.stdout.flush()
     except NemoGymError as error:

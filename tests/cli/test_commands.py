@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -452,6 +453,28 @@ def test_oracle_checks_the_rows_of_nemo_gyms_spelling(root: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 rows of rows.jsonl" in command(root, "validate", *GROUPS).stdout
     assert command(root, "validate", *words, "output_jsonl_fpath=out.jsonl").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("program", "handler", "code", "said"),
+    [
+        ("bin/ng_run", "SIG_DFL", 130, "ng_run: error: interrupted\n"),
+        ("train.py", "SIG_DFL", -signal.SIGINT, "KeyboardInterrupt"),  # a program's own matter
+        ("bin/ng_run", "SIG_IGN", 0, ""),
+    ],
+)
+def test_interrupt_during_the_imports_of_a_command_is_one_line(
+    program: str, handler: str, code: int, said: str
+) -> None:
+    source = f"import sys; sys.argv[0] = {program!r}; import nemo_gym.cli, signal; signal.raise_signal(signal.SIGINT)"
+    begin = (
+        f"import os, signal, sys; signal.signal(signal.SIGINT, signal.{handler}); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    start = [sys.executable, "-c", begin, sys.executable, "-c", source]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and said in done.stderr, done.stderr
+    if program != "train.py":
+        assert done.stderr == said
 
 
 def test_marker_keeps_the_providers_of_before_until_the_sources_change(root: Path) -> None:

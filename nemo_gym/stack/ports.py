@@ -170,6 +170,7 @@ def _holder(port: int) -> str:
 
 LONGEST_PAUSE_S = 2.0
 WORD_EVERY_S = 10.0
+MAX_NAMED = 5
 
 
 Missing = dict[str, dict[Address, str | None]]
@@ -210,17 +211,22 @@ async def _until_ready(place: Address, missing: dict[Address, str | None]) -> No
 
 async def _report_missing(missing: Missing, say: Callable[[str], None]) -> None:
     since_s = 0.0
+    said = ""
     while any(missing.values()):
         await asyncio.sleep(0.1)
         since_s += 0.1
         if since_s >= WORD_EVERY_S:
             since_s = 0.0
-            say(f"waiting for {_describe_missing(missing)}")
+            if (words := _describe_missing(missing, at_most=MAX_NAMED)) != said:
+                said = words
+                say(f"waiting for {words}")
 
 
-def _describe_missing(missing: Missing) -> str:
-    return ", ".join(
+def _describe_missing(missing: Missing, *, at_most: int | None = None) -> str:
+    described = [
         f"{name} at {place.host}:{place.port}" + (f" ({why})" if why else "")
         for name, places in missing.items()
         for place, why in places.items()
-    )
+    ]
+    more = len(described[at_most:]) if at_most is not None else 0
+    return ", ".join(described[:at_most]) + (f" and {more} more" if more else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -47,3 +48,28 @@ async def test_server_whose_certificate_nobody_trusts_is_told_from_one_that_is_n
             await wait_for_others(hosts, 1.0, lambda _: None)
     with pytest.raises(ServerError, match=rf"math at 127\.0\.0\.1:{place.port}; start ng_run on those hosts"):
         await wait_for_others(hosts, 0.2, lambda _: None)
+
+
+async def test_servers_that_are_awaited_are_named_once_and_again_when_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nemo_gym.stack.ports.WORD_EVERY_S", 0.2)
+
+    async def ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        writer.close()
+
+    with socket.socket() as later:
+        later.bind(("127.0.0.1", 0))
+        absent = tuple(Address(f"127.0.0.{number}", later.getsockname()[1]) for number in range(1, 8))
+        hosts = Hosts("here", {"math": absent}, {}, StackKeys.generate())
+        said: list[str] = []
+        waiting = asyncio.create_task(wait_for_others(hosts, 8.0, said.append))
+        await asyncio.sleep(1.5)
+        assert len(said) == 1
+        assert said[0].startswith("waiting for math at 127.0.0.1:") and said[0].endswith(" and 2 more")
+        async with await asyncio.start_server(ready, sock=later):
+            await waiting
+    assert said[1].startswith("waiting for math at 127.0.0.2:") and said[1].endswith(" and 1 more")
+    assert len(said) == 3 and said[2].startswith("going on without math at 127.0.0.2:")

@@ -294,6 +294,21 @@ def _plan(words: Sequence[str], rows: Rows | None) -> tuple[RolloutRunConfig, Ru
 def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
     """Write rows from memory to a file beside the results, which refer to it."""
     file = output.with_name(f"{output.stem}_input.jsonl")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    if not isinstance(rows, Iterable):
+        raise ConfigError(
+            f"input must be the path of a JSONL file, or rows: an iterable of dicts; got {type(rows).__name__}",
+            key="input",
+        )
+    try:
+        lines = [orjson.dumps(row) + b"\n" for row in rows]
+    except TypeError as error:
+        raise ConfigError(f"input: a row is not JSON ({error})", key="input") from error
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"".join(lines))
+    except OSError as error:
+        raise ConfigError(
+            f"output '{output}': rows from memory go to {file} beside it, which cannot be written ({error.strerror})",
+            key="output",
+        ) from error
     return file

@@ -100,6 +100,12 @@ async def test_metrics_of_the_pipeline_are_served_while_the_stack_runs(place: Pa
         ({**CHOSEN, "num_repeat": 2}, "did you mean 'num_repeats'"),
         ({**CHOSEN, "num_repeats": 0}, "num_repeats"),
         ({**CHOSEN, "input": "none.jsonl"}, "none.jsonl' does not exist"),
+        ({**CHOSEN, "input": 5}, "input must be the path of a JSONL file, or rows: an iterable of dicts; got int"),
+        ({**CHOSEN, "input": [{"id": {1}}]}, "input: a row is not JSON"),
+        (
+            {**CHOSEN, "input": [{}], "output": "/proc/none/out.jsonl"},
+            "output '/proc/none/out.jsonl': rows from memory",
+        ),
         ({**CHOSEN, "input": [], "input_jsonl_fpath": "x.jsonl"}, "input is given twice"),
         ({**CHOSEN, "dataset": "nobody/nothing"}, "ng_prepare mcqa dataset=nobody/nothing"),
     ],

@@ -92,6 +92,7 @@ def _client(values: dict[str, Any]) -> AsyncRolloutClient:
 
 async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
     from nemo_gym.contract.verdict import new_run_id
+    from nemo_gym.rollouts.report import counted
 
     if "input" not in values:
         raise ConfigError("submit needs input=<file>.jsonl, one row per line", key="input")
@@ -101,7 +102,8 @@ async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments:
     if arguments.json and not arguments.watch:
         print(json.dumps({"run": run, "accepted": done.accepted, "known": done.known, "refused": refused}))
     else:
-        _print_stderr(f"run {run}: {done.accepted} jobs accepted, {done.known} known before, {len(refused)} refused")
+        accepted = counted(done.accepted, "job")
+        _print_stderr(f"run {run}: {accepted} accepted, {done.known} known before, {len(refused)} refused")
         for each in refused[:MAX_LISTED]:
             _print_stderr(f"  {each['job_id']}: {each['detail']}")
         if len(refused) > MAX_LISTED:

@@ -90,6 +90,7 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
     from rich.table import Table
     from rich.text import Text
 
+    from nemo_gym.rollouts.report import counted, print_titled
     from nemo_gym.view import live
     from nemo_gym.view.queries import Prices, TableQuery, summary, table
     from nemo_gym.view.text import figure, one_line, seconds_text, why
@@ -104,7 +105,7 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
     if progress is not None:
         for line in progress_lines(progress):
             say(console, line)
-    grid = Table(title=f"{page['total']} rollouts of {index.files.output}", title_justify="left")
+    grid = Table()
     right = {"sample", "reward", "findings", "turns", "time", "attempts"}
     for name in ("task", "sample", "agent", "reward", "outcome", "findings", "turns", "time", "attempts", "why"):
         grid.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -121,7 +122,7 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
             str(row["attempts"]),
             Text(one_line(why(row), 48)),
         )
-    console.print(grid)
+    print_titled(console, f"{counted(page['total'], 'rollout')} of {index.files.output}", grid)
     remaining = page["total"] - query.offset - len(page["rows"])
     if remaining > 0:
         console.print(f"… and {remaining} more: offset={query.offset + len(page['rows'])}")
@@ -255,27 +256,28 @@ def _print_comparison(console: Console, first: ResultIndex, second: ResultIndex,
     from rich.table import Table
     from rich.text import Text
 
+    from nemo_gym.rollouts.report import counted, print_titled
     from nemo_gym.view.queries import compared
     from nemo_gym.view.text import figure, figures, one_line
 
     result = compared(first, second, changed_only=True)
     limit = int(settings["limit"]) if settings.get("limit", "").isdecimal() else 40
-    grid = Table(title=f"A {first.files.output}, B {second.files.output}", title_justify="left")
+    grid = Table()
     for name in ("task", "A", "B", "B − A"):
         grid.add_column(name, justify="left" if name == "task" else "right")
     for row in result["rows"][:limit]:
         difference = figure(row["difference"], "+.2f")
         grid.add_row(Text(one_line(row["task_id"], 60)), figures(row["a"]), figures(row["b"]), difference)
-    console.print(grid)
+    print_titled(console, f"A {first.files.output}, B {second.files.output}", grid)
     mean = result["difference"]
     if mean is None:
         console.print("no task has a reward in both runs")
         return
     interval = "" if mean["std_err"] is None else f" (95 %: {mean['low']:+.3f} to {mean['high']:+.3f})"
-    console.print(f"B − A: {mean['value']:+.3f}{interval} over {result['tasks']} tasks")
+    console.print(f"B − A: {mean['value']:+.3f}{interval} over {counted(result['tasks'], 'task')}")
     console.print(
-        f"{result['wins']} tasks better in B, {result['losses']} worse, {result['ties']} the same; solved by B alone"
-        f" {result['gained']}, by A alone {result['lost']}; sign test p = {result['p_value']:.3g}"
+        f"{counted(result['wins'], 'task')} better in B, {result['losses']} worse, {result['ties']} the same; solved"
+        f" by B alone {result['gained']}, by A alone {result['lost']}; sign test p = {result['p_value']:.3g}"
     )
     if result["only_a"] or result["only_b"]:
-        console.print(f"not compared: {result['only_a']} tasks in A alone, {result['only_b']} in B alone")
+        console.print(f"not compared: {counted(result['only_a'], 'task')} in A alone, {result['only_b']} in B alone")

@@ -158,7 +158,7 @@ CONTEXT_WARNING_SHARE = 0.05
 def print_table(console: Console, summaries: Sequence[RolloutSummary], *, title: str) -> None:
     """Print one row per sample: first those without verdict, with findings, without reward, then the others. Print at
     most `MAX_TABLE_ROWS` of them, and how many more there are."""
-    table = Table(title=title, title_justify="left", show_lines=False)
+    table = Table(show_lines=False)
     for name in ("task", "sample", "reward", "outcome"):
         table.add_column(name, justify="right" if name in ("sample", "reward") else "left", overflow="fold")
     for name in ("findings", "turns", "time", "attempts"):
@@ -177,7 +177,7 @@ def print_table(console: Console, summaries: Sequence[RolloutSummary], *, title:
             str(item.attempts),
             Text(shown(item.why)),
         )
-    console.print(table)
+    print_titled(console, title, table)
     if len(ordered) > MAX_TABLE_ROWS:
         console.print(f"… and {len(ordered) - MAX_TABLE_ROWS} more in the output file")
 
@@ -215,7 +215,7 @@ def warn_of_context(console: Console, summaries: Sequence[RolloutSummary]) -> No
 
 
 def print_agents(console: Console, tally: Tally) -> None:
-    table = Table(title="Agents", title_justify="left")
+    table = Table()
     for name in ("agent", "mean reward", "with verdict", "without verdict", "with findings"):
         table.add_column(name, justify="left" if name == "agent" else "right")
     for agent, counted in tally.agents.items():
@@ -227,6 +227,12 @@ def print_agents(console: Console, tally: Tally) -> None:
             f"{counted.invalid} ({kinds})" if kinds else "0",
             str(counted.findings),
         )
+    print_titled(console, "Agents", table)
+
+
+def print_titled(console: Console, title: str, table: Table) -> None:
+    """Print a table under a title, which as the table's own would be padded with blanks to its width."""
+    console.print(Text(title, style="table.title"), soft_wrap=True)
     console.print(table)
 
 

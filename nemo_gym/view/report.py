@@ -13,6 +13,7 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 
 from nemo_gym._util.terminal import shown
+from nemo_gym.rollouts.report import counted
 from nemo_gym.view.index import ResultIndex
 from nemo_gym.view.queries import (
     Prices,
@@ -148,7 +149,7 @@ def _comparison(first: ResultIndex, second: ResultIndex) -> Section:
     return Section(
         f"{second.files.output} against {first.files.output}",
         (
-            f"Difference of the tasks' mean rewards: {difference}, over {found['tasks']} tasks.",
+            f"Difference of the tasks' mean rewards: {difference}, over {counted(found['tasks'], 'task')}.",
             f"{found['wins']} tasks better, {found['losses']} worse, {found['ties']} the same; {found['gained']} newly"
             f" solved, {found['lost']} no longer; sign test p = {found['p_value']:.3g}.",
         ),

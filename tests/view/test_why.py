@@ -17,8 +17,8 @@ from nemo_gym.cli.show import show
 from nemo_gym.cli.validate import validate
 from nemo_gym.cli.why import why
 from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.rollouts.report import print_table
-from nemo_gym.rollouts.result_rows import RolloutSummary
+from nemo_gym.rollouts.report import print_agents, print_table
+from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
 from nemo_gym.view.text import one_line
 from nemo_gym.view.why import CAUSES, cause_of, explain
 from tests.view.results import failed, row, write
@@ -131,6 +131,18 @@ def test_text_in_a_terminal_moves_nothing() -> None:
     assert shown("a\U000e0041b\u3164c\u206ad") == "a<U+E0041>b<U+3164>c<U+206A>d"
     assert one_line("a\n  b\r\n\x07c") == "a b^M ^Gc"
     assert one_line("x" * 10, 5) == "xxxx…"
+
+
+def test_lines_of_tables_end_without_blanks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = write(tmp_path / "out.jsonl", row(0, reward=0.0))
+    assert show([str(output)]) == 0
+    tally = Tally()
+    tally.add_row("agent", row(0))
+    print_agents(command.result_console(), tally)
+    print_table(command.result_console(), [RolloutSummary.of_row(row(0))], title="1 rollout of 1 task")
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line != line.rstrip()] == []
+    assert f"1 rollout of {output}" in said and {"Agents", "1 rollout of 1 task"} <= {*said}
 
 
 def test_command_prints_no_class_for_a_rollout_that_did_not_fail(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nemo_gym.config import compatibility
@@ -73,10 +74,11 @@ def free_ports(values: Mapping[str, Any]) -> list[int] | None:
 
 def notices(composition: Composition) -> list[str]:
     """Return the warnings, a sentence for each key that does nothing here, with its meaning in NeMo Gym, and a
-    sentence for each plugin that is hidden by one of another root."""
+    sentence for each plugin that is not used although its name or its file is."""
     return [
         *composition.warnings,
         *_hidden_plugins(composition),
+        *_plugins_without_their_file(composition),
         *(
             f"'{key}' does nothing here; in NeMo Gym it is {meaning}"
             for key, meaning in UNREAD_NEMO_GYM_KEYS.items()
@@ -94,6 +96,22 @@ def _hidden_plugins(composition: Composition) -> list[str]:
         folders = [root / kind / name for root in composition.roots if (root / kind / name / "app.py").is_file()]
         used, *hidden = dict.fromkeys(folder.resolve() for folder in folders) or (None,)
         sentences += [f"there are two plugins '{name}': {used} is used, {other} is not" for other in hidden]
+    return sentences
+
+
+def _plugins_without_their_file(composition: Composition) -> list[str]:
+    """Name the plugins whose own file runs another plugin instead, as that of a copied folder does."""
+    servers = composition.servers.values()
+    used = {(block.source, block.server_type, block.implementation) for block in servers}
+    sentences = []
+    for source, kind, name in sorted(used):
+        folder = next((each for each in Path(source).parents if each.parent.name == kind), None)
+        if folder is None or not (folder / "app.py").is_file() or (source, kind, folder.name) in used:
+            continue
+        sentences.append(
+            f"{source} runs the plugin '{name}' and not '{folder.name}', in whose folder it is; to run that one, write"
+            f" '{kind}: {{{folder.name}: …}}' there"
+        )
     return sentences
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,21 @@ def test_aliases_of_fields_are_known(root: Path) -> None:
     app = root / "resources_servers/mathy/app.py"
     app.write_text(app.read_text().replace("strictness: int = 1", "strictness: int = Field(1, alias='strict')"))
     checked(root, "mathy.resources_servers.mathy.strict=2")
+
+
+def test_copied_plugin_whose_file_still_runs_the_original_is_told(root: Path) -> None:
+    copied = root / "resources_servers" / "mathy_two"
+    shutil.copytree(root / "resources_servers/mathy", copied)
+    own = copied / "configs/mathy_two.yaml"
+    write(own, mathy_two={"resources_servers": {"mathy": {"entrypoint": "app.py"}}})
+    groups = ["agent=solver", "environment=mathy_two", "model=echo"]
+    (told,) = notices(compose(groups, roots=[root]))
+    assert told == (
+        f"{own} runs the plugin 'mathy' and not 'mathy_two', in whose folder it is; to run that one, write"
+        " 'resources_servers: {mathy_two: …}' there"
+    )
+    write(own, mathy_two={"resources_servers": {"mathy_two": {"entrypoint": "app.py"}}})
+    assert not notices(compose(groups, roots=[root]))
 
 
 def test_second_plugin_of_a_name_is_told(root: Path, tmp_path: Path) -> None:

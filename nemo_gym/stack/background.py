@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from nemo_gym._util.files import write_private
 from nemo_gym.config.compose import run_directory_root
-from nemo_gym.config.overrides import parse_overrides
+from nemo_gym.config.overrides import parse_overrides, word_of
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import new_run_id
@@ -84,13 +84,13 @@ class BackgroundStack:
             # Private, and removed when the servers stop, because the configuration may contain keys.
             write_private(self._given, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True))
             paths.append(str(self._given))
-        settings = [*self._settings, *([f"+config_paths=[{','.join(paths)}]"] if paths else [])]
+        settings = [*self._settings, *([word_of("+config_paths", paths)] if paths else [])]
         command = [sys.executable, "-c", _PROGRAM, str(os.getpid())]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.PIPE)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # ng_run has already ended, and its log shows why
-            self._process.stdin.write(json.dumps([*settings, f"run_dir={self.run_dir}"]).encode())
+            self._process.stdin.write(json.dumps([*settings, word_of("run_dir", str(self.run_dir))]).encode())
             self._process.stdin.close()
         give_up = time.monotonic() + timeout_s
         while _READY not in self._log_end():

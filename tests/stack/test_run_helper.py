@@ -30,8 +30,9 @@ ROWS = Path("resources_servers/mcqa/data/example.jsonl")
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where run directories are made."""
-    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "runs"
+    cache = tmp_path / "the user's, cached"
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(cache))
+    return cache / "runs"
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from nemo_gym._util.suggest import first_line, nearest
 from nemo_gym.config.keys import COMPOSITION, NEMO_GYM_KEYS, SUITE_KEYS
-from nemo_gym.config.layers import Merged, leaves
+from nemo_gym.config.layers import Merged, leaves, lookup
 from nemo_gym.contract.errors import ConfigError
 
 MISSING = "???"
@@ -70,7 +71,7 @@ def _key(node: Any, part: str) -> Any:
     return part
 
 
-def _reason(value: str, error: BaseException, merged: Merged) -> str:
+def _reason(value: str, error: BaseException, merged: Merged, followed: tuple[str, ...] = ()) -> str:
     if (variable := _VARIABLE.search(value)) and variable[1] in str(error):
         return f"uses the environment variable {variable[1]}, which is not set: export it"
     for key in interpolated_keys(value):
@@ -83,4 +84,9 @@ def _reason(value: str, error: BaseException, merged: Merged) -> str:
             misspelt = first not in merged.values and first not in SUITE_KEYS | NEMO_GYM_KEYS
             hint = nearest(first, merged.values) if misspelt else ""
             return f"uses ${{{key}}}, which is not set{hint}: add {key}=… or put it in env.yaml"
+        with suppress(KeyError):
+            # The key is set, to something that cannot be resolved itself: its reason is the reason.
+            behind = lookup(merged.values, key.split("."))
+            if isinstance(behind, str) and "${" in behind and behind not in (*followed, value):
+                return _reason(behind, error, merged, (*followed, value))
     return f"cannot be resolved: {first_line(error)}"

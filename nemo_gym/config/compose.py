@@ -171,7 +171,7 @@ def _split_choices(overrides: list[Override]) -> tuple[dict[str, Choice], list[O
 def _env_yaml() -> Layer:
     for folder in (Path.cwd(), INSTALL_ROOT):
         path = folder / "env.yaml"
-        if path.is_file():
+        if path.exists():
             return Layer(str(path), read_yaml(path))
     return Layer("env.yaml", {})
 

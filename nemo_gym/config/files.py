@@ -31,11 +31,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}{where}: {error.problem or 'not valid YAML'}", file=str(path)) from error
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}", file=str(path)) from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(
-            f"{path}: the file must hold a mapping at its top level, not a list or a value", file=str(path)
-        )
     values = OmegaConf.to_container(loaded, resolve=False)
+    if not isinstance(loaded, DictConfig) or _is_text(path, values):
+        raise ConfigError(
+            f"{path}: the file must hold a mapping of keys to values ('key: value'), not a list, a text or a number",
+            file=str(path),
+        )
     if values is None:
         return {}
     assert isinstance(values, dict)
@@ -46,6 +47,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
                 f"{path}: key {key!r} is a {type(key).__name__}; write it in quotes", file=str(path), key=str(key)
             )
     return values  # type: ignore[return-value]
+
+
+def _is_text(path: Path, values: Any) -> bool:
+    """Whether a file holds one text, as it does when the colon after its only key is forgotten. OmegaConf reads it as
+    a key without a value; the text may be a secret."""
+    import yaml
+
+    if not isinstance(values, dict) or [*values.values()] != [None]:
+        return False
+    return isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), str)
 
 
 def include_paths(value: Any, source: str) -> list[str]:

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_gym.config.keys import SERVER_TYPES
+from nemo_gym.contract.errors import ConfigError
+
 Path = tuple[str, ...]
 
 
@@ -26,8 +29,24 @@ class Merged:
     sources: dict[Path, str] = field(default_factory=dict)
 
     def add(self, layer: Layer) -> None:
-        """Merge a layer over what is there: mappings by key, everything else replaced whole."""
+        """Merge a layer over what is there: mappings by key, everything else replaced whole. Raises `ConfigError` for
+        a value in place of a server's block."""
+        for key, value in layer.values.items():
+            self.check_replacement(key, value, layer.source)
         self._merge(self.values, layer.values, (), layer.source)
+
+    def check_replacement(self, name: str, value: Any, source: str) -> None:
+        """Raise `ConfigError` if ``value`` would stand in place of a server's block, and is none; ``null`` removes
+        the server."""
+        present = self.values.get(name)
+        if value is None or isinstance(value, Mapping) or not isinstance(present, Mapping):
+            return
+        if any(key in SERVER_TYPES for key in present):
+            raise ConfigError(
+                f"{source}: '{name}' is a server ({self.source_of((name,))}), so its value must be a mapping of keys,"
+                f" not {type(value).__name__}; give single keys of it, or another name to this one",
+                key=name,
+            )
 
     def _merge(self, into: dict[str, Any], values: Mapping[str, Any], path: Path, source: str) -> None:
         for key, value in values.items():

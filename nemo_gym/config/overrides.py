@@ -176,6 +176,8 @@ def _is_mapping(merged: Merged, path: Sequence[str]) -> bool:
 
 def _set(merged: Merged, override: Override) -> None:
     *parents, last = override.path
+    if not parents:
+        merged.check_replacement(last, override.value, COMMAND_LINE)
     node: Any = merged.values
     for index, part in enumerate(parents):
         if isinstance(node, list):

@@ -95,7 +95,9 @@ def test_missing_file_is_an_error_with_the_nearest_name(root: Path) -> None:
     [
         ("a: [1, 2\n", r"broken\.yaml, line 2"),
         ("a: 1\na: 2\n", r"broken\.yaml, line 2.*duplicate key a"),
-        ("- a\n- b\n", "must hold a mapping at its top level"),
+        ("- a\n- b\n", "must hold a mapping of keys to values"),
+        ("policy_api_key sk-secret\n", r"broken\.yaml: the file must hold a mapping of keys to values ((?!secret).)*$"),
+        ("policy_api_key:sk-secret\n", r"broken\.yaml: the file must hold a mapping of keys to values ((?!secret).)*$"),
         ("1: a\n", "write it in quotes"),
         ("config_paths: {a: b}\n", "must be a list of file paths"),
         ("a: &x\n  b: *x\n", r"broken\.yaml: is nested too deeply, or one of its anchors holds itself"),
@@ -106,6 +108,34 @@ def test_unusable_file_is_an_error_that_names_it(root: Path, text: str, message:
     write(root / "broken.yaml", text)
     with pytest.raises(ConfigError, match=message):
         compose(["+config_paths=[broken.yaml]"], roots=[root])
+
+
+def test_folder_in_place_of_env_yaml_is_an_error(root: Path) -> None:
+    (root / "env.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"env\.yaml cannot be read.*directory"):
+        compose([], roots=[root])
+
+
+def test_variable_that_is_not_set_is_reported_once_however_many_keys_lead_to_it(root: Path) -> None:
+    write(root / "env.yaml", "policy_api_key: ${oc.env:NO_SUCH_VARIABLE}\n_x: {y: '${policy_api_key}'}\n")
+    with pytest.raises(ConfigError) as error:
+        compose([], roots=[root])
+    assert error.value.message.count(";") == 0
+    assert "policy_api_key" in error.value.message
+    assert "uses the environment variable NO_SUCH_VARIABLE, which is not set" in error.value.message
+
+
+@pytest.mark.parametrize("word", ["solver=5", "+config_paths=[wrong.yaml]"])
+def test_value_in_place_of_a_servers_block_is_an_error(root: Path, word: str) -> None:
+    write(root / "wrong.yaml", "solver: 5\n")
+    where = r"wrong\.yaml" if "wrong" in word else "the command line"
+    with pytest.raises(ConfigError, match=rf"{where}: 'solver' is a server \(.*solver\.yaml\).* must be a mapping"):
+        compose(["agent=solver", "environment=mathy", "model=echo", word], roots=[root])
+
+
+def test_null_in_place_of_a_servers_block_removes_the_server(root: Path) -> None:
+    write(root / "env.yaml", "solver:\n")
+    assert "solver" not in compose(["agent=solver", "environment=mathy", "model=echo"], roots=[root]).servers
 
 
 def test_empty_file_is_no_error(root: Path) -> None:

@@ -129,7 +129,7 @@ def side_of(server: ServerBlock, roots: Sequence[Path]) -> Side:
     return Side(
         server.instance,
         topologies=topologies,
-        requires=tuple(map(str, server.values.get("requires") or ())),
+        requires=tuple(_words(server, "requires") or ()),
         box_topologies=WORLD_TOPOLOGIES if boxes is None else boxes,
         tool_access=None if access is None else tuple(access),
     )
@@ -137,10 +137,20 @@ def side_of(server: ServerBlock, roots: Sequence[Path]) -> Side:
 
 def _declared(server: ServerBlock, name: str, roots: Sequence[Path]) -> list[str] | None:
     """Return the list that a server's block declares, else the one that its class declares."""
-    declared = server.values.get(name)
-    if declared is None:
-        return class_constant(server, name, roots)
-    return [declared] if isinstance(declared, str) else [str(word) for word in declared]
+    declared = _words(server, name)
+    return class_constant(server, name, roots) if declared is None else declared
+
+
+def _words(server: ServerBlock, key: str) -> list[str] | None:
+    """Return the list of names under a block's key, which may be a single name; ``None`` without the key. Raises
+    `ConfigError`."""
+    given = server.values.get(key)
+    if given is None:
+        return None
+    words = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(word, str) for word in words):
+        raise server.wrong(key, f" must be a name or a list of names, got {given!r}")
+    return [*words]
 
 
 def _topologies(server: ServerBlock, name: str, roots: Sequence[Path]) -> tuple[Topology, ...] | None:

@@ -91,6 +91,10 @@ def _block(
 ) -> tuple[str, Mapping[str, Any]]:
     if isinstance(sandbox_provider, Mapping):
         return "sandbox_provider", sandbox_provider
+    if not isinstance(sandbox_provider, str):
+        raise ConfigError(
+            f"sandbox_provider must be the name of a block or of a provider, or a block, got {sandbox_provider!r}"
+        )
     named = named_configs or {}
     block = named.get(sandbox_provider)
     if isinstance(block, Mapping):

@@ -85,6 +85,27 @@ def test_block_declares_what_an_agent_serves(root: Path) -> None:
         composition(root, "solver.responses_api_agents.solver.topologies=[whole_interaction]")
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "+mathy.resources_servers.mathy.topologies",
+        "+mathy.resources_servers.mathy.requires",
+        "+solver.responses_api_agents.solver.box_topologies",
+        "+solver.responses_api_agents.solver.tool_access",
+    ],
+)
+@pytest.mark.parametrize("value", ["5", "[none,5]", "{a: b}"])
+def test_declaration_that_is_no_name_and_no_list_of_names_is_refused(root: Path, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key[1:]} must be a name or a list of names, got "):
+        composition(root, f"{key}={value}", "error_on_unknown_keys=false")
+
+
+@pytest.mark.parametrize("value", ["3", "true", "[sandbox]"])
+def test_sandbox_provider_that_is_no_name_and_no_block_is_refused(root: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"mathy\.sandbox_provider: .* must be the name of a block or of a provider"):
+        composition(root, f"mathy.resources_servers.mathy.sandbox_provider={value}")
+
+
 def test_topology_that_needs_a_box_is_refused_without_sandbox(root: Path) -> None:
     with pytest.raises(ConfigError, match="needs a sandbox: add sandbox=local"):
         composition(root, "topology=C", "solver.responses_api_agents.solver.sandbox_provider=sandbox")
@@ -136,6 +157,8 @@ def test_capability_that_the_provider_lacks_is_refused_with_its_reason(root: Pat
 def test_capability_that_does_not_exist_is_refused_with_its_right_name(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such capability \(did you mean 'nested_containers'\?\); there are"):
         sandboxed(root, "mathy.resources_servers.mathy.requires=[nested_containerz]")
+    with pytest.raises(ConfigError, match=r"nested_containerz: there is no such capability"):
+        sandboxed(root, "mathy.resources_servers.mathy.requires=nested_containerz")
 
 
 def test_missing_provider_binary_is_one_error_that_says_what_to_install(root: Path) -> None:

@@ -124,6 +124,8 @@ def test_interpolations_in_a_block_are_resolved() -> None:
         ("sandbx", r"'sandbx' is neither a block .* \(did you mean 'sandbox'\?\); blocks are sandbox, two"),
         ("two", "two must name one provider.*'docker', 'local'"),
         ({"default_metadata": {}}, "must name one provider.*none"),
+        (3, "sandbox_provider must be the name of a block or of a provider, or a block, got 3"),
+        (["sandbox"], "sandbox_provider must be the name of a block"),
         ({"local": 3}, "sandbox_provider.local must be a mapping of settings, not int"),
     ],
 )

@@ -32,12 +32,11 @@ def run_command(argv: Sequence[str]) -> int:
     arguments = command.parser(
         NAME,
         "Run rollouts: input= names their rows (left out, the environment's own examples), output= their results"
-        " (results/<time>/rollouts.jsonl). Without an agent= and an environment=, and where the stack is named"
-        " (run_id= or run_dir=), nothing runs unless input= or output= is there: the servers start and stay, as with"
-        " `ng env start` and with input=null.",
+        " (results/<time>/rollouts.jsonl). Without an agent= and an environment=, here or in a file, and where the"
+        " stack is named (run_id= or run_dir=), nothing runs unless input= or output= is there: the servers start and"
+        " stay, as with `ng env start` and with input=null.",
     ).parse_args(argv)
-    wanted = is_a_whole_run(arguments.settings)
-    return with_stack(lambda: compose_stack(arguments.settings, wants_run=wanted))
+    return with_stack(lambda: compose_stack(arguments.settings, wants_run=None))
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
@@ -52,12 +51,10 @@ def start_command(argv: Sequence[str]) -> int:
     return with_stack(lambda: compose_stack(arguments.settings))
 
 
-def is_a_whole_run(words: Sequence[str]) -> bool:
+def is_a_whole_run(composition: Composition) -> bool:
     """Whether the settings choose agent and environment, and do not name a stack for other commands to find."""
-    keys = {word.lstrip("+").split("=", 1)[0] for word in words}
-    return {"agent", "environment"} <= keys and not {"run_id", "run_dir", "host", "hosts", "serve", "join"} & {
-        key.split(".")[0] for key in keys
-    }
+    named = ("run_id", "run_dir", "host", "hosts", "serve", "join")
+    return {"agent", "environment"} <= composition.groups and all(composition.values.get(key) is None for key in named)
 
 
 MAX_CHANGED_KEYS = 3
@@ -105,8 +102,10 @@ def _dry_run(composition: Composition, topology: Topology | None) -> int:
 
 
 def compose_stack(
-    words: Sequence[str], *, serves: bool = False, wants_run: bool = False
+    words: Sequence[str], *, serves: bool = False, wants_run: bool | None = False
 ) -> tuple[Composition, Topology | None, Work | int]:
+    """Compose, check, and return the work of the stack; ``wants_run`` is as in `complete_run`, and with ``None`` the
+    composition decides."""
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
     from nemo_gym.config.launch import die_with_parent
@@ -121,7 +120,7 @@ def compose_stack(
         part.take(composition)
     on_ray = RayConfig.of(composition)
     if part is None and not composition.serves and composition.values.get("join") is None:
-        complete_run(composition, wanted=wants_run)
+        complete_run(composition, wanted=is_a_whole_run(composition) if wants_run is None else wants_run)
     topology = check_everything(composition)
     for notice in notices(composition):
         say(notice)
@@ -129,6 +128,10 @@ def compose_stack(
         if command.is_secret(word):
             key = command.key_of(word)
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
+    asked = composition.has_run or composition.serves or "input" in composition.values
+    if wants_run is None and part is None and not asked:
+        if all(composition.values.get(key) is None for key in ("join", "hosts", "dry_run")):
+            say("serving; no rows will be run: add input=…")
     if on_ray is None or composition.values.get("dry_run"):
         return composition, topology, _work_of(composition)
     from nemo_gym.cli.ray_dispatch import RayRun

@@ -78,13 +78,14 @@ def validate(argv: Sequence[str]) -> int:
 def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     """Compose ``words`` and check everything that can be checked without starting a server."""
     from nemo_gym.cli.oracle_check import marker_of
+    from nemo_gym.cli.run import is_a_whole_run
     from nemo_gym.cli.sandbox_check import check_sandbox
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
     from nemo_gym.config.run_defaults import complete_run
 
     composition = compose(words)
-    complete_run(composition, wanted=False)
+    complete_run(composition, wanted=is_a_whole_run(composition))
     topology = check_everything(composition)
     check_sandbox(composition, topology)
     return composition, {

@@ -63,6 +63,7 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
         choices |= take_choices(layer.values, layer.source)  # type: ignore[arg-type]
     choices |= take_choices(env_values, env_layer.source) | command_line
     groups, instance_choices = _load_groups(choices, search)
+    named = frozenset({*groups, *instance_choices})
     if "model" not in choices and _needs_model([*_group_layers(groups), *file_layers]):
         default = load_group(Choice("model", DEFAULT_MODEL, "the default"), search)
         groups |= {"model": default} if default is not None else {}
@@ -103,7 +104,7 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
     blocks = server_blocks.find_servers(merged)
     server_blocks.check_references(blocks, warnings)
     files = tuple(Path(layer.source) for layer in (*_group_layers(groups), *file_layers))
-    return Composition(values, unresolved, blocks, chosen, tuple(search), warnings, files)
+    return Composition(values, unresolved, blocks, chosen, tuple(search), warnings, files, named)
 
 
 _BROKER: Final = {

@@ -35,6 +35,8 @@ class Composition:
     """Problems in files written for NeMo Gym that would be errors in other files."""
     files: tuple[Path, ...] = ()
     """The files that it was read from."""
+    groups: frozenset[str] = frozenset()
+    """The groups that the user chose by name, on the command line, in a file or in ``env.yaml``."""
 
     @property
     def config(self) -> DictConfig:

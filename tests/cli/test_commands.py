@@ -61,6 +61,25 @@ def test_run_that_is_complete_with_rollouts_that_have_no_verdict_ends_with_3(roo
     assert rewards(root / RESULTS) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("words", [["run=mine"], ["+config_paths=[configs/run/mine.yaml]"]])
+def test_groups_that_a_file_chooses_are_a_complete_command(root: Path, words: list[str]) -> None:
+    write_rows(write(root / "resources_servers/sums/data/example.jsonl", ""), 2)
+    write(root / "configs/run/mine.yaml", "agent: adder\nenvironment: sums\nmodel: calculator\nlimit: 1\n")
+    assert "run: 1 rollouts of 1 tasks, 1 left to run" in command(root, "validate", *words).stdout
+    done = command(root, "run", *words)
+    assert done.returncode == 0, done.stderr
+    assert [rewards(path) for path in (root / "results").glob("*/rollouts.jsonl")] == [[1.0]]
+
+
+def test_stack_that_only_serves_says_that_no_rows_will_be_run(root: Path) -> None:
+    with ng_run(root, *GROUPS) as stack:  # its `run_dir` names it
+        stack.wait_ready()
+        assert "ng_run: serving; no rows will be run: add input=…" in stack.stderr
+    with ng_run(root, *GROUPS, "input=null", run_dir=root / "second") as stack:
+        stack.wait_ready()
+        assert "no rows will be run" not in stack.stderr
+
+
 def test_dry_run_checks_and_starts_nothing(root: Path) -> None:
     rows = write_rows(root / "rows.jsonl", 1)
     words = [*GROUPS, f"input={rows}", f"output={root / RESULTS}", "+dry_run=true"]

@@ -91,17 +91,35 @@ def _parse(word: str) -> Override:
     name = word.lstrip("+~").split("=", 1)[0]
     if "=" not in word and not word.startswith("~"):
         raise ConfigError(f"'{word}' is not a setting; write key=value, or see --help", key=word)
-    parsed = _hydra_override(word, name)
+    parsed, marker = _hydra_override(word, name), _marker(word)
     if parsed.is_sweep_override():
         raise ConfigError(f"{name}: sweeps are not supported; give one value", key=name)
     mode = Mode(word[: len(word) - len(word.lstrip("+~"))])
     value = None if mode is Mode.DELETE else parsed.value()
     if type(value).__name__ == "ListExtensionOverrideValue":
         raise ConfigError(f"{name}: list extensions are not supported; give the whole list", key=name)
-    value = _plain(value)
+    value = _plain(value, marker)
     if name in _NAMES and isinstance(value, bool | int | float):
         value = word.partition("=")[2]  # 4.10 is not 4.1
-    return Override(mode, parsed.key_or_group, value, word)
+    return Override(mode, _original(parsed.key_or_group, marker), value, word)
+
+
+def _marker(word: str) -> str:
+    """Return letters that do not occur in the word."""
+    marker = "Uq"
+    while marker in word:
+        marker += "q"
+    return marker
+
+
+def _ascii(word: str, marker: str) -> str:
+    """Replace characters outside of ASCII, which Hydra's grammar refuses without quotes although none of them has a
+    meaning in it, with names that `_original` turns back."""
+    return "".join(each if each.isascii() else f"{marker}{ord(each):x}z" for each in word)
+
+
+def _original(text: str, marker: str) -> str:
+    return re.sub(f"{marker}([0-9a-f]+)z", lambda found: chr(int(found[1], 16)), text)
 
 
 def _hydra_override(word: str, name: str) -> Any:
@@ -109,7 +127,7 @@ def _hydra_override(word: str, name: str) -> Any:
     from hydra.errors import HydraException
 
     try:
-        return OverridesParser.create().parse_override(word)
+        return OverridesParser.create().parse_override(_ascii(word, _marker(word)))
     except HydraException as error:
         raise ConfigError(
             f"{name}: the value cannot be read; put values with spaces or one of ,:={{}}[]()'\\ in quotes:"
@@ -118,15 +136,15 @@ def _hydra_override(word: str, name: str) -> Any:
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    """Hydra's parsed value as plain data (quoted strings lose their quotes)."""
+def _plain(value: Any, marker: str) -> Any:
+    """Hydra's parsed value as plain data, without quotes and with the characters that `_ascii` took."""
     if isinstance(value, dict):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+        return {str(_plain(key, marker)): _plain(item, marker) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_plain(item, marker) for item in value]
     if type(value).__name__ == "QuotedString":
-        return value.text
-    return value
+        value = value.text
+    return _original(value, marker) if isinstance(value, str) else value
 
 
 def apply_overrides(merged: Merged, overrides: Iterable[Override], known: Iterable[str]) -> None:

@@ -78,6 +78,20 @@ def test_values_have_yaml_types(root: Path, word: str, expected: object) -> None
     assert compose([f"+_x={word}"], roots=[root]).values["_x"] == expected
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("_x=résultats/日本.jsonl", "résultats/日本.jsonl"),
+        ("_x=ö 1é", "ö 1é"),
+        ("_x='ö, (x)'", "ö, (x)"),
+        ("_x=Uqé9z", "Uqé9z"),
+        ("_x=[ö/a.yaml,{ü: ä}]", ["ö/a.yaml", {"ü": "ä"}]),
+    ],
+)
+def test_characters_outside_of_ascii_need_no_quotes(root: Path, word: str, expected: object) -> None:
+    assert compose([f"+{word}"], roots=[root]).values["_x"] == expected
+
+
 def test_list_element_is_changed_by_position(root: Path) -> None:
     write(root / "main.yaml", "_x: [{a: 1}, {a: 2}]\n")
     composition = compose(["+config_paths=[main.yaml]", "_x.1.a=5"], roots=[root])
@@ -105,7 +119,7 @@ def test_the_names_of_models_are_text() -> None:
     "value",
     [
         *(1, 2.5, True, None, "a", "it's", "a\\'b", "c:\\x\\", "", "1", "null", "two\nlines", "a=b,c{}[]", "${x}"),
-        *([1, "x", {"a b": "c d", "e": [None]}], {"k:": {"nested": "it's"}}),
+        *("é'Uq", [1, "x", {"a b": "c d", "e": [None]}], {"k:": {"nested": "it's"}}),
     ],
 )
 def test_word_of_a_value_says_that_value(value: object) -> None:

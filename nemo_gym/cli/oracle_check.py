@@ -35,6 +35,7 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
         ConfigError: the words choose no environment, or choose an agent; there are no rows; the oracle's run failed.
     """
     from nemo_gym.config.compose import compose
+    from nemo_gym.config.overrides import word_of
 
     keys = {*map(command.key_of, words)}
     if "environment" not in keys or keys & {"agent", "oracle", "output", "output_jsonl_fpath"}:
@@ -57,9 +58,9 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
         more = [
             f"oracle={mode}",
             "agent=oracle",
-            f"++input={rows}",
+            word_of("++input", str(rows)),
             "++input_jsonl_fpath=null",
-            f"output={output}",
+            word_of("output", str(output)),
         ]
         if subprocess.run([sys.executable, "-c", _RUN, *words, *more], check=False).returncode not in (0, 3):
             raise ConfigError(f"the oracle's run with oracle={mode} did not finish; see above")

@@ -82,6 +82,7 @@ def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[s
     import yaml
 
     from nemo_gym.config.keys import COMPOSITION, HOST, HOSTS
+    from nemo_gym.config.overrides import word_of
     from nemo_gym.config.run import RUN_KEYS
 
     try:
@@ -106,7 +107,7 @@ def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[s
     folder = temporary.enter_context(tempfile.TemporaryDirectory())
     path = Path(folder, files.configuration.name)
     path.write_text(yaml.safe_dump(configuration, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    return [f"+config_paths=[{path}]", *words]
+    return [word_of("+config_paths", [str(path)]), *words]
 
 
 def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict[str, str]]:

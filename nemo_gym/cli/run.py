@@ -128,10 +128,10 @@ def compose_stack(
         if command.is_secret(word):
             key = command.key_of(word)
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
-    asked = composition.has_run or composition.serves or "input" in composition.values
-    if wants_run is None and part is None and not asked:
-        if all(composition.values.get(key) is None for key in ("join", "hosts", "dry_run")):
-            say("serving; no rows will be run: add input=…")
+    only_serves = not composition.has_run and "input" not in composition.values
+    others = ("serve", "join", "hosts", "dry_run")
+    if wants_run is None and part is None and only_serves and not any(map(composition.values.get, others)):
+        say("serving; no rows will be run: add input=…")
     if on_ray is None or composition.values.get("dry_run"):
         return composition, topology, _work_of(composition)
     from nemo_gym.cli.ray_dispatch import RayRun

@@ -19,6 +19,7 @@ from nemo_gym._util.secrets import public_environment
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import Composition
+from nemo_gym.config.overrides import word_of
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError, ModelError
 from nemo_gym.gateway.engines.types import pinned_sampling
@@ -183,7 +184,7 @@ class ComposedServers:
         return await self._checked(find_stack(self._run_dir), None)
 
     async def _start(self, llm: LlmAccess) -> Running:
-        words = [*self._words, f"policy_base_url={_quoted(llm.v1_url)}", f"policy_model_name={_quoted(llm.model)}"]
+        words = [*self._words, word_of("policy_base_url", llm.v1_url), word_of("policy_model_name", llm.model)]
         composition = await asyncio.to_thread(_composed, words)
         ready: asyncio.Future[Running] = asyncio.get_running_loop().create_future()
         self._closing.clear()
@@ -268,11 +269,6 @@ def _composed(words: Sequence[str]) -> Composition:
     if "agent" in composition.chosen:
         servers_of(composition.values, composition.chosen["agent"])
     return composition
-
-
-def _quoted(text: str) -> str:
-    """Quote text as a value of Hydra's grammar."""
-    return orjson.dumps(text).decode()
 
 
 def _say(text: str) -> None:

@@ -466,11 +466,11 @@ def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(
 
 def test_oracle_checks_the_rows_of_nemo_gyms_spelling(root: Path) -> None:
     with_gold(root)
-    rows = write_rows(root / "rows.jsonl", 2)
+    write_rows(root / "rows, é (1).jsonl", 2)
     words = ("environment=sums", "topology=none", "--oracle")
-    done = command(root, "validate", *words, f"input_jsonl_fpath={rows}")
+    done = command(root, "validate", *words, "input_jsonl_fpath='rows, é (1).jsonl'")
     assert done.returncode == 0, done.stderr
-    assert "2 rows of rows.jsonl" in command(root, "validate", *GROUPS).stdout
+    assert "2 rows of rows, é (1).jsonl" in command(root, "validate", *GROUPS).stdout
     assert command(root, "validate", *words, "output_jsonl_fpath=out.jsonl").returncode == 2
 
 

@@ -48,7 +48,7 @@ def rewrite(files: RunFiles, **changes: Any) -> None:
 def test_stored_rollouts_get_the_same_verdicts_from_the_runs_own_configuration(
     finished: tuple[Path, RunFiles],
 ) -> None:
-    root, files = finished
+    root, files = finished[0], copied(finished, "rollouts, é (1)")
     done = command(root, "reverify", str(files.output))
     assert done.returncode == 0, done.stdout + done.stderr
     compared = lines(files.reverified)

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nemo_gym._util.exact_json import require_exact_integers
 from nemo_gym._util.files import write_whole
 from nemo_gym.config.roots import plugin_roots
 from nemo_gym.contract.errors import ConfigError, RowError, not_json
@@ -102,17 +101,9 @@ def materialize_prompts(input_jsonl: str | Path, prompt_config: str, output_json
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    import orjson
+    from nemo_gym.rollouts.rows import read_row
 
-    try:
-        row = orjson.loads(line)
-        require_exact_integers(line)
-    except orjson.JSONDecodeError as error:
-        raise _error(path, number, f"not a JSON value ({error.msg})") from None
-    except ValueError as error:
-        raise _error(path, number, str(error)) from None
-    if not isinstance(row, dict):
-        raise _error(path, number, f"a row is one JSON object, this is a {type(row).__name__}")
+    row = read_row(line, path, number)
     if not isinstance(row.get(PARAMS_KEY), dict | None):
         raise _error(path, number, f"'{PARAMS_KEY}' must be an object, got {type(row[PARAMS_KEY]).__name__}")
     return row

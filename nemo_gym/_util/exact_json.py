@@ -9,7 +9,6 @@ from typing import Any
 LEAST, MOST = -(2**63), 2**64 - 1
 """The integers that orjson reads and writes exactly."""
 _MANY_DIGITS = re.compile(rb"\d{19}")
-_SHOWN_CHARS = 24
 
 
 def require_exact_integers(line: bytes) -> None:
@@ -28,8 +27,8 @@ def require_exact_integers(line: bytes) -> None:
         elif isinstance(value, list):
             values += [(f"{path}[{index}]", each) for index, each in enumerate(value)]
         elif isinstance(value, _Digits) and not value.is_exact:
-            shown = value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}…"
-            raise ValueError(f"'{path or 'the value'}' is {shown}, an integer beyond 64 bits: write it as text")
+            what = f"'{path}'" if path else "the value"
+            raise ValueError(f"{what} is an integer of over 64 bits, which would be rounded; write it as text")
 
 
 class _Digits(str):

@@ -6,11 +6,9 @@ Every problem is reported before any task runs, with its file, line and column.
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import shutil
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import IO, Any
 
 import orjson
 
+from nemo_gym._util.exact_json import require_exact_integers
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
@@ -106,10 +105,10 @@ def read_row(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
             require_shallow(row, "the row")
         except InvalidBodyError as error:
             raise row_error(path, number, None, error.message) from None
-    if _LONG_NUMBER.search(line) is not None and (place := _rounded(json.loads(line, parse_int=_whole))) is not None:
-        raise row_error(
-            path, number, None, f"'{place}' is an integer of over 64 bits, which would be rounded; write it as text"
-        )
+    try:
+        require_exact_integers(line)
+    except ValueError as error:
+        raise row_error(path, number, None, str(error)) from None
     return row
 
 
@@ -120,9 +119,6 @@ def row_error(path: Path | str, number: int, column: int | None, problem: str) -
 
 _FEW_LEVELS = 200
 """A row with fewer brackets cannot be nested too deeply."""
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
-_ROUNDED = object()
-"""Stands for an integer that orjson reads as a float."""
 
 
 def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> tuple[int | None, str]:
@@ -133,28 +129,6 @@ def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> tuple[int | Non
         byte = f"0x{line[found.start]:02x}"
         return found.start + 1, f"not UTF-8 (byte {byte}); convert the file, for example with iconv -f LATIN1 -t UTF-8"
     return error.colno, f"not a JSON value ({error.msg})"
-
-
-def _whole(digits: str) -> object:
-    fits = len(digits) < 19 or (len(digits) <= 20 and -(2**63) <= int(digits) < 2**64)
-    return int(digits) if fits else _ROUNDED
-
-
-def _rounded(value: object) -> str | None:
-    """Return the path of the first `_ROUNDED` in ``value``: ``answer``, ``cases[0].expected``."""
-    found = _path_of_rounded(value)
-    return None if found is None else found.removeprefix(".")
-
-
-def _path_of_rounded(value: object) -> str | None:
-    if value is _ROUNDED:
-        return ""
-    inner: Iterable[tuple[str, object]] = ()
-    if isinstance(value, dict):
-        inner = ((f".{key}", each) for key, each in value.items())
-    elif isinstance(value, list):
-        inner = ((f"[{at}]", each) for at, each in enumerate(value))
-    return next((step + rest for step, each in inner if (rest := _path_of_rounded(each)) is not None), None)
 
 
 @dataclass(slots=True)

@@ -317,16 +317,16 @@ def test_rows_may_be_worded_in_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "template", "told"),
     [
-        ('{"a": ', "{a}", ":2: not a JSON value"),
-        ('["a"]', "{a}", ":2: a row is one JSON object, this is a list"),
+        ('{"a": ', "{a}", ":2:7: not a JSON value"),
+        ('["a"]', "{a}", ":2:1: a row is one JSON object, this is a list"),
         ('{"a": 1, "responses_create_params": "text"}', "{a}", ":2: 'responses_create_params' must be an object"),
         ('{"b": 1}', "{a}", ":2: the prompt uses 'a', but the row has only the fields ['b']"),
         ('{"a": "x"}', "{a:d}", ":2: the prompt's 'user' cannot be filled in: Unknown format code 'd'"),
         ('{"a": "x"}', "{a[b]}", ":2: the prompt's 'user' cannot be filled in"),
         ('{"a": 1}', "{a.b}", ":1: the prompt's 'user' cannot be filled in"),
         ('{"a": 1}', "{a", ":1: the prompt's 'user' cannot be filled in"),
-        ('{"a": [1, {"b": 18446744073709551616}]}', "{a}", ":2: 'a[1].b' is 18446744073709551616, an integer beyond"),
-        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "{a}", ":2: a value is nested too deeply"),
+        ('{"a": [1, {"b": 18446744073709551616}]}', "{a}", ":2: 'a[1].b' is an integer of over 64 bits"),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", "{a}", ":2: the row: a value is nested too deeply"),
     ],
 )
 def test_a_row_that_cannot_be_worded_is_named_and_no_file_changes(
@@ -357,7 +357,7 @@ def test_an_integer_is_kept_exactly_or_refused(value: str, is_exact: bool) -> No
         require_exact_integers(line)
         assert orjson.loads(line) == json.loads(line)
         return
-    with pytest.raises(ValueError, match=r"^'a\.b\[1\]' is -?[0-9]+…?, an integer beyond 64 bits: write it as text$"):
+    with pytest.raises(ValueError, match=r"^'a\.b\[1\]' is an integer of over 64 bits, .*; write it as text$"):
         require_exact_integers(line)
 
 

@@ -112,6 +112,9 @@ def test_arrays_hold_no_reward_where_the_verdict_is_invalid(root: Path) -> None:
                 ({"turns": [{**held()[0]["turns"][0], "weights_version": 1}]}, "a weights_version is no text"),
                 ({"turns": [{**held()[0]["turns"][0], "weights_version": []}]}, "TypeError"),
                 ({"response_mask": 10**12}, "TypeError"),
+                ({"response_mask": [2] * len(held()[0]["response_mask"])}, "response_mask holds other numbers than"),
+                ({"prompt_ids": [-1]}, "prompt_ids holds a negative token id"),
+                ({"response_ids": [-1] * len(held()[0]["response_ids"])}, "response_ids holds a negative token id"),
                 ({"reward_info": 1}, "TypeError"),
                 ({"multimodal": [1]}, "TypeError"),
             )

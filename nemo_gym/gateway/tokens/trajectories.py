@@ -325,6 +325,11 @@ def _assembled(
     lengths = {len(response_ids), len(response_mask), len(response_ids) if logprobs is None else len(logprobs)}
     if len(lengths) > 1:
         raise RowError("trajectory: response_ids, response_mask and logprobs differ in length")
+    if response_mask.translate(None, b"\0\1"):
+        raise RowError("trajectory: response_mask holds other numbers than 0 and 1")
+    for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids)):
+        if min(ids, default=0) < 0:
+            raise RowError(f"trajectory: {name} holds a negative token id")
     turns = tuple(TrajectoryTurn(**turn) for turn in row["turns"])
     if not turns or not all(0 <= turn.start <= turn.end <= len(response_ids) for turn in turns):
         raise RowError("trajectory: its turns are no spans of response_ids")

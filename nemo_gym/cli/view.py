@@ -60,7 +60,7 @@ def view(argv: Sequence[str]) -> int:
     app, token = viewer(runs, arguments.host, _password(arguments.password_file), docs)
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}: not a valid port", key="port")
-    listener = bind(BaseServerConfig(host=arguments.host, port=arguments.port), secured=True)
+    listener = bind(BaseServerConfig(host=arguments.host, port=arguments.port), secured=True, key="--port")
     host, port = listener.getsockname()[:2]
     url_host = f"[{host}]" if ":" in host else host
     runs.start()

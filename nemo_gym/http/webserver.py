@@ -104,12 +104,13 @@ async def served(
     *,
     on_stop: Callable[[], Awaitable[None]] | None = None,
     grace_s: int = SHUTDOWN_GRACE_S,
+    key: str = "port",
 ) -> AsyncIterator[str]:
     """Serve ``app``, which checks its callers itself, in the running event loop until the block ends; yields its URL.
     ``on_stop`` then ends requests that would stay open; others have ``grace_s``. Raises `ConfigError` for an unusable
-    address."""
+    address; ``key`` is the setting that holds the port."""
     _tune_process()
-    listener = bind(config, secured=True)
+    listener = bind(config, secured=True, key=key)
     host, port = listener.getsockname()[:2]
     settings = _settings(60.0) | {"timeout_graceful_shutdown": grace_s, "lifespan": "off"}
     server = _EmbeddedServer(uvicorn.Config(app, **settings), None, on_stop)
@@ -148,8 +149,9 @@ def _inherited_socket(fd: int) -> socket.socket:
     return listener
 
 
-def bind(config: BaseServerConfig, secured: bool) -> socket.socket:
-    """Open a listening socket on the configured address; port 0 picks a free port. Raises `ConfigError`."""
+def bind(config: BaseServerConfig, secured: bool, key: str = "port") -> socket.socket:
+    """Open a listening socket on the configured address; port 0 picks a free port. Raises `ConfigError`, which names
+    ``key``, the setting that holds the port."""
     consequence = "this server was started without credentials; use host=127.0.0.1, or start it with ng_run"
     require_loopback(config.host, consequence, unless=secured)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -160,9 +162,9 @@ def bind(config: BaseServerConfig, secured: bool) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another 'port', or leave it out"
-            " to get a free one",
-            key="port",
+            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another '{key}', or 0 for a free"
+            " one",
+            key=key,
             port=config.port,
         ) from error
     listener.listen(LISTEN_BACKLOG)

@@ -381,7 +381,8 @@ async def pipeline_telemetry(
         app = Application(title=PIPELINE, openapi_url=None, docs_url=None, redoc_url=None)
         install_problem_handlers(app)
         app.router.routes.append(Route(METRICS_PATH, metrics, methods=["GET"]))
-        async with served(app, BaseServerConfig(host="127.0.0.1", port=config.metrics_port)) as url:
+        address = BaseServerConfig(host="127.0.0.1", port=config.metrics_port)
+        async with served(app, address, key="observability.metrics_port") as url:
             say(f"metrics of the pipeline: {url}{METRICS_PATH}")
             with added_target(run_dir, PIPELINE, url, run_id):
                 yield

@@ -110,7 +110,9 @@ async def host(client: ServerClient, config: ServiceConfig, run_dir: Path, say: 
 
         address = BaseServerConfig(host=config.host, port=config.port)
         app = application(service, tokens)
-        url = await undo.enter_async_context(served(app, address, on_stop=end_streams, grace_s=STOP_GRACE_S))
+        url = await undo.enter_async_context(
+            served(app, address, on_stop=end_streams, grace_s=STOP_GRACE_S, key="serve.port")
+        )
         path = run_dir / ADDRESS_FILE
         role_tokens = {role.value: tokens.one_of(role) for role in ServiceRole}
         await asyncio.to_thread(write_address, path, url, role_tokens, service.store_id)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     import socket
@@ -111,6 +112,7 @@ def compose_stack(
     from nemo_gym.config.launch import die_with_parent
     from nemo_gym.config.ray import NodePart, RayConfig
     from nemo_gym.config.run_defaults import complete_run
+    from nemo_gym.stack.ports import check_addresses
 
     composition = compose(words)
     if serves:
@@ -122,6 +124,8 @@ def compose_stack(
     if part is None and not composition.serves and composition.values.get("join") is None:
         complete_run(composition, wanted=is_a_whole_run(composition) if wants_run is None else wants_run)
     topology = check_everything(composition)
+    if on_ray is None and part is None:
+        check_addresses(composition)
     for notice in notices(composition):
         say(notice)
     for word in words:
@@ -204,6 +208,7 @@ def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutR
     from nemo_gym.config.run import RolloutRunConfig
     from nemo_gym.contract.verdict import NO_PROMPT
     from nemo_gym.rollouts.collection import check_run
+    from nemo_gym.rollouts.routing import check_validation, servers_of
     from nemo_gym.rollouts.rows import without_rows
 
     values = composition.run_values()
@@ -212,6 +217,12 @@ def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutR
     config = RolloutRunConfig.parse(values)
     outlook = asyncio.run(check_run(config, composition.values, keep=keep, configurations=composition.files))
     inputs = outlook.inputs
+    try:
+        for agent in inputs.agents:
+            check_validation(servers_of(composition.values, agent), config)
+    except ConfigError:
+        inputs.close()
+        raise
     promptless = {agent for agent in inputs.agents if _has_no_own_prompt(composition, agent)}
     refused = {line: NO_PROMPT for line, row in inputs.without_prompt.items() if row.agent in promptless}
     return config, replace(outlook, inputs=without_rows(config, inputs, refused))

@@ -82,11 +82,16 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     from nemo_gym.cli.sandbox_check import check_sandbox
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
+    from nemo_gym.config.ray import RayConfig
     from nemo_gym.config.run_defaults import complete_run
+    from nemo_gym.stack.ports import check_addresses
 
     composition = compose(words)
+    on_ray = RayConfig.of(composition)
     complete_run(composition, wanted=is_a_whole_run(composition))
     topology = check_everything(composition)
+    if on_ray is None:
+        check_addresses(composition)
     check_sandbox(composition, topology)
     return composition, {
         "valid": True,

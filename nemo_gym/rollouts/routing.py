@@ -69,6 +69,21 @@ def _implementation(
     return chosen
 
 
+def check_validation(servers: Servers, config: PipelineConfig) -> None:
+    """Raise `ConfigError` if an agent does not fit the run's validation mode."""
+    if config.validation is not None and servers.row_access != "validation":
+        raise ConfigError(
+            f"validation={config.validation} shows the solution to the agent; '{servers.agent}' is not configured for"
+            " it (row_access: validation), use the oracle agent",
+            key="validation",
+        )
+    if config.validation is None and servers.row_access == "validation":
+        raise ConfigError(
+            f"agent '{servers.agent}' only validates environments; run it with oracle=gold or oracle=nothing",
+            key="validation",
+        )
+
+
 async def checked_servers(client: ServerClient, peers: Peers, agent: str, config: PipelineConfig) -> Servers:
     """Return the servers of an agent. Raises `ConfigError` if the agent is not ready, has no environment to grade it,
     cannot enforce the run's limits, or does not fit the run's validation mode."""
@@ -79,16 +94,7 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
         raise ConfigError(
             f"agent '{agent}' has no 'resources_server', so its work cannot be graded; set one", key=agent
         )
-    if config.validation is not None and servers.row_access != "validation":
-        raise ConfigError(
-            f"validation={config.validation} shows the solution to the agent; '{agent}' is not configured for it"
-            " (row_access: validation), use the oracle agent",
-            key="validation",
-        )
-    if config.validation is None and servers.row_access == "validation":
-        raise ConfigError(
-            f"agent '{agent}' only validates environments; run it with oracle=gold or oracle=nothing", key="validation"
-        )
+    check_validation(servers, config)
     if own_run or servers.environment is None:
         _check_limits(agent, agent_facts, config, owns_boxes=False)
         return replace(servers, own_run=own_run)

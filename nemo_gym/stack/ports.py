@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_gym._util.tasks import Backoff
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import HOST, HOSTS
 from nemo_gym.config.servers import ServerBlock
@@ -81,12 +82,20 @@ def close_listeners(listeners: Iterable[Listener]) -> None:
         listener.socket.close()
 
 
+def check_addresses(composition: Composition) -> None:
+    """Raise `ConfigError` for a server of a composition on one host that would listen beyond this machine."""
+    if composition.values.get(HOSTS) is None:
+        for server in composition.servers.values():
+            _configured(server, str(composition.values.get("default_host") or DEFAULT_HOST))
+
+
 def _configured(server: ServerBlock, default_host: str) -> Address:
     host = str(server.values.get("host") or default_host)
     port = int(server.values.get("port") or 0)
     if not is_loopback(host):
+        setting = f"{server.where}.host" if server.values.get("host") else "default_host"
         raise ConfigError(
-            f"{server.where}.host: '{host}' is not a loopback address (127.0.0.1, ::1, localhost), and servers speak"
+            f"{setting}: '{host}' is not a loopback address (127.0.0.1, ::1, localhost), and servers speak"
             f" plain HTTP; use 127.0.0.1, and a TLS proxy in front where others must call, or a '{HOSTS}' block that"
             " names a private network",
             key=".".join((*server.path, "host")),

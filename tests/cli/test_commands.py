@@ -200,6 +200,18 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
     assert "run: 2 rollouts of 2 tasks, finished" in command(root, "validate", *words).stdout
 
 
+@pytest.mark.parametrize("key", ["observability.metrics_port", "serve.port"])
+def test_port_that_is_taken_is_named_by_the_key_that_a_user_types(root: Path, key: str) -> None:
+    rows = write_rows(root / "rows.jsonl", 1)
+    run = [] if key == "serve.port" else [f"input={rows}", f"output={root / RESULTS}"]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        ng_run(root, *GROUPS, f"+{key}={taken.getsockname()[1]}", *run) as stack,
+    ):
+        assert stack.wait_end() == 2
+        assert f"choose another '{key}', or 0 for a free one" in stack.stderr
+
+
 @pytest.mark.parametrize("name", ["run", "validate"])
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -219,6 +231,10 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
         (["num_repeats=two"], "num_repeats"),
         (["limit=0"], "limit"),
         (["concurrency=-1"], "concurrency"),
+        (["+sums.resources_servers.sums.host=1.2.3.4"], "sums.host: '1.2.3.4' is not a loopback address"),
+        (["default_host=1.2.3.4"], "default_host: '1.2.3.4' is not a loopback address"),
+        (["dispatch=ry"], "dispatch must be processes (this host's) or ray, got 'ry'"),
+        (["input=rows.jsonl", "output=o.jsonl", "validation=gold"], "'adder' is not configured for it (row_access: v"),
         (["input=rows.jsonl", "output=o.jsonl", "agent_name=addr"], "unknown agent 'addr' (did you mean 'adder'?)"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

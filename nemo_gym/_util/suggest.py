@@ -10,6 +10,9 @@ from pydantic import ValidationError
 MAX_PROBLEMS = 10
 SIMILAR = 0.6
 """How much a name resembles a known one (`difflib`'s ratio, 0 to 1) to be suggested for it."""
+MISSPELT = 0.8
+"""The same where a name may also be another one on purpose. Between free names, less says nothing:
+``judge_model_name`` resembles ``policy_model_name``, and is another key."""
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = SIMILAR) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from nemo_gym._util.suggest import MISSPELT, nearest, validation_problems
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.contract.session import ChosenLimits, Limits
 from nemo_gym.contract.verdict import MAX_EVALUATION_LOG_CHARS
@@ -117,6 +118,25 @@ class PipelineConfig(KeysConfig):
     """Validate environments: agents with ``row_access: validation`` get the solution, and results record this."""
     evaluation_log_chars: int = Field(MAX_EVALUATION_LOG_CHARS, ge=0, le=MAX_EVALUATION_LOG_CHARS)
     """Characters at the end of each evaluation's log that are kept, as a file beside ``output``; 0 keeps none."""
+
+    @field_validator("responses_create_params")
+    @classmethod
+    def _are_parameters_of_a_response(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Check known parameters, and refuse names that resemble them; others are for an agent that knows them."""
+        if not given:
+            return given
+        from nemo_gym.openai_types.responses import NeMoGymResponseCreateParamsNonStreaming as Parameters
+
+        known = Parameters.model_fields
+        own = [key for key in given if key in cls.model_fields and key not in known]
+        if own:
+            raise ValueError(f"'{own[0]}' is no parameter of a response; the run key {own[0]}= sets it")
+        checked = {key: value for key, value in given.items() if key in known or nearest(key, known, cutoff=MISSPELT)}
+        try:
+            Parameters.model_validate({"input": "", **checked})
+        except ValidationError as error:
+            raise ValueError(validation_problems(error, known)) from None
+        return given
 
     @model_validator(mode="after")
     def _attempts_end_before_their_stage(self) -> Self:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from nemo_gym._util.suggest import SIMILAR, nearest
+from nemo_gym._util.suggest import MISSPELT, SIMILAR, nearest
 from nemo_gym.config.keys import COMPOSITION, GROUPS, NEMO_GYM_KEYS, SUITE_KEYS
 from nemo_gym.config.layers import Merged, leaves
 from nemo_gym.config.nemo_gym_files import is_nemo_gyms
 from nemo_gym.config.resolve import interpolated_keys
 from nemo_gym.contract.errors import ConfigError
-
-_MISSPELT = 0.8
-"""Between free names, less says nothing: ``judge_model_name`` resembles ``policy_model_name``, and is another key."""
 
 
 def known_keys() -> frozenset[str]:
@@ -41,7 +38,7 @@ def check_top_level(
             continue
         source = merged.source_of((key,))
         is_free = source in free_sources
-        similar = nearest(key, {*known, *servers}, cutoff=_MISSPELT if is_free else SIMILAR)
+        similar = nearest(key, {*known, *servers}, cutoff=MISSPELT if is_free else SIMILAR)
         if is_free and not similar:
             continue
         what = "block" if isinstance(value, Mapping) else "key"

@@ -210,3 +210,20 @@ def test_second_plugin_of_a_name_is_told(root: Path, tmp_path: Path) -> None:
     (told,) = notices(compose(groups, roots=[root, tmp_path / "other"]))
     assert told == f"there are two plugins 'mathy': {root / 'resources_servers/mathy'} is used, {other} is not"
     assert not notices(compose(groups, roots=[root, root]))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ("temprature=0.5", r"responses_create_params: unknown key 'temprature' \(did you mean 'temperature'\?\)"),
+        ("temperature=abc", "responses_create_params: temperature: Input should be a valid number"),
+        ("top_k=5", "responses_create_params: 'top_k' is no parameter of a response; the run key top_k= sets it"),
+    ],
+)
+def test_parameters_of_a_response_are_checked(root: Path, parameter: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(root, f"+responses_create_params.{parameter}")
+
+
+def test_parameter_that_resembles_none_is_for_the_agent(root: Path) -> None:
+    checked(root, "+responses_create_params.my_agents_own=5")

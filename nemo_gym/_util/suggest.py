@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 MAX_PROBLEMS = 10
 SIMILAR = 0.6
@@ -41,7 +43,26 @@ def validation_problems(
         *parents, key = map(str, item["loc"] or (whole,))
         path = block + ".".join((*parents, key))
         if item["type"] == "extra_forbidden":
-            problems.append(f"unknown key '{path}'{'' if parents else nearest(key, known)}")
+            problems.append(f"unknown key '{path}'{nearest(key, _keys_at(known, parents))}")
         else:
-            problems.append(f"{path}: {item['msg']}")
+            problems.append(f"{path}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(problems)
+
+
+def _keys_at(known: Collection[str], parents: Iterable[str]) -> Collection[str]:
+    """The keys of the model at a path below a model whose fields are ``known``; none if it is not a single model."""
+    for index, parent in enumerate(parents):
+        field = known.get(parent) if isinstance(known, Mapping) else None
+        if isinstance(field, FieldInfo):
+            models = [each for each in _types_in(field.annotation) if issubclass(each, BaseModel)]
+            known = models[0].model_fields if len(models) == 1 else ()
+        elif not index:
+            return ()
+        # Else the part is an index of a list, or a key of a mapping, of such models.
+    return known
+
+
+def _types_in(annotation: Any) -> list[type]:
+    if isinstance(annotation, type) and not get_args(annotation):
+        return [annotation]
+    return [each for part in get_args(annotation) for each in _types_in(part)]

@@ -149,7 +149,7 @@ def _check_run_keys(composition: Composition) -> None:
         serve = composition.values["serve"]
         if not isinstance(serve, Mapping):
             raise ConfigError("serve must be a block of keys, as in +serve.port=8210", key="serve")
-        _check_caps(ServiceConfig.parse(composition.serve_values()), composition)
+        _check_caps(ServiceConfig.parse(composition.serve_values(), within=serve, where="serve"), composition)
     elif composition.has_run != has_output:
         missing = "output" if composition.has_run else "input"
         raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)

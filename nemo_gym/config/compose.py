@@ -18,6 +18,7 @@ from nemo_gym.config.groups import (
     LoadedGroup,
     choose_instance,
     load_group,
+    require_name,
     take_choices,
     unknown_choice,
 )
@@ -160,6 +161,8 @@ def _needs_model(layers: Sequence[Layer]) -> bool:
 def _split_choices(overrides: list[Override]) -> tuple[dict[str, Choice], list[Override]]:
     choices, remaining = {}, []
     for override in overrides:
+        if override.key in GROUPS:
+            require_name(override.key, override.value, COMMAND_LINE)
         if override.key in GROUPS and isinstance(override.value, str) and override.mode is not Mode.DELETE:
             if not override.value:
                 raise ConfigError(f"{override.key}= needs a name", key=override.key)

@@ -47,10 +47,17 @@ def take_choices(values: dict[str, Any], source: str) -> dict[str, Choice]:
     taken = {}
     for group in GROUPS:
         value = values.get(group)
+        require_name(group, value, source)
         if isinstance(value, str) and value != "???":
             taken[group] = Choice(group, value, source)
             del values[group]
     return taken
+
+
+def require_name(group: str, value: Any, source: str) -> None:
+    """Raise `ConfigError` if ``value`` is neither a group's name nor a block under the group's key."""
+    if value is not None and not isinstance(value, str | Mapping):
+        raise ConfigError(f"{source}: {group}= takes one name, got {value!r}", key=group)
 
 
 def find_group_file(choice: Choice, roots: Sequence[Path]) -> Path | None:

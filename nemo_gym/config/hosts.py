@@ -127,11 +127,10 @@ def _checked(values: Any) -> _Block:
     try:
         block = _Block.model_validate(values)
     except ValidationError as error:
-        problems = validation_problems(error, _Block.model_fields)
-        raise ConfigError(
-            f"{HOSTS}: {problems} (stack_secret is the same on every host: openssl rand -hex {ROOT_KEY_BYTES})",
-            key=HOSTS,
-        ) from None
+        problems = validation_problems(error, _Block.model_fields, where=HOSTS, whole="the block")
+        if any(problem["loc"][:1] == ("stack_secret",) for problem in error.errors(include_input=False)):
+            problems += f" (stack_secret is the same on every host: openssl rand -hex {ROOT_KEY_BYTES})"
+        raise ConfigError(problems, key=HOSTS) from None
     network = ip_network(str(block.network))
     if block.tls is not None and block.plain_http:
         raise _wrong("plain_http", f" and {HOSTS}.tls exclude each other")

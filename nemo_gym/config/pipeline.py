@@ -37,13 +37,17 @@ class KeysConfig(BaseModel):
         return frozenset(keys)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Parse ``given``. Raises `ConfigError` that names each wrong key and the nearest right one."""
+    def parse(cls, given: Mapping[str, Any], *, within: Collection[str] = (), where: str = "") -> Self:
+        """Parse ``given``. Raises `ConfigError` that names each wrong key and the nearest right one; those ``within``
+        the block ``where`` by their path."""
         reject_unknown_keys(given, cls.spellings(), where=cls.WHAT)
         try:
             return cls.model_validate(dict(given))
         except ValidationError as error:
             errors = error.errors()
+            for problem in errors:
+                if problem["loc"] and problem["loc"][0] in within:
+                    problem["loc"] = (where, *problem["loc"])
             key = ".".join(map(str, errors[0]["loc"])) or None
             raise ConfigError("; ".join(map(_problem_text, errors)), key=key) from None
 
@@ -118,6 +122,14 @@ class PipelineConfig(KeysConfig):
     """Validate environments: agents with ``row_access: validation`` get the solution, and results record this."""
     evaluation_log_chars: int = Field(MAX_EVALUATION_LOG_CHARS, ge=0, le=MAX_EVALUATION_LOG_CHARS)
     """Characters at the end of each evaluation's log that are kept, as a file beside ``output``; 0 keeps none."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _is_text_or_texts(cls, stop: Any) -> Any:
+        texts = stop if isinstance(stop, list | tuple) else [stop]
+        if stop is not None and not all(isinstance(text, str) for text in texts):
+            raise ValueError("must be a text or a list of texts; numbers need quotes")
+        return stop
 
     @field_validator("responses_create_params")
     @classmethod

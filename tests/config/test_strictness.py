@@ -227,3 +227,17 @@ def test_parameters_of_a_response_are_checked(root: Path, parameter: str, messag
 
 def test_parameter_that_resembles_none_is_for_the_agent(root: Path) -> None:
     checked(root, "+responses_create_params.my_agents_own=5")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("+serve.port=abc", "^serve.port: Input should be a valid integer"),
+        ("sandbox=[local]", r"the command line: sandbox= takes one name, got \['local'\]"),
+        ("stop=5", "^stop: must be a text or a list of texts"),
+        ("+observability.traces.endpont=x", r"'observability.traces.endpont' \(did you mean 'endpoint'\?\)"),
+    ],
+)
+def test_wrong_value_is_named_by_the_key_that_was_typed(root: Path, word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(root, word)

@@ -265,7 +265,7 @@ WORDS = ["agent=simple_agent", "environment=example_mcp_weather", "model=scripte
     ("word", "said"),
     [
         ("observability.trace.endpoint=x", "unknown key 'observability.trace' (did you mean 'traces'?)"),
-        ("observability.traces.endpoint=127.0.0.1:4318", "observability.traces.endpoint: Value error, must be a URL"),
+        ("observability.traces.endpoint=127.0.0.1:4318", "observability.traces.endpoint: must be a URL"),
         ("observability.traces.endpint=http://h:1", "unknown key 'observability.traces.endpint'"),
         ("observability.metrics_port=99999", "observability.metrics_port"),
     ],

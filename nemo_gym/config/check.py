@@ -14,6 +14,7 @@ from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.observability import ObservabilityConfig
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.plugin_keys import check_server_keys, entrypoint
+from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE, missing_roots
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Topology
@@ -74,11 +75,13 @@ def free_ports(values: Mapping[str, Any]) -> list[int] | None:
 
 def notices(composition: Composition) -> list[str]:
     """Return the warnings, a sentence for each key that does nothing here, with its meaning in NeMo Gym, and a
-    sentence for each plugin that is not used although its name or its file is."""
+    sentence for each plugin that is not used although its name or its file is, and for each extra root that does not
+    exist."""
     return [
         *composition.warnings,
         *_hidden_plugins(composition),
         *_plugins_without_their_file(composition),
+        *(f"{EXTRA_ROOTS_VARIABLE} names '{folder}', which is no folder" for folder in missing_roots()),
         *(
             f"'{key}' does nothing here; in NeMo Gym it is {meaning}"
             for key, meaning in UNREAD_NEMO_GYM_KEYS.items()

@@ -11,7 +11,7 @@ from nemo_gym._util.suggest import nearest
 from nemo_gym.config.files import load_files
 from nemo_gym.config.keys import GROUPS, SERVER_TYPES
 from nemo_gym.config.layers import Layer
-from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
+from nemo_gym.config.roots import extra_roots_hint
 from nemo_gym.contract.errors import ConfigError
 
 
@@ -102,7 +102,7 @@ def unknown_choice(choice: Choice, roots: Sequence[Path]) -> ConfigError:
     return ConfigError(
         f"{choice.source}: unknown {choice.group} '{choice.value}'{nearest(choice.value, names)};"
         f" there are: {', '.join(names) or 'none'}. To add one, write {places} under the working directory or a folder"
-        f" of {EXTRA_ROOTS_VARIABLE}",
+        f" of {extra_roots_hint()}",
         key=choice.group,
     )
 

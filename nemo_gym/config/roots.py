@@ -23,6 +23,18 @@ def plugin_roots() -> list[Path]:
     return list(dict.fromkeys(path.resolve() for path in (*extra, Path.cwd(), INSTALL_ROOT)))
 
 
+def missing_roots() -> list[str]:
+    """The folders of `EXTRA_ROOTS_VARIABLE` that do not exist, as they are written there."""
+    parts = os.environ.get(EXTRA_ROOTS_VARIABLE, "").split(os.pathsep)
+    return [part for part in parts if part and not Path(part).expanduser().is_dir()]
+
+
+def extra_roots_hint() -> str:
+    """`EXTRA_ROOTS_VARIABLE`, and which of its folders do not exist."""
+    missing = missing_roots()
+    return EXTRA_ROOTS_VARIABLE + (f" (of those, {', '.join(missing)} does not exist)" if missing else "")
+
+
 def find_file(relative: str | Path, roots: Iterable[Path], beside: Path | None = None) -> Path | None:
     """The first existing file of that path under the roots (absolute paths as they are), or beside another file."""
     path = Path(relative).expanduser()
@@ -44,6 +56,6 @@ def find_plugin(server_type: str, implementation: str, roots: Iterable[Path] | N
     known = sorted({each.name for root in searched for each in (root / server_type).glob("[!._]*") if each.is_dir()})
     raise ConfigError(
         f"there is no implementation '{implementation}' of {server_type}{nearest(implementation, known)}; there are:"
-        f" {', '.join(known) or 'none'}. Other folders are found through {EXTRA_ROOTS_VARIABLE}",
+        f" {', '.join(known) or 'none'}. Other folders are found through {extra_roots_hint()}",
         key=f"{server_type}.{implementation}",
     )

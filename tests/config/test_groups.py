@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.config.check import notices
 from nemo_gym.config.compose import compose
 from nemo_gym.contract.errors import ConfigError
 
@@ -152,3 +153,11 @@ def test_default_model_steps_aside_for_a_model_that_a_file_defines(root: Path) -
     write(root / "mine.yaml", policy_model={"responses_api_models": {"echo": {"entrypoint": "app.py"}}})
     composition = compose(["agent=solver", "environment=mathy", "+config_paths=[mine.yaml]"], roots=[root])
     assert composition.servers["policy_model"].implementation == "echo"
+
+
+def test_extra_root_that_does_not_exist_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", f"{root}:{root}/no-such-folder")
+    composition = compose(["agent=solver", "environment=mathy", "model=echo"])
+    assert f"NEMO_GYM_EXTRA_ROOTS names '{root}/no-such-folder', which is no folder" in notices(composition)
+    with pytest.raises(ConfigError, match=r"NEMO_GYM_EXTRA_ROOTS .*no-such-folder does not exist"):
+        compose(["agent=no_such_agent"])

@@ -102,7 +102,16 @@ def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> Sandb
     parameters = inspect.signature(provider_class).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         reject_unknown_keys(provider_settings, list(parameters), where=f"sandbox provider '{name}'")
-    return observed(provider_class(**provider_settings))
+    try:
+        return observed(provider_class(**provider_settings))
+    except ConfigError as error:
+        # A provider that extends another one passes on what it does not know, and the other one, under its own name,
+        # knows only its own keys.
+        for key in provider_settings:
+            hint = "" if key in parameters else nearest(key, parameters)
+            if hint and f"'{key}'" in error.message:
+                raise ConfigError(f"sandbox provider '{name}': unknown key '{key}'{hint}", key=key) from error
+        raise
 
 
 def _how_to_install(point: EntryPoint) -> str:

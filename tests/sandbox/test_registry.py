@@ -66,6 +66,18 @@ def test_create_provider_raises_when_a_setting_is_unknown_or_the_shape_is_wrong(
         create_provider({"mine": {}, "docker": {}})
 
 
+def test_misspelt_setting_of_a_provider_that_extends_another_is_named_with_its_own_block() -> None:
+    class Small(get_provider_class("local")):  # type: ignore[misc]
+        def __init__(self, memory_mib: int = 512, **options: Any) -> None:
+            super().__init__(**options)
+
+    register_provider("small", Small)
+    with pytest.raises(ConfigError, match=r"'small': unknown key 'memory_mb' \(did you mean 'memory_mib'\?\)"):
+        create_provider({"small": {"memory_mb": 3}})
+    with pytest.raises(ConfigError, match=r"unknown key 'bwrp' \(did you mean 'bwrap'\?\)"):
+        create_provider({"small": {"bwrp": "x"}})
+
+
 def test_installed_provider_that_cannot_be_imported_names_what_to_install(tmp_path: Path) -> None:
     site = tmp_path / "site"
     info = site / "acme_boxes-1.dist-info"

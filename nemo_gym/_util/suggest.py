@@ -42,7 +42,9 @@ def validation_problems(
     for item in error.errors(include_input=False, include_url=False, include_context=False)[:MAX_PROBLEMS]:
         *parents, key = map(str, item["loc"] or (whole,))
         path = block + ".".join((*parents, key))
-        if item["type"] == "extra_forbidden":
+        if item["type"] == "value_error" and not item["loc"] and not where:
+            problems.append(item["msg"].removeprefix("Value error, "))  # about several keys, which it names
+        elif item["type"] == "extra_forbidden":
             problems.append(f"unknown key '{path}'{nearest(key, _keys_at(known, parents))}")
         else:
             problems.append(f"{path}: {item['msg'].removeprefix('Value error, ')}")

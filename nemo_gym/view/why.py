@@ -189,10 +189,17 @@ CAUSES = {
         Cause(
             "seed_failed",
             "The environment opened no session",
-            "The environment refused the row, failed, or went away before the attempt began.",
-            "The reason names the field of the row, the error, or the server that was missing. If the environment's"
-            " code failed, its server's log has the traceback.",
+            "The environment refused the row, or failed, before the attempt began.",
+            "The reason names the field of the row, or the error. If the environment's code failed, its server's log"
+            " has the traceback.",
             ("seed",),
+        ),
+        Cause(
+            "environment_lost",
+            "The environment server went away",
+            "The environment's server ended, or could not be reached, before the attempt began or in its midst.",
+            "Look at the end of the environment server's log and at the host's memory; ng_status shows restarts.",
+            ("seed", "tool"),
         ),
         Cause(
             "internal",
@@ -245,7 +252,7 @@ _CAUSE_OF_KIND = {
     FailureKind.CONTROLS_WEAK: "control_failed",
     FailureKind.VERIFIER_FAILED: "verifier_failed",
     FailureKind.SEED_FAILED: "seed_failed",
-    FailureKind.ENVIRONMENT_LOST: "seed_failed",
+    FailureKind.ENVIRONMENT_LOST: "environment_lost",
     FailureKind.DEADLINE: "deadline",
     FailureKind.INTERNAL: "internal",
 }

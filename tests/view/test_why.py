@@ -46,6 +46,7 @@ SAID: list[tuple[str, str, str, str]] = [
     ("agent_crashed", "agent_crashed", "claude ended with exit code 3", "run"),
     ("agent_lost", "agent_lost", "mini_swe_agent/act: the server closed the connection", "run"),
     ("cancelled", "cancelled", "the group was filled: no space left in it", "run"),
+    ("environment_lost", "environment_lost", "the environment 'sums' could not be reached", "run"),
     ("seed_failed", "seed_failed", "sums/seed_session: field 'numbers' must be a list of numbers", "init"),
     ("verifier_failed", "verifier_failed", "verify returned the reward None", "eval"),
     ("internal", "internal", "KeyError: 'x'", "run"),

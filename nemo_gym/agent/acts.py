@@ -191,7 +191,8 @@ Route = Literal["/chat/completions", "/responses"]
 
 
 class ContextExceededError(ModelError):
-    """The conversation exceeds the model's context: the policy's doing, not a failure of the endpoint."""
+    """The conversation exceeds the model's context, or a limit of the model server: the policy's doing, not a failure
+    of the endpoint. A policy could otherwise end its attempt without a reward by a huge tool output."""
 
     code = "context_exceeded"
 
@@ -227,8 +228,8 @@ class PolicyClient:
                 if reply.status == 200:
                     return _answer(route, content)
                 problem = f"answered {reply.status}: {_problem(content)}"
-                if reply.status in (400, 413) and is_context_exceeded(problem):
-                    raise ContextExceededError(f"the conversation exceeds the model's context ({problem})")
+                if reply.status == 413 or (reply.status == 400 and is_context_exceeded(problem)):
+                    raise ContextExceededError(f"the conversation is larger than the endpoint takes ({problem})")
                 final = reply.headers.get(SHOULD_RETRY_HEADER) == "false"
                 if final or reply.status not in RETRIED_STATUSES:
                     raise ModelError(f"the policy endpoint {problem}", status=reply.status)

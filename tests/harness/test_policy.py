@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_gym.agent.acts import PolicyClient, Route
+from nemo_gym.agent.acts import ContextExceededError, PolicyClient, Route
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.session import InferenceEndpoint
 
@@ -73,6 +73,14 @@ def message(content: Any) -> dict[str, Any]:
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+async def test_conversation_that_the_model_server_finds_too_large_is_the_policys_doing(serve: Serve) -> None:
+    said = {"error": {"message": "the body is larger than 33554432 bytes", "code": "body_too_large"}}
+    client, asked = await serve([web.json_response(said, status=413)])
+    with pytest.raises(ContextExceededError, match="larger than the endpoint takes"):
+        await client.ask("/responses", {})
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -381,10 +381,7 @@ async def test_reward_that_is_not_finite_is_named_and_counts_as_a_failure(stack:
     counted = verdicts_counted()
     reply = await grade_verdict(stack, lambda: Verdict.of(reward))
     assert (reply["valid"], reply["reward"], reply["failure_kind"]) == (False, None, "verifier_failed")
-    assert (
-        reply["failure_reason"]
-        == f"grade made no Verdict: reward: Value error, the reward is {reward}, not a finite number"
-    )
+    assert reply["failure_reason"] == f"grade made no Verdict: reward: the reward is {reward}, not a finite number"
     verdict = await frank_verdict(stack, lambda body: FrankReply(**body, reward=reward))
     said = f"verify returned the reward {reward!r}, not a finite number"
     assert verdict == (False, None, "verifier_failed", said)
@@ -397,7 +394,7 @@ def verdicts_counted() -> list[float]:
 
 async def test_verdict_that_was_made_invalid_by_hand_is_no_reward(stack: Stack) -> None:
     reply = await grade_verdict(stack, lambda: Verdict.model_construct(valid=True, reward=None))
-    reason = "grade made no Verdict: Verdict: Value error, a valid verdict has a reward and no failure_kind"
+    reason = "grade made no Verdict: a valid verdict has a reward and no failure_kind"
     assert (reply["valid"], reply["failure_reason"]) == (False, reason)
 
 

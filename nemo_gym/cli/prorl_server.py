@@ -61,11 +61,14 @@ def serve(argv: Sequence[str]) -> int:
     configure_plain_logging()
     if starts:
         server.start()
-    listening.announce(Path(given["url_file"]) if "url_file" in given else None)
-    print(f"{NAME}: data sources: {', '.join(registered_handlers())}", file=sys.stderr)
-    print(f"PRORL_SERVER_URLS={listening.url}", flush=True)
+
+    def announce() -> None:
+        listening.announce(Path(given["url_file"]) if "url_file" in given else None)
+        print(f"{NAME}: data sources: {', '.join(registered_handlers())}", file=sys.stderr)
+        print(f"PRORL_SERVER_URLS={listening.url}", flush=True)
+
     try:
-        service.serve(server, listening, token, **limits)
+        service.serve(server, listening, token, announce, **limits)
     except KeyboardInterrupt:  # the web server raises it when it has stopped in order
         return command.EXIT_INTERRUPTED
     return command.EXIT_OK

@@ -65,14 +65,17 @@ def view(argv: Sequence[str]) -> int:
     url_host = f"[{host}]" if ":" in host else host
     runs.start()
     query = f"?token={token}" if token else ""
-    print(f"http://{url_host}:{port}/{query}", flush=True)
-    if token is None and not sys.stderr.isatty():
-        print(f"{NAME}: the password crosses the network in the clear; put TLS before this", file=sys.stderr)
+
+    def announce() -> None:
+        print(f"http://{url_host}:{port}/{query}", flush=True)
+        if token is None and not sys.stderr.isatty():
+            print(f"{NAME}: the password crosses the network in the clear; put TLS before this", file=sys.stderr)
+
     config = uvicorn.Config(
         app, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="off", proxy_headers=False
     )
     try:
-        WebServer(config).run(sockets=[listener])
+        WebServer(config, on_ready=announce).run(sockets=[listener])
     except KeyboardInterrupt:  # the web server raises it when it has stopped in order
         return command.EXIT_INTERRUPTED
     finally:

@@ -38,22 +38,24 @@ log = structlog.get_logger(__name__)
 
 
 class WebServer(uvicorn.Server):
-    """A uvicorn server that notifies its parent when it accepts requests, and its application when it stops."""
+    """A uvicorn server that calls ``on_ready`` when it accepts requests and handles signals, and ``on_stop`` when it
+    stops. An interrupt before that can be lost: Python drops one that is raised in a weak reference's callback."""
 
     def __init__(
         self,
         config: uvicorn.Config,
-        launch: ServerLaunch | None = None,
+        *,
+        on_ready: Callable[[], None] | None = None,
         on_stop: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(config)
-        self._launch = launch
+        self._on_ready = on_ready
         self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        if self._launch is not None and self.started and not self.should_exit:
-            announce_ready(self._launch)
+        if self._on_ready is not None and self.started and not self.should_exit:
+            self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Started before uvicorn waits for open requests: it ends those that would otherwise stay open.
@@ -83,7 +85,8 @@ def serve(
     settings = _settings(slow_request_timeout_s)
     if launch is not None and launch.certificate_file is not None:
         settings |= {"ssl_certfile": launch.certificate_file, "ssl_keyfile": launch.key_file}
-    server = WebServer(uvicorn.Config(app, **settings), launch, on_stop)
+    on_ready = None if launch is None else functools.partial(announce_ready, launch)
+    server = WebServer(uvicorn.Config(app, **settings), on_ready=on_ready, on_stop=on_stop)
     server.run(sockets=sockets)
     if not server.started:
         sys.exit(3)
@@ -113,7 +116,7 @@ async def served(
     listener = bind(config, secured=True, key=key)
     host, port = listener.getsockname()[:2]
     settings = _settings(60.0) | {"timeout_graceful_shutdown": grace_s, "lifespan": "off"}
-    server = _EmbeddedServer(uvicorn.Config(app, **settings), None, on_stop)
+    server = _EmbeddedServer(uvicorn.Config(app, **settings), on_stop=on_stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
     try:
         yield f"http://{url_host(host)}:{port}"

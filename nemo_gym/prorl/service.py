@@ -178,8 +178,11 @@ class Listening:
             raise ConfigError(f"url_file={file} cannot be written: {error}", key="url_file") from error
 
 
-def serve(server: OpenHandsServer, listening: Listening, token: str | None, **limits: int) -> None:
-    """Serve until SIGINT or SIGTERM, and then end the running jobs. ``limits`` are those of `application`."""
+def serve(
+    server: OpenHandsServer, listening: Listening, token: str | None, on_ready: Callable[[], None], **limits: int
+) -> None:
+    """Serve until SIGINT or SIGTERM, and then end the running jobs. ``on_ready`` is called when requests are accepted
+    and signals are handled; ``limits`` are those of `application`."""
     raise_file_limit()
     config = uvicorn.Config(
         application(server, token, **limits),
@@ -194,4 +197,4 @@ def serve(server: OpenHandsServer, listening: Listening, token: str | None, **li
     async def stop() -> None:
         await asyncio.to_thread(server.stop)
 
-    WebServer(config, on_stop=stop).run(sockets=[listening.listener])
+    WebServer(config, on_ready=on_ready, on_stop=stop).run(sockets=[listening.listener])

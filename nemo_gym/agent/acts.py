@@ -21,11 +21,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 import structlog
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.credentials import INFERENCE_TOKEN_HEADER, ROW_REF_HEADER
 from nemo_gym.contract.errors import ContractError, FencedError, InvalidBodyError, ModelError
@@ -36,7 +37,7 @@ from nemo_gym.http.connections import BROKEN, Patience, is_own_timeout
 from nemo_gym.http.delivery import CallerGoneError, end, while_connected
 from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 from nemo_gym.http.problems import send_problem
-from nemo_gym.http.requests import json_object, validated
+from nemo_gym.http.requests import json_object
 from nemo_gym.http.telemetry import Counter, inject, rollout_context
 
 REMEMBERED = 4096
@@ -262,9 +263,10 @@ def _answer(route: Route, content: bytes) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise ModelError(f"the policy endpoint's response is not a JSON object: {content[:200]!r}")
     try:
-        validated(_ANSWERS[route], answer, "the policy endpoint's answer is malformed")
-    except InvalidBodyError as error:
-        raise ModelError(f"{error.message} (it begins with {content[:200]!r})") from None
+        _ANSWERS[route].model_validate(answer)
+    except ValidationError as error:
+        problems = f"the policy endpoint's answer is malformed: {validation_problems(error)}"
+        raise ModelError(f"{problems} (it begins with {content[:200]!r})") from None
     return answer
 
 

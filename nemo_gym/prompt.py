@@ -14,6 +14,7 @@ from nemo_gym._util.files import write_whole
 from nemo_gym.config.roots import plugin_roots
 from nemo_gym.contract.errors import ConfigError, RowError, not_json
 from nemo_gym.contract.verdict import PARAMS_KEY
+from nemo_gym.rollouts.rows import read_row, row_error
 
 
 class PromptConfig(BaseModel):
@@ -101,11 +102,9 @@ def materialize_prompts(input_jsonl: str | Path, prompt_config: str, output_json
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    from nemo_gym.rollouts.rows import read_row
-
     row = read_row(line, path, number)
     if not isinstance(row.get(PARAMS_KEY), dict | None):
-        raise _error(path, number, f"'{PARAMS_KEY}' must be an object, got {type(row[PARAMS_KEY]).__name__}")
+        raise row_error(path, number, None, f"'{PARAMS_KEY}' must be an object, got {type(row[PARAMS_KEY]).__name__}")
     return row
 
 
@@ -115,12 +114,8 @@ def _worded(path: Path, number: int, row: dict[str, Any], prompt: PromptConfig, 
     try:
         return orjson.dumps({**apply_prompt_to_row(row, prompt), **label}, option=orjson.OPT_APPEND_NEWLINE)
     except KeyError as error:
-        raise _error(path, number, str(error.args[0])) from error
+        raise row_error(path, number, None, str(error.args[0])) from error
     except ConfigError as error:
-        raise _error(path, number, error.message) from error
+        raise row_error(path, number, None, error.message) from error
     except TypeError as error:
-        raise _error(path, number, str(not_json(error))) from error
-
-
-def _error(path: Path, number: int, problem: str) -> RowError:
-    return RowError(f"{path}:{number}: {problem}", path=str(path), line=number)
+        raise row_error(path, number, None, str(not_json(error))) from error

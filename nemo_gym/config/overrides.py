@@ -91,7 +91,8 @@ def _parse(word: str) -> Override:
     name = word.lstrip("+~").split("=", 1)[0]
     if "=" not in word and not word.startswith("~"):
         raise ConfigError(f"'{word}' is not a setting; write key=value, or see --help", key=word)
-    parsed, marker = _hydra_override(word, name), _marker(word)
+    marker = _marker(word)
+    parsed = _hydra_override(_ascii(word, marker), name)
     if parsed.is_sweep_override():
         raise ConfigError(f"{name}: sweeps are not supported; give one value", key=name)
     mode = Mode(word[: len(word) - len(word.lstrip("+~"))])
@@ -127,7 +128,7 @@ def _hydra_override(word: str, name: str) -> Any:
     from hydra.errors import HydraException
 
     try:
-        return OverridesParser.create().parse_override(_ascii(word, _marker(word)))
+        return OverridesParser.create().parse_override(word)
     except HydraException as error:
         raise ConfigError(
             f"{name}: the value cannot be read; put values with spaces or one of ,:={{}}[]()'\\ in quotes:"

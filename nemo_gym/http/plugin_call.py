@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import types
@@ -46,7 +47,7 @@ class PluginCall:
         for parameter in parameters:
             self._assign(parameter)
 
-    @property
+    @functools.cached_property
     def declared(self) -> frozenset[str]:
         """The keys of a body that the models of the hook declare as their fields."""
         models = self._body[1] if self._body is not None else ()

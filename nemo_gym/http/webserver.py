@@ -39,7 +39,8 @@ log = structlog.get_logger(__name__)
 
 class WebServer(uvicorn.Server):
     """A uvicorn server that calls ``on_ready`` when it accepts requests and handles signals, and ``on_stop`` when it
-    stops. An interrupt before that can be lost: Python drops one that is raised in a weak reference's callback."""
+    stops. An interrupt before that can be lost: Python drops one that is raised in a weak reference's callback. If
+    ``on_ready`` raises an error, the server stops in order before it raises it."""
 
     def __init__(
         self,
@@ -55,7 +56,11 @@ class WebServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self._on_ready is not None and self.started and not self.should_exit:
-            self._on_ready()
+            try:
+                self._on_ready()
+            except Exception:
+                await self.shutdown(sockets=sockets)
+                raise
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Started before uvicorn waits for open requests: it ends those that would otherwise stay open.

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -212,6 +213,15 @@ def test_interrupted_command_ends_in_order_and_says_nothing(tmp_path: Path) -> N
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 130
     assert "error" not in (tmp_path / "said.txt").read_text()
+
+
+def test_url_file_that_cannot_be_written_ends_the_command_in_order_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    start = [sys.executable, "-c", "from nemo_gym.cli.prorl_server import main; main()"]
+    words = ["port=0", "start=true", f"url_file={tmp_path / 'file' / 'url'}"]
+    ended = subprocess.run([*start, *words], capture_output=True, text=True, timeout=LONG_S)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.fullmatch(r"ng_prorl_server: error: url_file=.* cannot be written: .*\n", ended.stderr), ended.stderr
 
 
 def test_trainer_whose_rows_no_server_handles_is_told(tmp_path: Path) -> None:

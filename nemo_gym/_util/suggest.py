@@ -36,12 +36,12 @@ def validation_problems(
     Args:
         known: the model's keys, from which a misspelled key gets a suggestion.
         where: the dotted path of a configuration's block, so that each problem names the key as a user types it.
-        whole: the name used for a problem without a key.
+        whole: the name used for a problem without a key, where no block is given.
     """
     problems, block = [], f"{where}." if where else ""
     for item in error.errors(include_input=False, include_url=False, include_context=False)[:MAX_PROBLEMS]:
         *parents, key = map(str, item["loc"] or (whole,))
-        path = block + ".".join((*parents, key))
+        path = block + ".".join((*parents, key)) if item["loc"] or not where else where
         if item["type"] == "value_error" and not item["loc"] and not where:
             problems.append(item["msg"].removeprefix("Value error, "))  # about several keys, which it names
         elif item["type"] == "extra_forbidden":

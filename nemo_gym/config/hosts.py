@@ -127,7 +127,7 @@ def _checked(values: Any) -> _Block:
     try:
         block = _Block.model_validate(values)
     except ValidationError as error:
-        problems = validation_problems(error, _Block.model_fields, where=HOSTS, whole="the block")
+        problems = validation_problems(error, _Block.model_fields, where=HOSTS)
         if any(problem["loc"][:1] == ("stack_secret",) for problem in error.errors(include_input=False)):
             problems += f" (stack_secret is the same on every host: openssl rand -hex {ROOT_KEY_BYTES})"
         raise ConfigError(problems, key=HOSTS) from None

@@ -107,9 +107,9 @@ def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> Sandb
     except ConfigError as error:
         # A provider that extends another one passes on what it does not know, and the other one, under its own name,
         # knows only its own keys.
+        unknown = error.details.get("keys", ())
         for key in provider_settings:
-            hint = "" if key in parameters else nearest(key, parameters)
-            if hint and f"'{key}'" in error.message:
+            if key in unknown and (hint := nearest(key, parameters)):
                 raise ConfigError(f"sandbox provider '{name}': unknown key '{key}'{hint}", key=key) from error
         raise
 

@@ -78,6 +78,20 @@ def test_misspelt_setting_of_a_provider_that_extends_another_is_named_with_its_o
         create_provider({"small": {"bwrp": "x"}})
 
 
+def test_wrong_value_in_a_setting_of_the_extended_provider_is_no_unknown_key() -> None:
+    class Base(get_provider_class("local")):  # type: ignore[misc]
+        def __init__(self, memory: int, **options: Any) -> None:
+            raise ConfigError(f"sandbox provider 'base': 'memory' must be positive, not {memory}")
+
+    class Small(Base):
+        def __init__(self, memory_mib: int = 512, **options: Any) -> None:
+            super().__init__(**options)
+
+    register_provider("small", Small)
+    with pytest.raises(ConfigError, match=r"^sandbox provider 'base': 'memory' must be positive"):
+        create_provider({"small": {"memory": -1}})
+
+
 def test_installed_provider_that_cannot_be_imported_names_what_to_install(tmp_path: Path) -> None:
     site = tmp_path / "site"
     info = site / "acme_boxes-1.dist-info"

@@ -45,6 +45,8 @@ WELL = seen(requests=3, answered=3)
 DOWN = seen(requests=5, answered=1, failed=4, failures_since_answer=4, last_error="500: boom")
 LONG = seen(requests=3, answered=2, refused=1, last_error="400: maximum context length is 4096 tokens")
 TOO_LONG_AT_ONCE = seen(requests=1, refused=1, last_error="400: maximum context length is 4096 tokens")
+TOO_LARGE = seen(requests=3, answered=2, refused=1, last_error="413: the body is larger than 33554432 bytes")
+TOO_LARGE_AT_ONCE = seen(requests=1, refused=1, last_error="413: the body is larger than 33554432 bytes")
 NO_KEY = seen(requests=3, failed=3, failures_since_answer=3, last_error="502: engine 'e' refused its API key (401)")
 
 
@@ -78,7 +80,9 @@ def judged(said: AgentOutcome, how: HarnessEnded) -> Judgement:
         (COMPLETED, DOWN, UNREACHABLE, "the last 4 of 5 .*500: boom.*it completed"),
         (CRASHED, DOWN, UNREACHABLE, "500: boom.*it crashed: its own words"),
         (CRASHED, WELL, CRASHED, "its own words"),
+        (CRASHED, TOO_LARGE_AT_ONCE, CONTEXT_EXCEEDED, "first request does not fit .*33554432 bytes"),
         (CRASHED, LONG, MAX_TURNS, "no longer fits"),
+        (CRASHED, TOO_LARGE, MAX_TURNS, "no longer fits"),
         (COMPLETED, LONG, COMPLETED, None),
         (MAX_TURNS, DOWN, MAX_TURNS, "its own words"),
         (AgentOutcome.REFUSED, WELL, AgentOutcome.REFUSED, "its own words"),

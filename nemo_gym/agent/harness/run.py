@@ -17,6 +17,7 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from pathlib import PurePosixPath
 
 from nemo_gym.agent.harness.base import (
@@ -110,8 +111,8 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
     judgement = ended.stopped or _harness_judgement(harness, ended)
     if model is not None and model.refused and not model.answered and not model.failing:
         # The policy never answered, so it cannot have caused this.
-        if is_context_exceeded(model.last_error or ""):
-            return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit the model's context{_why(model)}"
+        if _too_long(model):
+            return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit{_why(model)}"
         if judgement[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED):
             return AgentOutcome.MODEL_REFUSED, _model_detail(model, judgement)
     if model is not None and _model_failed(judgement[0], model):
@@ -121,8 +122,8 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
             return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{_why(door)}"
     if model is None or model.failing:
         return judgement
-    if judgement[0] is AgentOutcome.CRASHED and model.refused and is_context_exceeded(model.last_error or ""):
-        return AgentOutcome.MAX_TURNS, "the conversation no longer fits the model's context"
+    if judgement[0] is AgentOutcome.CRASHED and model.refused and _too_long(model):
+        return AgentOutcome.MAX_TURNS, f"the conversation no longer fits{_why(model)}"
     if judgement[0] is AgentOutcome.COMPLETED and not model.answered:
         reason = "it never asked" if not model.requests else f"none of its {model.requests} requests was answered"
         return AgentOutcome.CRASHED, f"{harness.name} says it completed without the model: {reason}{_why(model)}"
@@ -167,6 +168,11 @@ def _last_status(model: DoorStatistics) -> int | None:
     """The HTTP status of the last model error, or ``None`` if the model sent no response."""
     status = (model.last_error or "").partition(":")[0]
     return int(status) if status.isdecimal() else None
+
+
+def _too_long(model: DoorStatistics) -> bool:
+    """Whether the last request exceeded the model's context, or the size that its server takes."""
+    return _last_status(model) == HTTPStatus.REQUEST_ENTITY_TOO_LARGE or is_context_exceeded(model.last_error or "")
 
 
 def _model_detail(model: DoorStatistics, ending: Judgement) -> str:

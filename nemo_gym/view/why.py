@@ -78,9 +78,11 @@ CAUSES = {
         Cause(
             "context_exceeded",
             "The task does not fit the model's context",
-            "The first request of the attempt is longer than the context the model is served with.",
+            "The first request of the attempt is longer than the context the model is served with, or larger than its"
+            " server takes (413).",
             "Serve the model with a longer context (vLLM: --max-model-len, SGLang: --context-length), choose shorter"
-            " tasks, or shorten the agent's own prompt and tools.",
+            " tasks, or shorten the agent's own prompt and tools; after a 413, raise the model server's limit that the"
+            " reason names (max_body_bytes).",
         ),
         Cause(
             "image_missing",
@@ -132,7 +134,8 @@ CAUSES = {
         Cause(
             "mcp_down",
             "The environment's tools do not answer",
-            "The MCP server that the agent was given answered none of its requests.",
+            "An MCP server that the agent was given answered none of its requests, or the environment answered a call"
+            " of a tool with 503: it cannot do its work.",
             "Look at the environment server's log; it serves the tools. Where the tools are another program's, start"
             " it.",
             ("mcp",),

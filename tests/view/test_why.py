@@ -76,6 +76,18 @@ def test_every_kind_of_failure_has_a_cause_of_its_own_words(kind: FailureKind) -
     assert (found.name == "internal") == (kind is FailureKind.INTERNAL)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason", "said"),
+    [
+        ("context_exceeded", "the first request does not fit: answered 413: the body is too large", "max_body_bytes"),
+        ("mcp_failed", "tool 'look_up' of environment 'odd' is unavailable (status 503)", "503"),
+    ],
+)
+def test_cause_covers_every_way_to_its_kind_of_failure(kind: str, reason: str, said: str) -> None:
+    found = cause_of(kind, reason, has_reward=False, stage="run")
+    assert found is not None and said in f"{found.happened} {found.helps}"
+
+
 def test_every_cause_says_what_happened_and_what_helps() -> None:
     for cause in CAUSES.values():
         assert cause.title

@@ -18,6 +18,9 @@ from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
 _UNFINISHED = frozenset({"failed", "cancelled", "queued", "in_progress"})
 """Statuses of an answer that the endpoint did not end itself."""
+MAX_OUTPUT_BYTES = 40 << 20
+"""The limit of an attempt's tool outputs if none is set: the response holds them all, and in its JSON a byte may take
+six. A response above the pipeline's limit of 256 MiB would end the attempt without a reward."""
 _NOT_FOR_REQUESTS = frozenset({"tools", "input", "metadata", "model", "stream", "background", "store"})
 
 
@@ -29,7 +32,7 @@ class Rules:
     """The limit of policy answers."""
     max_tool_calls: int | None = None
     max_output_bytes: int | None = None
-    """The limit of the total size of all tool outputs."""
+    """The limit of the total size of all tool outputs; `MAX_OUTPUT_BYTES` by default."""
     parallel_calls: int = 1
     """The number of tool calls of one answer that run concurrently."""
     done_flag: bool = False
@@ -57,6 +60,7 @@ async def converse(
         fixed_params["tools"] = toolbox.definitions
     else:
         fixed_params.pop("tool_choice", None)
+    max_output_bytes = rules.max_output_bytes or MAX_OUTPUT_BYTES
     output_bytes = 0
     while rules.max_turns is None or transcript.turns < rules.max_turns:
         try:
@@ -73,12 +77,11 @@ async def converse(
         if (ended := _end_of_answer(answer, has_calls=bool(calls))) is not None:
             return ended
         history += items
-        outputs = await _call_all(toolbox, calls, keys, transcript, rules.parallel_calls)
-        output_bytes += sum(len(output.encode("utf-8", "surrogatepass")) for output in outputs)
-        if rules.max_output_bytes is not None and output_bytes > rules.max_output_bytes:
-            return Ended(
-                AgentOutcome.MAX_OUTPUT, f"the tool outputs exceed the limit of {rules.max_output_bytes} bytes"
-            )
+        room = max_output_bytes - output_bytes
+        outputs = await _call_all(toolbox, calls, keys, transcript, rules.parallel_calls, room)
+        if outputs is None:
+            return Ended(AgentOutcome.MAX_OUTPUT, f"the tool outputs exceed the limit of {max_output_bytes} bytes")
+        output_bytes += sum(map(_size, outputs))
         history += [
             {"type": "function_call_output", "call_id": call["call_id"], "output": output}
             for call, output in zip(calls, outputs, strict=True)
@@ -96,16 +99,17 @@ async def converse(
 
 
 async def _call_all(
-    toolbox: Toolbox, calls: list[dict[str, Any]], keys: list[str], transcript: Transcript, at_once: int
-) -> list[str]:
-    """Call the tools and return their outputs in the order of the calls, whose keys in the transcript are ``keys``.
-    Raises `ToolServerError`."""
+    toolbox: Toolbox, calls: list[dict[str, Any]], keys: list[str], transcript: Transcript, at_once: int, room: int
+) -> list[str] | None:
+    """Call the tools and return their outputs in the order of the calls, whose keys in the transcript are ``keys``;
+    ``None`` if they have more than ``room`` bytes. Raises `ToolServerError`."""
     slots = asyncio.Semaphore(at_once)  # served in the order of the calls
     failures: list[ToolServerError] = []
 
     async def one(call: dict[str, Any], key: str) -> str:
+        nonlocal room
         async with slots:
-            if failures:
+            if failures or room < 0:
                 return ""
             try:
                 output, failed = await toolbox.call(str(call.get("name")), call.get("arguments"))
@@ -114,6 +118,9 @@ async def _call_all(
                 # would then end the attempt as cancelled.
                 failures.append(error)
                 return ""
+            room -= _size(output)
+            if room < 0:
+                return ""
         transcript.returns(key, output, failed=failed)
         return output
 
@@ -121,7 +128,11 @@ async def _call_all(
         tasks = [group.create_task(one(call, key)) for call, key in zip(calls, keys, strict=True)]
     if failures:
         raise failures[0]
-    return [task.result() for task in tasks]
+    return None if room < 0 else [task.result() for task in tasks]
+
+
+def _size(output: str) -> int:
+    return len(output.encode("utf-8", "surrogatepass"))
 
 
 def _is_done_output(output: str) -> bool:

@@ -27,6 +27,7 @@ from nemo_gym.contract.session import (
 from nemo_gym.contract.verdict import failure_of_outcome
 from resources_servers.example_mcp_weather import app
 from resources_servers.example_mcp_weather.app import WeatherEnvironment
+from responses_api_agents.simple_agent import loop
 from responses_api_agents.simple_agent.app import SimpleAgent
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.stack import Stack, running_stack
@@ -171,6 +172,17 @@ async def test_attempt_ends_when_its_tools_said_all_they_may(attempt: Attempt) -
         "the tool outputs exceed the limit of 100 bytes",
     )
     assert 1 <= len(outputs(answer)) < 40
+
+
+async def test_output_beyond_every_limit_ends_the_attempt_and_is_not_in_the_response(
+    odd: Attempt, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MAX_OUTPUT_BYTES", 150_000)
+    calls = [function_call("recite", f"c{number}") for number in range(4)]
+    inference, _ = await policy(answered(*calls))
+    answer = await odd.act("recite", inference=inference)
+    assert (answer.outcome, len(outputs(answer))) == ("max_output", 2)
+    assert failure_of_outcome(answer.outcome, None) is None, "it is graded"
 
 
 async def test_attempt_ends_at_the_wall_clock(attempt: Attempt) -> None:

@@ -71,7 +71,8 @@ def validate(argv: Sequence[str]) -> int:
         import yaml
 
         print(yaml.safe_dump(report["configuration"], sort_keys=False), end="")
-    print(f"valid: {len(report['servers'])} servers")
+    count = len(report["servers"])
+    print(f"valid: {count} server{'s' * (count != 1)}")
     return command.EXIT_OK
 
 

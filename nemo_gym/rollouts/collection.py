@@ -67,6 +67,8 @@ class CollectionResult:
     aggregates: list[dict[str, Any]]
     seconds: float | None = None
     """``None`` if the run was already finished."""
+    earlier: int = 0
+    """Rollouts that had ended before this start, which ``seconds`` does not count."""
     server_logs: Path | None = None
     left_out: tuple[RowError, ...] = ()
     """Rows of the input that could not be used."""
@@ -152,7 +154,7 @@ class Collection:
         if begun is not None:
             await asyncio.to_thread(begun.require_same, inputs)
         if recorded is not None:
-            recorded.require_same(config, inputs.digest)
+            recorded.require_same(config, inputs.digest, inputs.lines)
             if is_finished(config, recorded):
                 return await _finished_result_locked(config, recorded)
         for agent in inputs.agents:
@@ -176,8 +178,10 @@ class Collection:
             await take_over(files, store, failures=not config.retry_failed)
             await sink.recover(store)
             tally = await self._tally(store)
+            earlier = tally.finished
             await self._drive(store, tally, total)
             result = await self._conclude(store, run_id, start)
+            result.earlier = earlier
             result.left_out = inputs.bad_rows
             return result
         finally:
@@ -290,7 +294,7 @@ async def check_run(
         if begun is not None and keep:
             await asyncio.to_thread(begun.require_same, inputs)
         if recorded is not None:
-            recorded.require_same(config, inputs.digest)
+            recorded.require_same(config, inputs.digest, inputs.lines)
     except ConfigError:
         inputs.close()
         raise
@@ -350,6 +354,8 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
     """Print the tables of a run and the paths of its files."""
     title = f"{counted(result.rollouts, 'rollout')} of {counted(result.tasks, 'task')}"
     title += ", finished before" if result.seconds is None else f" in {result.seconds:.1f} s"
+    if result.earlier:
+        title += f", {result.earlier} of them finished before"
     if config.validation is not None:
         title += f" (validation: {config.validation})"
     print_table(console, result.summaries, title=title)
@@ -367,7 +373,7 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
     for name, path in (
         ("Rollouts", files.output),
         ("Materialized inputs", files.materialized_inputs),
-        ("Failures", files.failures),
+        ("Failures", files.failures if result.invalid else None),
         ("Evaluation logs", files.logs),
         ("Aggregate metrics", files.aggregate_metrics),
         ("Server logs", result.server_logs if result.invalid else None),

@@ -18,16 +18,16 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Self, overload
+from typing import IO, Any, BinaryIO, Self, overload
 
 import orjson
 
 from nemo_gym._util.files import append_lines, open_lines, whole_lines
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import ROLLOUT_ID_KEY, StageName
+from nemo_gym.contract.verdict import ROLLOUT_ID_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY, StageName
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.interfaces import JobAttempt, JobSelector, JobState
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
@@ -197,6 +197,18 @@ def check_unclaimed(files: RunFiles, *, besides: Collection[Path] = ()) -> None:
         )
 
 
+def _differing_key(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the path of the first key whose values differ; empty if none do."""
+    for key in {**one, **other}:
+        values = one.get(key), other.get(key)
+        if orjson.dumps(values[0]) != orjson.dumps(values[1]):
+            if isinstance(values[0], dict) and isinstance(values[1], dict):
+                inner = _differing_key(values[0], values[1])
+                return f"{key}.{inner}" if inner else key
+            return key
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """The run that an output holds, and that the next command continues."""
@@ -216,19 +228,40 @@ class RecordedRun:
         """The number of unfinished rollouts."""
         return sum(count for state, count in self.counts.items() if not state.terminal)
 
-    def require_same(self, config: RolloutRunConfig, inputs_sha256: str) -> None:
-        """Raise `ConfigError` if ``config`` and the inputs describe a different run."""
+    def require_same(self, config: RolloutRunConfig, inputs_sha256: str, lines: IO[bytes] | None = None) -> None:
+        """Raise `ConfigError` if ``config`` and the inputs describe a different run. ``lines`` are the requested
+        rollouts, for an error that names the first difference."""
         for recorded, requested, difference in (
             (self.inputs_sha256, inputs_sha256, "rows, repeats or parameters"),
             (self.validation, config.validation, "'validation'"),
         ):
             if recorded != requested:
                 state = f"{self.left} of {self.rollouts} rollouts left" if self.left else "finished"
+                if lines is not None and recorded == self.inputs_sha256:
+                    difference += self._first_difference(lines)
                 raise ConfigError(
                     f"output '{self.files.output}' holds run '{self.run_id}' ({state}) with other {difference}: choose"
                     " another 'output', or discard that run with overwrite=true",
                     key="output",
                 )
+
+    def _first_difference(self, lines: IO[bytes]) -> str:
+        """Return, in parentheses, how the run's materialized inputs differ from ``lines``; empty if that cannot be
+        told."""
+        difference, recorded, requested = "", 0, 0
+        lines.seek(0)
+        with contextlib.suppress(OSError, ValueError), self.files.materialized_inputs.open("rb") as own:
+            for was, now in zip_longest(own, lines):
+                recorded += was is not None
+                requested += now is not None
+                if was and now and was != now and not difference:
+                    row = orjson.loads(now)
+                    where = f"task {row[TASK_INDEX_KEY]}, rollout {row[ROLLOUT_INDEX_KEY]}"
+                    if key := _differing_key(orjson.loads(was), row):
+                        difference = f" ({where} has another '{key}')"
+        if recorded != requested:
+            return f" (it has {recorded} rollouts, this command {requested})"
+        return difference
 
     @classmethod
     async def of(cls, config: RolloutRunConfig, files: RunFiles) -> RecordedRun | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -645,7 +646,9 @@ async def test_cancelled_run_continues_where_it_stopped(make_chain: MakeChain, t
     agent = chain.servers["agent"]
     agent.kill()
     agent.restart(hang=[])
-    await run_collection(chain.client(), chain.run_keys())
+    shown = io.StringIO()
+    await run_collection(chain.client(), chain.run_keys(), console=Console(file=shown, width=120))
+    assert re.search(rf"8 rollouts of 8 tasks in [\d.]+ s, {len(kept)} of them finished before", shown.getvalue())
     ids = [row["_ng_rollout_id"] for row in chain.results()]
     assert len(ids) == len(set(ids)) == 8
     assert kept <= set(ids)
@@ -668,9 +671,12 @@ async def test_retry_failed_gives_a_new_budget_and_withdraws_the_failure(make_ch
     environment = chain.servers["environment"]
     environment.kill()
     environment.restart(verify_status=0)
-    result = await run_collection(chain.client(), chain.run_keys(resume=True, retry_failed=True))
+    shown = io.StringIO()
+    keys = chain.run_keys(resume=True, retry_failed=True)
+    result = await run_collection(chain.client(), keys, console=Console(file=shown, width=120))
     assert (result.valid, result.invalid) == (2, 0)
     assert chain.results("out_failures.jsonl") == []
+    assert "Failures:" not in shown.getvalue()
     assert {row["_ng_attempt_index"] for row in chain.results()} == {1}
 
 
@@ -691,15 +697,23 @@ async def test_finished_run_stays_as_it_is_and_says_so_when_started_again(
     assert "This run is finished, and nothing was run again." in shown.getvalue()
 
 
-@pytest.mark.parametrize("changed", [{"limit": 1}, {"num_repeats": 2}, {"temperature": 0.5}, {"resume": False}])
-async def test_finished_run_is_not_replaced_by_another_one(
-    make_chain: MakeChain, tmp_path: Path, changed: dict[str, Any]
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"limit": 1}, r"parameters \(it has 2 rollouts, this command 1\): choose"),
+        ({"num_repeats": 2}, r"\(it has 2 rollouts, this command 4\)"),
+        ({"temperature": 0.5}, r"\(task 0, rollout 0 has another 'responses_create_params\.temperature'\)"),
+        ({"resume": False}, "resume=false"),
+    ],
+)
+async def test_finished_run_is_not_replaced_by_another_one_and_the_difference_is_named(
+    make_chain: MakeChain, tmp_path: Path, changed: dict[str, Any], difference: str
 ) -> None:
     chain = make_chain()
     chain.write_rows(2)
     await run_collection(chain.client(), chain.run_keys())
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")}
-    with pytest.raises(ConfigError, match="overwrite=true"):
+    with pytest.raises(ConfigError, match=difference):
         await run_collection(chain.client(), chain.run_keys(**changed))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")} == before
 

@@ -9,16 +9,13 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from nemo_gym._util.suggest import nearest
-from nemo_gym.config.keys import COPY, DELETE_KEY, INHERIT_FROM
+from nemo_gym.config.keys import COPY, DELETE_KEY, DIRECTIVE_VALUE, INHERIT_FROM
 from nemo_gym.config.layers import Layer, Merged, lookup
 from nemo_gym.contract.errors import ConfigError
-
-_VALUE = re.compile(r"^\$\{(?P<word>inherit_from|copy):(?P<path>[^}]+)\}$")
 
 
 def apply_directives(merged: Merged) -> None:
@@ -42,7 +39,7 @@ class _Resolver:
         _delete_keys(self.merged.values)
 
     def _resolve(self, value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, str) and (match := _VALUE.match(value)):
+        if isinstance(value, str) and (match := DIRECTIVE_VALUE.match(value)):
             return self._fetch(match["path"].strip(), path, f"${{{match['word']}:}}", move=match["word"] != "copy")
         if isinstance(value, list):
             return [self._resolve(item, (*path, str(index))) for index, item in enumerate(value)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 MODEL_TYPE: Final = "responses_api_models"
@@ -35,6 +36,8 @@ OBSERVABILITY: Final = "observability"
 INHERIT_FROM: Final = "_inherit_from"
 COPY: Final = "_copy"
 DELETE_KEY: Final = "_delete_key"
+DIRECTIVE_VALUE: Final = re.compile(r"^\$\{(?P<word>inherit_from|copy):(?P<path>[^}]+)\}$")
+"""A value in whose place another one goes, moved or copied."""
 
 AGENT_WIDE_KEYS: Final = ("skip_verification", "skip_verification_reward")
 """Top-level keys that hold for every agent whose block does not set them."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym.config.keys import SERVER_TYPES
+from nemo_gym.config.keys import DIRECTIVE_VALUE, SERVER_TYPES
 from nemo_gym.contract.errors import ConfigError
 
 Path = tuple[str, ...]
@@ -37,9 +37,11 @@ class Merged:
 
     def check_replacement(self, name: str, value: Any, source: str) -> None:
         """Raise `ConfigError` if ``value`` would stand in place of a server's block, and is none; ``null`` removes
-        the server."""
+        the server, and in place of ``${copy:…}`` and ``${inherit_from:…}`` another block goes."""
         present = self.values.get(name)
         if value is None or isinstance(value, Mapping) or not isinstance(present, Mapping):
+            return
+        if isinstance(value, str) and DIRECTIVE_VALUE.match(value):
             return
         if any(key in SERVER_TYPES for key in present):
             raise ConfigError(

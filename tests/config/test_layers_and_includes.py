@@ -133,6 +133,14 @@ def test_value_in_place_of_a_servers_block_is_an_error(root: Path, word: str) ->
         compose(["agent=solver", "environment=mathy", "model=echo", word], roots=[root])
 
 
+@pytest.mark.parametrize("word", ["solver=${copy:other}", "+config_paths=[replaced.yaml]"])
+def test_directive_in_place_of_a_servers_block_puts_another_block_there(root: Path, word: str) -> None:
+    write(root / "env.yaml", "other: {responses_api_agents: {other_agent: {entrypoint: app.py}}}\n")
+    write(root / "replaced.yaml", "solver: ${copy:other}\n")
+    composed = compose(["agent=solver", "environment=mathy", "model=echo", word], roots=[root])
+    assert composed.servers["solver"].implementation == "other_agent"
+
+
 def test_null_in_place_of_a_servers_block_removes_the_server(root: Path) -> None:
     write(root / "env.yaml", "solver:\n")
     assert "solver" not in compose(["agent=solver", "environment=mathy", "model=echo"], roots=[root]).servers

@@ -31,7 +31,8 @@ def imports_are_done() -> None:
 
 
 _PROGRAM = os.path.basename(sys.argv[0]) if sys.argv else ""  # noqa: PTH119 - pathlib is not imported for this
-_IS_COMMAND = _PROGRAM in ("ng", "gym") or _PROGRAM.startswith("ng_")
+# A program of a user's, such as ng_train.py, handles its interrupts itself.
+_IS_COMMAND = _PROGRAM in ("ng", "gym") or (_PROGRAM.startswith("ng_") and "." not in _PROGRAM)
 # A command spends its first tenths of a second on imports, which nothing surrounds with a `try`. An ignored SIGINT, as
 # under nohup, stays ignored.
 if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -24,7 +24,7 @@ from nemo_gym.cli.command import key_of, result_console
 from nemo_gym.cli.run import check_rollout_run
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
-from nemo_gym.config.overrides import parse_overrides, word_of
+from nemo_gym.config.overrides import word_of
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
 from nemo_gym.config.run_defaults import complete_run, default_output
@@ -259,12 +259,8 @@ def _settings_of(settings: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
 
 def _start(words: Sequence[str]) -> BackgroundStack:
     """Start the servers that ``words`` compose and wait until they are ready; leave out the settings of the run."""
-    of_the_run = {*RUN_KEYS, "dataset", "split"} - {*PipelineConfig.spellings(), "agent", "run_id"}
-    run_dir = [None, *(override.value for override in parse_overrides(words) if override.key == "run_dir")][-1]
-    background = BackgroundStack(
-        [word for word in words if key_of(word) not in of_the_run],
-        run_dir=None if run_dir is None else Path(str(run_dir)).expanduser().resolve(),
-    )
+    of_the_run = {*RUN_KEYS, "dataset", "split"} - {*PipelineConfig.spellings(), "agent", "run_id", "run_dir"}
+    background = BackgroundStack([word for word in words if key_of(word) not in of_the_run])
     background.start()
     return background
 

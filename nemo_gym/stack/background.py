@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from nemo_gym._util.files import write_private
-from nemo_gym.config.compose import run_directory_root
-from nemo_gym.config.overrides import parse_overrides, word_of
+from nemo_gym.config.compose import compose, run_directory_root
+from nemo_gym.config.overrides import word_of
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import new_run_id
@@ -46,8 +46,8 @@ class BackgroundStack:
         words: settings as on ng_run's command line.
         values: a configuration that overrides ``config_paths``.
         config_paths: configuration files.
-        run_dir: directory of the stack's state; by default that of the run's id among the run directories, as for
-            ng_run.
+        run_dir: directory of the stack's state; by default that of the settings, ``env.yaml`` or ``values``, else that
+            of the run's id among the run directories, as for ng_run.
     """
 
     def __init__(
@@ -61,7 +61,15 @@ class BackgroundStack:
         self._settings = list(words)
         self._config_paths = list(config_paths)
         self._values = dict(values or {})
-        self.run_dir = run_dir or run_directory_root() / self._run_id()
+        composed: Mapping[str, Any] = {}
+        with contextlib.suppress(ConfigError):  # ng_run says what is wrong
+            composed = compose(self._settings).values
+        known = {**self._values, **composed}
+        directory = run_dir or known.get("run_dir")
+        if directory is None:
+            self.run_dir = run_directory_root() / self._run_id(known.get("run_id"))
+        else:
+            self.run_dir = Path(str(directory)).expanduser().resolve()
         self._given = self.run_dir / "given.yaml"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -127,10 +135,8 @@ class BackgroundStack:
             process.wait()
         self._given.unlink(missing_ok=True)
 
-    def _run_id(self) -> str:
-        """Return the id that the settings give, else a new one, which they then give."""
-        given = [override.value for override in parse_overrides(self._settings) if override.key == "run_id"]
-        run_id = (given or [self._values.get("run_id")])[-1]
+    def _run_id(self, run_id: Any) -> str:
+        """Return the id that is given, else a new one, which the settings then give."""
         if run_id is None and not self._config_paths:  # a configuration file may have its own
             self._settings.append(f"run_id={(run_id := new_run_id())}")
         return str(run_id) if IDENTIFIER.match(str(run_id or "")) else new_run_id()

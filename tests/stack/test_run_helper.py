@@ -16,7 +16,7 @@ from nemo_gym.cli import GlobalConfigDictParserConfig, RunHelper
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.rollout_collection import RolloutCollectionHelper
 from nemo_gym.server_utils import HEAD_SERVER_KEY_NAME, BaseServerConfig, close_global_aiohttp_client
-from nemo_gym.stack.background import started_here
+from nemo_gym.stack.background import BackgroundStack, started_here
 from nemo_gym.stack.endpoints import read_stack
 from nemo_gym_testing.gateway import FakeVllmEngine
 from responses_api_models.gateway.tests.conftest import FAMILY, Teller
@@ -139,3 +139,22 @@ def test_run_helper_says_what_is_wrong_with_a_configuration(
     with pytest.raises(ConfigError, match="did you mean 'model'"):
         RunHelper().start(GlobalConfigDictParserConfig(initial_global_config_dict=wrong))
     assert not [*runs.glob("*/given.yaml")], "it may hold keys"
+
+
+@pytest.mark.parametrize(
+    ("settings", "directory"),
+    [
+        ("run_id: nightly\n", "cache/runs/nightly"),
+        ("run_dir: nightly\n", "nightly"),
+        ("run_id: other\nrun_dir: ~/nightly\n", "home/nightly"),
+    ],
+)
+def test_run_directory_of_a_programs_servers_is_that_of_env_yaml(
+    settings: str, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "env.yaml").write_text(settings)
+    assert BackgroundStack().run_dir == tmp_path / directory
+    assert BackgroundStack(["run_id=mine", "run_dir=mine"]).run_dir == tmp_path / "mine"

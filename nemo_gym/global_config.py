@@ -127,6 +127,7 @@ class GlobalConfigDictParser:
         from omegaconf import OmegaConf
 
         from nemo_gym.config.compose import compose
+        from nemo_gym.config.overrides import word_of
 
         initial = parse_config.initial_global_config_dict if parse_config is not None else None
         container = OmegaConf.to_container(OmegaConf.create(initial or {}))
@@ -134,7 +135,7 @@ class GlobalConfigDictParser:
         paths = [*(values.pop(CONFIG_PATHS_KEY_NAME, None) or ())]
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "given.yaml"
-            words = [f"+config_paths=[{','.join(map(str, [file, *paths]))}]"]
+            words = [word_of("+config_paths", [str(path) for path in (file, *paths)])]
             file.write_text(yaml.safe_dump({POLICY_MODEL_KEY_NAME: _ANY_MODEL, **values}), encoding="utf-8")
             with contextlib.suppress(ConfigError):
                 return _placed(compose(words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -38,6 +39,7 @@ from nemo_gym.base_responses_api_agent import (
 from nemo_gym.base_responses_api_model import start_model_execution
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.episode_types import EpisodeFailure, EpisodeId, TaskId
+from nemo_gym.global_config import GlobalConfigDictParser, GlobalConfigDictParserConfig
 from nemo_gym.judge import JudgeError, judge_failsafe
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym.responses_converter import ResponsesConverter, split_responses_input_output_items
@@ -325,3 +327,13 @@ def test_facts_of_a_model_call_stay_with_its_request() -> None:
     facts = start_model_execution(request, upstream_attempted=True)
     facts["response_source"] = "upstream"
     assert request.state.nemo_gym_model_execution == {"upstream_attempted": True, "response_source": "upstream"}
+
+
+def test_a_program_composes_files_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "my, own [1]" / "judge.yaml"
+    file.parent.mkdir()
+    file.write_text("_judge: strict\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(file.parent))
+    given = {"config_paths": [str(file)], **GlobalConfigDictParserConfig.NO_MODEL_GLOBAL_CONFIG_DICT}
+    composed = GlobalConfigDictParser().parse(GlobalConfigDictParserConfig(initial_global_config_dict=given))
+    assert composed["_judge"] == "strict"

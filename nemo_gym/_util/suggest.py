@@ -36,7 +36,7 @@ def validation_problems(
     Args:
         known: the model's keys, from which a misspelled key gets a suggestion.
         where: the dotted path of a configuration's block, so that each problem names the key as a user types it.
-        whole: the name used for a problem without a key, where no block is given.
+        whole: the name used for a problem without a key, if there is no ``where``.
     """
     problems, block = [], f"{where}." if where else ""
     for item in error.errors(include_input=False, include_url=False, include_context=False)[:MAX_PROBLEMS]:
@@ -46,6 +46,8 @@ def validation_problems(
             problems.append(item["msg"].removeprefix("Value error, "))  # about several keys, which it names
         elif item["type"] == "extra_forbidden":
             problems.append(f"unknown key '{path}'{nearest(key, _keys_at(known, parents))}")
+        elif item["type"] == "model_type" and where:
+            problems.append(f"{path} must be a block of keys")
         else:
             problems.append(f"{path}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(problems)

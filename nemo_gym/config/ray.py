@@ -61,7 +61,7 @@ class RayConfig(BaseModel):
         try:
             config = cls.model_validate(block or {})
         except ValidationError as error:
-            raise ConfigError(f"{RAY}: {validation_problems(error, cls.model_fields)}", key=RAY) from None
+            raise ConfigError(validation_problems(error, cls.model_fields, where=RAY), key=RAY) from None
         for instance in config.nodes:
             if instance not in composition.servers:
                 raise ConfigError(

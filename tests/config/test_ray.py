@@ -37,9 +37,10 @@ def block(root: Path, *words: str, nodes: list[RayNode] = NODES) -> tuple[Compos
     [
         (["dispatch=rey"], "dispatch must be processes .* or ray, got 'rey'"),
         (["++ray.address=auto"], r"add dispatch=ray"),
-        (["dispatch=ray", "++ray.adress=auto"], r"ray: .*did you mean 'address'"),
+        (["dispatch=ray", "++ray.adress=auto"], r"ray\.adress.*did you mean 'address'"),
         (["dispatch=ray", "++ray.nodes.mathi=1"], r"no server instance 'mathi' \(did you mean 'mathy'\?\)"),
-        (["dispatch=ray", "++ray.nodes.mathy=0"], r"ray: nodes\.mathy"),
+        (["dispatch=ray", "++ray.nodes.mathy=0"], r"^ray\.nodes\.mathy: "),
+        (["dispatch=ray", "++ray=5"], r"^ray must be a block of keys$"),
         (["dispatch=ray", "++ray.pipelines=2"], "use ng_serve_rollouts"),
         (["dispatch=ray", "++ray.pipelines=2", "+serve.port=0"], "keep their jobs in PostgreSQL"),
         (["dispatch=ray", "host=a"], "the hosts come from the cluster"),

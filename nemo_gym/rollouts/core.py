@@ -17,7 +17,7 @@ from nemo_gym.http.peers import Peers
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import JobAttempt, JobListener
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.routing import agent_instances, checked_servers, preflight, servers_of
+from nemo_gym.rollouts.routing import agent_instances, checked_servers, environment_instances, preflight
 from nemo_gym.rollouts.server_pool import ServerPool
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqlJobStore
@@ -106,8 +106,7 @@ class RolloutCore:
 
     def _pool(self) -> ServerPool:
         config = self.config
-        environments = [servers_of(self.client.global_config_dict, agent).environment for agent in self.agents]
-        config.check_caps(self.agents, [each for each in environments if each])
+        config.check_caps(self.agents, environment_instances(self.client.global_config_dict))
         return ServerPool(
             self.client,
             self.routes,

@@ -28,7 +28,16 @@ PROMPT_BATCH_BYTES = 1 << 20
 
 def agent_instances(config: Mapping[str, Any]) -> list[str]:
     """Return the names of the agent server instances of a global configuration."""
-    return [str(name) for name, block in config.items() if isinstance(block, Mapping) and AGENT_TYPE in block]
+    return _instances(config, AGENT_TYPE)
+
+
+def environment_instances(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the environment server instances of a global configuration."""
+    return _instances(config, ENVIRONMENT_TYPE)
+
+
+def _instances(config: Mapping[str, Any], server_type: str) -> list[str]:
+    return [str(name) for name, block in config.items() if isinstance(block, Mapping) and server_type in block]
 
 
 def servers_of(config: Mapping[str, Any], agent: str) -> Servers:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobEvent, JobSelector, JobState, Stop
@@ -229,6 +231,18 @@ async def test_caps_bound_what_is_under_way(make_chain: MakeChain) -> None:
             assert len(chain.notes("seed")) == 2
         await running.dispatcher.cancel(JobSelector(job_ids=frozenset({"r.0-0"})), "make room")
         await running.wait(lambda: len(chain.notes("act")) == 3, "the next")
+
+
+async def test_caps_may_be_of_every_instance_and_of_no_other(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    client, store = chain.client(), SqliteJobStore(Path(chain.directory, "store.sqlite"))
+    client.global_config_dict["spare"] = client.global_config_dict["env"]
+    for cap in ("spare", "spar"):
+        core = RolloutCore(client, RolloutRunConfig.parse(chain.run_keys(environment_caps={cap: 2})))
+        refused = pytest.raises(ConfigError, match="environment_caps: unknown key 'spar' ")
+        with nullcontext() if cap == "spare" else refused:
+            core.dispatcher(store)
+    await store.aclose()
 
 
 async def test_attempts_of_a_lost_server_have_a_budget_of_their_own(make_chain: MakeChain) -> None:

@@ -59,8 +59,10 @@ def validate(argv: Sequence[str]) -> int:
     if report["topology"]:
         print(f"topology: {report['topology']}")
     if run := report["run"]:
+        from nemo_gym.rollouts.report import counted
+
         left = "finished" if run["finished"] else f"{run['left']} left to run"
-        print(f"run: {run['rollouts']} rollouts of {run['tasks']} tasks, {left}")
+        print(f"run: {counted(run['rollouts'], 'rollout')} of {counted(run['tasks'], 'task')}, {left}")
     if "environment" in composition.chosen:
         from nemo_gym.cli.oracle_check import sentence
 

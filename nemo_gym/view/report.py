@@ -150,8 +150,8 @@ def _comparison(first: ResultIndex, second: ResultIndex) -> Section:
         f"{second.files.output} against {first.files.output}",
         (
             f"Difference of the tasks' mean rewards: {difference}, over {counted(found['tasks'], 'task')}.",
-            f"{found['wins']} tasks better, {found['losses']} worse, {found['ties']} the same; {found['gained']} newly"
-            f" solved, {found['lost']} no longer; sign test p = {found['p_value']:.3g}.",
+            f"{counted(found['wins'], 'task')} better, {found['losses']} worse, {found['ties']} the same;"
+            f" {found['gained']} newly solved, {found['lost']} no longer; sign test p = {found['p_value']:.3g}.",
         ),
         ("task", "before", "after", "difference"),
         tuple(

@@ -65,7 +65,7 @@ def test_run_that_is_complete_with_rollouts_that_have_no_verdict_ends_with_3(roo
 def test_groups_that_a_file_chooses_are_a_complete_command(root: Path, words: list[str]) -> None:
     write_rows(write(root / "resources_servers/sums/data/example.jsonl", ""), 2)
     write(root / "configs/run/mine.yaml", "agent: adder\nenvironment: sums\nmodel: calculator\nlimit: 1\n")
-    assert "run: 1 rollouts of 1 tasks, 1 left to run" in command(root, "validate", *words).stdout
+    assert "run: 1 rollout of 1 task, 1 left to run" in command(root, "validate", *words).stdout
     done = command(root, "run", *words)
     assert done.returncode == 0, done.stderr
     assert [rewards(path) for path in (root / "results").glob("*/rollouts.jsonl")] == [[1.0]]

@@ -20,7 +20,7 @@ def test_report_holds_figures_failures_and_the_comparison(tmp_path: Path) -> Non
     assert "default-src 'none'" in html
     assert "<svg" in html
     assert "The model&#x27;s engine does not answer" in html
-    assert "1 tasks better, 0 worse" in html
+    assert "1 task better, 0 worse" in html
     assert [part for part in ("<script", "http://", "https://", "\u202e", "\x1b") if part in html] == []
     text = report(indexes, "md")
     assert "| mean reward | 0.333 ± 0.653 |" in text

@@ -118,6 +118,7 @@ def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, An
     """Yield a job for each sample of each row, also for lines that are no JSON: the service refuses and names them."""
     import orjson
 
+    from nemo_gym._util.exact_json import loads_exactly
     from nemo_gym.contract.verdict import group_id_of, rollout_id_of
 
     if not path.is_file():
@@ -132,7 +133,7 @@ def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, An
             if index == values.get("limit"):
                 return
             try:
-                row = orjson.loads(line)
+                row = loads_exactly(line)
             except orjson.JSONDecodeError:
                 row = line.decode(errors="replace")
             for sample in range(values.get("num_repeats", 1)):

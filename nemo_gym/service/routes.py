@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from nemo_gym._util.exact_json import loads_exactly
 from nemo_gym.config.service import ServiceConfig
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
@@ -178,7 +179,7 @@ class _Routes:
     # Jobs
 
     async def submit(self, request: Request) -> Response:
-        body = await parse_json_object(request, checks_depth=False)
+        body = await parse_json_object(request, loads_exactly, checks_depth=False)
         jobs = jobs_of(body, self._service.config.max_jobs_per_request)
         outcomes = await self._service.submit(jobs)
         errors = [each["error"] for each in outcomes if "error" in each]

@@ -95,6 +95,9 @@ async def test_routes_do_what_the_object_does(tmp_path: Path) -> None:
             status, told = await ask("/add_llm_server", {"address": address})
             assert status == 400 and f"'{address}' is no address of a server" in told["detail"]
 
+        status, told = await ask("/process", {"instance": {**WISH, "answer": 2**70}})
+        assert status == 422 and "integer beyond 64 bits; send it as text" in told["detail"]
+
         under_way = asyncio.create_task(ask("/process", {"instance": {**WISH, "sleep_s": 600}, "job_id": "long"}))
         await reached(ask, "active_run", 1)
         status, told = await ask("/cancel", {"job_id": "long"})

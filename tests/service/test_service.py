@@ -113,11 +113,19 @@ async def test_job_that_is_no_json_or_too_deep_is_refused_alone(make_chain: Make
         assert "nested too deeply" in said[2] and "jobs[1]: a value is nested too deeply" in said[3]
 
 
+async def test_integer_that_would_be_rounded_is_refused_with_its_job(make_chain: MakeChain) -> None:
+    async with serving(make_chain()) as served:
+        jobs = [job(0), job(1, row={**job(1)["row"], "expected": 2**70})]
+        status, answer = await raw(served, "POST", "/v1/jobs", {"jobs": jobs}, role="submit")
+        assert (status, answer["accepted"], answer["refused"]) == (200, 1, 1)
+        assert "jobs[1]: a value holds an integer beyond 64 bits" in answer["jobs"][1]["error"]["detail"]
+
+
 async def test_rows_of_a_file_that_are_no_json_are_refused_by_the_command(make_chain: MakeChain) -> None:
     chain = make_chain()
     path = chain.write_rows(1)
     line = path.read_text().rstrip()
-    odd = (f'{line[:-1]}, "odd": {value}}}' for value in ("NaN", '"\\ud800"'))
+    odd = (f'{line[:-1]}, "odd": {value}}}' for value in ("NaN", '"\\ud800"', "2" * 30, "2" * 5000))
     path.write_text("\n".join([line, *odd, line]))
     async with serving(chain) as served:
         words = ["submit", f"input={path}", "run=r", "num_repeats=null", "output=null", f"url={served.url}"]
@@ -126,7 +134,8 @@ async def test_rows_of_a_file_that_are_no_json_are_refused_by_the_command(make_c
         command = await asyncio.create_subprocess_exec(*start, *words, stderr=asyncio.subprocess.PIPE)
         said = (await command.communicate())[1].decode()
         assert command.returncode == 2
-        assert "2 jobs accepted, 0 known before, 2 refused" in said
+        assert "2 jobs accepted, 0 known before, 4 refused" in said
+        assert "r.3-0: the job is not JSON: a value holds an integer beyond 64 bits" in said
         assert "r.1-0: jobs[1]: row" in said and "r.2-0: jobs[2]: row" in said
 
 

@@ -188,7 +188,8 @@ class Grader:
             log.warning("no verdict", rollout_id=rollout.rollout_id, code=error.code, error=error.message)
             return verdict_of_error(error).as_fields()
         except HTTPException as error:  # of the plugin, which raised it or returned a response with its status
-            said = error.detail if isinstance(error.detail, str) else orjson.dumps(error.detail, default=str).decode()
+            said = orjson.loads(encode_as_text(error.detail))
+            said = said if isinstance(said, str) else orjson.dumps(said).decode()
             log.warning("no verdict", rollout_id=rollout.rollout_id, status=error.status_code, error=said)
             reason = f"{hook} answered status {error.status_code}: {said}"
             return Verdict.invalid(FailureKind.VERIFIER_FAILED, reason).as_fields()

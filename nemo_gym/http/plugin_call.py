@@ -18,7 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_gym._util.exact_json import loads_exactly
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
+from nemo_gym.http.client import encode_as_text
 from nemo_gym.http.requests import JsonResponse
 
 MAX_ERROR_CHARS = 300
@@ -141,10 +143,13 @@ def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
 
 
 def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
-    """Convert a hook's result to plain JSON data, without the keys in ``exclude``. A `Response` with the status of an
+    """Convert a hook's result to plain data, without the keys in ``exclude``. A `Response` with the status of an
     error is no result: it is raised as the `HTTPException` of that status."""
     if isinstance(result, BaseModel):
-        fields = result.model_dump(mode="json", exclude=exclude)
+        try:
+            fields = result.model_dump(mode="json", exclude=exclude)
+        except ValueError:  # pydantic refuses objects of other types, and bytes that are no UTF-8
+            fields = orjson.loads(encode_as_text(result.model_dump(exclude=exclude)))
         # JSON has no word for these, and null would say that the hook returned nothing.
         return fields | {
             name: value
@@ -154,7 +159,7 @@ def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
     if isinstance(result, Response):
         if result.status_code >= 400:
             raise _error_in(result)
-        result = orjson.loads(bytes(result.body))
+        result = loads_exactly(bytes(result.body))
     if result is None:
         return {}
     if not isinstance(result, dict):

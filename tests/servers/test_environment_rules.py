@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -237,12 +238,20 @@ async def test_error_that_verify_returns_is_no_reward(frank: Stack, answer: Resp
     assert verdict == (False, None, "verifier_failed", f"verify answered {told}")
 
 
-async def test_error_that_verify_raises_keeps_its_status_and_text(frank: Stack) -> None:
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        ("the judge is down", "the judge is down"),
+        ("not UTF-8: \ud800", "not UTF-8: ?"),
+        ({1: 10**30, "log": "\ud800"}, f'{{"1":"{10**30}","log":"?"}}'),
+    ],
+)
+async def test_error_that_verify_raises_keeps_its_status_and_text(frank: Stack, detail: Any, told: str) -> None:
     def verifies_with(_: dict[str, Any]) -> None:
-        raise HTTPException(503, "the judge is down")
+        raise HTTPException(503, detail)
 
     verdict = await frank_verdict(frank, verifies_with)
-    assert verdict == (False, None, "verifier_failed", "verify answered status 503: the judge is down")
+    assert verdict == (False, None, "verifier_failed", f"verify answered status 503: {told}")
 
 
 @pytest.mark.parametrize("status", [404, 422, 500, 503])
@@ -369,10 +378,22 @@ async def test_verdict_stands_when_it_holds_what_json_cannot_carry(stack: Stack)
     assert reply["details"] == told
 
 
-async def test_reply_of_verify_stands_when_it_holds_what_json_cannot_carry(frank: Stack) -> None:
-    said = {"count": 10**30, "log": "a\ud800b"}
-    reply = await frank_reply(frank, lambda body: FrankReply(**body, reward=1.0, **said))
-    assert (reply["valid"], reply["reward"], reply["count"], reply["log"]) == (True, 1.0, str(10**30), "a?b")
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda reply: reply,
+        lambda reply: reply.model_dump(),
+        lambda reply: Response(json.dumps({**reply.model_dump(), "log": "a?b", "kind": str(SimpleResourcesServer)})),
+    ],
+    ids=["model", "dict", "response"],
+)
+async def test_reply_of_verify_stands_when_it_holds_what_json_cannot_carry(
+    frank: Stack, returned: Callable[[FrankReply], Any]
+) -> None:
+    said = {"count": 10**30, "log": "a\ud800b", "kind": SimpleResourcesServer}
+    reply = await frank_reply(frank, lambda body: returned(FrankReply(**body, reward=1.0, **said)))
+    assert (reply["valid"], reply["reward"], reply["count"]) == (True, 1.0, str(10**30))
+    assert (reply["log"], reply["kind"]) == ("a?b", str(SimpleResourcesServer))
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])

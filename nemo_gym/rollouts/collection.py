@@ -24,7 +24,7 @@ from nemo_gym.contract.verdict import new_run_id
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
-from nemo_gym.rollouts.nemo_gym_runs import NemoGymRun, take_over
+from nemo_gym.rollouts.nemo_gym_runs import NemoGymRun, has_rows_only, take_over
 from nemo_gym.rollouts.report import (
     aggregate,
     counted,
@@ -125,7 +125,7 @@ class Collection:
         return None if self._configuration is None else (self._configuration.parent / "logs").resolve()
 
     async def run(self) -> CollectionResult:
-        check_sources(self._config, self._files)
+        check_sources(self._config, self._files, has_rows=has_rows_only(self._files))
         with output_lock(self._files):
             collector = gc.get_threshold()
             gc.set_threshold(*GC_THRESHOLDS)  # the interpreter's defaults cost a sixth of the pipeline's time
@@ -285,7 +285,7 @@ async def check_run(
     are kept for `run_collection`. Raises the errors that `run_collection` would raise, and leaves no files behind."""
     files = RunFiles(config.output, config.store)
     config.check_input()
-    check_sources(config, files, configurations)
+    check_sources(config, files, configurations, has_rows=has_rows_only(files))
     check_output(files)
     begun = await asyncio.to_thread(NemoGymRun.of, config, files)
     recorded = None if begun is not None else await RecordedRun.of(config, files)

@@ -65,7 +65,7 @@ class NemoGymRun:
             if row is None or (key := _key_of(row)) is None or _is_from_suite(row, key):
                 return None
             keys.add(key)
-        if not keys and (not config.resume or config.validation is not None or not _has_rows_only(files)):
+        if not keys and (not config.resume or config.validation is not None or not has_rows_only(files)):
             return None
         check_unclaimed(files, besides=[*files.of_nemo_gym, files.reverified])
         run = cls(files, len(keys))
@@ -115,7 +115,7 @@ class NemoGymRun:
         )
 
 
-def _has_rows_only(files: RunFiles) -> bool:
+def has_rows_only(files: RunFiles) -> bool:
     """Return whether NeMo Gym began a run of which no rollout has a result: it left rows, and perhaps failures."""
     if files.store.exists() or not files.materialized_inputs.is_file():
         return False

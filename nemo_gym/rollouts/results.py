@@ -164,10 +164,13 @@ def _holds_something(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
 
-def check_sources(config: RolloutRunConfig, files: RunFiles, configurations: Iterable[Path] = ()) -> None:
+def check_sources(
+    config: RolloutRunConfig, files: RunFiles, configurations: Iterable[Path] = (), *, has_rows: bool = False
+) -> None:
     """Raise `ConfigError` if the input or one of the ``configurations`` is a file that the run itself writes or
-    removes. Only a run that goes on may have its own materialized inputs as its input."""
-    goes_on = not config.overwrite and (_holds_something(files.output) or files.is_begun())
+    removes. Only a run that goes on may have its own materialized inputs as its input; with ``has_rows``, NeMo Gym
+    began it."""
+    goes_on = not config.overwrite and (has_rows or _holds_something(files.output) or files.is_begun())
     for what, path in (("'input'", config.input), *(("the configuration", path) for path in configurations)):
         own = files.own(path)
         if own is None or (own == files.materialized_inputs and what == "'input'" and goes_on):

@@ -228,6 +228,17 @@ async def test_files_that_nemo_gym_did_not_write_stay_as_they_are(make_chain: Ma
     assert path.read_text() == '{"precious": true}\n'
 
 
+async def test_run_of_which_nemo_gym_finished_nothing_goes_on_from_its_own_file(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    begin(chain, done=0)
+    chain.output.unlink()
+    source = chain.directory / "out_materialized_inputs.jsonl"
+    keys = {**chain.run_keys(), "input": source}
+    with pytest.raises(ConfigError, match=r"'input' .* is a file that the run itself writes"):
+        await run_collection(chain.client(), {**keys, "overwrite": True})
+    assert (await run_collection(chain.client(), keys)).rollouts == 6
+
+
 async def test_results_without_the_rows_of_their_run_are_refused(make_chain: MakeChain) -> None:
     chain = make_chain()
     begin(chain)

@@ -370,7 +370,7 @@ class RolloutSummary:
     def of_row(cls, row: Mapping[str, Any]) -> RolloutSummary:
         """Return the summary of a line of the output or of the failures file."""
         timings = row.get("timings") or {}
-        reward = decide_validity(row).reward
+        reward, kind = _reward_and_kind(row)
         valid = reward is not None
         findings = row.get("findings") or ()
         beside_reward = ("reward_reason", "failure_reason", "outcome_detail")
@@ -381,7 +381,7 @@ class RolloutSummary:
             sample_index=row["_ng_rollout_index"],
             agent=(row.get("agent_ref") or {}).get("name", ""),
             reward=reward,
-            outcome=str(row.get("outcome") if valid else row.get("failure_kind")),
+            outcome=str(row.get("outcome") if valid else kind),
             findings=len(findings),
             turns=_turns_of_row(row),
             seconds=sum(timings.values()) if timings else None,
@@ -390,6 +390,12 @@ class RolloutSummary:
             kinds=tuple(dict.fromkeys(str(each.get("kind")) for each in findings if isinstance(each, Mapping))),
             log=log if isinstance(log := row.get("evaluation_log"), str) else None,
         )
+
+
+def _reward_and_kind(row: Mapping[str, Any]) -> tuple[float | None, Any]:
+    """Return a row's reward and, if it has none, its kind of failure, for which NeMo Gym has another field."""
+    verdict = decide_validity(row)
+    return verdict.reward, row.get("failure_kind") or verdict.failure_kind
 
 
 def _turns_of_row(row: Mapping[str, Any]) -> int | None:
@@ -428,11 +434,12 @@ class Tally:
     def add_row(self, agent: str, row: Mapping[str, Any]) -> None:
         tally = self.agents.setdefault(agent, AgentTally())
         self.finished += 1
-        if (reward := decide_validity(row).reward) is not None:
+        reward, kind = _reward_and_kind(row)
+        if reward is not None:
             tally.valid += 1
             tally.rewards += reward
         else:
-            tally.failures[str(row.get("failure_kind"))] += 1
+            tally.failures[str(kind)] += 1
         tally.findings += bool(row.get("findings"))
 
     def describe(self) -> str:

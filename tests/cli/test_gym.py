@@ -289,6 +289,17 @@ def test_metrics_count_each_failed_rollout_of_the_files_once(tmp_path: Path) -> 
     }
 
 
+def test_metrics_name_the_kind_of_a_failure_that_nemo_gym_wrote(tmp_path: Path) -> None:
+    one = results(tmp_path / "one.jsonl", 1.0)
+    failure = {"agent_ref": {"name": "a"}, "_ng_task_index": 1, "_ng_rollout_index": 0}
+    lines = [{**failure, "_ng_failure_class": "agent_crashed"}, {**failure, "_ng_task_index": 2, "mask_sample": True}]
+    (tmp_path / "one_failures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert profile(["--rollouts", str(one)]) == 0
+    (metrics,) = json.loads((tmp_path / "one_agent_metrics.json").read_text())
+    kinds = {name: count for name, count in metrics["agent_metrics"].items() if "rollouts/invalid/" in name}
+    assert kinds == {"rollouts/invalid/agent_crashed": 1, "rollouts/invalid/verifier_failed": 1}
+
+
 def test_rows_get_the_prompts_of_a_template(tmp_path: Path) -> None:
     rows, template, out = tmp_path / "rows.jsonl", tmp_path / "prompt.yaml", tmp_path / "worded.jsonl"
     rows.write_text('{"a": 1, "b": 2}\n')

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import orjson
 
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, RowError, not_json
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
     ROLLOUT_ID_KEY,
@@ -85,7 +85,10 @@ class ExampleRun:
 
     def _spec(self, run_id: str, number: int, row: dict[str, Any]) -> JobSpec:
         agents = agent_instances(self._client.global_config_dict)
-        agent = named_agent(row) or self._config.agent_name
+        name = named_agent(row)
+        if name is not None and not isinstance(name, str):
+            raise RowError(f"example {number}: '{AGENT_REF_KEY}' must be an agent's name or an object with a 'name'")
+        agent = name or self._config.agent_name
         agent = agent or (agents[0] if len(agents) == 1 else None)
         if agent is None:
             raise ConfigError(f"example {number} names no agent; give it 'agent_ref'", key=AGENT_REF_KEY)
@@ -96,6 +99,10 @@ class ExampleRun:
         data[AGENT_REF_KEY] = {"type": "responses_api_agents", "name": agent}
         if self._config.overrides:
             data["responses_create_params"] = {**data.get("responses_create_params", {}), **self._config.overrides}
+        try:
+            line = orjson.dumps(data)
+        except TypeError as error:
+            raise RowError(f"example {number}: {not_json(error)}") from None
         return JobSpec(
             job_id=f"{run_id}.{task_index}-{sample}.{number}",
             run_id=run_id,
@@ -104,7 +111,7 @@ class ExampleRun:
             sample_index=sample,
             task_index=task_index,
             agent=agent,
-            row=orjson.dumps(data),
+            row=line,
         )
 
     def _sink(self, rows: list[tuple[str, bytes]]) -> None:

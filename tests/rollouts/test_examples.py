@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY, RolloutCollectionHelper
 from tests.rollouts.conftest import Chain, wait_until
 
@@ -65,3 +65,16 @@ async def test_examples_raise_what_is_wrong_with_the_stack(make_chain: MakeChain
     (pending,) = helper.run_examples([{**example(0), "agent_ref": {"name": "trivail"}}])
     with pytest.raises(ConfigError, match="did you mean 'trivial'"):
         await pending
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        *(({"agent_ref": ref}, "'agent_ref' must be an agent's name or an object") for ref in (5, {"name": ["x"]})),
+        ({"expected": 2**64}, "a value holds an integer beyond 64 bits; send it as text"),
+        ({"text": b"x"}, "Type is not JSON serializable: bytes"),
+    ],
+)
+async def test_example_that_cannot_be_run_is_named(make_chain: MakeChain, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(RowError, match=f"^example 1: .*{said}"):
+        RolloutCollectionHelper(make_chain().client()).run_examples([example(0), {**example(1), **fields}])

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import anyio.to_thread
 import orjson
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -53,8 +53,13 @@ class PluginCall:
     def declared(self) -> frozenset[str]:
         """The keys of a body that the models of the hook declare as their fields."""
         models = self._body[1] if self._body is not None else ()
-        fields = [(name, field.alias) for model in models for name, field in model.model_fields.items()]
-        return frozenset(key for names in fields for key in names if key is not None)
+        keys: set[str] = set()
+        for model in models:
+            for name, field in model.model_fields.items():
+                alias = field.validation_alias
+                aliases = alias.choices if isinstance(alias, AliasChoices) else [alias]
+                keys |= {name, *(each for each in aliases if isinstance(each, str))}
+        return frozenset(keys)
 
     def _assign(self, parameter: inspect.Parameter) -> None:
         kind = _without_none(parameter.annotation)

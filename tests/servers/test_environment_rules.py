@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fastapi import HTTPException
+from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
@@ -32,6 +33,14 @@ from tests.servers.stack import Stack, response, rollout, running_stack
 
 class LogicRequest(FrankRequest):
     valid: bool
+
+
+class AliasedRequest(FrankRequest):
+    holds: bool = Field(validation_alias="valid")
+
+
+class ChoosingRequest(FrankRequest):
+    holds: bool = Field(validation_alias=AliasChoices("is_valid", "valid"))
 
 
 ROW = {"responses_create_params": {"input": "say it"}, "phrase": "swordfish"}
@@ -524,10 +533,16 @@ async def test_failure_of_an_earlier_run_in_the_row_says_nothing_about_this_one(
     assert verdict == (True, 1.0, None, "")
 
 
-async def test_field_that_the_dataset_and_the_plugin_call_valid_is_the_plugins_to_read(stack: Stack) -> None:
+@pytest.mark.parametrize("model", [LogicRequest, AliasedRequest, ChoosingRequest])
+async def test_field_that_the_dataset_and_the_plugin_call_valid_is_the_plugins_to_read(
+    stack: Stack, model: type[FrankRequest]
+) -> None:
     class Logic(FrankEnvironment):
-        async def verify(self, body: LogicRequest) -> Any:
-            return FrankReply(**body.model_dump(), reward=float(not body.valid))
+        async def verify(self, body: FrankRequest) -> Any:
+            said = body.model_dump()
+            return FrankReply(**said, reward=float(not said.get("valid", said.get("holds"))))
+
+        verify.__annotations__["body"] = model
 
     stack.add("frank", Logic, Role.ENVIRONMENT)
     assert await frank_verdict(stack, dict, valid=False) == (True, 1.0, None, "")

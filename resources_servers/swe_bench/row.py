@@ -99,23 +99,18 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield ``(line number, row)`` for each row of a JSONL file. Blank lines are skipped.
 
     Raises:
-        RowError: the file cannot be read, or a line is not a JSON object. The error names path and line.
+        RowError: the file cannot be read, or a run would refuse a line as it is. The error names path and line.
     """
+    from nemo_gym.rollouts.rows import read_row
+
     try:
-        lines = path.open(encoding="utf-8")
+        lines = path.open("rb")
     except OSError as error:
         raise RowError(f"cannot read rows from {path}: {error.strerror}", path=str(path)) from error
     with lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise RowError(f"{path}:{number}: not JSON: {error}", path=str(path), line=number) from error
-            if not isinstance(row, dict):
-                raise RowError(f"{path}:{number}: a row must be a JSON object", path=str(path), line=number)
-            yield number, row
+            if line.strip():
+                yield number, read_row(line, path, number)
 
 
 def _text(row: Mapping[str, Any], field: str, where: Mapping[str, Any]) -> str:

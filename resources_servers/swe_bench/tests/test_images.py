@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_gym.contract.errors import RowError
-from resources_servers.swe_bench.row import image_slug, official_image, prepared_image
+from resources_servers.swe_bench.row import image_slug, official_image, prepared_image, read_rows
 
 # The grammar container engines publish for one path component of a repository name.
 COMPONENT = re.compile(r"^[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*$")
@@ -51,3 +52,14 @@ def test_official_image_is_the_rows_own_when_it_has_one() -> None:
 
 def test_official_image_is_the_published_name_when_the_row_is_older() -> None:
     assert official_image(ROW) == "swebench/sweb.eval.x86_64.some-org_1776_some.repo-12:latest"
+
+
+def test_rows_are_read_as_a_run_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"repo": "a"}\n\n{"repo": "b\xc2\x85c"}')
+    assert [*read_rows(path)] == [(1, {"repo": "a"}), (3, {"repo": "b\x85c"})]
+    for line, told in ((b'{"repo": "\xe9"}', "not UTF-8 (byte 0xe9)"), (b"[1]", "a row is one JSON object")):
+        path.write_bytes(b'{"repo": "a"}\n' + line)
+        with pytest.raises(RowError, match=re.escape(told)) as refused:
+            [*read_rows(path)]
+        assert refused.value.details["line"] == 2

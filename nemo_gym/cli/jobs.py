@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -133,7 +134,7 @@ def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, An
             if index == values.get("limit"):
                 return
             try:
-                row = loads_exactly(line)
+                row = loads_exactly(line.removeprefix(BOM_UTF8))
             except orjson.JSONDecodeError:
                 row = line.decode(errors="replace")
             for sample in range(values.get("num_repeats", 1)):

@@ -126,7 +126,7 @@ async def test_rows_of_a_file_that_are_no_json_are_refused_by_the_command(make_c
     path = chain.write_rows(1)
     line = path.read_text().rstrip()
     odd = (f'{line[:-1]}, "odd": {value}}}' for value in ("NaN", '"\\ud800"', "2" * 30, "2" * 5000))
-    path.write_text("\n".join([line, *odd, line]))
+    path.write_text("\n".join([f"\ufeff{line}", *odd, line]))
     async with serving(chain) as served:
         words = ["submit", f"input={path}", "run=r", "num_repeats=null", "output=null", f"url={served.url}"]
         words.append(f"token={TOKENS[ServiceRole.SUBMIT][0]}")

@@ -151,6 +151,9 @@ class RunStage(HttpStage):
         if not isinstance(reply, dict):
             reason = f"{agent}/run answered no JSON object"
             raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))
+        # What it repeats of the row is no part of its verdict; an equal reward may be an earlier run's.
+        decided = VERDICT_FIELDS - {"reward"}
+        reply = without(reply, {key for key in decided if key in reply and key in body and reply[key] == body[key]})
         if (failure := failure_of_reply(StageName.RUN, reply)) is not None:
             raise StageError(failure)
         return reply

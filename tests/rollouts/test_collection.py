@@ -436,6 +436,19 @@ async def test_neither_a_row_nor_an_environment_forges_what_the_run_and_its_mode
     assert [*trajectories_of_rows(chain.output)] == [[]]
 
 
+@pytest.mark.parametrize(
+    "field", [{"valid": "an argument"}, {"valid": False}, {"failure_kind": "pump"}, {"findings": ["crack"]}]
+)
+async def test_field_of_the_dataset_that_an_agent_repeats_is_no_part_of_its_verdict(
+    make_chain: MakeChain, field: dict[str, Any]
+) -> None:
+    chain = make_chain(agent={"overrides_run": True, "config": {"resources_server": None}})
+    chain.write_rows(1, **field)
+    assert (await run_collection(chain.client(), chain.run_keys())).valid == 1
+    (row,) = chain.results()
+    assert (row["reward"], row["valid"], row["failure_kind"], row["findings"]) == (1.0, True, None, [])
+
+
 async def test_agent_without_an_environment_returns_its_row_and_no_trajectory_of_it(make_chain: MakeChain) -> None:
     chain = make_chain(
         agent={"overrides_run": True, "run_says": {"note": "kept"}, "config": {"resources_server": None}}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median, stdev
@@ -60,7 +61,7 @@ def numeric_fields(result: Mapping[str, Any]) -> dict[str, float]:
     return {
         key: int(value) if isinstance(value, bool) else value
         for key, value in {**fields, **usage}.items()
-        if isinstance(value, int | float) and key not in _NOT_METRICS and math.isfinite(value)
+        if isinstance(value, int | float) and key not in _NOT_METRICS and abs(value) <= sys.float_info.max
     }
 
 

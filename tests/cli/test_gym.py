@@ -270,6 +270,17 @@ def test_a_result_may_hold_every_character(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "odd_agent_metrics.json").read_text())[0]["agent_metrics"]["mean/reward"] == 1
 
 
+def test_numbers_of_a_result_may_be_too_large_for_a_float(tmp_path: Path) -> None:
+    path = tmp_path / "large.jsonl"
+    rows = [{"_ng_task_index": 0, "reward": 1.0, "count": 10**400}, {"_ng_task_index": 1, "reward": 10**400}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert profile(["--rollouts", str(path)]) == 0
+    (metrics,) = json.loads((tmp_path / "large_agent_metrics.json").read_text())
+    counts = metrics["agent_metrics"]
+    assert (counts["mean/reward"], counts["rollouts/valid"], counts["rollouts/invalid"]) == (1.0, 1, 1)
+    assert "mean/count" not in counts
+
+
 def test_metrics_count_each_failed_rollout_of_the_files_once(tmp_path: Path) -> None:
     one = results(tmp_path / "one.jsonl", 1.0)
     failure = {"agent_ref": {"name": "a"}, "_ng_task_index": 0, "_ng_failure_class": "agent_crashed", "reward": None}

@@ -139,7 +139,7 @@ class World:
             await asyncio.sleep(0.1)
             if not agent.process.is_alive():
                 self.server_kills += 1
-                await asyncio.to_thread(agent.restart)
+                await asyncio.to_thread(agent.start)  # not until it answers: a waiting job may kill it before
 
     def alive(self) -> list[int]:
         """Return the services whose processes run; `harass` restarts one that killed itself at its next turn."""
@@ -313,8 +313,9 @@ async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int,
                     {following, asyncio.ensure_future(seen.all_seen.wait())}, return_when="FIRST_COMPLETED"
                 )
         await asyncio.sleep(2.0)  # for results that should not come
-        if following.done():
-            following.result()
+        for task in tasks:
+            if task.done():
+                task.result()
         async with client(world) as reader:
             recorded = [view async for view in reader.results(run="campaign", follow=False)]
             listed = {view.job_id: view.state async for view in reader.jobs(run="campaign")}

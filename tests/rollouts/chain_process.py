@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.process
 import os
 import socket
 import urllib.request
@@ -39,12 +38,12 @@ class ChainServer:
         self.role, self.options = role, options
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self.socket.getsockname()[1]
-        self.process = self._start()
+        self.start()
 
-    def _start(self) -> multiprocessing.process.BaseProcess:
-        process = FORKSERVER.Process(target=chain.serve, args=(self.role, self.socket, self.options), daemon=True)
-        process.start()
-        return process
+    def start(self) -> None:
+        """Start the process without waiting until it answers."""
+        self.process = FORKSERVER.Process(target=chain.serve, args=(self.role, self.socket, self.options), daemon=True)
+        self.process.start()
 
     def wait_ready(self) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=DEADLINE_S) as reply:
@@ -56,7 +55,7 @@ class ChainServer:
 
     def restart(self, **options: Any) -> None:
         self.options = {**self.options, **options}
-        self.process = self._start()
+        self.start()
         self.wait_ready()
 
     def stop(self) -> None:

@@ -194,7 +194,7 @@ def json_object(
         raise InvalidBodyError(f"the body of {path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidBodyError(f"the body of {path} must be a JSON object, not {type(value).__name__}")
-    if checks_depth and loads is orjson.loads:
+    if checks_depth:
         require_shallow(value, f"the body of {path}")
     return value
 

@@ -35,7 +35,7 @@ from nemo_gym.http.client import encode_as_text, url_host
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.http.middleware import BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
 from nemo_gym.http.problems import install_problem_handlers
-from nemo_gym.http.requests import JsonResponse, parse_json_object, require_shallow, validated
+from nemo_gym.http.requests import JsonResponse, parse_json_object, validated
 from nemo_gym.http.webserver import LISTEN_BACKLOG, SERVER_KEEPALIVE_S, WebServer, raise_file_limit
 from nemo_gym.prorl.async_server import OpenHandsServer
 from nemo_gym.prorl.client import TOKEN_ENV
@@ -102,9 +102,7 @@ def application(
         return JsonResponse({"status": "Server stopped successfully"})
 
     async def process(request: Request) -> Response:
-        sent = await parse_json_object(request, loads_exactly, checks_depth=False)
-        require_shallow(sent, "the body of /process")
-        body = validated(ProcessBody, sent, "/process")
+        body = validated(ProcessBody, await parse_json_object(request, loads_exactly), "/process")
         work = server.aprocess(body.instance, body.sampling_params, body.job_id, body.timeout)
         try:
             result = await while_connected(request, work)

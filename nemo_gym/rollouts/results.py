@@ -234,23 +234,24 @@ class RecordedRun:
     def require_same(self, config: RolloutRunConfig, inputs_sha256: str, lines: IO[bytes] | None = None) -> None:
         """Raise `ConfigError` if ``config`` and the inputs describe a different run. ``lines`` are the requested
         rollouts, for an error that names the first difference."""
-        for recorded, requested, difference in (
-            (self.inputs_sha256, inputs_sha256, "rows, repeats or parameters"),
-            (self.validation, config.validation, "'validation'"),
-        ):
-            if recorded != requested:
-                state = f"{self.left} of {self.rollouts} rollouts left" if self.left else "finished"
-                if lines is not None and recorded == self.inputs_sha256:
-                    difference += self._first_difference(lines)
-                raise ConfigError(
-                    f"output '{self.files.output}' holds run '{self.run_id}' ({state}) with other {difference}: choose"
-                    " another 'output', or discard that run with overwrite=true",
-                    key="output",
-                )
+        if self.inputs_sha256 != inputs_sha256:
+            difference = "rows, repeats or parameters" + self._first_difference(lines)
+        elif self.validation != config.validation:
+            difference = "'validation'"
+        else:
+            return
+        state = f"{self.left} of {self.rollouts} rollouts left" if self.left else "finished"
+        raise ConfigError(
+            f"output '{self.files.output}' holds run '{self.run_id}' ({state}) with other {difference}: choose"
+            " another 'output', or discard that run with overwrite=true",
+            key="output",
+        )
 
-    def _first_difference(self, lines: IO[bytes]) -> str:
+    def _first_difference(self, lines: IO[bytes] | None) -> str:
         """Return, in parentheses, how the run's materialized inputs differ from ``lines``; empty if that cannot be
         told."""
+        if lines is None:
+            return ""
         difference, recorded, requested = "", 0, 0
         lines.seek(0)
         with contextlib.suppress(OSError, ValueError), self.files.materialized_inputs.open("rb") as own:

@@ -54,13 +54,13 @@ def validate(argv: Sequence[str]) -> int:
     if arguments.json:
         _print_json(report)
         return command.EXIT_OK
+    from nemo_gym.rollouts.report import counted
+
     for server in report["servers"]:
         print(f"{server['instance']}: {server['type']}.{server['implementation']} ({server['source']})")
     if report["topology"]:
         print(f"topology: {report['topology']}")
     if run := report["run"]:
-        from nemo_gym.rollouts.report import counted
-
         left = "finished" if run["finished"] else f"{run['left']} left to run"
         print(f"run: {counted(run['rollouts'], 'rollout')} of {counted(run['tasks'], 'task')}, {left}")
     if "environment" in composition.chosen:
@@ -73,8 +73,7 @@ def validate(argv: Sequence[str]) -> int:
         import yaml
 
         print(yaml.safe_dump(report["configuration"], sort_keys=False), end="")
-    count = len(report["servers"])
-    print(f"valid: {count} server{'s' * (count != 1)}")
+    print(f"valid: {counted(len(report['servers']), 'server')}")
     return command.EXIT_OK
 
 

@@ -1,0 +1,198 @@
+"""One output, one run: who may work on it, how it goes on, and what a new run replaces."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.rollouts.collection import run_collection
+from tests.rollouts.conftest import Chain, wait_until
+
+MakeChain = Callable[..., Chain]
+
+
+@pytest.mark.parametrize("name", ["runs.sqlite", "out_store.sqlite"])
+async def test_second_collector_on_the_same_store_is_refused(make_chain: MakeChain, name: str) -> None:
+    chain = make_chain(agent={"hang": ["t0"]})
+    chain.write_rows(2)
+    store = str(chain.directory / name)
+    named = {} if name == "out_store.sqlite" else {"store": store}  # the one beside the output need not be named
+    first = asyncio.create_task(run_collection(chain.client(), chain.run_keys(**named)))
+    await asyncio.to_thread(wait_until, lambda: len(chain.results()) == 1, "a result")
+    other = str(chain.directory / "other.jsonl")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"another collector .*\.sqlite'.*another 'store'"):
+            await run_collection(chain.client(), chain.run_keys(store=store, output=other, overwrite=overwrite))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert len(chain.notes("act")) == 2
+
+
+async def test_store_and_output_may_share_a_lock_by_different_paths(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    output = chain.output.resolve()
+    monkeypatch.chdir(output.parent)
+    result = await run_collection(chain.client(), chain.run_keys(store=output.stem, output=str(output)))
+    assert result.valid == 1
+
+
+async def test_second_collector_on_the_same_output_is_refused(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": ["t0"]})
+    chain.write_rows(2)
+    first = asyncio.create_task(run_collection(chain.client(), chain.run_keys()))
+    await asyncio.to_thread(wait_until, lambda: len(chain.results()) == 1, "a result")
+    with pytest.raises(ConfigError, match="another collector"):
+        await run_collection(chain.client(), chain.run_keys(resume=True))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await asyncio.to_thread(wait_until, lambda: len(chain.notes("cancelled")) == 1, "the agent sees the cancel")
+    assert set(chain.notes("seed")) == set(chain.notes("close"))
+
+
+async def test_cancelled_run_continues_where_it_stopped(make_chain: MakeChain, tmp_path: Path) -> None:
+    chain = make_chain(agent={"hang": ["t3"]})
+    chain.write_rows(8)
+    first = asyncio.create_task(run_collection(chain.client(), chain.run_keys(concurrency=2)))
+    await asyncio.to_thread(wait_until, lambda: len(chain.results()) >= 5, "five results")
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    with pytest.raises(ConfigError, match=r"unfinished run \(\d of 8 rollouts left\)"):
+        await run_collection(chain.client(), chain.run_keys(resume=False))
+    kept = {row["_ng_rollout_id"] for row in chain.results()}
+    agent = chain.servers["agent"]
+    agent.kill()
+    agent.restart(hang=[])
+    shown = io.StringIO()
+    await run_collection(chain.client(), chain.run_keys(), console=Console(file=shown, width=120))
+    assert re.search(rf"8 rollouts of 8 tasks in [\d.]+ s, {len(kept)} of them finished before", shown.getvalue())
+    ids = [row["_ng_rollout_id"] for row in chain.results()]
+    assert len(ids) == len(set(ids)) == 8
+    assert kept <= set(ids)
+
+
+async def test_resume_is_refused_when_the_run_is_another(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys())
+    chain.write_rows(3)
+    with pytest.raises(ConfigError, match="overwrite=true"):
+        await run_collection(chain.client(), chain.run_keys(resume=True))
+
+
+async def test_retry_failed_gives_a_new_budget_and_withdraws_the_failure(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"verify_status": 500})
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys(max_attempts=1))
+    assert len(chain.results("out_failures.jsonl")) == 2
+    environment = chain.servers["environment"]
+    environment.kill()
+    environment.restart(verify_status=0)
+    shown = io.StringIO()
+    keys = chain.run_keys(resume=True, retry_failed=True)
+    result = await run_collection(chain.client(), keys, console=Console(file=shown, width=120))
+    assert (result.valid, result.invalid) == (2, 0)
+    assert chain.results("out_failures.jsonl") == []
+    assert "Failures:" not in shown.getvalue()
+    assert {row["_ng_attempt_index"] for row in chain.results()} == {1}
+
+
+async def test_finished_run_stays_as_it_is_and_says_so_when_started_again(
+    make_chain: MakeChain, tmp_path: Path
+) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    first = await run_collection(chain.client(), chain.run_keys())
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")}
+    shown = io.StringIO()
+    second = await run_collection(chain.client(), chain.run_keys(), console=Console(file=shown, width=120))
+    assert second.run_id == first.run_id
+    assert second.aggregates == first.aggregates
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")} == before
+    assert len(chain.notes("seed")) == 2
+    assert "2 rollouts of 2 tasks, finished before" in shown.getvalue()
+    assert "This run is finished, and nothing was run again." in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"limit": 1}, r"parameters \(it has 2 rollouts, this command 1\): choose"),
+        ({"num_repeats": 2}, r"\(it has 2 rollouts, this command 4\)"),
+        ({"temperature": 0.5}, r"\(task 0, rollout 0 has another 'responses_create_params\.temperature'\)"),
+        ({"resume": False}, "resume=false"),
+    ],
+)
+async def test_finished_run_is_not_replaced_by_another_one_and_the_difference_is_named(
+    make_chain: MakeChain, tmp_path: Path, changed: dict[str, Any], difference: str
+) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys())
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")}
+    with pytest.raises(ConfigError, match=difference):
+        await run_collection(chain.client(), chain.run_keys(**changed))
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")} == before
+
+
+async def test_finished_run_is_replaced_when_overwrite_is_asked_for(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    first = await run_collection(chain.client(), chain.run_keys())
+    second = await run_collection(chain.client(), chain.run_keys(overwrite=True, limit=1))
+    assert first.run_id != second.run_id
+    assert {row["_ng_rollout_id"].split(".")[0] for row in chain.results()} == {second.run_id}
+    assert len(chain.results("out_materialized_inputs.jsonl")) == 1
+
+
+async def test_finished_run_outlives_an_overwrite_whose_rows_are_bad(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys())
+    (chain.directory / "in.jsonl").write_text("{broken\n")
+    with pytest.raises(RowError):
+        await run_collection(chain.client(), chain.run_keys(overwrite=True))
+    assert len(chain.results()) == 2
+
+
+async def test_foreign_output_is_not_overwritten_unasked(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    chain.output.write_text('{"precious": true}\n')
+    with pytest.raises(ConfigError, match="overwrite=true"):
+        await run_collection(chain.client(), chain.run_keys())
+    assert chain.output.read_text() == '{"precious": true}\n'
+
+
+async def test_new_run_removes_no_file(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    index = chain.directory / "out_index.sqlite"
+    index.write_text("another program's")
+    assert (await run_collection(chain.client(), chain.run_keys())).valid == 1
+    assert index.read_text() == "another program's"
+
+
+@pytest.mark.parametrize("torn", ['{"_ng_rollout_id": "x', None], ids=["torn last line", "missing lines"])
+async def test_resume_mends_the_output_file(make_chain: MakeChain, torn: str | None) -> None:
+    chain = make_chain()
+    chain.write_rows(4)
+    await run_collection(chain.client(), chain.run_keys())
+    lines = chain.output.read_text().splitlines(keepends=True)
+    chain.output.write_text("".join(lines[:2]) + (torn or ""))
+    await run_collection(chain.client(), chain.run_keys(resume=True))
+    assert sorted(row["task_id"] for row in chain.results()) == ["t0", "t1", "t2", "t3"]
+    assert len(chain.notes("act")) == 4  # nothing was run again

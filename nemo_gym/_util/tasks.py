@@ -1,5 +1,6 @@
 """Tasks: work that finishes although its caller is cancelled (`finish`), tasks in the background (`BackgroundTasks`),
-and retries of failed operations (`Backoff`): growing pauses, ``Retry-After`` headers, and when to give up.
+retries of failed operations (`Backoff`): growing pauses, ``Retry-After`` headers, and when to give up; and the signals
+that stop a command (`on_stop_signal`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import asyncio
 import datetime
 import math
 import random
+import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from email.utils import parsedate_to_datetime
@@ -44,6 +46,16 @@ async def finish(work: Awaitable[T], *, timeout_s: float | None = None) -> T:
     if not task.done():
         raise TimeoutError
     return task.result()
+
+
+def on_stop_signal(handler: Callable[[], object]) -> None:
+    """Have the running loop call ``handler`` at SIGINT, SIGTERM and SIGHUP. A SIGHUP that this process was started to
+    ignore, as ``nohup`` does, stays ignored, so that the work goes on when its terminal closes."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, handler)
 
 
 def first_of(errors: ExceptionGroup[Exception], kind: type[E]) -> E:

@@ -250,8 +250,7 @@ async def _run(
     composition: Composition, topology: Topology | None, process: tuple[int, socket.socket], work: Work
 ) -> int:
     """Start the stack, do its work until it ends, a server fails or a signal comes, and stop."""
-    import signal
-
+    from nemo_gym._util.tasks import on_stop_signal
     from nemo_gym.cli.sandbox_check import check_sandbox
     from nemo_gym.cli.signals import until_failure
     from nemo_gym.stack.stack import running_stack
@@ -273,8 +272,7 @@ async def _run(
         say("stopping; once more to kill")
         current.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    on_stop_signal(on_signal)
     try:
         # In a separate thread: querying a sandbox provider takes time, and the servers can start meanwhile.
         checked = asyncio.create_task(asyncio.to_thread(check_sandbox, composition, topology))

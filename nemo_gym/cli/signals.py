@@ -7,9 +7,11 @@ import signal
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
+from nemo_gym._util.tasks import on_stop_signal
+
 
 async def until_signal(work: Coroutine[Any, Any, int], *, stopped: int) -> int:
-    """Await ``work``. The first SIGINT or SIGTERM cancels it, and ``stopped`` is returned; the second one kills this
+    """Await ``work``. The first signal to stop cancels it, and ``stopped`` is returned; the second one kills this
     process."""
     task = asyncio.ensure_future(work)
     is_stopping = False
@@ -23,8 +25,7 @@ async def until_signal(work: Coroutine[Any, Any, int], *, stopped: int) -> int:
         is_stopping = True
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+    on_stop_signal(stop)
     try:
         return await task
     except asyncio.CancelledError:

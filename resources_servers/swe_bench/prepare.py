@@ -15,7 +15,6 @@ import asyncio
 import dataclasses
 import json
 import re
-import signal
 import sys
 import tempfile
 import uuid
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.tasks import on_stop_signal
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import backend_of
 from nemo_gym.contract.errors import ConfigError, NemoGymError, reject_unknown_keys
@@ -223,8 +223,7 @@ def summary(results: Sequence[Prepared]) -> dict[str, Any]:
 async def _run(options: Options) -> list[Prepared]:
     task = asyncio.ensure_future(prepare(options))
     # A signal cancels the task, so that build boxes are destroyed before the process ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    on_stop_signal(task.cancel)
     return await task
 
 

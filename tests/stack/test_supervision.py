@@ -95,7 +95,7 @@ def test_stack_file_is_private_and_gone_afterwards(root: Path) -> None:
         assert (stack.run_dir / "logs" / "sums.log").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_everything_in_order(root: Path, number: signal.Signals) -> None:
     with ng_run(root, SUMS) as stack:
         stack.wait_ready()
@@ -105,6 +105,18 @@ def test_signal_stops_everything_in_order(root: Path, number: signal.Signals) ->
         assert stack.wait_end() == 0
         assert not any(map(is_alive, processes))
         assert no_traceback(stack.stderr + stack.log("sums"))
+
+
+def test_run_under_nohup_goes_on_when_its_terminal_closes(root: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the command inherits it
+    try:
+        with ng_run(root, SUMS) as stack:
+            stack.wait_ready()
+            stack.signal(signal.SIGHUP)
+            stack.signal(signal.SIGINT)
+            assert stack.wait_end() == 0  # the second signal that it handles ends it with 130
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_signal_during_start_leaves_nothing(root: Path) -> None:

@@ -20,9 +20,9 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import os
 import re
 import sys
-import tempfile
 import types
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -165,13 +165,16 @@ def grade_log(row: SweBenchRow, log: str) -> LogGrade:
         eval_type=row.eval_type,
     )
     prediction = {"instance_id": row.instance_id, "model_patch": "", "model_name_or_path": "graded"}
-    with tempfile.TemporaryDirectory(prefix="swe-bench-log-") as directory:
-        path = Path(directory) / "test_output.txt"
-        path.write_text(log, encoding="utf-8", errors="replace")
+    # The harness reads a file. This one is in memory: a full disk is not held against the log, and nothing stays when
+    # the process is killed while it reads.
+    with os.fdopen(os.memfd_create("test_output.txt"), "wb") as file:
+        file.write(log.encode("utf-8", "replace"))
+        file.flush()
+        path = f"/proc/self/fd/{file.fileno()}"
         report = module.get_eval_report(
-            test_spec=spec, prediction=prediction, test_log_path=str(path), include_tests_status=True
+            test_spec=spec, prediction=prediction, test_log_path=path, include_tests_status=True
         )[row.instance_id]
-        status_map, _ = module.get_logs_eval(spec, str(path))
+        status_map, _ = module.get_logs_eval(spec, path)
     official = bool(report["resolved"])
     markers = marker_state(row.eval_script, log)
     return LogGrade(

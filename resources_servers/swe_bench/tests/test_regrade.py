@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,6 +142,11 @@ async def test_log_that_takes_for_ever_to_parse_is_unread_and_the_event_loop_goe
     assert not grade.resolved and grade.markers is MarkerState.UNREAD
     assert grade.unread == "the log could not be parsed within 1 s"
     assert grade.tests_status["FAIL_TO_PASS"]["failure"] == ["tests/test_a.py::test_new"]
+
+
+def test_log_is_graded_although_no_temporary_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no-such-folder"))
+    assert grade_log(ROW, HONEST_LOG).resolved
 
 
 async def test_log_is_unread_when_the_official_parser_raises_on_it_or_it_is_too_long(

@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import greenlet
+from jinja2 import Template
+from pydantic import BaseModel
 
 from nemo_gym.agent.acts import ContextExceededError, PolicyClient
 from nemo_gym.agent.topology.bindings import output_items, response_object
@@ -25,21 +27,20 @@ from nemo_gym.contract.errors import AgentError
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
 
-# On import, the package creates its settings directory and reads a .env from it. A server must use neither.
-os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", tempfile.mkdtemp(prefix="mini-swe-agent-"))
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
-
-from jinja2 import Template
-from minisweagent.agents import default
-from minisweagent.agents.default import DefaultAgent
-from minisweagent.exceptions import FormatError, LimitsExceeded, Submitted
-from minisweagent.models.utils import actions_toolcall
-from minisweagent.models.utils.actions_toolcall import (
-    BASH_TOOL,
-    format_toolcall_observation_messages,
-    parse_toolcall_actions,
-)
-from pydantic import BaseModel
+# On import, the package creates its settings directory and reads a .env from it. A server must use neither, so it gets
+# an empty one for the time of the import.
+with tempfile.TemporaryDirectory(prefix="mini-swe-agent-") as _settings:
+    os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", _settings)
+    from minisweagent.agents import default
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.exceptions import FormatError, LimitsExceeded, Submitted
+    from minisweagent.models.utils import actions_toolcall
+    from minisweagent.models.utils.actions_toolcall import (
+        BASH_TOOL,
+        format_toolcall_observation_messages,
+        parse_toolcall_actions,
+    )
 
 T = TypeVar("T")
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +68,11 @@ async def test_cancelled_loop_ends_where_it_waits_and_is_refused_what_it_asks_fo
     with pytest.raises(asyncio.CancelledError):
         await task
     assert met == [asyncio.CancelledError, AgentError]
+
+
+def test_import_leaves_no_settings_directory(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment.pop("MSWEA_GLOBAL_CONFIG_DIR", None)  # set by this process's own import
+    command = [sys.executable, "-c", "import responses_api_agents.mini_swe_agent.loop"]
+    subprocess.run(command, env=environment, check=True)
+    assert not list(tmp_path.iterdir())

@@ -51,10 +51,7 @@ class BoxStore:
         failed, the new record takes over the key."""
         values = {**asdict(box), "labels": orjson.dumps(dict(box.labels)), "identity": self._identity}
         await self._writer.run(
-            update(boxes)
-            .where(self._mine(), boxes.c.creator == box.creator, boxes.c.state == BoxState.GONE.value)
-            .where(boxes.c.idempotency_key == box.idempotency_key, boxes.c.reason == "create_failed")
-            .values(idempotency_key=None),
+            self._free_failed(box.creator, box.idempotency_key),
             insert(boxes).values(**values),
             insert(leases).values(**asdict(lease)),
             *(_insert_door(box.sandbox_id, name, door) for name, door in sealed_doors.items()),
@@ -77,9 +74,11 @@ class BoxStore:
     async def hand_over(
         self, sandbox_id: str, lease: LeaseRecord, sealed_doors: Mapping[str, bytes], **changes: Any
     ) -> None:
-        """Give a box to another owner, whose lease replaces all others. ``changes`` are columns of the box."""
+        """Give a box to another owner, whose lease replaces all others. ``changes`` are columns of the box. If an
+        earlier create with the same key failed, the box takes over the key."""
         changes["labels"] = orjson.dumps(changes["labels"])
         await self._writer.run(
+            self._free_failed(changes["creator"], changes["idempotency_key"]),
             delete(leases).where(leases.c.sandbox_id == sandbox_id),
             insert(leases).values(**asdict(lease)),
             update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(**changes),
@@ -189,6 +188,15 @@ class BoxStore:
 
     def _mine(self) -> Any:
         return boxes.c.identity == self._identity
+
+    def _free_failed(self, creator: str, key: str | None) -> Executable:
+        """Free a key for another box, if its create failed."""
+        return (
+            update(boxes)
+            .where(self._mine(), boxes.c.creator == creator, boxes.c.state == BoxState.GONE.value)
+            .where(boxes.c.idempotency_key == key, boxes.c.reason == "create_failed")
+            .values(idempotency_key=None)
+        )
 
     async def _find_one(self, *conditions: Any) -> BoxRecord | None:
         found = await self._writer.rows(select(*_COLUMNS).where(self._mine(), *conditions), _box)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 from nemo_gym.broker.backend import SANDBOX_LABEL
@@ -57,6 +59,19 @@ async def test_warm_box_that_died_is_not_handed_out(start_broker: StartBroker, l
             assert (await box.run('echo "$KIND"')).stdout == b"warm\n"
     finally:
         await backend.aclose()
+
+
+async def test_key_of_a_failed_create_gets_a_warm_box(start_broker: StartBroker) -> None:
+    broker = start_broker(warm=[{**WARM, "size": 1}])
+    async with calling(broker) as api:
+        await filled(api, 1)
+        first = await api.create("key", spec=SPEC)
+        await api.call("DELETE", f"/v1/sandboxes/{first.json['sandbox']['sandbox_id']}")
+        with closing(sqlite3.connect(broker.state_dir / "broker.sqlite")) as database, database:
+            database.execute("UPDATE broker_boxes SET reason = 'create_failed' WHERE idempotency_key = 'key'")
+        (warm,) = await filled(api, 1)
+        again = await api.create("key", spec=SPEC)
+        assert (again.status, again.json["sandbox"]["sandbox_id"]) == (201, warm)
 
 
 async def test_warm_boxes_give_way_when_their_places_are_wanted(start_broker: StartBroker) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import structlog
@@ -74,9 +74,19 @@ class WarmPools:
                 continue
             while idle and self._boxes.admission.may_have_more(order.owner):
                 box = idle.pop(0)
-                if await self._is_alive(box) and await self._hand_over(box, order):
+                # Its place changes hands before anything is awaited, so that concurrent creates respect the limit.
+                self._boxes.admission.swap(box.owner, order.owner)
+                box.owner = order.owner
+                handed_over = False
+                try:
+                    handed_over = await self._is_alive(box) and await self._hand_over(box, order)
+                finally:
+                    if not handed_over:
+                        # The registry may name the caller's key; a box of this reason lets the key be used again.
+                        box.idempotency_key = None
+                        await self._drop(box, "create_failed")
+                if handed_over:
                     return box
-                await self._drop(box)
         return None
 
     async def give_way(self) -> None:
@@ -97,7 +107,8 @@ class WarmPools:
 
     async def _hand_over(self, box: Box, order: CreateOrder) -> bool:
         boxes, body = self._boxes, order.body
-        assert box.handle is not None
+        handle = box.handle
+        assert handle is not None
         lease = LeaseRecord(f"le-{uuid.uuid4().hex}", box.sandbox_id, LeaseScope.OWNER, box.epoch)
         await boxes.store.hand_over(
             box.sandbox_id,
@@ -113,15 +124,13 @@ class WarmPools:
             expires_at=time.time() + order.ttl_s,
             request=boxes.sealer.seal(body, box.sandbox_id),
         )
-        boxes.admission.swap(box.owner, order.owner)
-        box.creator, box.owner, box.idempotency_key = order.creator, order.owner, order.key
-        box.creator_role = order.creator_role
+        box.creator, box.creator_role, box.idempotency_key = order.creator, order.creator_role, order.key
         box.body_digest, box.labels, box.leases = order.digest, body.labels, {lease.lease_id: lease}
         box.ttl_s, box.deadline = order.ttl_s, time.monotonic() + order.ttl_s
         try:
-            await boxes.backend.provider.renew(box.handle, order.ttl_s)
+            await boxes.backend.provider.renew(handle, order.ttl_s)
             for door in body.spec.doors:
-                await boxes.backend.open_door(box.handle, door.to_door())
+                await boxes.backend.open_door(handle, door.to_door())
                 box.doors[door.name] = door_digest(door)
         except SandboxError as error:
             log.info("warm_box_not_handed_over", sandbox_id=box.sandbox_id, error=str(error)[:300])
@@ -129,9 +138,9 @@ class WarmPools:
             return False
         return True
 
-    async def _drop(self, box: Box) -> None:
+    async def _drop(self, box: Box, reason: str = "closed") -> None:
         try:
-            await self._boxes.destroy(box, "closed")
+            await self._boxes.destroy(box, reason)
         except NemoGymError as error:
             log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(error)[:300])
 
@@ -186,6 +195,8 @@ class _Pending:
     waiters: int = 0
     queued: bool = True
     """Still true while nothing was written and the backend was not asked, so that the create can simply be dropped."""
+    taking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a warm box may be handed over, because it is known only afterwards whose the box is."""
 
 
 class Creations:
@@ -244,9 +255,12 @@ class Creations:
     async def discard(self, creator: str, key: str) -> str | None:
         """Undo a create that is in progress or done, or refuse one yet to arrive; return the destroyed box's id."""
         pending = self._pending.get((creator, key))
-        if pending is not None and pending.queued:
-            pending.task.cancel()
-            self._finished((creator, key), pending.task)
+        if pending is not None:
+            async with pending.taking:
+                pass
+            if pending.queued:
+                pending.task.cancel()
+                self._finished((creator, key), pending.task)
         box = self._boxes.by_key(creator, key)
         if box is None:
             # If the create request arrives later, it finds its key already used.
@@ -280,27 +294,34 @@ class Creations:
         return box, is_new
 
     async def _create(self, order: CreateOrder) -> tuple[Box, bool]:
-        boxes = self._boxes
+        boxes, pending = self._boxes, self._pending[order.creator, order.key]
         record = await boxes.store.find_by_key(order.creator, order.key)
         if record is not None and record.body_digest not in (order.digest, b""):
             raise _reused(order.key)
         if record is not None and not (record.state is BoxState.GONE and record.reason == "create_failed"):
             box = boxes.get(record.sandbox_id)
-            if box is None or box.state in (BoxState.CLOSING, BoxState.GONE):
+            if box is not None and box.idempotency_key != order.key:
+                # A warm box whose hand-over was written, although it failed.
+                await boxes.destroy(box, "create_failed")
+            elif box is None or box.state in (BoxState.CLOSING, BoxState.GONE):
                 raise gone(record.sandbox_id, f"{record.reason or 'closed'}; create another box with a new key")
-            if box.state is BoxState.CREATING:
-                await boxes.bring_up(box, order.body, interrupted=True)
-            return box, False
+            else:
+                if box.state is BoxState.CREATING:
+                    await boxes.bring_up(box, order.body, interrupted=True)
+                return box, False
         spec = order.body.to_spec()
         (await boxes.backend.capabilities()).check(spec, boxes.backend.name)
-        if not boxes.admission.waiting and (box := await self._warm.take(order)) is not None:
-            return box, True
+        async with pending.taking:
+            pending.queued = False
+            if not boxes.admission.waiting and (box := await self._warm.take(order)) is not None:
+                return box, True
+            pending.queued = True
+        if self._draining or not pending.waiters:
+            raise asyncio.CancelledError  # nobody could drop it meanwhile
         if not boxes.admission.has_place:
             await self._warm.give_way()
         await boxes.admission.enter(order.owner)
-        pending = self._pending.get((order.creator, order.key))
-        if pending is not None:
-            pending.queued = False
+        pending.queued = False
         return await boxes.create(order), True
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from nemo_gym.broker.backend import SANDBOX_LABEL
 from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests.api import Api, calling, eventually
+from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.conftest import StartBroker
 
 WARM = {"size": 2, "spec": {"env": {"KIND": "warm"}}}
@@ -27,6 +29,14 @@ async def filled(api: Api, size: int = 2) -> list[str]:
 
     await eventually(full, f"{size} boxes are warm")
     return await warm_ids(api)
+
+
+@contextmanager
+def writes_held_back(broker: BrokerProcess) -> Iterator[None]:
+    """Another program writes to the registry meanwhile; the broker waits for it (at most 5 s)."""
+    with closing(sqlite3.connect(broker.state_dir / "broker.sqlite", isolation_level=None)) as database:
+        database.execute("BEGIN IMMEDIATE")
+        yield
 
 
 async def test_create_is_served_by_a_warm_box_that_then_belongs_to_its_asker_alone(start_broker: StartBroker) -> None:
@@ -61,6 +71,36 @@ async def test_warm_box_that_died_is_not_handed_out(start_broker: StartBroker, l
         await backend.aclose()
 
 
+async def test_create_cut_off_during_the_hand_over_finds_its_box_when_repeated(start_broker: StartBroker) -> None:
+    broker = start_broker(warm=[{**WARM, "size": 1}])
+    async with calling(broker) as api:
+        (warm,) = await filled(api, 1)
+        with writes_held_back(broker):
+            cut = asyncio.create_task(api.create("key", spec=SPEC, labels={"of": "me"}))
+            await asyncio.sleep(1)
+            cut.cancel()
+            await asyncio.wait({cut})
+            await asyncio.sleep(1)
+        made = await api.create("key", spec=SPEC, labels={"of": "me"})
+        assert made.json["sandbox"]["labels"] == {"of": "me"}
+        assert await api.ids(of="me") == [warm]
+
+
+async def test_create_undone_during_the_hand_over_leaves_no_box(start_broker: StartBroker) -> None:
+    broker = start_broker(warm=[{**WARM, "size": 1}])
+    async with calling(broker) as api:
+        (warm,) = await filled(api, 1)
+        with writes_held_back(broker):
+            made = asyncio.create_task(api.create("key", spec=SPEC))
+            await asyncio.sleep(1)
+            undone = asyncio.create_task(api.call("DELETE", "/v1/sandboxes?idempotency_key=key"))
+            await asyncio.sleep(1)
+        assert (await undone).json["reaped"] == [warm]
+        await made
+        assert (await api.create("key", spec=SPEC)).code == "sandbox_gone"
+        assert warm not in await api.ids()
+
+
 async def test_key_of_a_failed_create_gets_a_warm_box(start_broker: StartBroker) -> None:
     broker = start_broker(warm=[{**WARM, "size": 1}])
     async with calling(broker) as api:
@@ -72,6 +112,14 @@ async def test_key_of_a_failed_create_gets_a_warm_box(start_broker: StartBroker)
         (warm,) = await filled(api, 1)
         again = await api.create("key", spec=SPEC)
         assert (again.status, again.json["sandbox"]["sandbox_id"]) == (201, warm)
+
+
+async def test_concurrent_creates_get_no_more_warm_boxes_than_their_owner_may_have(start_broker: StartBroker) -> None:
+    broker = start_broker(warm=[WARM], max_boxes_per_owner=1, queue_timeout_s=1)
+    async with calling(broker) as api:
+        await filled(api)
+        answers = await asyncio.gather(*(api.create(spec=SPEC) for _ in range(2)))
+        assert sorted(answer.status for answer in answers) == [201, 429]
 
 
 async def test_warm_boxes_give_way_when_their_places_are_wanted(start_broker: StartBroker) -> None:

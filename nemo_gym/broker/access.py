@@ -18,9 +18,9 @@ from yarl import URL
 from nemo_gym._util.files import cache_root
 from nemo_gym._util.suggest import nearest
 from nemo_gym.broker.box import Box
-from nemo_gym.broker.boxes import Boxes
+from nemo_gym.broker.boxes import Boxes, not_adopted
 from nemo_gym.broker.config import BrokerConfig
-from nemo_gym.broker.registry.tables import BoxRecord, LeaseRecord
+from nemo_gym.broker.registry.tables import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.config.keys import AGENT_TYPE
 from nemo_gym.config.roots import plugin_roots
 from nemo_gym.contract.credentials import Caller, Role, ServerCredentials
@@ -176,7 +176,8 @@ class Access:
             creator_may: whether the credential of the box's creator is accepted instead of a lease.
 
         Raises:
-            BrokerError: ``unauthenticated``, ``lease_expired``, ``scope`` or ``sandbox_not_found``.
+            BrokerError: ``unauthenticated``, ``lease_expired``, ``scope`` or ``sandbox_not_found``; or
+                ``backend_unreachable`` for a box that reconciliation has not taken over yet.
             FencedError: the lease was revoked.
         """
         token = _bearer(request)
@@ -190,6 +191,7 @@ class Access:
         creator = box.creator if box is not None else record.creator if record is not None else ""
         if (box is None and record is None) or self.sees(caller) not in (None, creator):
             raise _not_found(sandbox_id)
+        _require_gone(record)
         return Grant(sandbox_id, LeaseScope.OWNER, box, record, None)
 
     async def _by_lease(self, token: str, sandbox_id: str, required_scope: LeaseScope) -> Grant:
@@ -219,7 +221,14 @@ class Access:
                 f"this needs a lease of scope '{required_scope}', and this one is '{lease.scope}'",
                 sandbox_id=sandbox_id,
             )
+        _require_gone(record)
         return Grant(sandbox_id, lease.scope, box, record, lease)
+
+
+def _require_gone(record: BoxRecord | None) -> None:
+    """Raise `BrokerError` for a record without a live box that does not say that its box is gone."""
+    if record is not None and record.state is not BoxState.GONE:
+        raise not_adopted(f"box '{record.sandbox_id}'")
 
 
 def sees_all(caller: Caller) -> bool:

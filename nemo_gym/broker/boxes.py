@@ -82,6 +82,8 @@ class Boxes:
     def __init__(self, store: BoxStore, backend: Backend, admission: Admission, sealer: Sealer) -> None:
         self.store, self.backend, self.admission, self.sealer = store, backend, admission, sealer
         self.live: dict[str, Box] = {}
+        self._adopted = False
+        """Whether `live` has the boxes of this broker's earlier processes."""
         self._tasks = BackgroundTasks(_log_failure)
 
     def get(self, sandbox_id: str) -> Box | None:
@@ -95,10 +97,14 @@ class Boxes:
             return box.handle
         if box.state in (BoxState.CLOSING, BoxState.GONE):
             raise gone(box.sandbox_id, box.reason or "closed")
+        if box.adopting:
+            raise not_adopted(f"box '{box.sandbox_id}'")
         raise BrokerError("sandbox_not_ready", f"box '{box.sandbox_id}' is not ready yet; try again", retry_after_s=1)
 
     def select(self, labels: Mapping[str, str], creator: str | None) -> list[Box]:
-        """Return the boxes with all the labels, of one creator (``None``: of all), oldest first."""
+        """Return the boxes with all the labels, of one creator (``None``: of all), oldest first. Raises `BrokerError`
+        ``backend_unreachable`` while those of an earlier process are not known."""
+        self._require_adopted()
         found = [
             box
             for box in self.live.values()
@@ -109,7 +115,8 @@ class Boxes:
         return sorted(found, key=lambda box: (box.created_at, box.sandbox_id))
 
     def by_key(self, creator: str, key: str) -> Box | None:
-        """Return the live box that a creator's idempotency key created, if any."""
+        """Return the live box that a creator's idempotency key created, if any. Raises like `select`."""
+        self._require_adopted()
         return next((b for b in self.live.values() if b.idempotency_key == key and b.creator == creator), None)
 
     # -- create --------------------------------------------------------------------------------------------------
@@ -285,6 +292,11 @@ class Boxes:
             box.adopting = True
             self.live[box.sandbox_id] = box
             self.admission.occupy(box.owner)
+        self._adopted = True
+
+    def _require_adopted(self) -> None:
+        if not self._adopted:
+            raise not_adopted("the registry")
 
     def opened(self, sealed: bytes, sandbox_id: str) -> CreateSandbox:
         """Open a stored create request. Raises `SealError`."""
@@ -311,6 +323,13 @@ def too_many_of_box(sandbox_id: str, limit: int, what: str) -> BrokerError:
         sandbox_id=sandbox_id,
         limit=limit,
     )
+
+
+def not_adopted(what: str) -> BrokerError:
+    """Return the error for a request that needs a box or the registry of an earlier process, which reconciliation has
+    not taken over yet. Clients wait for it: most boxes still run."""
+    detail = f"{what} was not taken over yet after the broker's restart; try again"
+    return BrokerError("backend_unreachable", detail, started="no", retry_after_s=1)
 
 
 def gone(sandbox_id: str, why: str) -> BrokerError:

@@ -12,7 +12,7 @@ import structlog
 
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.box import Box, CreateOrder
-from nemo_gym.broker.boxes import Boxes, door_digest, gone
+from nemo_gym.broker.boxes import Boxes, door_digest, gone, not_adopted
 from nemo_gym.broker.config import WarmPool
 from nemo_gym.broker.registry.tables import BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
@@ -213,7 +213,8 @@ class Creations:
 
         Raises:
             BrokerError: the key was used with another body (``idempotency_key_reused``), its box is gone
-                (``sandbox_gone``), it is not ready yet (``create_in_progress``), or there is no free place.
+                (``sandbox_gone``), it is not ready yet (``create_in_progress``) or not taken over yet after a restart
+                (``backend_unreachable``), or there is no free place.
             SandboxError: the provider failed.
         """
         if self._draining:
@@ -303,6 +304,8 @@ class Creations:
             if box is not None and box.idempotency_key != order.key:
                 # A warm box whose hand-over was written, although it failed.
                 await boxes.destroy(box, "create_failed")
+            elif box is None and record.state is not BoxState.GONE:
+                raise not_adopted(f"box '{record.sandbox_id}'")
             elif box is None or box.state in (BoxState.CLOSING, BoxState.GONE):
                 raise gone(record.sandbox_id, f"{record.reason or 'closed'}; create another box with a new key")
             else:

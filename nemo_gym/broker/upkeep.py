@@ -147,6 +147,8 @@ class Reconciler:
 
 _EXPIRY_TICK_S = 0.2
 _FORGET_EVERY_S = 15.0
+_RECONCILE_RETRY_S = 1.0
+"""Pause after a reconciliation that failed. Clients of boxes that are not taken over yet wait for the next one."""
 
 
 def _log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
@@ -172,11 +174,15 @@ class Upkeep:
         return self._reconciler.reaped
 
     async def start(self) -> None:
-        """Reconcile once, then start the periodic tasks, which repeat a reconciliation that failed."""
+        """Reconcile once, then start the periodic tasks, which soon repeat a reconciliation that failed."""
         await self._reconcile()
         interval_s = self._config.reconcile_interval_s
+        retry_s = min(interval_s, _RECONCILE_RETRY_S)
         self._periodic.start(self._every(_EXPIRY_TICK_S, self._expire), name="broker leases")
-        self._periodic.start(self._every(interval_s, self._reconcile), name="broker reconcile")
+        self._periodic.start(
+            self._every(lambda: interval_s if self.unreconciled is None else retry_s, self._reconcile),
+            name="broker reconcile",
+        )
         self._periodic.start(self._every(_FORGET_EVERY_S, self._forget), name="broker forget")
 
     async def aclose(self) -> None:
@@ -191,9 +197,9 @@ class Upkeep:
             if error is not None:
                 log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(error)[:500])
 
-    async def _every(self, pause_s: float, work: Callable[[], Awaitable[None]]) -> None:
+    async def _every(self, pause_s: float | Callable[[], float], work: Callable[[], Awaitable[None]]) -> None:
         while True:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s() if callable(pause_s) else pause_s)
             try:
                 await work()
             except Exception:
@@ -214,7 +220,8 @@ class Upkeep:
             await self._reconciler.run()
             self.unreconciled = None
         except NemoGymError as error:
-            log.warning("reconcile_failed", error=str(error)[:500])
+            if self.unreconciled != str(error):
+                log.warning("reconcile_failed", error=str(error)[:500])
             self.unreconciled = str(error)
 
     async def _forget(self) -> None:

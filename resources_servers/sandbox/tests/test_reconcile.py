@@ -17,6 +17,7 @@ import pytest
 
 from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxStatus
 from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests.api import LentBox, calling, eventually
 from resources_servers.sandbox.tests.conftest import StartBroker
@@ -173,6 +174,49 @@ async def test_database_that_goes_away_is_said_and_comes_back(
         assert (await box.output(exec_id)).stdout == b"done\n"
         assert (await api.create(key)).status == 201
         assert (await box.ask("DELETE")).status == 204
+
+
+async def test_boxes_of_a_broker_that_started_without_its_database_live_on(
+    start_broker: StartBroker, postgres: PostgresServer
+) -> None:
+    broker = start_broker(database_url=postgres.new_database())
+    client = create_provider(broker.remote())
+    try:
+        async with calling(broker) as api:
+            box = await client.create(SandboxSpec(ttl_s=120))
+            broker.kill()
+            postgres.stop()
+            broker.start(wait=False)
+            assert (await api.ask("GET", "/healthz")).status == 200
+            for method, query in (("GET", ""), ("DELETE", "?label=of=me"), ("DELETE", "?idempotency_key=key")):
+                assert (await api.call(method, f"/v1/sandboxes{query}")).code == "backend_unreachable"
+            postgres.start()
+            assert (await client.exec(box, "echo alive")).stdout == "alive\n"
+            assert await client.status(box) is SandboxStatus.RUNNING
+            await client.close(box)
+            assert await api.ids() == []
+    finally:
+        await client.aclose()
+
+
+async def test_box_that_only_the_registry_knows_is_gone_once_the_backend_was_asked_and_not_before(
+    start_broker: StartBroker,
+) -> None:
+    broker = start_broker(reconcile_interval_s=600)
+    async with calling(broker) as api:
+        box = await api.box(key="key")
+        assert (await box.ask("DELETE")).status == 204
+        # As after a write that was reported as failed, but was committed.
+        with sqlite3.connect(broker.state_dir / "broker.sqlite") as database:
+            database.execute("UPDATE broker_boxes SET state = 'running', reason = NULL")
+        database.close()
+        _, submitted = await box.submit("true")
+        for answer in (submitted, await box.ask("GET"), await box.ask("DELETE"), await api.create("key")):
+            assert (answer.code, answer.json["started"]) == ("backend_unreachable", "no")
+        broker.kill()
+        broker.start()
+        assert await reason(box) == "lost"
+        assert (await api.create("key")).code == "sandbox_gone"
 
 
 async def test_command_runs_once_on_postgresql_too_and_is_known_after_a_restart(

@@ -97,6 +97,12 @@ class Grant:
             return True
         return not (self.lease.revoked or self.lease.epoch < self.box.epoch or self.box.lease_has_ended(self.lease))
 
+    def require_held(self) -> None:
+        """Raise `FencedError` if the lease no longer holds. It was checked before the request's body arrived."""
+        if not self.holds:
+            detail = f"the lease of box '{self.sandbox_id}' was revoked or has ended while the request was received"
+            raise FencedError(detail, sandbox_id=self.sandbox_id)
+
 
 class Access:
     """Authenticates requests.

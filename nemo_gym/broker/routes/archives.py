@@ -22,7 +22,7 @@ from nemo_gym.broker.routes.bodies import (
 )
 from nemo_gym.broker.routes.sandboxes import live
 from nemo_gym.broker.service import BrokerService
-from nemo_gym.contract.errors import FencedError, NemoGymError, SandboxError
+from nemo_gym.contract.errors import NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST
 from nemo_gym.sandbox.wire.problems import BrokerError, Problem, problem_of
@@ -41,8 +41,7 @@ BoxPath = Annotated[
 async def held(grant: Grant, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the chunks. Raises `FencedError` as soon as the lease no longer holds."""
     async for chunk in chunks:
-        if not grant.holds:
-            raise FencedError(f"the lease of box '{grant.sandbox_id}' was revoked while an archive was being received")
+        grant.require_held()
         yield chunk
 
 

@@ -222,6 +222,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         box = live(grant)
         run = await broker.execs.find(sandbox_id, box, exec_id)
         data = await read(request, broker.config.max_stdin_bytes)
+        grant.require_held()
         await broker.execs.attach_stdin(box, broker.boxes.ready(box), run, data)
         return reply(run.view())
 
@@ -253,8 +254,9 @@ def exec_routes(broker: BrokerService) -> APIRouter:
     )
     async def signal(request: Request, sandbox_id: str, exec_id: ExecId) -> Response:
         """Takes a lease of scope `operate`. Also 204 if the command has ended."""
-        _, run = await find(request, sandbox_id, exec_id, LeaseScope.OPERATE)
+        grant, run = await find(request, sandbox_id, exec_id, LeaseScope.OPERATE)
         body = await parse(request, SignalExec, broker.config)
+        grant.require_held()
         await broker.execs.signal(run, body.signal)
         return Response(status_code=204)
 
@@ -265,6 +267,7 @@ async def submitted(broker: BrokerService, request: Request, sandbox_id: str, ex
     """Return the response to a submission whose parameters have been validated."""
     grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
     body = await parse(request, ExecSubmission, broker.config, MAX_SUBMISSION_BYTES)
+    grant.require_held()
     box = live(grant)
     handle = broker.boxes.ready(box)
     lease_id = None if grant.lease is None else grant.lease.lease_id

@@ -311,6 +311,7 @@ def door_routes(broker: BrokerService) -> APIRouter:
         models and MCP servers."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
         body = await parse(request, DoorModel, broker.config)
+        grant.require_held()
         if body.name != name:
             raise InvalidBodyError(f"name: '{body.name}' is not the door of this path, '{name}'", started="no")
         box = live(grant)
@@ -319,6 +320,7 @@ def door_routes(broker: BrokerService) -> APIRouter:
         handle = broker.boxes.ready(box)
         sealed = broker.boxes.sealer.seal(body, sandbox_id)
         async with box.doors_lock:
+            grant.require_held()
             known_digest, new_digest = box.doors.get(name), door_digest(body)
             if known_digest == new_digest:
                 return Response(status_code=204)
@@ -345,6 +347,7 @@ def door_routes(broker: BrokerService) -> APIRouter:
         box = live(grant)
         handle = broker.boxes.ready(box)
         async with box.doors_lock:
+            grant.require_held()
             await broker.boxes.store.remove_door(sandbox_id, name)
             await broker.backend.close_door(handle, name)
             box.doors.pop(name, None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
 import pytest
 
 from nemo_gym.contract.credentials import Role, StackKeys
@@ -154,6 +156,28 @@ async def test_commands_of_a_fenced_borrower_are_killed_and_its_streams_cut_and_
     before = (await owner.run("wc -l < /tmp/ticks")).stdout
     assert (await owner.output(mine)).stdout == b"mine\n"
     assert (await owner.run("wc -l < /tmp/ticks")).stdout == before
+
+
+@pytest.mark.parametrize("route", [call for call in OPERATORS if call[2]], ids=lambda call: f"{call[0]} {call[1]}")
+async def test_lease_that_is_taken_back_while_a_body_arrives_does_nothing_any_more(route: Call, api: Api) -> None:
+    method, below, options = route
+    owner = await api.box()
+    await owner.submit("cat", "e-2", stdin="attached")
+    borrower = await owner.mint("operate")
+    body = options.get("data") or orjson.dumps(options.get("json"))
+
+    async def late() -> AsyncIterator[bytes]:
+        # The body is asked for only after the lease was checked.
+        assert (await owner.ask("DELETE", f"/leases/{borrower.lease['lease_id']}")).status == 204
+        yield body
+
+    headers = options.get("headers", {"Content-Type": "application/json"})
+    below = below.replace("e-1/", "e-2/")
+    answer = await borrower.ask(method, below, data=late(), headers=headers, expect100=True)
+    assert (answer.status, answer.code) == (409, "fenced"), answer.body
+    assert (await owner.ask("GET", "/doors")).json == {"doors": {}}
+    assert (await owner.ask("GET", "/execs/e-1")).status == 404
+    assert (await owner.ask("GET", "/execs/e-2")).json["state"] == "awaiting_stdin"
 
 
 async def test_lease_with_an_end_of_its_own_expires_while_the_box_lives(api: Api) -> None:

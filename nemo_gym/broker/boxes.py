@@ -191,7 +191,8 @@ class Boxes:
             expires_at=box.expires_at,
         )
         if box.state is BoxState.CREATING:
-            box.state = BoxState.RUNNING
+            # Nothing of it is left to take over, even if an earlier process began to create it.
+            box.state, box.adopting = BoxState.RUNNING, False
 
     async def _obtain(self, box: Box, body: CreateSandbox, interrupted: bool) -> SandboxHandle:
         started = time.monotonic()

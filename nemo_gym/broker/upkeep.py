@@ -95,6 +95,8 @@ class Reconciler:
     # -- after a restart -----------------------------------------------------------------------------------------
 
     async def _adopt(self, box: Box, record: BoxRecord, inventory: dict[str, SandboxInfo]) -> None:
+        if not box.adopting:
+            return  # its client repeated the create meanwhile, so the inventory may lack it
         info = inventory.get(box.sandbox_id)
         if box.state is BoxState.CLOSING:
             await self._boxes.destroy(box, box.reason or "closed")

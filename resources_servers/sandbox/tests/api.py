@@ -115,9 +115,9 @@ class Api:
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
         return await self.call("POST", "/v1/sandboxes", json={"spec": {}, "ttl_s": 120, **body}, headers=headers)
 
-    async def box(self, **body: Any) -> LentBox:
+    async def box(self, *, status: int = 201, **body: Any) -> LentBox:
         answer = await self.create(**body)
-        assert answer.status == 201, answer.body
+        assert answer.status == status, answer.body
         made = answer.json
         return LentBox(self, made["sandbox"]["sandbox_id"], made["lease"]["token"], made["lease"])
 

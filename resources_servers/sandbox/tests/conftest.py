@@ -15,6 +15,8 @@ from tests.docker_engine import docker_engine
 __all__ = ["docker_engine"]
 
 StartBroker = Callable[..., BrokerProcess]
+FailingBroker = tuple[BrokerProcess, Path]
+KILLING_PROGRAM = str(Path(__file__).with_name("killing_broker.py"))
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +41,14 @@ def start_broker(tmp_path: Path, local_backend: dict[str, Any]) -> Iterator[Star
     yield start
     for broker in started:
         broker.close()
+
+
+@pytest.fixture
+def failing_broker(start_broker: StartBroker, tmp_path: Path) -> FailingBroker:
+    """A broker, and the file that says which call of its backend fails; see `killing_broker`."""
+    fail = tmp_path / "fail"
+    env = {"KILL_LOG": str(tmp_path / "boundaries"), "FAIL_FILE": str(fail)}
+    return start_broker(program=(KILLING_PROGRAM,), env=env), fail
 
 
 @pytest.fixture(scope="module")

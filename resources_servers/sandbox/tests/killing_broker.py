@@ -2,7 +2,8 @@
 
 A boundary is the moment before or after a transaction is committed, or before or after the backend is asked for
 something. ``KILL_STEP`` is n, counted among those called ``KILL_NAME`` where that is set; every boundary crossed is
-appended to the file ``KILL_LOG``. Nothing of this is in the broker itself.
+appended to the file ``KILL_LOG``. While the file ``FAIL_FILE`` holds the name of something that the backend is asked
+for and the name of an error, that fails. Nothing of this is in the broker itself.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from nemo_gym.broker.registry.database import RegistryWriter
+from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox import facade
 from resources_servers.sandbox.tests.broker_process import APP
 
 _KILL_STEP = int(os.environ.get("KILL_STEP", "0"))
 _KILL_NAME = os.environ.get("KILL_NAME", "")
 _LOG = os.open(os.environ["KILL_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+_FAILING = Path(os.environ.get("FAIL_FILE", os.devnull))
+_ERRORS = {"SandboxError": SandboxError, "RuntimeError": RuntimeError}
 _crossed = 0
 _ASKED = ("create", "close", "reap", "renew", "start_exec", "put_archive", "open_door", "connect", "list")
 
@@ -55,6 +60,9 @@ def around_backend() -> None:
         @functools.wraps(method)
         async def asked(*args: Any, **options: Any) -> Any:
             boundary(f"before {name}")
+            failing, _, error = (_FAILING.read_text() if _FAILING.exists() else "").partition(" ")
+            if name == failing:
+                raise _ERRORS[error]("the test lets it fail")
             result = await method(*args, **options)
             boundary(f"after {name}")
             return result

@@ -23,9 +23,9 @@ from nemo_gym.sandbox.base import ExecRequest, SandboxExecResult, SandboxProvide
 from nemo_gym.sandbox.facade import AsyncSandbox, create_provider
 from resources_servers.sandbox.tests.api import calling
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
+from resources_servers.sandbox.tests.conftest import KILLING_PROGRAM
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
-PROGRAM = str(Path(__file__).with_name("killing_broker.py"))
 IDENTITY = "killed-tests"
 
 
@@ -133,7 +133,7 @@ async def scene(place: Path, backend: dict[str, Any], kill_steps: list[int], **s
     broker = BrokerProcess(
         place / "state",
         backend,
-        program=(PROGRAM,),
+        program=(KILLING_PROGRAM,),
         env={"KILL_LOG": str(place / "state" / "boundaries")},
         identity=IDENTITY,
         on_stop="destroy",

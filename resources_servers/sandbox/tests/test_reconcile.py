@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
@@ -20,7 +21,7 @@ from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import SandboxStatus
 from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests.api import LentBox, calling, eventually
-from resources_servers.sandbox.tests.conftest import StartBroker
+from resources_servers.sandbox.tests.conftest import FailingBroker, StartBroker
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
 
@@ -154,6 +155,27 @@ async def test_broker_waits_for_a_backend_that_is_not_there_and_says_so(
         await eventually(says_so, "the broker says that it is not ready")
         assert (await api.ask("GET", "/healthz")).status == 200
         assert (await api.create()).status >= 500
+
+
+async def test_box_that_its_client_asked_for_again_before_it_was_taken_over_keeps_its_commands(
+    failing_broker: FailingBroker,
+) -> None:
+    broker, fail = failing_broker
+    broker.kill()
+    broker.env |= {"KILL_NAME": "after create", "KILL_STEP": "1"}
+    broker.start()
+    async with calling(broker) as api:
+        with pytest.raises(aiohttp.ClientError):
+            await api.create("key")
+        await broker.until_dead()
+        broker.env["KILL_STEP"] = "0"
+        fail.write_text("list SandboxError")
+        broker.start(wait=False)
+        box = await api.box(key="key", status=200)
+        exec_id, _ = await box.submit("sleep 3; echo done")
+        fail.unlink()
+        await asyncio.to_thread(broker.wait_ready)
+        assert (await box.output(exec_id)).stdout == b"done\n"
 
 
 async def test_database_that_goes_away_is_said_and_comes_back(

@@ -13,7 +13,7 @@ import structlog
 
 from nemo_gym.broker.backend import EXEC_VARIABLE, Backend
 from nemo_gym.broker.box import Box, ExecRun
-from nemo_gym.broker.boxes import too_many_of_box
+from nemo_gym.broker.boxes import not_adopted, too_many_of_box
 from nemo_gym.broker.registry.store import ExecStore
 from nemo_gym.broker.registry.tables import ExecRecord
 from nemo_gym.broker.spool import OutputSpool, SpoolSpace
@@ -187,20 +187,25 @@ class Execs:
     # -- reading -------------------------------------------------------------------------------------------------
 
     async def find(self, sandbox_id: str, box: Box | None, exec_id: str) -> ExecRun:
-        """Return an exec of a live or gone box. Raises `BrokerError` ``exec_not_found``."""
+        """Return an exec of a live or gone box. Raises `BrokerError` ``exec_not_found``, or
+        ``backend_unreachable`` for a box that reconciliation has not taken over yet."""
         run = box.execs.get(exec_id) if box is not None else None
         if run is not None:
             return run
         record = await self.store.find(sandbox_id, exec_id)
         if record is None:
-            raise BrokerError("exec_not_found", f"box '{sandbox_id}' has no exec '{exec_id}'", exec_id=exec_id)
+            raise _not_found(sandbox_id, exec_id)
         run = box.execs.get(exec_id) if box is not None else None
         if run is not None:
             return run
-        # A record without an end belongs to a box that is gone or not adopted yet; its output is not read any more.
+        if record.end is None and box is not None:
+            if box.adopting:  # the command's end is known once the box is taken over
+                raise not_adopted(f"box '{sandbox_id}'")
+            # It is left over from a write that was reported as failed; no command was started for it.
+            raise _not_found(sandbox_id, exec_id)
         end = ExecEndModel.model_validate_json(record.end) if record.end is not None else None
         spool = OutputSpool.load(self.space.directory(sandbox_id), exec_id)
-        if end is None and box is None:
+        if end is None:
             end = ExecEndModel.of(ExecEnd(ExecOutcome.LOST), output_bytes=spool.size)
         return ExecRun(record, spool, self.store, self.space, end=end)
 
@@ -216,6 +221,10 @@ class Execs:
             spool = OutputSpool.load(self.space.directory(box.sandbox_id), record.exec_id)
             end = ExecEndModel.of(ExecEnd(ExecOutcome.LOST), output_bytes=spool.size)
             await self.store.end(replace(record, end=end.model_dump_json().encode()))
+
+
+def _not_found(sandbox_id: str, exec_id: str) -> BrokerError:
+    return BrokerError("exec_not_found", f"box '{sandbox_id}' has no exec '{exec_id}'", exec_id=exec_id)
 
 
 def _require_same(recorded: bytes, submitted: bytes, exec_id: str) -> None:

@@ -157,6 +157,23 @@ async def test_broker_waits_for_a_backend_that_is_not_there_and_says_so(
         assert (await api.create()).status >= 500
 
 
+async def test_output_of_a_box_that_is_not_taken_over_yet_is_to_be_asked_for_again(
+    failing_broker: FailingBroker,
+) -> None:
+    broker, fail = failing_broker
+    async with calling(broker) as api:
+        box = await api.box()
+        exec_id, _ = await box.submit("sleep 600")
+        broker.kill()
+        fail.write_text("list SandboxError")
+        broker.start(wait=False)
+        for answer in (await box.ask("GET", f"/execs/{exec_id}/output"), (await box.submit("true"))[1]):
+            assert (answer.code, answer.json["started"]) == ("backend_unreachable", "no")
+        fail.unlink()
+        await asyncio.to_thread(broker.wait_ready)
+        assert (await box.output(exec_id)).end["outcome"] == "lost"
+
+
 async def test_box_that_its_client_asked_for_again_before_it_was_taken_over_keeps_its_commands(
     failing_broker: FailingBroker,
 ) -> None:

@@ -137,6 +137,12 @@ class Execs:
                 log.warning("exec_not_discarded", exec_id=run.exec_id, error=str(failure))
             self._never_started(box, run, client_error)
             raise client_error from error
+        except Exception:
+            # A provider's own code may raise anything; whether the command runs is then unknown.
+            log.exception("exec_lost", sandbox_id=box.sandbox_id, exec_id=run.exec_id)
+            await run.finish(ExecEnd(ExecOutcome.LOST))
+            self._started(run)
+            return
         STARTED.add()
         run.pump(process)
         assert run.pumping is not None

@@ -14,7 +14,7 @@ import pytest
 
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
-from resources_servers.sandbox.tests.conftest import StartBroker
+from resources_servers.sandbox.tests.conftest import FailingBroker, StartBroker
 
 
 async def test_command_runs_once_however_often_it_is_submitted(api: Api) -> None:
@@ -49,6 +49,20 @@ async def test_command_whose_record_stands_although_its_writing_failed_runs_when
     async with asyncio.timeout(30):
         assert (await box.output("again")).end["outcome"] == "exited"
     assert (await box.run("wc -l < /tmp/runs")).stdout == b"2\n"
+
+
+async def test_command_that_the_backend_failed_to_start_in_an_unknown_way_is_lost_and_not_awaited(
+    failing_broker: FailingBroker,
+) -> None:
+    broker, fail = failing_broker
+    async with calling(broker) as api:
+        box = await api.box()
+        fail.write_text("start_exec RuntimeError")
+        await box.submit("true", "once")
+        fail.unlink()
+        async with asyncio.timeout(30):
+            assert (await box.submit("true", "once"))[1].status == 200
+            assert (await box.output("once")).end["outcome"] == "lost"
 
 
 async def test_output_has_both_streams_in_order_and_one_end(api: Api) -> None:

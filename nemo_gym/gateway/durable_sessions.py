@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal
 import orjson
 import structlog
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError, InvalidBodyError
 from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.backend import Backend, C, D
@@ -293,13 +294,23 @@ class DurableSessions(Generic[C, D]):
     async def _forget_closed(self) -> None:
         """Forget sessions that were closed long enough ago, and the oldest above the limits of closed sessions."""
         while self._closed and self._may_forget(self._closed[0]):
-            live = self._closed.popleft()
-            self._closed_bytes -= live.share.bytes
-            self._table.drop(live)
-            try:
-                await self.journal.forget(live.session_id)
-            except JournalError as error:  # a restart restores it as closed, and forgets it then
-                log.warning("session not forgotten", session_id=live.session_id, error=str(error))
+            # Taken out before any wait, because several calls forget at once; and to the end, because a session that
+            # is neither here nor forgotten would keep its segment, and with it every later one, on the disk.
+            if not await finish(self._forget(self._closed.popleft())):
+                break
+
+    async def _forget(self, live: LiveSession[C]) -> bool:
+        """Forget a session that was taken out of the closed ones. Return whether the journal could."""
+        self._closed_bytes -= live.share.bytes
+        try:
+            await self.journal.forget(live.session_id)
+        except JournalError as error:  # the next sweep tries again
+            log.warning("session not forgotten", session_id=live.session_id, error=str(error))
+            self._closed.appendleft(live)
+            self._closed_bytes += live.share.bytes
+            return False
+        self._table.drop(live)
+        return True
 
     def _may_forget(self, oldest: LiveSession[C]) -> bool:
         if len(self._closed) > KEEP_CLOSED_SESSIONS:

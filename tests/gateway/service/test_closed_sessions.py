@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gc
+import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.durable_sessions import DurableSessions
+from nemo_gym.gateway.journal import Durability, JournalFullError, JournalLog, SessionJournal
 from nemo_gym.gateway.sessions import KEEP_CLOSED_AT_LEAST, KEEP_CLOSED_BYTES, OpenedSession
 
 
@@ -66,3 +72,39 @@ async def test_conversations_of_sessions_closed_long_ago_are_let_go(tmp_path: Pa
         assert len(held) <= 1
     finally:
         await sessions.aclose()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_session_that_the_full_disk_did_not_forget_is_forgotten_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    writing, may_fail = threading.Event(), threading.Event()
+
+    def write_to_full_disk(*_: object) -> None:
+        writing.set()
+        assert may_fail.wait(20)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    durability: Durability = "power_loss" if cancelled else "process"  # only this one writes while others go on
+    sessions: DurableSessions[Any, Any] = DurableSessions(Silent(), keep_closed_s=0)  # type: ignore[arg-type]
+    await sessions.open_journal(tmp_path, durability)
+    try:
+        (stuck,) = await closed(sessions, 1, 1)
+        with monkeypatch.context() as disk:
+            disk.setattr(JournalLog, "_write", write_to_full_disk)
+            if not cancelled:
+                may_fail.set()
+            opening = asyncio.create_task(sessions.open(RolloutIdentity(rollout_id="r", task_id="t", group_id="g")))
+            if cancelled:
+                await asyncio.to_thread(writing.wait, 20)
+                opening.cancel()
+                may_fail.set()
+            with pytest.raises(asyncio.CancelledError if cancelled else JournalFullError):
+                await opening
+        await closed(sessions, 1, 2)
+        assert stuck.session_id not in sessions._table._by_id
+    finally:
+        await sessions.aclose()
+    journal, replayed = SessionJournal.open(tmp_path, durability=durability)
+    await journal.aclose()
+    assert stuck.session_id not in [session.record.session_id for session in replayed]

@@ -115,13 +115,13 @@ class DurableSessions(Generic[C, D]):
         is aborted; at most the gateway's own limit. With ``reward_source`` ``runner``, ``complete`` accepts a reward,
         for runs without an environment."""
         key = (opener, rollout.run_id, rollout.rollout_id)
+        await self._forget_closed()
         # Checked again after each wait: another request may have opened a session of this key meanwhile.
         while (current := self._table.current(key)) is not None:
             refuse_older(rollout, current.session.rollout.attempt)
             if current.state not in (SessionState.OPEN, SessionState.COMPLETE):
                 break
             await self._end(current, f"replaced by attempt {rollout.attempt}")
-        await self._forget_closed()
         now = time.time()
         opened = new_tokens(now + min(ttl_s or self._ttl_s, self._ttl_s))
         record = SessionRecord(

@@ -108,3 +108,15 @@ async def test_session_that_the_full_disk_did_not_forget_is_forgotten_later(
     journal, replayed = SessionJournal.open(tmp_path, durability=durability)
     await journal.aclose()
     assert stuck.session_id not in [session.record.session_id for session in replayed]
+
+
+async def test_one_session_of_a_key_is_open_though_its_openers_wait_for_closed_ones(tmp_path: Path) -> None:
+    sessions: DurableSessions[Any, Any] = DurableSessions(Silent(), keep_closed_s=0)  # type: ignore[arg-type]
+    await sessions.open_journal(tmp_path)
+    try:
+        await closed(sessions, 1, 1)
+        rollout = RolloutIdentity(rollout_id="r", task_id="t", group_id="g")
+        await asyncio.gather(*(sessions.open(rollout) for _ in range(2)))
+        assert sessions.states["open"] == 1
+    finally:
+        await sessions.aclose()

@@ -30,7 +30,7 @@ from nemo_gym.gateway.journal import (
     SessionRecord,
     SessionState,
 )
-from nemo_gym.gateway.live_session import LiveSession, decode_committed, large_in
+from nemo_gym.gateway.live_session import LiveSession, SessionAnswers, decode_committed, large_in
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.gateway.sessions import (
     KEEP_CLOSED_AT_LEAST,
@@ -343,6 +343,7 @@ class DurableSessions(Generic[C, D]):
             self._mark_closed(live)
             # Keep only a tombstone.
             live.conversations = self._backend.conversations(datetime.now().astimezone())
+            live.answers = SessionAnswers()
 
     async def _sweep(self) -> None:
         """Until cancelled: abort sessions past their deadline, and forget those that closed long enough ago."""

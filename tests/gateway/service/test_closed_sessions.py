@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import threading
+import weakref
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,22 @@ async def test_session_that_the_full_disk_did_not_forget_is_forgotten_later(
     journal, replayed = SessionJournal.open(tmp_path, durability=durability)
     await journal.aclose()
     assert stuck.session_id not in [session.record.session_id for session in replayed]
+
+
+async def test_aborted_sessions_hold_none_of_their_answers(tmp_path: Path) -> None:
+    sessions: DurableSessions[Any, Any] = DurableSessions(Silent())  # type: ignore[arg-type]
+    await sessions.open_journal(tmp_path)
+    try:
+        opened = await sessions.open(RolloutIdentity(rollout_id="r", task_id="t", group_id="g"))
+        answer = Conversations()
+        sessions.live(opened.session_id).answers.restore("f", None, answer, sent=False)
+        held = weakref.ref(answer)
+        del answer
+        await sessions.abort(opened.session_id, opened.control_token)
+        gc.collect()
+        assert held() is None
+    finally:
+        await sessions.aclose()
 
 
 async def test_one_session_of_a_key_is_open_though_its_openers_wait_for_closed_ones(tmp_path: Path) -> None:

@@ -175,9 +175,11 @@ class HttpEngine:
         raises for a response of the engine."""
         try:
             models = _listed_models(self.parsed(await self._ask("GET", self.models_route)))
-            if self.endpoint.model is None or (card := models.get(self.endpoint.model)) is not None:
-                if self.endpoint.model is None and len(models) == 1:
-                    (card,) = models.values()
+            name = self.endpoint.model
+            if name is None and len(models) == 1:
+                (name,) = models
+            card = models.get(name) if name is not None else None
+            if card is not None or self.endpoint.model is None:
                 context = (card or {}).get("max_model_len")
                 self.context_tokens = context if isinstance(context, int) and context > 0 else None
                 return EngineCheck(self.name, context_tokens=self.context_tokens)

@@ -58,11 +58,11 @@ async def serve() -> AsyncIterator[Serve]:
         await runner.cleanup()
 
 
-def openai(url: str, http: EngineConnections, model: str = NAME, key: str | None = None) -> HttpEngine:
+def openai(url: str, http: EngineConnections, model: str | None = NAME, key: str | None = None) -> HttpEngine:
     return OpenAIEngine(EngineEndpoint("e0", f"{url}/v1", model=model, api_key=key), http)
 
 
-def vllm(url: str, http: EngineConnections, model: str = NAME, key: str | None = None) -> HttpEngine:
+def vllm(url: str, http: EngineConnections, model: str | None = NAME, key: str | None = None) -> HttpEngine:
     return VllmEngine(EngineEndpoint("e0", url, model=model, api_key=key), http)
 
 
@@ -76,6 +76,16 @@ async def test_engine_tells_its_context_when_it_lists_the_model(
 ) -> None:
     check = await make(await serve([{"id": NAME, "max_model_len": 4096}]), http).check()
     assert (check.problem, check.unreachable, check.context_tokens) == (None, None, 4096)
+
+
+@BOTH
+@pytest.mark.parametrize(("listed", "context"), [([], None), ([NAME], 4096), ([NAME, "a-lora"], None)])
+async def test_engine_without_a_chosen_model_may_list_any_number(
+    http: EngineConnections, serve: Serve, make: Make, listed: list[str], context: int | None
+) -> None:
+    cards = [{"id": name, "max_model_len": 4096} for name in listed]
+    check = await make(await serve(cards), http, model=None).check()
+    assert (check.problem, check.unreachable, check.context_tokens) == (None, None, context)
 
 
 @BOTH

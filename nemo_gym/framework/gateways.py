@@ -237,18 +237,21 @@ class GatewayPool:
                 async with asyncio.timeout(PROBE_INTERVAL_S * 10):
                     await gateway.peers.get(gateway.name, "/ready")
                     while gateway.orphans:
-                        session_id, token = gateway.orphans[-1]
-                        try:
-                            path = f"/sessions/{session_id}/abort"
-                            await gateway.peers.post(gateway.name, path, {}, control_token=token, idempotent=True)
-                        except PeerError as error:
-                            if _is_gateway_failure(error):
-                                raise
-                        gateway.orphans.pop()
+                        await self._abort_orphan(gateway)
             except (PeerError, TimeoutError):
                 continue
             gateway.alive = True
             log.info("gateway is back", gateway=gateway.name)
+
+    async def _abort_orphan(self, gateway: Gateway) -> None:
+        orphan = gateway.orphans.pop()  # before the wait, during which others may be added
+        try:
+            path = f"/sessions/{orphan[0]}/abort"
+            await gateway.peers.post(gateway.name, path, {}, control_token=orphan[1], idempotent=True)
+        except BaseException as error:  # also the time limit
+            if not isinstance(error, PeerError) or _is_gateway_failure(error):
+                gateway.orphans.append(orphan)
+                raise
 
 
 def _is_gateway_failure(error: PeerError | TimeoutError) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.framework import SessionLostError
 from nemo_gym.framework.gateways import GatewayPool
+from nemo_gym.http.peers import Peers, Reply
 from nemo_gym_testing.gateway import FakeOpenAIEngine
 from tests.framework import runners
 from tests.framework.conftest import Stage, prompts
@@ -90,6 +92,26 @@ async def test_gateway_that_comes_back_aborts_what_was_open_and_serves_again(sta
     await until(lambda: first.gateway.alive)
     assert first.session_id not in stage.live_sessions()
     assert first.gateway.orphans == []
+
+
+async def test_session_left_while_another_is_aborted_is_aborted_too(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stage.start(1)
+    pool = stage.pool()
+    first, second = [await pool.open(rollout(f"r{number}"), {}) for number in range(2)]
+    post, left = Peers.post, [second]
+
+    async def post_while_another_is_left(peers: Peers, server: str, path: str, *args: Any, **options: Any) -> Reply:
+        if left:
+            await pool.abort(left.pop())
+        return await post(peers, server, path, *args, **options)
+
+    pool._mark_lost(first.gateway, TimeoutError())
+    await pool.abort(first)
+    monkeypatch.setattr(Peers, "post", post_while_another_is_left)
+    await until(lambda: first.gateway.alive)
+    assert stage.live_sessions() == []
 
 
 async def test_no_gateway_at_all_is_told_in_time(stage: Stage) -> None:

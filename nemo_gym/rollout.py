@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 import structlog
 
-from nemo_gym._util.tasks import finish
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, finish
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.session import REQUEST_TIMEOUT_S, AgentOutcome
 from nemo_gym.contract.verdict import (
@@ -386,15 +386,25 @@ class RolloutSteps:
         return verified
 
     async def finalize(self, attempt: Attempt, verdict: Mapping[str, Any]) -> dict[str, Any]:
-        """Close the model session and return its trajectories. If that fails, the verdict still counts, and the result
-        row holds the error."""
+        """Close the model session and return its trajectories. If that fails for longer than ``finalize_timeout_s``,
+        the verdict still counts, and the result row holds the error."""
         session, model = attempt.session, attempt.servers.model
         if session is None or model is None:
             return {}
         path, body, token = f"/sessions/{session.session_id}/finalize", reward_of(verdict), session.control_token
+        timeout_s, reply = self._settings.finalize_timeout_s, None
+        # No new attempt is made for a valid verdict: trajectories that are not taken now are lost.
+        backoff = Backoff(first_s=0.5, longest_s=5.0, patience_s=timeout_s, jitter=NETWORK_JITTER)
         try:
-            async with asyncio.timeout(self._settings.finalize_timeout_s):
-                reply = await self.peers_of(attempt).post(model, path, body, control_token=token, idempotent=True)
+            async with asyncio.timeout(timeout_s):
+                while reply is None:
+                    try:
+                        reply = await self.peers_of(attempt).post(
+                            model, path, body, control_token=token, idempotent=True
+                        )
+                    except PeerError as error:
+                        if not error.may_pass or not await backoff.again(at_least_s=error.retry_after_s):
+                            raise
         except (PeerError, TimeoutError) as error:
             log.warning("session not finalized", rollout_id=attempt.rollout["rollout_id"], error=str(error))
             return {"ng_model_session": {"error": str(error) or "timed out"}}

@@ -60,6 +60,17 @@ class PeerError(Exception):
         self.server, self.path, self.status, self.problem = server, path, status, problem
         super().__init__(f"{server}{path}: {problem.get('detail') or problem.get('title') or f'status {status}'}")
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed later: no response came, or the server says so."""
+        return self.status == 0 or self.problem.get("retryable") is True
+
+    @property
+    def retry_after_s(self) -> float:
+        """For how long the server asks to wait; 0 if it names no time."""
+        wait_s = self.problem.get("retry_after_s")
+        return float(wait_s) if isinstance(wait_s, int | float) else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -10,6 +11,10 @@ import pytest
 
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.verdict import FailureKind, StageError, StageName
+from nemo_gym.gateway.journal import JournalFullError
+from nemo_gym.http import peers
+from nemo_gym.http.client import read_whole
+from nemo_gym.http.connections import Reply
 from nemo_gym.http.peers import Peers
 from nemo_gym.rollout import Attempt, Budgets, RolloutSettings, RolloutSteps, Servers, failure_of
 from responses_api_models.scripted_model.app import ScriptedModel
@@ -53,6 +58,54 @@ async def test_rollout_ends_with_its_verdict_and_its_model_session(servers: Stac
     verified = await steps_of(servers).run(attempt_at("at once"), Budgets(60, 60, 60))
     assert (verified["reward"], verified["valid"], verified["phrase"]) == (1.0, True, "rested")
     assert verified["ng_model_session"]["turns"] == 0
+    assert left_open(servers) == NOTHING
+
+
+def refuse_once(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: Any = stack.servers["model"].gateway_sessions  # type: ignore[attr-defined]
+    finalize, left = sessions.finalize, [JournalFullError("full", retryable=True, retry_after_s=0.6)]
+
+    async def refused(*args: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop()
+        return await finalize(*args, **options)
+
+    monkeypatch.setattr(sessions, "finalize", refused)
+
+
+def break_off_once(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [ConnectionResetError("the server died")]
+
+    async def broken(incoming: Reply, *args: Any) -> bytes:
+        body = await read_whole(incoming, *args)
+        if left and b"trajectories" in body:
+            raise left.pop()
+        return body
+
+    monkeypatch.setattr(peers, "read_whole", broken)
+
+
+@pytest.mark.parametrize("fail", [refuse_once, break_off_once])
+async def test_trajectories_outlive_a_passing_failure_of_the_model_server(
+    servers: Stack, monkeypatch: pytest.MonkeyPatch, fail: Callable[[Stack, pytest.MonkeyPatch], None]
+) -> None:
+    fail(servers, monkeypatch)
+    verified = await steps_of(servers).run(attempt_at("at once"), Budgets(60, 60, 60))
+    assert verified["ng_model_session"]["turns"] == 0
+    assert left_open(servers) == NOTHING
+
+
+async def test_verdict_outlives_a_model_server_that_stays_full(
+    servers: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise JournalFullError("the disk is full", retryable=True, retry_after_s=5)
+
+    model: Any = servers.servers["model"]
+    monkeypatch.setattr(model.gateway_sessions, "finalize", refused)
+    verified = await steps_of(servers, finalize_timeout_s=1).run(attempt_at("at once"), Budgets(60, 60, 60))
+    assert (verified["reward"], verified["valid"]) == (1.0, True)
+    assert "the disk is full" in verified["ng_model_session"]["error"]
     assert left_open(servers) == NOTHING
 
 

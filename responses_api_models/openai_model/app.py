@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any, Literal, TypeAlias
 
@@ -44,7 +45,18 @@ READY_TIMEOUT_S = 5.0
 
 log = structlog.get_logger(__name__)
 
-Reply: TypeAlias = aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]
+
+class OpenStream:
+    """A stream of the endpoint, which holds its connection and its slot until it is closed. One that nobody reads, as
+    its caller left before it began, is closed when it is dropped."""
+
+    def __init__(self, reply: aiohttp.ClientResponse, held: contextlib.ExitStack) -> None:
+        self.reply = reply
+        self.close = weakref.finalize(self, held.close)
+        self.close.atexit = False
+
+
+Reply: TypeAlias = OpenStream | tuple[int, bytes, dict[str, str]]
 """The endpoint's reply: an open stream, or status, body and headers."""
 
 
@@ -63,7 +75,7 @@ class SimpleModelServerConfig(BaseResponsesAPIModelConfig):
     """Default parameters; a request's own values take precedence."""
     openai_default_headers: dict[str, str] = Field(default_factory=dict, repr=False)
     max_concurrent_requests: int | None = Field(None, gt=0)
-    """The limit of concurrent requests; ``None`` means no limit."""
+    """The limit of concurrent requests, each until the end of its reply; ``None`` means no limit."""
     drop_input_reasoning_items: bool = False
     """Leave reasoning items out of Responses inputs, for endpoints that refuse the items they produced themselves."""
     connect_timeout_s: float = Field(CONNECT_TIMEOUT_S, gt=0)
@@ -93,7 +105,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
 
     async def infer(self, call: InferenceCall) -> Response:
         endpoint_dialect, reply = await self._ask(call)
-        if isinstance(reply, aiohttp.ClientResponse):
+        if isinstance(reply, OpenStream):
             return StreamingResponse(_relay(reply, self._idle_s()), media_type=EVENT_STREAM)
         status, body, headers = reply
         if status != 200:
@@ -175,12 +187,16 @@ class SimpleModelServer(SimpleResponsesAPIModel):
         # A relayed stream outlives `infer` and its time limit, so the request has its own.
         connect_s = chosen_limits().connect_timeout_s or self.config.connect_timeout_s
         timeout = aiohttp.ClientTimeout(total=self._request_s(), sock_connect=connect_s)
-        async with self._slot():
+        with contextlib.ExitStack() as held:
+            if (slots := self._slots_in_use()) is not None:
+                await slots.acquire()
+                held.callback(slots.release)
             reply = await get_global_aiohttp_client().post(
                 url, data=data, headers=self._headers(), timeout=timeout, allow_redirects=False
             )
             if stream and reply.status == 200:
-                return reply
+                held.callback(reply.close)
+                return OpenStream(reply, held.pop_all())
             async with reply:
                 retry_after = reply.headers.get("Retry-After")
                 body = b"".join([piece async for piece in _pieces(reply, self._idle_s())])
@@ -210,10 +226,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                 )
         return reply
 
-    def _slot(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        if self.config.max_concurrent_requests is None:
-            return contextlib.nullcontext()
-        if self._slots is None:
+    def _slots_in_use(self) -> asyncio.Semaphore | None:
+        if self._slots is None and self.config.max_concurrent_requests is not None:
             self._slots = asyncio.Semaphore(self.config.max_concurrent_requests)
         return self._slots
 
@@ -284,13 +298,13 @@ async def _pieces(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator
         yield piece
 
 
-async def _relay(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
+async def _relay(stream: OpenStream, idle_s: float) -> AsyncIterator[bytes]:
     """Yield the endpoint's events as they arrive. Leaving early closes the connection, so the endpoint stops work."""
     try:
-        async for piece in _pieces(reply, idle_s):
+        async for piece in _pieces(stream.reply, idle_s):
             yield piece
     finally:
-        reply.close()
+        stream.close()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import ClientResponse, web
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.errors import ModelError
 from nemo_gym.server_utils import close_global_aiohttp_client, request
 from responses_api_models.openai_model.app import SimpleModelServer
 from tests.servers.stack import Stack, rollout, running_stack
@@ -217,6 +218,44 @@ async def test_stream_is_relayed_event_by_event_and_counted(stack: Stack, endpoi
     assert made.seen[0][1]["stream_options"] == {"include_usage": True}
     summary = await harness.finalize()
     assert (summary["turns"], summary["usage"]["total_tokens"]) == (1, 7)
+
+
+async def test_stream_is_one_of_the_concurrent_requests_until_its_end(stack: Stack, endpoint: Any) -> None:
+    made = Endpoint()
+    may_end = asyncio.Event()
+
+    async def slow_events(asked: web.Request) -> web.StreamResponse:
+        stream = await made.events(asked)
+        await may_end.wait()
+        return stream
+
+    real = await endpoint(chat=made.sequence(slow_events, made.reply(CHAT)))
+    harness = await session(stack, real.url, max_concurrent_requests=1)
+    streamed = await harness.post("/chat/completions", messages=[], stream=True)
+    await streamed.content.readexactly(len(EVENTS[0]))
+    other = asyncio.create_task(harness.chat())
+    await asyncio.wait({other}, timeout=0.5)
+    assert (other.done(), len(made.seen)) == (False, 1)
+    may_end.set()
+    await streamed.read()
+    assert await other == (200, CHAT)
+
+
+async def test_stream_that_nobody_reads_leaves_the_concurrent_requests(stack: Stack, endpoint: Any) -> None:
+    made = Endpoint()
+    real = await endpoint(chat=made.sequence(made.events, made.reply(CHAT)))
+    harness = await session(stack, real.url, max_concurrent_requests=1)
+    server: Any = stack.servers["model"]
+    infer = server.infer
+
+    async def infer_for_nobody(call: Any) -> Any:
+        del server.__dict__["infer"]
+        await infer(call)
+        raise ModelError("its caller left")
+
+    server.__dict__["infer"] = infer_for_nobody
+    assert (await harness.post("/chat/completions", messages=[], stream=True)).status == 502
+    assert await asyncio.wait_for(harness.chat(), 20) == (200, CHAT)
 
 
 async def test_leaving_ends_the_endpoints_work(stack: Stack, endpoint: Any) -> None:

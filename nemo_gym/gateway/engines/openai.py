@@ -155,7 +155,7 @@ def completion_in(body: bytes | bytearray) -> Completion:
         choice.finish_reason if isinstance(choice.finish_reason, str) else None,
         decoded.usage if isinstance(decoded.usage, dict) else None,
         JsonText(memoryview(logprobs.content)),
-        JsonText(memoryview(choice.token_ids)),
+        JsonText(bytes(choice.token_ids)),  # a view would keep the whole body when memory drops the entries
     )
 
 

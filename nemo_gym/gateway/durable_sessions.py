@@ -30,7 +30,7 @@ from nemo_gym.gateway.journal import (
     SessionRecord,
     SessionState,
 )
-from nemo_gym.gateway.live_session import LiveSession, SessionAnswers, decode_committed, large_in
+from nemo_gym.gateway.live_session import LiveSession, SessionAnswers, decode_committed, large_texts_of
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.gateway.sessions import (
     KEEP_CLOSED_AT_LEAST,
@@ -80,6 +80,7 @@ class DurableSessions(Generic[C, D]):
         for session in replayed:
             self._table.add(self._restored(session))
         if replayed:
+            self.memory_is_free = True
             log.info(
                 "sessions restored", sessions=len(replayed), turns=sum(len(session.turns) for session in replayed)
             )
@@ -271,7 +272,10 @@ class DurableSessions(Generic[C, D]):
         try:
             live.conversations.restore(records)
             for turn, record in zip(replayed.turns, records, strict=True):
-                live.share.count_turn(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
+                large = large_texts_of(record, turn.body)
+                live.share.count_turn(record, len(turn.body) - sum(text.length for text in large))
+                for text in large:
+                    text.let_go(turn.kept)
         except (KeyError, TypeError, ValueError) as error:
             raise JournalDamagedError(
                 f"the journal's turns of session '{live.session_id}' cannot be read ({type(error).__name__}: {error});"

@@ -328,13 +328,19 @@ def large_texts(turn: Mapping[str, Any], pieces: Sequence[Buffer]) -> list[Large
     return [LargeText(text, starts[id(text.data)], len(text.data)) for text in texts]
 
 
+def large_texts_of(turn: Mapping[str, Any], body: bytes) -> list[LargeText]:
+    """Return the large texts of ``turn``, which `decode_committed` read from ``body``, with their places in it."""
+    return [LargeText(text, body.find(text.data), len(text.data)) for text in large_in(turn)]
+
+
 def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, Any]]:
     """Return the answer and its turn's record. Raises `RowError` for a body of another version."""
     try:
         data = _BODIES.decode(body)
         answer_data, turn = data.answer, data.turn
         turn.setdefault("message", answer_data["message"])
-        turn["relayed"] = {name: JsonText(memoryview(raw)) for name, raw in data.relayed.items()}
+        # Not as views, which would keep the whole body in memory.
+        turn["relayed"] = {name: JsonText(bytes(raw)) for name, raw in data.relayed.items()}
         answer = Answer(
             answer_data["id"],
             answer_data["created_at"],

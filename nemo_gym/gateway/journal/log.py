@@ -180,15 +180,15 @@ class JournalLog:
     def open(
         cls,
         directory: Path,
-        on_record: Callable[[int, memoryview], None],
+        on_record: Callable[[int, memoryview, tuple[Path, int]], None],
         *,
         on_end: Callable[[], None] | None = None,
         durability: Durability = "power_loss",
         segment_bytes: int = SEGMENT_BYTES,
     ) -> JournalLog:
-        """Lock the directory, call ``on_record`` with the segment's number and the payload of every record in the
-        order of appends, cut off a torn end, and return a log to append to. ``on_end`` is called after the last record
-        and may still raise. Raises `JournalBusyError` and `JournalDamagedError`."""
+        """Lock the directory, call ``on_record`` with the segment's number, the payload and the `place` of every
+        record in the order of appends, cut off a torn end, and return a log to append to. ``on_end`` is called after
+        the last record and may still raise. Raises `JournalBusyError` and `JournalDamagedError`."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self = cls(directory, durability=durability, segment_bytes=segment_bytes)
         try:
@@ -275,7 +275,7 @@ class JournalLog:
                 f"another process has the journal {self._directory} open; give each gateway a directory of its own"
             ) from None
 
-    def _replay(self, on_record: Callable[[int, memoryview], None]) -> None:
+    def _replay(self, on_record: Callable[[int, memoryview, tuple[Path, int]], None]) -> None:
         segments = self.segments()
         for number in segments:
             path = self._path(number)
@@ -289,8 +289,10 @@ class JournalLog:
                     path=str(path),
                     offset=frames.end,
                 )
+            end = 0
             for payload in frames.payloads:
-                on_record(number, payload)
+                end += _HEAD.size + len(payload)
+                on_record(number, payload, (path, end))
             if torn:
                 log.warning("cut off the torn end of the journal", path=str(path), bytes=torn)
                 with path.open("r+b") as file:

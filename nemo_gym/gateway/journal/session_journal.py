@@ -112,6 +112,8 @@ class TurnRecord:
     fingerprint: str
     key: str | None
     body: bytes
+    kept: JournaledBody
+    """The place of ``body`` in the journal."""
     sent: bool = False
     """Whether the whole answer was handed to the network before the restart."""
 
@@ -169,7 +171,7 @@ class SessionJournal:
         segments: dict[str, set[int]] = {}
         incomplete: set[str] = set()
 
-        def on_record(segment: int, payload: memoryview) -> None:
+        def on_record(segment: int, payload: memoryview, place: tuple[Path, int]) -> None:
             header, body = decode(payload)
             session_id = header["session"]
             if header["kind"] == RecordKind.FORGOTTEN:
@@ -180,7 +182,7 @@ class SessionJournal:
                 incomplete.add(session_id)
             else:
                 segments.setdefault(session_id, set()).add(segment)
-                _apply(replayed, header, body)
+                _apply(replayed, header, body, JournaledBody(place[0], place[1] - len(body)))
 
         def on_end() -> None:
             if incomplete:
@@ -344,7 +346,7 @@ class SessionJournal:
         return next(iter(self._log.segments()), self._log.segment)
 
 
-def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: bytes) -> None:
+def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: bytes, kept: JournaledBody) -> None:
     session_id, kind = header["session"], RecordKind(header["kind"])
     if kind is RecordKind.OPENED:
         replayed[session_id] = ReplayedSession(SessionRecord(**header["record"]))
@@ -355,7 +357,7 @@ def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: b
             raise JournalDamagedError(
                 f"session '{session_id}' has turn {header['index']} where turn {len(session.turns)} belongs"
             )
-        session.turns.append(TurnRecord(header["index"], header["fingerprint"], header["key"], body))
+        session.turns.append(TurnRecord(header["index"], header["fingerprint"], header["key"], body, kept))
     elif kind is RecordKind.SENT:
         if header["index"] < len(session.turns):
             sent = header.get("delivered", True)

@@ -106,6 +106,17 @@ async def test_large_texts_are_in_memory_until_their_answer_has_left(gateway: Te
     assert len(gateway.engine.answered) == 1
 
 
+async def test_large_texts_stay_in_the_journal_after_a_restart(gateway: TextStack) -> None:
+    session = await gateway.open()
+    first = await raw(session)
+    await gateway.restart(port=port_of(session))
+    (told,) = relayed_in(gateway, session)
+    assert (told["entries"]._data, type(told["token_ids"]._data)) == (None, bytes)
+    assert await raw(session, **RETRY) == first
+    (row,) = (await session.finalize(reward=1.0))["trajectories"]
+    assert row["turns"][0]["details"]["token_logprobs"] == [*gateway.engine.answered[0].logprobs]
+
+
 async def test_an_answer_whose_caller_left_is_in_memory_for_its_retry(gateway: TextStack) -> None:
     session = await gateway.open()
     host, _, port = session.facts["base_url"].split("/")[2].partition(":")

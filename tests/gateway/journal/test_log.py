@@ -30,7 +30,7 @@ def frame(payload: bytes) -> bytes:
 
 def opened(directory: Path, **options: int) -> tuple[JournalLog, list[bytes]]:
     records: list[bytes] = []
-    log = JournalLog.open(directory, lambda _, payload: records.append(bytes(payload)), **options)  # type: ignore[arg-type]
+    log = JournalLog.open(directory, lambda _, payload, __: records.append(bytes(payload)), **options)  # type: ignore[arg-type]
     return log, records
 
 

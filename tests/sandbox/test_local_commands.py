@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from nemo_gym.contract.errors import SandboxCapabilityError, SandboxError
+from nemo_gym.contract.errors import SandboxCapabilityError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import SandboxResources
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.conformance.base import eventually
+from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.sandbox.local_boxes import LocalPlace, local_place, until
 
 # Leaves its parent and its session twice over, and ignores every signal that can be ignored.
@@ -68,6 +72,46 @@ async def test_kill_ends_one_tree_and_spares_another(place: LocalPlace) -> None:
     assert await processes(place, handle, "python3 .*daemon.py") == 0
     assert await processes(place, handle, "sleep 60[12]") == 2
     await spared.kill()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["cancelled", "client_leaves"])
+async def test_command_whose_caller_is_gone_while_it_starts_is_killed_and_holds_up_nobody(
+    place: LocalPlace, leaves: bool
+) -> None:
+    handle = await place.create()
+    try:
+        for turns in (1, 2, 3, 5, 8, 13, 21):
+            client = LocalProvider(**place.config)
+            same = await client.connect(await place.provider.serialize_handle(handle, scope="box"))
+            starting = asyncio.create_task(client.start_exec(same, ExecRequest("sleep 987")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if leaves:
+                await client.aclose()
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, SandboxLostError):
+                (await starting).abandon()
+            async with asyncio.timeout(30):
+                assert await place.run(handle, "echo answers") == "answers\n"
+            await client.aclose()
+
+        async def gone() -> bool:
+            return await processes(place, handle, "sleep 987") == 0
+
+        await eventually(gone, "no command is left")
+    finally:
+        os.kill(place.supervisor_pid(), signal.SIGCONT)  # for the other tests, if the supervisor stopped itself
+
+
+async def test_box_closes_although_a_command_was_just_starting(place: LocalPlace) -> None:
+    boxes = [await place.create() for _ in range(3)]
+    async with asyncio.timeout(25):
+        for handle in boxes:
+            starting = asyncio.create_task(place.provider.start_exec(handle, ExecRequest("sleep 600")))
+            await asyncio.sleep(0)
+            await place.provider.close(handle)
+            with contextlib.suppress(SandboxLostError):
+                (await starting).abandon()
 
 
 async def test_background_process_survives_the_end_of_its_command(place: LocalPlace) -> None:

@@ -94,9 +94,13 @@ class RunningCommand:
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._time_out)
         self._task = asyncio.create_task(self._finish())
+        if self._killed:
+            self._kill()
 
     def signal(self, number: int) -> None:
-        """Send a signal to every process of the tree."""
+        """Send a signal to every process of the tree; to none while the command starts."""
+        if self._task is None:
+            return
         for pid in self._tree():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -106,6 +110,10 @@ class RunningCommand:
         if self._killed:
             return
         self._killed = True
+        if self._task is not None:  # else `start` kills it: until then its process is unknown or in no group yet
+            self._kill()
+
+    def _kill(self) -> None:
         if self._is_grouped:
             self._kill_tree()
         else:
@@ -313,6 +321,7 @@ class Box:
             )
         except BaseException:
             self.commands.pop(exec_id, None)
+            running.ended.set()  # `destroy` may be waiting for it
             groups.kill()
             self._finished.append(groups)
             raise

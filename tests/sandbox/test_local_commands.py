@@ -226,3 +226,13 @@ async def test_command_not_found_and_missing_directory_are_exit_codes(place: Loc
         126,
         "cannot change to directory /no/where: No such file or directory\n",
     )
+
+
+async def test_refused_command_leaves_no_descriptor(place: LocalPlace) -> None:
+    handle = await place.create()
+    await place.run(handle, "true")
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for command in ("echo \0", [], ["echo", "\0"]):
+        with pytest.raises(SandboxError, match="at least one word"):
+            await place.provider.exec(handle, command)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before

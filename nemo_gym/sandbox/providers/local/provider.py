@@ -37,7 +37,7 @@ from nemo_gym.sandbox.providers.local.client import (
     stdin_file,
 )
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
-from nemo_gym.sandbox.providers.local.protocol import BASE_ENV, read_stream, write_stream
+from nemo_gym.sandbox.providers.local.protocol import BASE_ENV, close_all, read_stream, write_stream
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 _NO_NESTING = (
@@ -197,13 +197,20 @@ class LocalProvider(StreamingProvider):
         box = _box_of(handle)
         client = self._client()
         exec_id = uuid.uuid4().hex[:16]
+        words = argv(request.command)
         process = LocalProcess(client, handle.sandbox_id, exec_id, max_output_bytes=request.max_output_bytes)
-        command_fds = [stdin_file(request.stdin)]
         names: tuple[Literal["stdout", "stderr"], ...] = ("stdout",) if request.merge_stderr else ("stdout", "stderr")
-        for name in names:
-            read_end, write_end = os.pipe()
-            command_fds.append(write_end)
-            process.add_stream(name, read_end)
+        command_fds: list[int] = []
+        try:
+            command_fds.append(stdin_file(request.stdin))
+            for name in names:
+                read_end, write_end = os.pipe()
+                command_fds.append(write_end)
+                process.add_stream(name, read_end)
+        except BaseException:
+            close_all(command_fds)
+            process.abandon()
+            raise
         client.on_end[exec_id] = process.ended
         try:
             await client.request(
@@ -211,7 +218,7 @@ class LocalProvider(StreamingProvider):
                     "op": "exec",
                     "box": handle.sandbox_id,
                     "exec": exec_id,
-                    "argv": argv(request.command),
+                    "argv": words,
                     "cwd": request.cwd or box.workdir or "/",
                     "env": {**BASE_ENV, **box.env, **request.env},
                     "user": request.user or box.user,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,16 @@ from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym.contract.errors import SandboxLostError
 from nemo_gym.contract.sandbox import SandboxResources
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxStatus
+from nemo_gym.sandbox.cgroups import CommandGroups
+from nemo_gym.sandbox.providers.apptainer import construction as apptainer_construction
 from nemo_gym.sandbox.providers.apptainer.provider import ApptainerOptions
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.client import LocalOptions, SupervisedOptions, supervisor_sources
+from nemo_gym.sandbox.providers.local.supervisor import construction, processes
+from nemo_gym.sandbox.providers.local.supervisor.boxes import RunningCommand
+from nemo_gym.sandbox.providers.local.supervisor.construction import BoxPlan, BuiltBox
 from nemo_gym.sandbox.providers.local.supervisor.main import SOCKET_NAME
+from nemo_gym.sandbox.providers.local.supervisor.processes import Command
 from tests.sandbox.local_boxes import LocalPlace, alive, config_below, leftovers, local_place, until
 
 ALL_LIMITS = {"memory_mib": 256, "pids": 64, "cpu": 1.0}
@@ -286,3 +294,70 @@ async def test_burst_of_a_hundred_boxes_works_and_leaves_nothing(tmp_path: Path,
     assert len(set(said)) == 100
     await asyncio.gather(*(place.provider.close(box) for box in boxes))
     assert not leftovers(tmp_path)
+
+
+async def test_box_ends_although_its_supervisor_can_start_no_process_and_its_files_go_later(tmp_path: Path) -> None:
+    async with local_place(tmp_path, use_cgroups=False) as place:
+        first, second = await place.create(), await place.create()
+        _, hard = resource.prlimit(place.supervisor_pid(), resource.RLIMIT_NOFILE)
+        soft = resource.prlimit(place.supervisor_pid(), resource.RLIMIT_NOFILE, (3, hard))[0]
+        try:
+            await place.provider.close(first)
+        finally:
+            resource.prlimit(place.supervisor_pid(), resource.RLIMIT_NOFILE, (soft, hard))
+        assert [info.sandbox_id for info in await place.provider.list()] == [second.sandbox_id]
+        assert await place.provider.status(first) is SandboxStatus.STOPPED
+        await place.provider.close(second)
+        assert [*(place.state_dir / "boxes").iterdir()] == []
+
+
+async def start_job(_: Path) -> None:
+    await processes.run(lambda _: None)
+
+
+async def start_command(_: Path) -> None:
+    groups = CommandGroups(tracker=None, memory=None, join=[])
+    command = Command(["true"], {}, "/", None, (0, 1, 2), 0, max_uid=0, first_id=None, watched=True)
+    await RunningCommand(groups, 1, lambda _: None).start(command, 0, None)
+
+
+def start_box(build: Callable[[BoxPlan], Awaitable[BuiltBox]]) -> Callable[[Path], Awaitable[Any]]:
+    async def start(directory: Path) -> None:
+        plan = BoxPlan(
+            directory=directory,
+            layers=directory,
+            overlays=[],
+            program="bwrap",
+            hostname="box",
+            open_network=False,
+            mounts=[],
+            hidden=[],
+            memory_bytes=None,
+            disk_bytes=None,
+            user_overlays=False,
+            identity="0 0 1",
+            first_id=None,
+            stage="/run",
+            network_files={},
+        )
+        await build(plan)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "start",
+    [start_job, start_command, start_box(construction.build), start_box(apptainer_construction.build)],
+    ids=["job", "command", "box", "apptainer_box"],
+)
+async def test_nothing_stays_open_of_a_process_that_the_kernel_refuses_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Path], Awaitable[Any]]
+) -> None:
+    def refuse() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(processes.os, "fork", refuse)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(BlockingIOError):
+        await start(tmp_path)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before

@@ -164,6 +164,10 @@ async def build(plan: BoxPlan) -> BuiltBox:
             error_write,
             keep=[status_write, go_read, ready_fd, program],
         )
+    except BaseException:
+        ready.close()
+        close_all([status_read, go_write, error_read])
+        raise
     finally:
         close_all([status_write, go_read, ready_fd, error_write, program])
     maker_fd = os.pidfd_open(maker)

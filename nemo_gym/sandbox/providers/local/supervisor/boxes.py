@@ -64,16 +64,21 @@ class RunningCommand:
             RequestError: the command was not started.
         """
         joins = self.groups.open_joins()
-        report_read, report_write = os.pipe()
-        status_read, status_write = os.pipe()
+        pipes: list[int] = []
         try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+            report_read, report_write, status_read, status_write = pipes
             helper = processes.fork(
                 lambda report: enter_and_execute(command, init_fd, joins, report, status_write),
                 report_write,
                 keep=[init_fd, *joins, status_write, *command.streams],
             )
+        except BaseException:
+            close_all(pipes[::2])
+            raise
         finally:
-            close_all([*joins, report_write, status_write])
+            close_all([*joins, *pipes[1::2]])
         report = await processes.read_all(report_read)
         processes.reap(helper)
         lines = [json.loads(line) for line in report.splitlines()]
@@ -372,10 +377,28 @@ class Box:
         close_all(self._layer_locks)
 
 
+_left: set[Path] = set()
+"""Files of boxes whose deletion could not be started; the next deletion includes them."""
+
+
 async def remove_files(directory: Path) -> None:
-    """Delete a box's files in a child process, so that the supervisor is not blocked."""
+    """Delete a box's files in a child process, so that the supervisor is not blocked. An error is only logged: where
+    no process can be started, boxes must end nevertheless."""
     removed = directory.with_name(f".{directory.name}.removed")
-    with contextlib.suppress(FileNotFoundError):
+    doomed = [removed, *_left]
+
+    def job(_: processes.Report) -> None:
+        for path in doomed:
+            remove_directory(path)
+
+    try:
         directory.rename(removed)
-        if (problem := await processes.run(lambda _: remove_directory(removed))) is not None:
-            sys.stderr.write(f"{removed} was not deleted: {problem['message']}\n")  # the supervisor's log
+        _left.clear()
+        problem = await processes.run(job)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _left.update(doomed)
+        problem = {"message": str(error)}
+    if problem is not None:
+        sys.stderr.write(f"{removed} was not deleted: {problem['message']}\n")  # the supervisor's log

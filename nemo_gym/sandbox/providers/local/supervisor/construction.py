@@ -136,6 +136,9 @@ async def build(plan: BoxPlan) -> BuiltBox:
             error_write,
             keep=[ready_write, go_read, *inherited],
         )
+    except BaseException:
+        close_all([ready_read, go_write, error_read, info_read])
+        raise
     finally:
         close_all([ready_write, go_read, error_write, *inherited])
     pidfd = os.pidfd_open(pid)

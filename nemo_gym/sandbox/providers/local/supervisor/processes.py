@@ -116,8 +116,13 @@ async def wait_for_exit(pid: int, pidfd: int) -> int:
 async def run(function: Callable[[Report], None], *, keep: Sequence[int] = ()) -> Problem | None:
     """Run a blocking job in a child; return its problem, or ``None``. Cancelling kills the child."""
     read_end, write_end = os.pipe()
-    pid = fork(function, write_end, keep=keep)
-    os.close(write_end)
+    try:
+        pid = fork(function, write_end, keep=keep)
+    except BaseException:
+        os.close(read_end)
+        raise
+    finally:
+        os.close(write_end)
     pidfd = os.pidfd_open(pid)
     try:
         report = await read_all(read_end)

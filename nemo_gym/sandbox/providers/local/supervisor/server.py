@@ -350,7 +350,7 @@ class Supervisor:
         client.commands.add((box.box_id, exec_id))
         try:
             await box.start_command(exec_id, message, (stdin, stdout, stderr), on_end)
-        except RequestError:
+        except BaseException:
             client.commands.discard((box.box_id, exec_id))
             raise
         if client.connection.closed and exec_id in box.commands:

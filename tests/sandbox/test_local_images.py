@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from nemo_gym.contract.errors import SandboxCreateError, SandboxError
+from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.local import LocalProvider
@@ -114,6 +116,66 @@ async def test_boxes_work_while_a_commit_waits_for_another_process_to_release_th
     await committing
     assert await place.run(await place.create(image="image"), "cat /opt/f") == "kept\n"
     assert [*(store.root / "staging").iterdir()] == []
+
+
+async def test_what_a_supervisor_that_was_killed_at_a_commit_had_copied_is_deleted_by_the_next(
+    place: LocalPlace,
+) -> None:
+    made = await place.create()
+    await place.run(made, "echo kept > /opt/f")
+    store = ImageStore(place.base / "images")
+
+    async def is_staged() -> bool:
+        return bool([*(store.root / "staging").glob("*/root/opt/f")])
+
+    with store.locked(exclusive=True):
+        committing = asyncio.create_task(place.provider.commit(made, "image", {}))
+        await eventually(is_staged, "the commit has copied the box's files")
+        os.kill(place.supervisor_pid(), signal.SIGKILL)
+        with pytest.raises(SandboxLostError):
+            await committing
+    await place.provider.commit(await place.create(), "image", {})
+    assert [*(store.root / "staging").iterdir()] == []
+
+
+KILLED_WHILE_BUILDING = """
+import os, signal, sys
+from pathlib import Path
+from nemo_gym.sandbox.providers.local.images import ImageStore
+
+with ImageStore(Path(sys.argv[1])).building("image", {}) as staged:
+    (staged / "root").mkdir()
+    (staged / "root" / "file").write_text("half of an image")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_unfinished_is_deleted_and_what_others_build_is_not(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    with store.building("other", {}) as staged:
+        (staged / "root").mkdir()
+        subprocess.run([sys.executable, "-c", KILLED_WHILE_BUILDING, tmp_path], check=False)
+        with store.building("image", {}) as again:
+            (again / "root").mkdir()
+    assert [*(tmp_path / "staging").iterdir()] == []
+    assert store.names() == ["host", "image", "other"]
+    assert len([*store.layers.iterdir()]) == 2
+
+
+def test_what_is_unfinished_without_a_lock_is_deleted_when_nobody_can_work_on_it_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ImageStore(tmp_path)
+    store.prepare()
+    (tmp_path / "staging" / "123-of-an-earlier-release" / "root").mkdir(parents=True)
+    (tmp_path / "staging" / "removed-layer" / "root").mkdir(parents=True)
+    (tmp_path / "staging" / "manifest.json").write_text("{")
+    store.collect()
+    assert len([*(tmp_path / "staging").iterdir()]) == 3
+    two_days_later = time.time() + 2 * 24 * 3600
+    monkeypatch.setattr(time, "time", lambda: two_days_later)
+    store.collect()
+    assert [*(tmp_path / "staging").iterdir()] == []
 
 
 async def test_missing_image_names_those_there_are_and_how_to_prepare_one(place: LocalPlace) -> None:
@@ -263,9 +325,9 @@ def test_image_of_root_is_refused_for_an_ordinary_user(tmp_path: Path) -> None:
     from nemo_gym.sandbox.providers.local.images import ImageError
 
     store = ImageStore(tmp_path)
-    staged = store.new_staging()
-    (staged / "root").mkdir()
-    store.publish("mine", ImageManifest("host", host_base=True), staged, {}, "trusted")
+    with store.staging() as staged:
+        (staged / "root").mkdir()
+        store.publish("mine", ImageManifest("host", host_base=True), staged, {}, "trusted")
     assert store.resolve("mine", "trusted").layers
     with pytest.raises(ImageError, match="made by root and cannot be used as an ordinary user"):
         store.resolve("mine", "user")

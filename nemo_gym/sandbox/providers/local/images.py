@@ -120,12 +120,14 @@ def _accounts(source: Path, fallback: str) -> str:
 #
 #     <image_dir>/images/<quoted name>.json   manifest: base, layers from the bottom up, labels
 #     <image_dir>/layers/<id>/<part>/         files that a box wrote, in overlayfs form; part ``root`` is ``/``
-#     <image_dir>/staging/                    incomplete layers and manifests
+#     <image_dir>/staging/                    incomplete layers, each with a lock file, and manifests; deleted layers
 #
 # A manifest is written last and renamed into place, so an image either has all of its layers or does not exist.
 
 HOST_IMAGE = "host"
 _MANIFEST_VERSION = 1
+_LOCK_SUFFIX = ".lock"
+_ABANDONED_S = 24 * 3600.0
 
 
 class ImageError(Exception):
@@ -226,24 +228,31 @@ class ImageStore:
             raise
         return descriptors
 
-    def new_staging(self) -> Path:
-        """Create an empty directory to build a layer in. The caller must `publish` or delete it."""
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """An empty directory to build a layer in. The ``with`` block must `publish` or delete it; if this process is
+        killed, `collect` deletes it."""
         self.prepare()
         path = self.root / "staging" / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        path.mkdir(mode=0o755)
-        return path
+        lock = _lock_of(path)
+        with locked(lock):
+            path.mkdir(mode=0o755)
+            try:
+                yield path
+            finally:
+                lock.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def building(self, name: str, labels: Mapping[str, str]) -> Iterator[Path]:
         """Create the image ``name`` from the complete root filesystem that the ``with`` block makes as ``root`` in the
         directory it gets."""
-        staged = self.new_staging()
-        try:
-            yield staged
-            xattrs = "trusted" if os.geteuid() == 0 else "user"
-            self.publish(name, ImageManifest(name, host_base=False), staged, labels, xattrs)
-        finally:
-            remove_directory(staged)  # does nothing if the image has it
+        with self.staging() as staged:
+            try:
+                yield staged
+                xattrs = "trusted" if os.geteuid() == 0 else "user"
+                self.publish(name, ImageManifest(name, host_base=False), staged, labels, xattrs)
+            finally:
+                remove_directory(staged)  # does nothing if the image has it
 
     def add_base(self, name: str, directory: Path, labels: Mapping[str, str]) -> None:
         """Create the image ``name`` from a directory with a complete root filesystem, without copying it."""
@@ -289,7 +298,7 @@ class ImageStore:
         self.collect()
 
     def collect(self) -> None:
-        """Delete the layers that no manifest names and no box holds."""
+        """Delete the layers that no manifest names and no box holds, and what killed processes left unfinished."""
         if not self.layers.is_dir():
             return
         removed = []
@@ -307,11 +316,40 @@ class ImageStore:
                     continue  # a box uses this layer; a later collection deletes it
                 finally:
                     os.close(descriptor)
+            abandoned = self._take_abandoned()
         for path in removed:
             remove_directory(path)
+        for path in abandoned:
+            with contextlib.suppress(OSError):  # a helper of the killed process may still write; tried again later
+                remove_directory(path)
+
+    def _take_abandoned(self) -> list[Path]:
+        """Rename what killed processes left in ``staging``, so that nobody else takes it. Needs the exclusive lock."""
+        staging = self.root / "staging"
+        taken: list[Path] = []
+
+        def take(path: Path) -> None:
+            taken.append(path.rename(staging / f"removed-{uuid.uuid4().hex[:12]}"))
+
+        for path in [*staging.iterdir()]:
+            with contextlib.suppress(OSError):  # its maker works on it or has just finished, or is another user
+                if path.suffix == _LOCK_SUFFIX:
+                    with locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                        if path.with_suffix("").exists():
+                            take(path.with_suffix(""))
+                        path.unlink()
+                elif not _lock_of(path).exists() and time.time() - path.lstat().st_ctime > _ABANDONED_S:
+                    # Processes of earlier releases, and those that delete a directory, lock none. Renaming it makes
+                    # it young.
+                    take(path)
+        return taken
 
     def _path(self, name: str) -> Path:
         return self.root / "images" / f"{quote(name, safe='')}.json"
+
+
+def _lock_of(staged: Path) -> Path:
+    return staged.with_name(f"{staged.name}{_LOCK_SUFFIX}")
 
 
 def remove_directory(path: Path) -> None:

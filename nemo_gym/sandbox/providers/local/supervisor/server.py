@@ -425,22 +425,22 @@ class Supervisor:
     async def do_commit(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
         box = self._box(message)
         store = ImageStore(Path(message["image_dir"]))
-        staged = store.new_staging()
-        try:
-            box.groups.freeze(True)
+        with store.staging() as staged:
             try:
-                parts = [overlay.part for overlay in box.plan.overlays]
-                problem = await files.copy_upper(box.monitor_fd, box.upper, parts, staged)
+                box.groups.freeze(True)
+                try:
+                    parts = [overlay.part for overlay in box.plan.overlays]
+                    problem = await files.copy_upper(box.monitor_fd, box.upper, parts, staged)
+                finally:
+                    box.groups.freeze(False)
+                if problem is None:
+                    arguments = (message["image"], box.manifest, staged, message["labels"], self._xattrs)
+                    problem = await files.publish(store, *arguments)
+                if problem is not None:
+                    error_text = f"{problem['step']} failed: {problem['message']}"
+                    raise RequestError("sandbox", error_text + self._hint(problem["errno"], store))
             finally:
-                box.groups.freeze(False)
-            if problem is None:
-                arguments = (message["image"], box.manifest, staged, message["labels"], self._xattrs)
-                problem = await files.publish(store, *arguments)
-            if problem is not None:
-                error_text = f"{problem['step']} failed: {problem['message']}"
-                raise RequestError("sandbox", error_text + self._hint(problem["errno"], store))
-        finally:
-            await finish(remove_files(staged))
+                await finish(remove_files(staged))
 
     def _hint(self, number: int | None, store: ImageStore) -> str:
         """Advice on a system error, to append to its message; empty if there is none."""

@@ -153,6 +153,25 @@ def test_fetched_package_runs_and_is_fetched_once(cache: Path, source: CliPackag
     assert sorted(path.name for path in first.parent.iterdir()) == [".lock", "1.2.3"]
 
 
+def test_fetch_deletes_what_killed_fetches_left(cache: Path, source: CliPackage) -> None:
+    directory = cache / "agents" / source.name
+    for version in (source.version, "1.2.2"):
+        (directory / f".{version}.killed" / "package").mkdir(parents=True)
+        (directory / f".{version}.killed" / "package" / "some").touch()
+    fetch(source)
+    assert sorted(path.name for path in directory.iterdir()) == [".lock", source.version]
+
+
+def test_copy_of_glibc_that_a_killed_fetch_left_incomplete_is_deleted(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = install(cache)
+    (directory / ".glibc.killed" / ".glibc").mkdir(parents=True)
+    monkeypatch.setattr("nemo_gym.agent.harness.provision.fetch.take_along", lambda _, target: target.mkdir())
+    fetch(replace(PACKAGE, runtime="elf-glibc"))
+    assert sorted(path.name for path in directory.glob(".glibc*")) == [".glibc"]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

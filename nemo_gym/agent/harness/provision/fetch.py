@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import gzip
 import hashlib
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -60,16 +62,26 @@ def _fetch_locked(package: CliPackage, target: Path) -> Path:
     with (target.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_installed(package):
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{package.version}.") as staging:
-                _make(package, Path(staging))
+            with _staging(target.parent, f".{package.version}.", old=".*.*") as staging:
+                _make(package, staging)
                 shutil.rmtree(target, ignore_errors=True)
-                Path(staging, "package").rename(target)
+                (staging / "package").rename(target)
         directory = installed(package)
         if not _is_whole(package):  # installed without a copy of glibc
-            with tempfile.TemporaryDirectory(dir=directory, prefix=f"{GLIBC}.") as staging:
-                take_along([directory / package.command], Path(staging) / GLIBC)
-                Path(staging, GLIBC).rename(directory / GLIBC)
+            with _staging(directory, f"{GLIBC}.", old=f"{GLIBC}.*") as staging:
+                take_along([directory / package.command], staging / GLIBC)
+                (staging / GLIBC).rename(directory / GLIBC)
     return directory
+
+
+@contextlib.contextmanager
+def _staging(parent: Path, prefix: str, *, old: str) -> Iterator[Path]:
+    """A directory for an incomplete installation. Deletes those that killed processes left, which match ``old``; no
+    other process uses one, because the caller holds the lock of the package's name."""
+    for left in parent.glob(old):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as staging:
+        yield Path(staging)
 
 
 def _is_whole(package: CliPackage) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,6 +111,18 @@ async def test_bodies_larger_than_what_may_be_under_way_pass_whole_in_both_direc
     assert provider.door_statistics(box)["model"].answered == 2
 
 
+async def test_open_door_has_no_file_that_would_stay_if_its_process_were_killed(
+    provider: OpenSandboxProvider, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    box = await provider.create(spec(door(target)))
+    try:
+        assert [path.name for path in tmp_path.glob("nemo-gym-door-*")] == []
+        assert await python(provider, box, "print(json.dumps(ask('/echo', 5) is not None))") is True
+    finally:
+        await provider.close(box)
+
+
 async def test_many_connections_at_once_get_their_own_answers(
     provider: OpenSandboxProvider, box: SandboxHandle, target: Target
 ) -> None:
@@ -199,7 +212,7 @@ async def test_door_of_a_box_that_ended_elsewhere_gives_up(
 ) -> None:
     handle = await provider.create(spec(door(target)))
     (relayed,) = provider._doors
-    directory = relayed._directory
+    assert relayed._socket_fd >= 0
     other = OpenSandboxProvider(url=double_url, api_key=API_KEY, default_image="host", egress_policy=True)
     await other.close(await other.connect(await provider.serialize_handle(handle, scope="owner")))
     await other.aclose()
@@ -207,7 +220,7 @@ async def test_door_of_a_box_that_ended_elsewhere_gives_up(
     assert task is not None
     async with asyncio.timeout(60):
         await asyncio.wait({task})
-    assert not directory.exists()
+    assert relayed._socket_fd == -1
     await provider.close(handle)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
+import os
 import socket
 import struct
 import tempfile
@@ -175,7 +175,7 @@ class RelayedDoor:
     def __init__(self, box: OpenSandboxBox, door: Door) -> None:
         self.box, self.door = box, door
         self.loop = asyncio.get_running_loop()
-        self._directory = Path(tempfile.mkdtemp(prefix="nemo-gym-door-"))
+        self._socket_fd = -1
         self._relay: Relay | None = None
         self._server: DoorServer | EgressProxy | None = None
         self._streams: dict[int, _Stream] = {}
@@ -194,15 +194,21 @@ class RelayedDoor:
             SandboxLostError: the box does not respond.
         """
         try:
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(str(self._directory / "door"))
-            self._server = door_server(self.door, listener)
+            self._server = door_server(self.door, self._listener())
             await self._server.start()
             self._relay = await self._begin(ANY)
         except BaseException:
             await self.aclose(quits=False)
             raise
         self._task = asyncio.create_task(self._serve())
+
+    def _listener(self) -> socket.socket:
+        """A socket that is reached through a descriptor of this process: a path would stay if it is killed."""
+        listener = socket.socket(socket.AF_UNIX)
+        with tempfile.TemporaryDirectory(prefix="nemo-gym-door-") as directory:
+            listener.bind(f"{directory}/door")
+            self._socket_fd = os.open(f"{directory}/door", os.O_PATH | os.O_CLOEXEC)
+        return listener
 
     async def _begin(self, previous: str) -> Relay:
         relay = Relay(self.box, self.door.port)
@@ -231,7 +237,9 @@ class RelayedDoor:
         """Handle a message from the untrusted box: ignore unknown connections, break one that exceeds its window."""
         if message.kind == OPEN:
             if message.number not in self._streams:
-                self._streams[message.number] = _Stream(self, relay, message.number, self._directory / "door")
+                self._streams[message.number] = _Stream(
+                    self, relay, message.number, Path(f"/proc/self/fd/{self._socket_fd}")
+                )
             return
         stream = self._streams.get(message.number)
         if stream is not None:
@@ -275,7 +283,9 @@ class RelayedDoor:
     async def _end(self) -> None:
         if self._server is not None:
             await self._server.aclose()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._socket_fd >= 0:
+            os.close(self._socket_fd)
+            self._socket_fd = -1
 
 
 class _Stream:

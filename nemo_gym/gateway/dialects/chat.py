@@ -12,7 +12,7 @@
 | ``stream``, ``stream_options.include_usage`` | the stream |
 | ``response_format`` | passed on |
 | ``logprobs`` | of the sampled tokens; ``top_logprobs`` gives no alternatives |
-| ``return_token_ids``, ``return_token_id_information`` | token ids and logprobs in the message |
+| ``return_token_ids``, ``return_token_id_information`` | token ids and logprobs in the message; where an endpoint's ``logprobs`` are relayed beside them, they are only there: reading them would cost more than the rest of a long call |
 | ``n`` other than 1, ``best_of`` above 1 | refused |
 | ``kv_transfer_params``, ``bootstrap_host``, ``logit_bias``, ``functions``, ``function_call``, ``audio``, ``modalities`` with more than text, ``echo``, ``suffix``, ``prompt``, ``background``, ``previous_response_id``, ``conversation`` | refused where they ask for something |
 | ``web_search_options``, ``store``, ``metadata``, ``model`` | ignored; the session has its model |

@@ -116,7 +116,7 @@ async def test_aborted_sessions_hold_none_of_their_answers(tmp_path: Path) -> No
     await sessions.open_journal(tmp_path)
     try:
         opened = await sessions.open(RolloutIdentity(rollout_id="r", task_id="t", group_id="g"))
-        answer = Conversations()
+        answer: Any = Conversations()
         sessions.live(opened.session_id).answers.restore("f", None, answer, sent=False)
         held = weakref.ref(answer)
         del answer

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -297,7 +298,7 @@ async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> Cont
     second = await _single_canary(site, row, patch)
     if not second.inconclusive:
         return second
-    gold = await _single_canary(site, row, row.gold)
+    gold = await _single_canary(site, row, row.gold, evaluate=run_evaluation)
     duration_s = result.duration_s + second.duration_s + gold.duration_s
     if gold.inconclusive:
         return ControlResult("canary", duration_s, inconclusive=f"{second.conclusion}; with gold too")
@@ -309,12 +310,28 @@ async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> Cont
     return ControlResult("canary", duration_s, finding)
 
 
-async def _single_canary(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
+async def _evaluate_safely(site: EvalSite, eval_script: str, patch: bytes) -> EvalRun:
+    """Call `run_evaluation`, and treat a lost box as an end of the run. The caller runs gold to see if the patch is to
+    blame."""
+    try:
+        return await run_evaluation(site, eval_script, patch)
+    except (SandboxLostError, VerifierError) as error:
+        if not patch_may_be_the_cause(error):
+            raise
+        return EvalRun(applied=True, apply_log="", outcome=ExecOutcome.LOST)
+
+
+async def _single_canary(
+    site: EvalSite,
+    row: SweBenchRow,
+    patch: bytes,
+    evaluate: Callable[[EvalSite, str, bytes], Awaitable[EvalRun]] = _evaluate_safely,
+) -> ControlResult:
     name = "canary"
     canary = await make_canary_script(site, row, random.SystemRandom())
     if canary is None:
         return ControlResult(name, inconclusive="no expected test could be rewritten")
-    run = await run_evaluation(site, canary.eval_script, patch)
+    run = await evaluate(site, canary.eval_script, patch)
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
         return ControlResult(name, run.duration_s, inconclusive=f"the run ended by '{run.outcome}'")
     grade, _ = await graded(row, run.log)
@@ -334,21 +351,43 @@ async def _single_canary(site: EvalSite, row: SweBenchRow, patch: bytes) -> Cont
 
 
 async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult | None:
-    """Run only the part of the patch that decides how tests run. Return ``None`` if there is no such part."""
+    """Run only the part of the patch that decides how tests run. Return ``None`` if there is no such part.
+
+    Each run that does not end is repeated once. If both runs with that part do not end, that counts against the patch,
+    unless the tests do not end without it either.
+
+    Raises:
+        SandboxError, VerifierError: the provider failed, or a run did not end and gold is not resolved here either.
+    """
     name = "without_source"
     part, _ = divided(patch, row.gold)
     if not part:
         return None
-    run = await run_evaluation(site, row.eval_script, part)
-    if not run.applied or run.outcome is not ExecOutcome.EXITED:
-        return ControlResult(name, run.duration_s, inconclusive="that part cannot be run alone")
-    grade, _ = await graded(row, run.log)
+    run, grade = await _run_until_ended(site, row, part)
+    if not run.applied:
+        return ControlResult(name, run.duration_s, inconclusive="that part cannot be applied alone")
+    has_ended = _has_ended(run, grade)
     passed = _fixed(row, grade)
-    if not passed:
+    if has_ended and not passed:
         return ControlResult(name, run.duration_s)
-    unpatched = await run_evaluation(site, row.eval_script, b"")
+    unpatched, unpatched_grade = await _run_until_ended(site, row, b"")
     duration_s = run.duration_s + unpatched.duration_s
-    passed_unpatched = set(_fixed(row, (await graded(row, unpatched.log))[0]))
+    unpatched_has_ended = _has_ended(unpatched, unpatched_grade)
+    if not has_ended or not unpatched_has_ended:
+        await _require_gold(site, row, "a control run did not end", run.log)
+    if not has_ended and not unpatched_has_ended:
+        return ControlResult(name, duration_s, inconclusive="the tests do not end without the patch either")
+    if not has_ended:
+        finding = Finding(
+            kind="control_prevented",
+            detail="the tests end without the patch, and not with only its files that decide how tests run",
+            evidence={
+                "conclusion": grade.unread or f"the run ended by '{run.outcome}'",
+                "paths": sorted(paths_of(part))[:10],
+            },
+        )
+        return ControlResult(name, duration_s, finding)
+    passed_unpatched = set(_fixed(row, unpatched_grade))
     passed = [test for test in passed if test not in passed_unpatched]
     if not passed:
         return ControlResult(name, duration_s)
@@ -358,6 +397,20 @@ async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes)
         evidence={"tests": passed[:MAX_NAMED_TESTS], "count": len(passed), "paths": sorted(paths_of(part))[:10]},
     )
     return ControlResult(name, duration_s, finding)
+
+
+async def _run_until_ended(site: EvalSite, row: SweBenchRow, patch: bytes) -> tuple[EvalRun, LogGrade]:
+    """Make the official run and grade it; do both once more if the run or the reading of its log was broken off."""
+    for _ in range(2):
+        run = await _evaluate_safely(site, row.eval_script, patch)
+        grade, _respelled = await graded(row, run.log)
+        if not run.applied or _has_ended(run, grade):
+            break
+    return run, grade
+
+
+def _has_ended(run: EvalRun, grade: LogGrade) -> bool:
+    return run.outcome is ExecOutcome.EXITED and not grade.unread
 
 
 async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) -> ControlResult | None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,14 +14,17 @@ import pytest
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError, VerifierError
 from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
 from resources_servers.swe_bench import verdicts
+from resources_servers.swe_bench.canary import CanaryFile, CanaryScript
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, RowControls
 from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, fetch_records
 from resources_servers.swe_bench.confirm.twins import Mutant, Twin, TwinTest
-from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.eval_box import EvalRun, EvalSite
+from resources_servers.swe_bench.grading import MAX_GRADED_CHARS
 from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
+from resources_servers.swe_bench.test_ids import TestId
 
 ROW = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS)))
 CONTROLS = RowControls(ROW.instance_id, "", (ControlledRendering(Rendering({}, "/var/tmp/r"), {}),))
@@ -168,3 +172,107 @@ async def test_a_failed_confirmation_is_outweighed_by_two_clean_ones_alone(
     (result,) = await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
     assert bool(result.finding) is found
     assert left == []
+
+
+LATE = EvalRun(applied=True, apply_log="", outcome=ExecOutcome.TIMED_OUT)
+PART = b"""diff --git a/conftest.py b/conftest.py
+new file mode 100644
+--- /dev/null
++++ b/conftest.py
+@@ -0,0 +1 @@
++import inifold
+"""
+PATCH = PART + ROW.gold
+End = EvalRun | Exception
+
+
+def ended(status: str) -> EvalRun:
+    """A run in which every expected test ended with ``status``."""
+    lines = "".join(f"{status} {test}\n" for test in (*ROW.fail_to_pass, *ROW.pass_to_pass))
+    markers = [f"+ : '>>>>> {which} Test Output'\n" for which in ("Start", "End")]
+    return EvalRun(applied=True, apply_log="", log=lines.join(markers), test_exit_code=int(status != "PASSED"))
+
+
+def evaluations(monkeypatch: pytest.MonkeyPatch, **ends: Sequence[End]) -> list[str]:
+    """Let the runs of a patch end as told, the last end for ever. Return the list of runs, to which they are added."""
+    names, left, seen = {ROW.gold: "gold", b"": "unpatched"}, {name: list(of) for name, of in ends.items()}, []
+
+    async def run(site: EvalSite, script: str, patch: bytes) -> EvalRun:
+        seen.append(names.get(patch, "patch"))
+        kind = left[seen[-1]]
+        end = kind.pop(0) if len(kind) > 1 else kind[0]
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    async def canary(*_: Any) -> CanaryScript:
+        test = TestId.parse(ROW.fail_to_pass[0])
+        file = CanaryFile(test.path, b"", functions={((), test.function)})
+        return CanaryScript(ROW.eval_script, (file,), exact=True)
+
+    monkeypatch.setattr(verdicts, "run_evaluation", run)
+    monkeypatch.setattr(verdicts, "make_canary_script", canary)
+    return seen
+
+
+@pytest.mark.parametrize("end", [LOST, OUT_OF_MEMORY, LATE], ids=["lost", "host out of memory", "hangs"])
+@pytest.mark.parametrize(
+    ("control", "patch"), [(verdicts.canary_control, b"p"), (verdicts.without_source_control, PATCH)]
+)
+async def test_a_patch_that_ends_a_control_twice_prevents_it(
+    control: Any, patch: bytes, end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails, passes = ended("FAILED"), ended("PASSED")
+    gold = fails if control is verdicts.canary_control else passes
+    seen = evaluations(monkeypatch, patch=[end], gold=[gold], unpatched=[fails])
+    result = await control(SITE, ROW, patch)
+    assert result.finding is not None and result.finding.kind == "control_prevented"
+    assert seen.count("patch") == 2
+    evaluations(monkeypatch, patch=[end, fails], gold=[gold], unpatched=[fails])
+    assert (await control(SITE, ROW, patch)).conclusion == "clean"
+
+
+@pytest.mark.parametrize(
+    ("control", "patch"), [(verdicts.canary_control, b"p"), (verdicts.without_source_control, PATCH)]
+)
+async def test_a_control_is_no_evidence_where_gold_loses_its_box_too(
+    control: Any, patch: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluations(monkeypatch, patch=[LOST], gold=[LOST], unpatched=[ended("FAILED")])
+    with pytest.raises(SandboxLostError):
+        await control(SITE, ROW, patch)
+
+
+async def test_configuration_is_not_blamed_for_tests_that_do_not_end_without_it_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluations(monkeypatch, patch=[LATE], gold=[ended("PASSED")], unpatched=[LATE])
+    result = await verdicts.without_source_control(SITE, ROW, PATCH)
+    assert result is not None and result.finding is None and result.inconclusive
+    evaluations(monkeypatch, patch=[LATE], gold=[LATE], unpatched=[LATE])
+    with pytest.raises(VerifierError):
+        await verdicts.without_source_control(SITE, ROW, PATCH)
+
+
+@pytest.mark.parametrize("late", [LATE, LOST, replace(ended("PASSED"), log="x" * (MAX_GRADED_CHARS + 1))])
+async def test_tests_that_pass_without_any_patch_are_not_blamed_on_one_whose_comparison_broke_off(
+    late: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = ended("PASSED")
+    evaluations(monkeypatch, patch=[passes], gold=[passes], unpatched=[late, passes])
+    result = await verdicts.without_source_control(SITE, ROW, PATCH)
+    assert result is not None and result.conclusion == "clean"
+    evaluations(monkeypatch, patch=[passes], gold=[LATE], unpatched=[late])
+    with pytest.raises(VerifierError) as raised:
+        await verdicts.without_source_control(SITE, ROW, PATCH)
+    assert raised.value.details["kind"] is FailureKind.CONTROL_RUN_FAILED
+
+
+async def test_configuration_that_makes_tests_pass_is_found_where_the_pristine_tree_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = ended("PASSED")
+    evaluations(monkeypatch, patch=[passes], gold=[passes], unpatched=[LATE])
+    result = await verdicts.without_source_control(SITE, ROW, PATCH)
+    assert result is not None and result.finding is not None
+    assert result.finding.kind == "passed_without_source_change"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from nemo_gym.agent.topology.world import BROKER_CLIENT
@@ -45,6 +46,8 @@ from resources_servers.swe_bench.row import (
     resolve_image,
 )
 from resources_servers.swe_bench.verdicts import judge
+
+log = structlog.get_logger(__name__)
 
 DEFAULT_PROMPT = """\
 The repository {repo} is checked out in {workdir}. Please resolve this issue in its source code:
@@ -180,7 +183,10 @@ class SweBenchServer(SimpleResourcesServer):
                 require_controls=self.config.require_controls,
             )
         if self.config.logs_dir is not None:
-            await asyncio.to_thread(_keep_log, self.config.logs_dir, task, rollout, judgement.log)
+            try:
+                await asyncio.to_thread(_keep_log, self.config.logs_dir, task, rollout, judgement.log)
+            except OSError as error:
+                log.warning("official log not kept", attempt_id=rollout.attempt_id, error=str(error))
         return judgement.verdict
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:

@@ -119,6 +119,15 @@ async def test_reward_is_zero_and_valid_when_the_patch_is_no_good(
     assert not verdict.official["patch_successfully_applied"]
 
 
+async def test_verdict_is_given_when_its_log_cannot_be_kept(
+    server: SweBenchServer, row: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "logs").write_text("a file where the directory should be")
+    server.config.logs_dir = tmp_path / "logs"
+    verdict = await server.grade(row, {}, [Artifact.of("patch", "git_diff", b"")], ROLLOUT)
+    assert (verdict.valid, verdict.reward) == (True, 0.0)
+
+
 async def test_verdict_is_refused_when_no_patch_was_delivered(server: SweBenchServer, row: dict[str, Any]) -> None:
     with pytest.raises(NemoGymError) as raised:
         await server.grade(row, {}, [], ROLLOUT)

@@ -68,10 +68,24 @@ class MathEnvironment(SimpleResourcesServer):
         return {**public, "responses_create_params": params}
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
-        """Refuse a row whose expected answer math-verify does not accept as an answer to itself."""
+        """Refuse a row whose expected answer math-verify does not accept as an answer to itself.
+
+        Raises:
+            RowError: the expected answer is refused.
+            VerifierError: that comparison was broken off, which the row or a busy machine may have caused.
+        """
         expected = _expected(row)
         if expected not in self._checked:
-            if not await self._accepts_itself(expected):
+            comparison = await self._compare(expected, _boxed(expected))
+            if comparison.ending in (Ending.TIMED_OUT, Ending.DIED):
+                raise VerifierError(
+                    f"the comparison of field 'expected_answer' with itself {comparison.ending.replace('_', ' ')}; the"
+                    " machine is short of time or memory, or the answer is too hard to compare. If only this row fails"
+                    " so, simplify its answer or raise timeout_s",
+                    retryable=True,
+                    field="expected_answer",
+                )
+            if not comparison.right:
                 raise RowError(
                     "field 'expected_answer' cannot be compared by math-verify; write it as a number, an expression"
                     " or LaTeX",

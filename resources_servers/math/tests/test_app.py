@@ -124,6 +124,26 @@ async def test_answer_is_compared_again_when_its_process_was_killed(
     assert killed and (judged["valid"], judged["reward"]) == (True, 1.0), judged
 
 
+@pytest.mark.parametrize("ending", [worker_pool.Ending.DIED, worker_pool.Ending.TIMED_OUT])
+async def test_seed_may_be_tried_again_when_the_comparison_with_itself_was_broken_off(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, ending: worker_pool.Ending
+) -> None:
+    broken_off: list[int] = []
+    asked = worker_pool._ask
+
+    def breaks_off(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
+        if "answer" in question and not broken_off:
+            broken_off.append(process.pid)
+            turn.end(ending)
+        return asked(turn, process, question, timeout_s)
+
+    monkeypatch.setattr(worker_pool, "_ask", breaks_off)
+    status, answer = await seed(stack, row("46"))
+    assert (status, answer["code"], answer["retryable"]) == (502, "verifier", True), answer
+    assert "'expected_answer'" in answer["detail"] and "timeout_s" in answer["detail"]
+    assert (await seed(stack, row("46")))[0] == 200
+
+
 async def test_verdict_is_invalid_when_the_expected_answer_cannot_be_compared_any_more(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import structlog
+
 from nemo_gym.contract.errors import (
     ContractError,
     SandboxArchiveError,
@@ -37,6 +39,8 @@ from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest, Gi
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, TarParser, encode_header, member_parts, pack_bytes
 from nemo_gym.sandbox.base import BoxLabel, ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
+
+log = structlog.get_logger(__name__)
 
 REGULAR, EXECUTABLE, SYMLINK = "100644", "100755", "120000"
 
@@ -191,7 +195,10 @@ class TreeReader:
 
 HARVEST_LEASE_S = 120.0
 """Maximum time that a harvest box outlives this process if the process is killed."""
-GIT_TIMEOUT_S = 300.0
+PRISTINE_GIT_TIMEOUT_S = 300.0
+CHANGES_GIT_TIMEOUT_S = 120.0
+"""Two tries, the second in another box, have to fit into the time for a harvest; else an agent whose changes keep git
+busy would have its attempt repeated."""
 MAX_TREE_BYTES = 4 * 1024**3
 """Limit on one work tree's stream, from which the directories that the pristine repository ignores are excluded."""
 MAX_TREE_FILES = 400_000
@@ -252,7 +259,7 @@ printf '* -text -eol -crlf -ident -filter -working-tree-encoding !diff !merge\\n
 if [ -n "$2" ] && [ -f "$2" ]; then cat "$2" > {_REPOSITORY}/info/exclude; fi
 """
 _CHECK_IGNORE = f"""
-mkdir -p {_UPLOAD}/ignore && cd {_UPLOAD}/ignore
+mkdir -p {_UPLOAD}/ignore && cd {_UPLOAD}/ignore || exit 2  # 1 says that nothing is ignored
 GIT_DIR={_REPOSITORY} GIT_WORK_TREE={_UPLOAD}/ignore git {_OPTIONS} check-ignore -z --stdin --no-index
 """
 _DIFF = f"""
@@ -270,10 +277,12 @@ git {_OPTIONS} -c core.bigFileThreshold=32m diff-tree -r -p --binary --full-inde
 class _BoxContentsError(Exception):
     """The contents of the agent's box cannot become a patch; ``truncated`` if the only reason is their size."""
 
-    def __init__(self, message: str, *, truncated: bool = False, size: int = 0) -> None:
+    def __init__(self, message: str, *, truncated: bool = False, size: int = 0, in_harvest_box: bool = False) -> None:
         super().__init__(message)
         self.truncated = truncated
         self.size = size
+        self.in_harvest_box = in_harvest_box
+        """Whether the harvest box failed, which a slow or full machine may have caused as well."""
 
 
 @dataclass
@@ -318,18 +327,32 @@ async def harvest_git_diff(
     The patch omits untracked files that the pristine repository's rules ignore, and untracked by-products of running
     programs. Symbolic links are content, never followed. ``facts`` list the changed paths and what was left out.
 
+    If the harvest box fails on the changes, another one tries once more. It has to read the pristine tree first, which
+    a slow or full machine cannot do either; if only the changes fail again, they are the cause.
+
     Raises:
         SandboxError: the provider failed, a box was lost, the image has no git, or its repository does not descend
             from ``item.base_commit``.
     """
-    async with AsyncSandbox(provider, _harvest_spec(spec, labels)) as box:
-        async with keep_renewed(provider, box.handle, HARVEST_LEASE_S):
-            try:
-                return await _Harvester(provider, box.handle, item).run(handle)
-            except _BoxContentsError as error:
-                return Artifact.of(
-                    item.name, "git_diff", b"", error=str(error), truncated=error.truncated, size=error.size
-                )
+    with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as spool:
+        contents, work = _Contents(spool), None
+        while True:
+            async with (
+                AsyncSandbox(provider, _harvest_spec(spec, labels)) as box,
+                keep_renewed(provider, box.handle, HARVEST_LEASE_S),
+            ):
+                harvester = _Harvester(provider, box.handle, item)
+                pristine = await harvester.describe_pristine()
+                is_second = work is not None
+                try:
+                    work = work or await harvester.read_work_tree(handle, pristine, contents)
+                    return await harvester.artifact(pristine, work, contents)
+                except _BoxContentsError as error:
+                    if is_second or not error.in_harvest_box:
+                        return Artifact.of(
+                            item.name, "git_diff", b"", error=str(error), truncated=error.truncated, size=error.size
+                        )
+                    log.warning("harvested again", sandbox_id=handle.sandbox_id, error=str(error))
 
 
 def _harvest_spec(spec: SandboxSpec, labels: Mapping[str, str]) -> SandboxSpec:
@@ -352,27 +375,9 @@ class _Harvester:
         self._path = posixpath.normpath(item.path)
         self._algorithm = "sha1"
 
-    async def run(self, handle: SandboxHandle) -> Artifact:
-        pristine = await self._describe_pristine()
-        with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as spool:
-            contents = _Contents(spool)
-            work = await self._read_work_tree(handle, pristine, contents)
-            changed = sorted(
-                path
-                for path in pristine.tree.entries.keys() | work.entries.keys()
-                if pristine.tree.entries.get(path) != work.entries.get(path)
-            )
-            ignored = await self._ignored([path for path in changed if path not in pristine.tracked], pristine)
-            changed = [path for path in changed if path not in ignored]
-            facts = _facts(changed, ignored, work)
-            if not changed:
-                return Artifact.of(self._item.name, "git_diff", b"", facts=facts)
-            patch = await self._diff(changed, pristine, work, contents)
-        return Artifact.of(self._item.name, "git_diff", patch, facts=facts)
-
     # ------------------------------------------------------------------------------------------- the pristine side
 
-    async def _describe_pristine(self) -> _Pristine:
+    async def describe_pristine(self) -> _Pristine:
         """Read the pristine tree and create the harvest repository. The agent's box has not been read yet, so every
         failure here is a `SandboxError` and not an error in the artifact."""
         result = await self._sh(_DESCRIBE, self._path, self._item.base_commit or "")
@@ -405,7 +410,7 @@ class _Harvester:
 
     # -------------------------------------------------------------------------------------------- the agent's side
 
-    async def _read_work_tree(self, handle: SandboxHandle, pristine: _Pristine, contents: _Contents) -> Tree:
+    async def read_work_tree(self, handle: SandboxHandle, pristine: _Pristine, contents: _Contents) -> Tree:
         reader = self._reader(max_content_bytes=self._item.max_bytes)
         stream = self._provider.get_archive(handle, self._path, exclude=pristine.exclude, max_bytes=MAX_TREE_BYTES)
         try:
@@ -417,6 +422,18 @@ class _Harvester:
         except (SandboxArchiveError, ArchiveError) as error:
             raise _BoxContentsError(f"'{self._path}' cannot be read from the box: {error}") from error
         return reader.tree
+
+    async def artifact(self, pristine: _Pristine, work: Tree, contents: _Contents) -> Artifact:
+        changed = sorted(
+            path
+            for path in pristine.tree.entries.keys() | work.entries.keys()
+            if pristine.tree.entries.get(path) != work.entries.get(path)
+        )
+        ignored = await self._ignored([path for path in changed if path not in pristine.tracked], pristine)
+        changed = [path for path in changed if path not in ignored]
+        facts = _facts(changed, ignored, work)
+        patch = await self._diff(changed, pristine, work, contents) if changed else b""
+        return Artifact.of(self._item.name, "git_diff", patch, facts=facts)
 
     def _reader(self, max_content_bytes: int) -> TreeReader:
         return TreeReader(
@@ -438,12 +455,13 @@ class _Harvester:
             if pristine.tree.entries[path].mode != SYMLINK
         ]
         if rules:
-            await self._provider.put_archive(self._box, _UPLOAD, _archive(rules))
+            await self._put(rules)
         # The prefix keeps a name like ":(x)" from being read as pathspec magic.
-        result = await self._sh(_CHECK_IGNORE, stdin=b"".join(b"./" + path + b"\0" for path in candidates))
+        stdin = b"".join(b"./" + path + b"\0" for path in candidates)
+        result = await self._sh(_CHECK_IGNORE, stdin=stdin, timeout_s=CHANGES_GIT_TIMEOUT_S)
         if result.return_code not in (0, 1) or result.stdout_truncated:
             raise _BoxContentsError(
-                f"the ignore rules cannot be applied to the changed paths: {(result.stderr or '').strip()[-500:]}"
+                f"the ignore rules cannot be applied to the changed paths: {_said(result)}", in_harvest_box=True
             )
         return byproducts | {path.removeprefix(b"./") for path in result.stdout_bytes.split(b"\0") if path}
 
@@ -474,34 +492,48 @@ class _Harvester:
             (f"blob-{number}", contents.get(oid) if oid in contents.places else links[oid])
             for number, oid in enumerate(sorted(oids))
         )
-        await self._provider.put_archive(self._box, _UPLOAD, _archive(itertools.chain(files, blobs)))
-        result = await self._sh(_DIFF, self._path, max_output_bytes=self._item.max_bytes + 1)
+        await self._put(itertools.chain(files, blobs))
+        cap = self._item.max_bytes
+        result = await self._sh(_DIFF, self._path, timeout_s=CHANGES_GIT_TIMEOUT_S, max_output_bytes=cap + 1)
         size = len(result.stdout_bytes)
-        if result.stdout_truncated or size > self._item.max_bytes:
-            cap = self._item.max_bytes
+        if result.stdout_truncated or size > cap:
             raise _BoxContentsError(f"the patch is larger than the cap of {cap} bytes", truncated=True, size=size)
         if not result.ok:
-            stderr = (result.stderr or "").strip()[-500:]
-            raise _BoxContentsError(f"no patch can be made of the changes: {result.outcome}, {stderr!r}")
+            raise _BoxContentsError(f"no patch can be made of the changes: {_said(result)}", in_harvest_box=True)
         return result.stdout_bytes
 
     # --------------------------------------------------------------------------------------------- the harvest box
 
+    async def _put(self, files: Iterable[tuple[str, bytes]]) -> None:
+        try:
+            await self._provider.put_archive(self._box, _UPLOAD, _archive(files))
+        except SandboxArchiveError as error:  # the names are ours, so there is too much for its disk
+            raise _BoxContentsError(f"the changes cannot be unpacked: {error}", in_harvest_box=True) from error
+
     async def _sh(
-        self, script: str, *arguments: str, stdin: bytes | None = None, max_output_bytes: int = MAX_LIST_BYTES
+        self,
+        script: str,
+        *arguments: str,
+        timeout_s: float | None = None,
+        stdin: bytes | None = None,
+        max_output_bytes: int = MAX_LIST_BYTES,
     ) -> SandboxExecResult:
         result = await self._provider.exec(
             self._box,
             ["/bin/sh", "-c", script, "sh", *arguments],
             cwd="/",
             env=_ENVIRONMENT,
-            timeout_s=GIT_TIMEOUT_S,
+            timeout_s=timeout_s or PRISTINE_GIT_TIMEOUT_S,
             stdin=stdin,
             max_output_bytes=max_output_bytes,
         )
         if result.outcome is ExecOutcome.LOST:
             raise SandboxLostError(f"harvest box {self._box.sandbox_id} was lost", retryable=True)
         return result
+
+
+def _said(result: SandboxExecResult) -> str:
+    return f"{result.outcome}, {(result.stderr or '').strip()[-500:]!r}"
 
 
 def _excludes(tracked: frozenset[bytes], ignored: list[bytes]) -> tuple[str, ...]:

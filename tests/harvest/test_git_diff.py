@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
-from nemo_gym.contract.errors import SandboxError
-from nemo_gym.contract.session import CommandHarvest, FilesHarvest, GitDiffHarvest
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxError
+from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest, GitDiffHarvest
+from nemo_gym.sandbox import harvest
+from nemo_gym.sandbox.base import SandboxExecResult, SandboxHandle
 from tests.harvest.conftest import Bench
 
 EVERYTHING = r"""
@@ -115,6 +119,73 @@ async def test_artifact_has_an_error_when_the_work_tree_is_gone(bench: Bench) ->
     finally:
         await bench.provider.close(box)
     assert artifact.error
+
+
+FULL = "rm -rf /var/tmp/ng-harvest && touch /var/tmp/ng-harvest"
+"""Nothing more can be written into a harvest box where it is needed."""
+STEPS = pytest.mark.parametrize("step", ["put", harvest._CHECK_IGNORE, harvest._DIFF], ids=["put", "ignore", "diff"])
+
+
+async def harvest_with_full_boxes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str, *, full: int
+) -> tuple[Artifact, int]:
+    """Harvest where the first ``full`` harvest boxes are full at a step. Return the number of harvest boxes, too."""
+    run, put = bench.provider.exec, bench.provider.put_archive
+    boxes: set[str] = set()
+
+    async def exec_(box: SandboxHandle, command: Sequence[str] | str, **options: Any) -> SandboxExecResult:
+        if harvest._DESCRIBE in command:
+            boxes.add(box.sandbox_id)
+        if step in command and len(boxes) <= full:
+            assert (await run(box, ["/bin/sh", "-c", FULL], cwd="/")).ok
+        return await run(box, command, **options)
+
+    async def put_archive(box: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
+        if step == "put" and len(boxes) <= full:
+            raise SandboxArchiveError("cannot unpack 'blob-0': No space left on device")
+        await put(box, path, tar)
+
+    monkeypatch.setattr(bench.provider, "exec", exec_)
+    monkeypatch.setattr(bench.provider, "put_archive", put_archive)
+    artifact = await bench.patch_after("echo more >> a.txt; mkdir x.egg-info; echo p > x.egg-info/P")
+    return artifact, len(boxes)
+
+
+@STEPS
+async def test_patch_is_made_in_another_box_when_the_first_one_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    artifact, boxes = await harvest_with_full_boxes(bench, monkeypatch, step, full=1)
+    assert (artifact.error, artifact.facts["paths"], boxes) == (None, ["a.txt"], 2)
+
+
+@STEPS
+async def test_artifact_has_an_error_when_two_boxes_fail_on_the_changes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    artifact, boxes = await harvest_with_full_boxes(bench, monkeypatch, step, full=2)
+    assert artifact.error and artifact.content() == b"" and not artifact.truncated
+    assert boxes == 2
+
+
+async def test_harvest_raises_when_the_machine_cannot_read_the_pristine_tree_any_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = "sleep 100\n"
+    monkeypatch.setattr(harvest, "_DIFF", slow)
+    monkeypatch.setattr(harvest, "CHANGES_GIT_TIMEOUT_S", 0.5)
+    run = bench.provider.exec
+
+    async def exec_(box: SandboxHandle, command: Sequence[str] | str, **options: Any) -> SandboxExecResult:
+        result = await run(box, command, **options)
+        if slow in command:
+            monkeypatch.setattr(harvest, "_DESCRIBE", slow)
+            monkeypatch.setattr(harvest, "PRISTINE_GIT_TIMEOUT_S", 0.5)
+        return result
+
+    monkeypatch.setattr(bench.provider, "exec", exec_)
+    with pytest.raises(SandboxError, match="cannot be harvested from"):
+        await bench.patch_after("echo more >> a.txt")
 
 
 async def test_harvest_raises_when_the_box_is_gone(bench: Bench) -> None:

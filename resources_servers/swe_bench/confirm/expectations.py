@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, PythonBlinding, Side, key_of
-from resources_servers.swe_bench.confirm.labels import Labels, name_of
+from resources_servers.swe_bench.confirm.labels import MAX_DIGITS, Labels, name_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, relayout
 from resources_servers.swe_bench.confirm.slicing import (
     FunctionNode,
@@ -71,6 +71,7 @@ _ERRORS = (
 )
 _EXACT = re.compile("equal|identical|same", re.IGNORECASE)
 _INEXACT = re.compile("almost|close|approx|not|n_equal", re.IGNORECASE)
+_MAX_PARTS = 64
 _PART = re.compile(r"[^\W\d_]+|\d+")
 
 
@@ -604,6 +605,9 @@ def near_texts(text: str, rng: random.Random, others: Sequence[str] = ()) -> lis
     place of a word, or other ``words``, which come from ``others`` if possible."""
     parts = list(_PART.finditer(text))
     words = sorted({word for other in others for word in _PART.findall(other)} - {one[0] for one in parts})
+    if len(parts) > _MAX_PARTS:  # every variant is a copy of the text
+        start = rng.randrange(len(parts) - _MAX_PARTS)
+        parts = parts[start : start + _MAX_PARTS]
     variants: list[tuple[str, str]] = []
     for one, two in itertools.pairwise(parts):
         if one[0] != two[0]:
@@ -623,7 +627,7 @@ def near_texts(text: str, rng: random.Random, others: Sequence[str] = ()) -> lis
 
 
 def _other_part(part: str, rng: random.Random) -> str:
-    if part.isdigit() and part.isascii():
+    if part.isdigit() and part.isascii() and len(part) <= MAX_DIGITS:
         return str(int(part) + rng.choice((1, 2, 10)))
     if len(part) > 3:
         place = rng.randrange(1, len(part) - 2)

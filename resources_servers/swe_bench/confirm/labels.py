@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 _CJK = r"\u3041-\u30ff\u4e00-\u9fff\uac00-\ud7a3"
 TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+")  # in scripts without spaces between words, each letter is a word
 _WORD = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+")
+MAX_DIGITS = 1000
+"""Longer numbers stay as they are: Python refuses to read and write integers of more than 4300 digits."""
 # fmt: off
 _COMMON = frozenset([
     "utf", "latin", "ascii", "iso", "http", "https", "com", "org", "net", "www", "test", "self", "cls", "args",
@@ -119,7 +121,7 @@ def tokens_of_text(text: str, *, single_digits: bool = False) -> set[str]:
         if not token.isdigit():
             tokens.add(token.lower())
         elif token.isascii() and token[0] not in "0" and token != "1" and (len(token) > 1 or single_digits):
-            tokens.add(token)
+            tokens |= {token} if len(token) <= MAX_DIGITS else set()
     return tokens
 
 
@@ -134,7 +136,7 @@ def other_words(
     for word in words:
         for _ in range(20):
             length = length_of(word)
-            pattern = (word * length)[:length]
+            pattern = (word * (length // len(word) + 1))[:length]
             candidate = starts.get(word[0], _letter(word[0], rng)) + "".join(_letter(one, rng) for one in pattern[1:])
             if candidate not in used and candidate not in PYTHON_WORDS:
                 used.add(candidate)

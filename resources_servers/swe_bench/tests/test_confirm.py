@@ -27,7 +27,7 @@ from resources_servers.swe_bench.canary import make_canary_script
 from resources_servers.swe_bench.confirm import making, runs
 from resources_servers.swe_bench.confirm.controls import ControlledTest, ControlStore, RowControls
 from resources_servers.swe_bench.confirm.expecting import checks_of
-from resources_servers.swe_bench.confirm.labels import Labels, words_of
+from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text, words_of
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
 from resources_servers.swe_bench.confirm.values import Check, equal, same_form
@@ -317,6 +317,11 @@ def test_words_are_replaced_alike_and_numbers_keep_their_order_when_relabelled()
     numbers = [int(word) for word in words[4:]]
     assert numbers == sorted(numbers) and len({len(str(number)) for number in numbers}) == 1
     assert Labels(random.Random(5), {"river"}, set(), {"river"}).text("river") == "river"
+
+
+def test_numbers_too_long_for_python_are_left_alone() -> None:
+    text = f"12 {'9' * 5000}"
+    assert Labels(random.Random(5), tokens_of_text(text), ()).text(text)[2:] == text[2:]
 
 
 def test_products_words_are_those_of_its_strings_and_names_but_not_of_its_documentation() -> None:

@@ -128,6 +128,13 @@ def test_ids_that_mean_no_test_mean_those_that_the_test_patch_adds_to() -> None:
     assert list(found) == ["test:two"]
 
 
+def test_computed_parts_of_a_title_that_follow_each_other_are_one() -> None:
+    """Each of them would multiply the time to compare an id with the title by the length of the id."""
+    source = "it(a + b + ' ' + c + d, () => {}); it(`${a}${b}${c} works`, () => {}); it.each(x)('%s%i', () => {});"
+    titles = [test.title for test in syntax.tests_of(Code.parse(source, "test/a.js"))]
+    assert titles == [".*", ".*\\ works", ".*"]
+
+
 def test_typescript_is_rendered_too() -> None:
     body = "const x: number = add(2 as any); expect(x).toBe(77);"
     source = f"import {{ it, expect }} from 'vitest';\nit('adds', () => {{ {body} }});\n"

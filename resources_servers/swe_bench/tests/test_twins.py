@@ -164,6 +164,16 @@ def test_near_texts_are_of_the_same_words_where_they_can_be() -> None:
     assert all(new != "x" for _, new in near_texts("x", random.Random(1)))
 
 
+def test_near_texts_of_a_long_line_are_few() -> None:
+    line = " ".join(f"word {number}x" for number in range(2000))
+    assert len(near_texts(line, random.Random(1), ["other words"])) < 500
+
+
+def test_near_text_of_a_long_number_is_another_one() -> None:
+    number = "9" * 5000
+    assert all(new not in ("", number) for _, new in near_texts(number, random.Random(1)))
+
+
 def mutant(kind: str, *, excluding: bool) -> Mutant:
     return Mutant("t.py", 0, 1, "b", kind, excluding)
 

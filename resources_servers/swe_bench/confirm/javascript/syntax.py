@@ -31,6 +31,7 @@ _TEST_PACKAGES = frozenset({"tape", "ava", "tap", "uvu", "node:test", "test"})
 _MODIFIERS = frozenset({"test", "it", "only", "each", "concurrent", "skip", "serial", "failing", "todo", "cb"})
 """The names that may follow the root of a call that registers a test, as in ``it.only.each``."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "\n": ""}
+_COMPUTED = re.compile(r"(?:\.\*){2,}")
 FUNCTIONS = frozenset({"arrow_function", "function_expression", "generator_function", "function"})
 SCOPES = FUNCTIONS | {"function_declaration", "generator_function_declaration", "method_definition"}
 
@@ -279,15 +280,21 @@ def _title(code: Code, node: Node, *, each: bool) -> tuple[str, bool]:
     if text is not None:
         pattern = re.escape(" ".join(text.split()))
         if each:
-            pattern = re.sub(r"%[a-zA-Z#]|\\\$[\w.\\]+", ".*", pattern)
+            pattern = _joined([re.sub(r"%[a-zA-Z#]|\\\$[\w.\\]+", ".*", pattern)])
         return pattern, not each
     if node.type == "template_string":
         parts = [re.escape(code.text(one)) if one.type == "string_fragment" else ".*" for one in node.named_children]
-        return "".join(parts), False
+        return _joined(parts), False
     if node.type == "binary_expression":
         sides = [node.child_by_field_name(side) for side in ("left", "right")]
-        return "".join(_title(code, side, each=each)[0] for side in sides if side is not None), False
+        return _joined(_title(code, side, each=each)[0] for side in sides if side is not None), False
     return ".*", False
+
+
+def _joined(patterns: Iterable[str]) -> str:
+    """Join the patterns of a title's parts. Computed parts that follow each other become one, because each would
+    multiply the time of a search by the length of the text."""
+    return _COMPUTED.sub(".*", "".join(patterns))
 
 
 def choose(code: Code, ids: tuple[str, ...], touched: Collection[int] = ()) -> dict[str, tuple[str, ...]]:

@@ -39,6 +39,8 @@ from nemo_gym.rollouts.interfaces import JobAttempt
 from nemo_gym.rollouts.pipeline import STAGE_SECONDS
 from nemo_gym.rollouts.result_rows import result_row
 
+VERDICT_TIMEOUT_S = 10.0
+"""How long RUN waits, after its deadline or another end, for the verdict of an agent that failed."""
 log = structlog.get_logger(__name__)
 
 
@@ -49,6 +51,8 @@ class HttpStage(ABC):
 
     def __init__(self, steps: RolloutSteps, workers: int, timeout_s: float) -> None:
         self._steps, self.workers, self.timeout_s = steps, workers, timeout_s
+        self._limit_s = timeout_s
+        """The configured deadline of the stage's work."""
 
     async def run(self, attempt: JobAttempt, /) -> bytes:
         """Run the stage and time it. See `classify` for what its exceptions mean."""
@@ -67,7 +71,7 @@ class HttpStage(ABC):
         return b""
 
     def classify(self, error: BaseException) -> StageFailure:
-        return failure_of(self.name, error, f"{self.timeout_s:g} s ({self.name}_timeout_s)")
+        return failure_of(self.name, error, f"{self._limit_s:g} s ({self.name}_timeout_s)")
 
 
 class InitStage(HttpStage):
@@ -110,33 +114,47 @@ class InitStage(HttpStage):
 
 
 class RunStage(HttpStage):
+    """Has the agent work for up to ``timeout_s``; the stage's own deadline is later, by the time for a verdict."""
+
     name = StageName.RUN
+
+    def __init__(self, steps: RolloutSteps, workers: int, timeout_s: float) -> None:
+        super().__init__(steps, workers, timeout_s)
+        self.timeout_s += VERDICT_TIMEOUT_S
 
     async def _run(self, attempt: JobAttempt) -> None:
         if attempt.servers.own_run:
             await self._own_run(attempt)
         else:
-            await self._steps.work(attempt)
+            async with asyncio.timeout(self._limit_s):
+                await self._steps.work(attempt)
 
     def _result(self, attempt: JobAttempt) -> bytes:
         return attempt.stored_run()
 
     async def _own_run(self, attempt: JobAttempt) -> None:
-        servers, spec = attempt.servers, attempt.job.spec
+        servers, spec, verdict = attempt.servers, attempt.job.spec, None
         try:
-            reply = await self._own_reply(attempt)
-        except (PeerError, StageError) as error:
-            # An agent that knows its reward must not get a second try, or discard a bad sample, by failing now.
-            verdict = await self._known_verdict(attempt)
+            async with asyncio.timeout(self._limit_s):
+                reply = await self._own_reply(attempt)
+        except (Exception, asyncio.CancelledError) as error:
+            # An agent that knows its reward must not get a second try, or discard a bad sample, by failing, hanging or
+            # going away now.
+            if isinstance(error, asyncio.CancelledError):
+                failed = _failure_of_agent(attempt)
+            else:
+                failed = self.classify(error).reason[:MAX_REASON_CHARS]
+            verdict = None if failed is None else await self._known_verdict(attempt)
             if verdict is None:
                 raise
-            failed = str(error)[:MAX_REASON_CHARS]
+            attempt.stop = None
             log.warning("the agent failed after its verdict, which stands", rollout_id=spec.job_id, error=failed)
             attempt.act = {"outcome": AgentOutcome.CRASHED.value, "outcome_detail": failed}
-            reply = {"response": {}, **verdict}
+            reply = {"response": {}}
         reply = {**dataset_fields(orjson.loads(spec.row)), **without(reply, RUN_FIELDS)}
         if servers.environment is not None:
-            reply = {**without(reply, VERDICT_FIELDS), **await self._verdict(attempt, servers.environment)}
+            verdict = verdict or await self._verdict(attempt, servers.environment)
+            reply = {**without(reply, VERDICT_FIELDS), **verdict}
             if (failure := failure_of_reply(StageName.RUN, reply)) is not None:
                 raise StageError(failure)
         attempt.verified = reply
@@ -163,8 +181,9 @@ class RunStage(HttpStage):
         if attempt.servers.environment is None:
             return None
         try:
-            verdict = await self._verdict(attempt, attempt.servers.environment)
-        except (PeerError, StageError):
+            async with asyncio.timeout(VERDICT_TIMEOUT_S):
+                verdict = await self._verdict(attempt, attempt.servers.environment)
+        except (PeerError, StageError, TimeoutError):
             return None
         return verdict if failure_of_reply(StageName.RUN, verdict) is None else None
 
@@ -178,6 +197,15 @@ class RunStage(HttpStage):
             reason = f"agent '{agent}' responded without calling verify of '{environment}'"
             raise StageError(StageFailure(StageName.RUN, FailureKind.VERIFIER_FAILED, reason)) from error
         return without(reply.json(), RUN_FIELDS | AGENT_FIELDS)
+
+
+def _failure_of_agent(attempt: JobAttempt) -> str | None:
+    """Return why an attempt is being stopped, if an agent can cause that: its server went away, or the job's deadline
+    has passed. The running task is then no longer cancelled, so that it can ask for the verdict."""
+    stop, task = attempt.stop, asyncio.current_task()
+    if task is None or stop is None or stop.kind not in (FailureKind.AGENT_LOST, FailureKind.DEADLINE):
+        return None
+    return stop.reason if task.uncancel() == 0 else None  # the pipeline stops too
 
 
 class EvalStage(HttpStage):

@@ -176,7 +176,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
     ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act),
     ``asks`` (what it asks in turn: a route of the model, or a tool by its name), ``mcp`` (URL of the tools' server),
-    ``compressed`` (its answer is), ``run_status`` (of ``/run``) and ``run_says`` (members of its answer)."""
+    ``compressed`` (its answer is), ``run_status`` (of ``/run``), ``run_says`` (members of its answer), ``run_text``
+    (the whole answer) and ``run_hangs`` (it never answers)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager
@@ -196,6 +197,12 @@ def agent(options: dict[str, Any]) -> FastAPI:
         overrides_run, limits = bool(options.get("overrides_run")), options.get("limits", [])
         return answer({"status": "ready", "overrides_run": overrides_run, "limits": limits})
 
+    async def cancelled(request: Request, rollout: dict[str, Any]) -> Response:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        journal.note("cancelled", rollout)
+        return answer({}, 499)
+
     @app.post("/act")
     async def act(request: Request) -> Response:
         body = orjson.loads(await request.body())
@@ -208,10 +215,7 @@ def agent(options: dict[str, Any]) -> FastAPI:
         if rollout["attempt"] <= options.get("kills", {}).get(rollout["task_id"], 0):
             os.kill(os.getpid(), signal.SIGKILL)
         if rollout["task_id"] in options.get("hang", ()):
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            journal.note("cancelled", rollout)
-            return answer({}, 499)
+            return await cancelled(request, rollout)
         await asyncio.sleep(options.get("delay_s", 0))
         if (outcome := options.get("outcome")) is not None:
             journal.note("failed", rollout)
@@ -250,6 +254,10 @@ def agent(options: dict[str, Any]) -> FastAPI:
         assert session.get("row_ref") in (None, f"ref-{session['rollout']['rollout_id']}")
         if status := options.get("run_status"):
             return answer({"detail": "agent broke after its verdict"}, status)
+        if options.get("run_hangs"):
+            return await cancelled(request, session["rollout"])
+        if text := options.get("run_text"):
+            return Response(text, media_type="application/json")
         return answer({**body, "response": message("B"), "reward": 1.0, **options.get("run_says", {})})
 
     return app

@@ -336,17 +336,34 @@ async def test_agent_that_overrides_run_gets_no_reward_when_it_never_asked_for_a
 
 
 @pytest.mark.parametrize(
-    "fails", [{"run_status": 500}, {"run_says": {"mask_sample": True}}, {"run_says": {"valid": False, "reward": None}}]
+    "fails",
+    [
+        {"run_status": 500},
+        {"run_says": {"mask_sample": True}},
+        {"run_says": {"valid": False, "reward": None}},
+        {"run_text": "no JSON"},
+        {"run_hangs": True},
+    ],
 )
 async def test_agent_that_fails_when_it_has_its_verdict_buys_no_second_try(
     make_chain: MakeChain, fails: dict[str, Any]
 ) -> None:
     chain = make_chain(agent={"overrides_run": True, **fails})
     chain.write_rows(1)
-    await run_collection(chain.client(), chain.run_keys(max_attempts=3))
+    deadline = {"run_timeout_s": 0.5} if "run_hangs" in fails else {}
+    await run_collection(chain.client(), chain.run_keys(max_attempts=3, **deadline))
     (row,) = chain.results()
     assert (row["reward"], row["valid"], row["outcome"]) == (0.5, True, "crashed")
     assert chain.notes("run") == [(row["_ng_rollout_id"], 1)]
+
+
+async def test_run_of_an_agents_own_that_hangs_without_a_verdict_fails_at_its_deadline(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"overrides_run": True, "run_hangs": True}, environment={"no_verdict": True})
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys(run_timeout_s=0.5, max_attempts=2))
+    (failure,) = chain.results("out_failures.jsonl")
+    assert (failure["reward"], failure["failure_kind"], len(failure["failures"])) == (None, "deadline", 2)
+    assert "0.5 s (run_timeout_s)" in failure["failure_reason"]
 
 
 @pytest.mark.parametrize("agent", [{}, {"overrides_run": True}])

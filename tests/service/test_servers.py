@@ -137,3 +137,36 @@ async def test_server_process_that_is_stopped_gives_its_jobs_to_others(make_chai
             await served.wait(lambda: pool.of_id("trivial.1").state == "ready", "it to be back")
     finally:
         other.stop()
+
+
+async def test_agent_that_is_silent_when_it_has_its_verdict_buys_no_second_try(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"overrides_run": True, "run_hangs": True})
+    agent = chain.servers["agent"].process.pid or 0
+    async with serving(chain) as served:
+        await served.client.submit([job(0)])
+        await served.wait(lambda: len(chain.notes("run")) == 1, "the agent to have its verdict")
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            view = await served.client.job("job-0", wait_s=30)
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        assert (view.state, view.reward, view.attempt) == ("done", 0.5, 1)
+        assert view.result is not None and "silent for" in view.result["outcome_detail"]
+    assert chain.notes("run") == [("job-0", 1)]
+
+
+async def test_agent_that_hangs_until_the_jobs_deadline_discards_no_verdict(make_chain: MakeChain) -> None:
+    async with serving(make_chain(agent={"overrides_run": True, "run_hangs": True})) as served:
+        await served.client.submit([job(0, deadline_s=2.0)])
+        view = await served.client.job("job-0", wait_s=30)
+        assert (view.state, view.reward, view.attempt) == ("done", 0.5, 1)
+
+
+async def test_cancelled_job_whose_agent_has_its_verdict_ends_cancelled(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"overrides_run": True, "run_hangs": True})
+    async with serving(chain) as served:
+        await served.client.submit([job(0)])
+        await served.wait(lambda: len(chain.notes("run")) == 1, "the agent to have its verdict")
+        await served.client.cancel(job_ids=["job-0"])
+        assert (await served.client.job("job-0", wait_s=30)).state == "cancelled"
+    assert chain.notes("verdict") == []

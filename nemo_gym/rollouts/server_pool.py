@@ -52,7 +52,7 @@ class ServerState(StrEnum):
     DRAINING = "draining"
     """The server gets no new rollouts and finishes those it has."""
     LOST = "lost"
-    """The server does not answer; it is used again when it does."""
+    """The server does not answer; when it does, it is used again, unless an operator drained it."""
     REMOVED = "removed"
 
 
@@ -70,6 +70,8 @@ class PooledServer:
     state: ServerState = ServerState.READY
     reason: str | None = None
     """Why the server is not ready."""
+    drained: str | None = None
+    """Why an operator drained the server; kept while it is lost. ``None`` if none did."""
     busy: int = 0
     done: int = 0
     seconds: float | None = None
@@ -156,6 +158,7 @@ class ServerPool:
             server = PooledServer(instance, servers[0].kind, url, number)
             servers.append(server)
         server.capacity, server.state, server.reason, server.strikes = capacity, ServerState.READY, None, 0
+        server.drained = None
         server.answered_at = time.monotonic()
         return server
 
@@ -196,7 +199,8 @@ class ServerPool:
         return [server for servers in self._servers.values() for server in servers]
 
     def drain(self, server: PooledServer, reason: str) -> None:
-        server.state, server.reason = ServerState.DRAINING, reason
+        """Give the server no new rollouts until it is registered again."""
+        server.state, server.reason, server.drained = ServerState.DRAINING, reason, reason
 
     def remove(self, server: PooledServer, reason: str) -> int:
         """Stop using a server and give its attempts back. Return the number of these attempts."""
@@ -293,7 +297,9 @@ class ServerPool:
             server.strikes += 1
             others = [each for each in self.replicas(server.instance) if each is not server]
             if server.strikes >= STRIKES and any(each.is_ready for each in others):
-                self.drain(server, f"{server.strikes} rollouts in a row ran into their deadline")
+                # If it is lost and comes back, it was restarted, and is tried again.
+                server.state = ServerState.DRAINING
+                server.reason = f"{server.strikes} rollouts in a row ran into their deadline"
                 log.warning("server drained", server=server.server_id, reason=server.reason)
 
     def release(self, attempt: JobAttempt) -> None:
@@ -336,7 +342,8 @@ class ServerPool:
         server.answered_at = time.monotonic()
         if server.state is ServerState.LOST:
             log.info("server is back", server=server.server_id)
-            server.state, server.reason = ServerState.READY, None
+            server.state = ServerState.READY if server.drained is None else ServerState.DRAINING
+            server.reason = server.drained
 
 
 UNBOUNDED = 1 << 30

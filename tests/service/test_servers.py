@@ -170,3 +170,24 @@ async def test_cancelled_job_whose_agent_has_its_verdict_ends_cancelled(make_cha
         await served.client.cancel(job_ids=["job-0"])
         assert (await served.client.job("job-0", wait_s=30)).state == "cancelled"
     assert chain.notes("verdict") == []
+
+
+async def test_drained_server_that_was_silent_and_is_back_stays_drained(make_chain: MakeChain) -> None:
+    other = ChainServer("agent", {})
+    try:
+        other.wait_ready()
+        async with serving(make_chain()) as served:
+            await lend(served, other)
+            pool = served.service.pool
+            server = pool.of_id("trivial.1")
+            pool.drain(server, "an operator drains it")
+            os.kill(other.process.pid or 0, signal.SIGSTOP)
+            await served.wait(lambda: server.state == "lost", "it to be missed")
+            os.kill(other.process.pid or 0, signal.SIGCONT)
+            await served.wait(lambda: server.state != "lost", "it to be back")
+            assert server.state == "draining"
+            assert server.reason == "an operator drains it"
+            await lend(served, other)
+            assert (server.state, server.reason) == ("ready", None)
+    finally:
+        other.stop()

@@ -72,6 +72,7 @@ class RolloutCore:
         *,
         listener: JobListener | None = None,
         logs: Path | None = None,
+        several_runs: bool = False,
         on_run: Callable[[JobAttempt], None] | None = None,
         pooled: bool | None = None,
         owner: str | None = None,
@@ -82,17 +83,21 @@ class RolloutCore:
 
         Args:
             logs: the folder for the logs of evaluations.
+            several_runs: the jobs may be of several runs.
             server_logs: the folder of the servers' logs, which failure rows name.
             on_run: called when an attempt enters RUN.
             pooled: claim only jobs whose servers have a free place; by default, if the configuration sets caps.
         """
         config = self.config
         topology = (self.client.global_config_dict.get("composition") or {}).get("topology")
+        stages = http_stages(
+            self.peers, config, None if topology is None else str(topology), logs=logs, several_runs=several_runs
+        )
         has_pool = bool(config.agent_caps or config.environment_caps) if pooled is None else pooled
         self.pool = self._pool() if has_pool else None
         self._dispatcher = AsyncDispatcher(
             store,
-            http_stages(self.peers, config, None if topology is None else str(topology), logs=logs),
+            stages,
             config,
             self.routes.__getitem__,
             listener=listener,

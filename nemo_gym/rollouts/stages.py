@@ -214,6 +214,7 @@ class EvalStage(HttpStage):
     Args:
         logs: the folder of these files; ``None`` discards the logs.
         log_chars: how many characters of each log are kept, from its end.
+        several_runs: jobs may have the same indices and task, so their ids name the files.
     """
 
     name = StageName.EVAL
@@ -227,11 +228,13 @@ class EvalStage(HttpStage):
         validation: str | None,
         logs: Path | None,
         log_chars: int,
+        several_runs: bool = False,
     ) -> None:
         super().__init__(steps, workers, timeout_s)
         self._validation = validation
         self._logs = logs if log_chars else None
         self._log_chars = log_chars
+        self._several_runs = several_runs
 
     def _result(self, attempt: JobAttempt) -> bytes:
         return result_row(attempt, attempt.verified or {}, validation=self._validation)
@@ -253,7 +256,9 @@ class EvalStage(HttpStage):
         text, directory, spec = verified.pop("evaluation_log", None), self._logs, attempt.job.spec
         if directory is None or not isinstance(text, str) or attempt.row_with().get("evaluation_log") == text:
             return  # not kept, no log, or a field that the dataset row itself has
-        file = directory / f"{spec.task_index}-{spec.sample_index}-{spec.task_id}.log"
+        # The indices come first, so that no id is the name of a server's log, which may be in the same folder.
+        name = spec.job_id if self._several_runs else spec.task_id
+        file = directory / f"{spec.task_index}-{spec.sample_index}-{name}.log"
         try:
             await asyncio.to_thread(_write_log, file, text[-self._log_chars :])
         except OSError as error:
@@ -268,13 +273,19 @@ def _write_log(file: Path, text: str) -> None:
 
 
 def http_stages(
-    peers: Peers, config: PipelineConfig, topology: str | None, *, logs: Path | None = None
+    peers: Peers,
+    config: PipelineConfig,
+    topology: str | None,
+    *,
+    logs: Path | None = None,
+    several_runs: bool = False,
 ) -> tuple[InitStage, RunStage, EvalStage]:
     """Return the stages of a run, with its worker counts and deadlines.
 
     Args:
         topology: the composition's choice; ``None`` lets the environment use its default.
         logs: the folder for the logs of evaluations.
+        several_runs: the jobs may be of several runs; see `EvalStage`.
     """
     settings = RolloutSettings(
         limits=config.limits.model_dump(exclude_none=True),
@@ -297,5 +308,6 @@ def http_stages(
             validation=config.validation,
             logs=logs,
             log_chars=config.evaluation_log_chars,
+            several_runs=several_runs,
         ),
     )

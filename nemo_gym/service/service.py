@@ -84,6 +84,7 @@ class RolloutService:
             store,
             listener=self._on_event,
             logs=state_dir / "logs",
+            several_runs=True,
             pooled=True,
             owner=owner,
             sweeps=True,

@@ -49,6 +49,21 @@ async def test_a_job_is_submitted_waited_for_and_told_with_its_result(make_chain
             await served.client.job("job-1")
 
 
+async def test_jobs_of_the_same_row_have_each_a_log_of_their_own(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"says": {"t0": {"evaluation_log": "what the grading printed"}}})
+    jobs = [job(0, job_id=name) for name in ("job-a", "job-b", "trivial")]
+    jobs += [job(0, job_id=f"{run}.0-0", run_id=run) for run in ("one", "two")]  # as `ng_submit` names them
+    async with serving(chain) as served:
+        await served.client.submit(jobs)
+        await served.client.wait()
+        rows = [view.result or {} async for view in served.client.results(follow=False)]
+    logs = {row["evaluation_log"] for row in rows}
+    assert len(rows) == len(logs) == len(jobs)
+    assert "logs/trivial.log" not in logs  # the name of a server's own log
+    for log in logs:
+        assert (chain.directory / "state" / log).read_text() == "what the grading printed"
+
+
 async def test_the_same_body_is_the_same_job_and_another_is_refused_with_both_digests(make_chain: MakeChain) -> None:
     chain = make_chain()
     async with serving(chain) as served:

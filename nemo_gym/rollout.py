@@ -292,24 +292,8 @@ class RolloutSteps:
 
     async def seed(self, attempt: Attempt) -> None:
         servers, settings = attempt.servers, self._settings
-        environment, path = servers.environment or "", "/seed_session"
-        options = {
-            "validation": settings.validation,
-            "topology": settings.topology,
-            "limits": settings.limits or None,
-            "box_needs": servers.box_needs,
-        }
-        session = attempt.envelope(**{name: value for name, value in options.items() if value is not None})
-        try:
-            reply = await self._post_environment(attempt, path, attempt.row_with(**{SESSION_KEY: session}))
-        except PeerError as error:
-            attempt.seed_refused = error.status != 0
-            raise
-        seeded = reply.json()
-        attempt.descriptor = required(seeded, "descriptor", environment, path, StageName.INIT)
-        if attempt.row_ref is None:
-            attempt.control_token = required(seeded, "control_token", environment, path, StageName.INIT)
-        attempt.cookies = {**attempt.cookies, **reply.cookies}
+        environment, seeded = servers.environment or "", await self._post_seed(attempt)
+        attempt.descriptor = required(seeded, "descriptor", environment, "/seed_session", StageName.INIT)
         attempt.closes_with_verdict = seeded.get("closes_with_verdict") is True
         if isinstance(beat_s := seeded.get("heartbeat_s"), int | float) and attempt.heartbeat is None:
             name = f"heartbeat {attempt.rollout['rollout_id']}"
@@ -419,8 +403,8 @@ class RolloutSteps:
             if attempt.seed_refused:
                 return
             # A seed request without a response may have opened a session. Seeding again is idempotent and returns the
-            # token that closes it.
-            await self.seed(attempt)
+            # token that closes it. Nothing else of the response counts here, and nothing is to be kept alive.
+            await self._post_seed(attempt)
         await self._post_environment(attempt, "/close", attempt.envelope())
 
     # Requests
@@ -437,6 +421,28 @@ class RolloutSteps:
             cookies=attempt.cookies,
             idempotent=True,
         )
+
+    async def _post_seed(self, attempt: Attempt) -> Any:
+        """Seed the attempt, take the token and cookies, and return the response."""
+        servers, settings = attempt.servers, self._settings
+        environment, path = servers.environment or "", "/seed_session"
+        options = {
+            "validation": settings.validation,
+            "topology": settings.topology,
+            "limits": settings.limits or None,
+            "box_needs": servers.box_needs,
+        }
+        session = attempt.envelope(**{name: value for name, value in options.items() if value is not None})
+        try:
+            reply = await self._post_environment(attempt, path, attempt.row_with(**{SESSION_KEY: session}))
+        except PeerError as error:
+            attempt.seed_refused = error.status != 0
+            raise
+        seeded = reply.json()
+        if attempt.row_ref is None:
+            attempt.control_token = required(seeded, "control_token", environment, path, StageName.INIT)
+        attempt.cookies = {**attempt.cookies, **reply.cookies}
+        return seeded
 
     async def _post_act(self, attempt: Attempt, body: dict[str, Any]) -> Reply:
         agent = attempt.servers.agent

@@ -153,3 +153,29 @@ async def test_rollout_without_a_prompt_fails_before_anybody_is_asked(servers: S
         await steps_of(servers).run(attempt_at("  "), Budgets())
     assert (raised.value.failure.kind, raised.value.failure.retryable) == (FailureKind.SEED_FAILED, False)
     assert left_open(servers) == (0, ["r1-a1"], [])
+
+
+async def test_seed_without_an_answer_is_closed_although_its_row_has_no_prompt(servers: Stack) -> None:
+    with pytest.raises(TimeoutError):
+        await steps_of(servers).run(attempt_at("  ", open_delay_s=1), Budgets(prepare_s=0.2))
+    assert left_open(servers) == (0, ["r1-a1"], [])
+
+
+async def test_close_that_runs_out_of_time_leaves_no_heartbeat(
+    servers: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, post = [], Peers.post
+
+    async def lending_a_box(self: Peers, server: str, path: str, body: Any, **options: Any) -> peers.Reply:
+        asked.append(path)
+        if path == "/close":
+            await asyncio.Event().wait()
+        reply = await post(self, server, path, body, **options)
+        is_seed = path == "/seed_session"
+        return peers.Reply(orjson.dumps({**reply.json(), "heartbeat_s": 60}), reply.cookies) if is_seed else reply
+
+    monkeypatch.setattr(Peers, "post", lending_a_box)
+    with pytest.raises(TimeoutError):
+        await steps_of(servers).run(attempt_at("wait", open_delay_s=1), Budgets(prepare_s=0.2, close_s=2))
+    assert asked.count("/seed_session") == 2 and "/close" in asked
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("heartbeat")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -63,15 +64,22 @@ class TransferQueueSink:
         """The number of recoveries: a call that failed before the latest recovery needs no other."""
         self._lost: dict[str, list[str]] = {}
         """The keys of rows that are still to be written again, by partition."""
+        self._writing: Counter[tuple[str, str]] = Counter()
+        """Partition and key of the rows that are in the archive, or will be, and may not be stored yet."""
         self.rewritten = 0
         """How many rows were written again."""
         self._tq.init(conf)
 
     async def put(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
         """Write one session's rows. Raises `TransferQueueError` within 30 s."""
-        if self._archive is not None:
-            await self._archive.add(partition, rows)
-        await self._call("put", lambda: self._put(partition, rows))
+        written = Counter((partition, row.key) for row in rows)
+        self._writing += written
+        try:
+            if self._archive is not None:
+                await self._archive.add(partition, rows)
+            await self._call("put", lambda: self._put(partition, rows))
+        finally:
+            self._writing -= written
 
     async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
         """Set a prompt's state, leaving other fields of its tag unchanged. Raises `TransferQueueError`."""
@@ -90,9 +98,11 @@ class TransferQueueSink:
         if self._archive is None:
             return
         for partition in self._archive.partitions():
+            # Chosen before the list is requested, because another batch may write rows meanwhile.
+            keys = [key for key in self._archive.keys(partition) if (partition, key) not in self._writing]
             listed = await self._call("list", partial(self._tq.async_kv_list, partition_id=partition))
             stored = listed.get(partition) or {}
-            await self._archive.remove(partition, [key for key in self._archive.keys(partition) if key not in stored])
+            await self._archive.remove(partition, [key for key in keys if key not in stored])
 
     async def aclose(self) -> None:
         await self._background.cancel()

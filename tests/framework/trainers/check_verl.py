@@ -197,6 +197,45 @@ async def test_dead_storage_unit_is_replaced_and_its_rows_are_written_again(queu
     await sink.aclose()
 
 
+async def test_row_that_is_being_written_is_not_forgotten(
+    queue: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = TrajectoryArchive(tmp_path / "archive.sqlite")
+    sink = TransferQueueSink(archive, conf=queue)
+    await sink.put("train", [row("u0", 0, 0, 1, 1.0)])
+    listing = tq.async_kv_list
+    archived, stored, listed, go_on = (asyncio.Event() for _ in range(4))
+
+    async def put(partition: str, rows: Any, put: Any = sink._put) -> None:
+        archived.set()
+        await stored.wait()
+        await put(partition, rows)
+
+    async def list_slowly(**options: Any) -> Any:
+        found = await listing(**options)
+        listed.set()
+        await go_on.wait()
+        return found
+
+    monkeypatch.setattr(sink, "_put", put)
+    monkeypatch.setattr(tq, "async_kv_list", list_slowly)
+    async with asyncio.TaskGroup() as batches:
+        early = batches.create_task(sink.put("train", [row("u1", 0, 0, 2, 1.0)]))
+        await archived.wait()
+        forgetting = batches.create_task(sink.forget_consumed())  # the next batch begins
+        await listed.wait()
+        stored.set()
+        await early
+        await sink.put("train", [row("u2", 0, 0, 3, 1.0)])
+        go_on.set()
+        await forgetting
+    assert archive.keys("train") == ["u0_0_0", "u1_0_0", "u2_0_0"]
+    await tq.async_kv_clear(keys=["u0_0_0", "u1_0_0"], partition_id="train")
+    await sink.forget_consumed()
+    assert archive.keys("train") == ["u2_0_0"]
+    await sink.aclose()
+
+
 # -- batches ---------------------------------------------------------------------------------------------------------
 
 

@@ -275,20 +275,13 @@ class RolloutSteps:
             body["limits"] = self._settings.model_limits
         opened = (await self.peers_of(attempt).post(model, "/sessions", body)).json()
         facts = ("session_id", "base_url", "inference_token", "control_token")
-        attempt.session = session = ModelSession(
+        attempt.session = ModelSession(
             **{name: required(opened, name, model, "/sessions", StageName.INIT) for name in facts},
             model=opened.get("model") or "policy",
             request_timeout_s=opened.get("request_timeout_s") or REQUEST_TIMEOUT_S,
         )
 
-        async def abort() -> None:
-            if attempt.session is not None:  # not finalized
-                path = f"/sessions/{session.session_id}/abort"
-                token = session.control_token
-                await self.peers_of(attempt).post(model, path, {}, control_token=token, idempotent=True)
-                attempt.session = None
-
-        attempt.closers["model session"] = abort
+        attempt.closers["model session"] = lambda: self.abort_session(attempt)
 
     async def seed(self, attempt: Attempt) -> None:
         servers, settings = attempt.servers, self._settings
@@ -397,6 +390,14 @@ class RolloutSteps:
         finalized = reply.json()
         trajectories = finalized.pop("trajectories", None)
         return {"ng_model_session": finalized, **({"ng_trajectory": trajectories} if trajectories else {})}
+
+    async def abort_session(self, attempt: Attempt) -> None:
+        """Close the model session without its trajectories, unless it was finalized."""
+        if (session := attempt.session) is not None:
+            path, token = f"/sessions/{session.session_id}/abort", session.control_token
+            model = attempt.servers.model or ""
+            await self.peers_of(attempt).post(model, path, {}, control_token=token, idempotent=True)
+            attempt.session = None
 
     async def close_environment(self, attempt: Attempt) -> None:
         if attempt.control_token is None and attempt.row_ref is None:

@@ -51,6 +51,8 @@ _KIND_BY_CODE = {
 # Errors in the request itself, which a second try of it cannot mend.
 _FINAL_CODES = frozenset({"config", "row", "sandbox_capability", "sandbox_image_missing", "role"})
 _FINAL_STATUSES = frozenset({400, 404, 405, 413, 422, 501})
+REFUSED = frozenset({401, 403, 404, 409, 410})
+"""The statuses of a server that does not know an attempt, or knows a newer one."""
 
 
 class PeerError(Exception):
@@ -216,7 +218,7 @@ def failure_of_peer(stage: StageName, error: PeerError) -> StageFailure:
     """Translate a peer's error into a failure of the attempt's stage."""
     code = str(error.problem.get("code", ""))
     kind = _LOST_BY_STAGE[stage] if error.status == 0 else _KIND_BY_CODE.get(code, _KIND_BY_STAGE[stage])
-    refused = error.status in (401, 403, 404, 409, 410)
+    refused = error.status in REFUSED
     retryable_by_peer = error.problem.get("retryable")
     final = (code in _FINAL_CODES or error.status in _FINAL_STATUSES) and retryable_by_peer is not True
     return StageFailure(

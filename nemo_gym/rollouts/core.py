@@ -95,6 +95,7 @@ class RolloutCore:
         )
         has_pool = bool(config.agent_caps or config.environment_caps) if pooled is None else pooled
         self.pool = self._pool() if has_pool else None
+        stages = http_stages(self.peers, config, None if topology is None else str(topology), logs=logs)
         self._dispatcher = AsyncDispatcher(
             store,
             stages,
@@ -106,6 +107,7 @@ class RolloutCore:
             sweeps=sweeps,
             server_logs=server_logs,
             on_run=on_run,
+            on_restored=stages[0].adopt,
         )
         return self._dispatcher
 

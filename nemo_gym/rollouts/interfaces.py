@@ -210,15 +210,27 @@ class JobAttempt(Attempt):
             "run_id": spec.run_id,
         }
         attempt = cls(servers, rollout, spec.row, numbers={ROLLOUT_INDEX_KEY: spec.sample_index}, job=job)
-        if job.stage is StageName.EVAL and job.run_result is not None:
+        if job.run_result is not None:
             attempt._restore(job.run_result)
         return attempt
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the attempt continues after RUN, with what an earlier claimer of the job left open."""
+        return self.job.run_result is not None
 
     def stored_run(self) -> bytes:
         """Return RUN's payload: what EVAL needs if another process continues the attempt."""
         state: dict[str, Any] = {"control_token": self.control_token, "cookies": dict(self.cookies)}
         if self.session is not None:
             state["session"] = {"session_id": self.session.session_id, "control_token": self.session.control_token}
+        if self.row_ref is not None:
+            state["row_ref"] = self.row_ref
+        if self.public_params is not None:
+            state["public_params"] = self.public_params
+        if placement := self.descriptor.get("placement"):
+            state["placement"] = placement
+        state["closes_with_verdict"] = self.closes_with_verdict
         state["replicas"] = self.replicas
         state["timings"] = self.timings
         act = self.act if self.act_json is None else orjson.Fragment(self.act_json)
@@ -232,6 +244,10 @@ class JobAttempt(Attempt):
         state = stored.get("held") or {}
         self.control_token = state.get("control_token")
         self.cookies = state.get("cookies") or {}
+        self.row_ref = state.get("row_ref")
+        self.public_params = state.get("public_params")
+        self.descriptor = {"placement": state.get("placement") or {}}
+        self.closes_with_verdict = state.get("closes_with_verdict") is True
         self.replicas.update(state.get("replicas") or {})
         self.timings.update(state.get("timings") or {})
         if (session := state.get("session")) is not None:

@@ -466,10 +466,12 @@ class AsyncDispatcher:
         sweeps: bool = False,
         server_logs: Path | None = None,
         on_run: Callable[[JobAttempt], None] | None = None,
+        on_restored: Callable[[JobAttempt], None] | None = None,
     ) -> None:
         """
         Args:
             on_run: called when an attempt enters RUN.
+            on_restored: called with an attempt that continues at EVAL, to register what it has open.
             server_logs: the folder of the servers' logs, which failure rows name.
             pool: the servers' places; without a pool every queued job may be claimed.
             owner: names this dispatcher in the store's leases.
@@ -483,6 +485,7 @@ class AsyncDispatcher:
         self._owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self._sweeps = sweeps
         self._server_logs = server_logs
+        self._on_restored = on_restored
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -655,7 +658,9 @@ class AsyncDispatcher:
         if job.left_s is not None:
             loop = asyncio.get_running_loop()
             self._deadlines[job.job_id] = loop.call_later(job.left_s, self.interrupt, attempt, _overdue(job))
-        if job.stage is StageName.EVAL and job.run_result is not None:
+        if attempt.is_restored:
+            if self._on_restored is not None:
+                self._on_restored(attempt)
             self._eval.put_now(attempt)
         else:
             self._init.put_now(attempt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from nemo_gym.contract.verdict import (
     failure_of_reply,
     without,
 )
-from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.http.peers import REFUSED, PeerError, Peers
 from nemo_gym.http.telemetry import SpanKind, step
 from nemo_gym.rollout import RolloutSettings, RolloutSteps, failure_of, required
 from nemo_gym.rollouts.interfaces import JobAttempt
@@ -102,15 +103,34 @@ class InitStage(HttpStage):
         public = required(reply, "public_row", environment, "/rows", StageName.INIT)
         attempt.public_row = row if access == "full" else public
 
-        async def close() -> None:
-            # Repeat the agent's seed with the same reference: it is idempotent and returns the token that closes.
-            peers, session = self._steps.peers_of(attempt), {SESSION_KEY: attempt.envelope()}
-            seeded = (await peers.post(environment, "/seed_session", session, idempotent=True)).json()
-            token = required(seeded, "control_token", environment, "/seed_session", StageName.INIT)
-            body = {"rollout": attempt.rollout}
-            await peers.post(environment, "/close", body, control_token=token, idempotent=True)
+        attempt.closers["row"] = lambda: self._close_row(attempt)
 
-        attempt.closers["row"] = close
+    async def _close_row(self, attempt: JobAttempt) -> None:
+        # Repeat the agent's seed with the same reference: it is idempotent and returns the token that closes.
+        peers, session = self._steps.peers_of(attempt), {SESSION_KEY: attempt.envelope()}
+        environment = attempt.servers.environment or ""
+        seeded = (await peers.post(environment, "/seed_session", session, idempotent=True)).json()
+        token = required(seeded, "control_token", environment, "/seed_session", StageName.INIT)
+        body = {"rollout": attempt.rollout}
+        await peers.post(environment, "/close", body, control_token=token, idempotent=True)
+
+    def adopt(self, attempt: JobAttempt) -> None:
+        """Register what a restored attempt has open, in the order of opening."""
+        if attempt.session is not None:
+            attempt.closers["model session"] = lambda: _unless_forgotten(self._steps.abort_session(attempt))
+        if attempt.control_token is not None:
+            attempt.closers["environment"] = lambda: _unless_forgotten(self._steps.close_environment(attempt))
+        elif attempt.row_ref is not None:
+            attempt.closers["row"] = lambda: _unless_forgotten(self._close_row(attempt))
+
+
+async def _unless_forgotten(release: Awaitable[None]) -> None:
+    """Release something that an earlier process opened. If its server started anew since, nothing is open there."""
+    try:
+        await release
+    except PeerError as error:
+        if error.status not in REFUSED:
+            raise
 
 
 class RunStage(HttpStage):

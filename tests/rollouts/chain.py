@@ -43,13 +43,18 @@ class Journal:
 def environment(options: dict[str, Any]) -> FastAPI:
     """Options: ``seed_status``/``verify_status`` (fail with it), ``verify_failures`` (that many per rollout, then
     right), ``invalid`` (a failure kind), ``fenced`` (409 for first attempts), ``no_solution``, ``no_verdict``,
-    ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``),
+    ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``), ``topology``,
+    ``key`` (of its control tokens), ``stateful`` (cannot grade an attempt that was closed),
     ``says`` (by task: members of the verdict), ``close_s`` (how long a close takes), ``tool`` (the name of one that
     its ``/mcp`` has, served by the MCP library), ``metrics_s`` (how long its metrics take before they fail)."""
     tools = mcp_tools(options["tool"]) if options.get("tool") else None
     app = FastAPI(lifespan=None if tools is None else lambda _: tools.session_manager.run())
     journal = Journal(options.get("journal"))
     tries: Counter[str] = Counter()
+    closed: set[tuple[str, int]] = set()
+
+    def control_token(rollout: dict[str, Any]) -> str:
+        return f"control-{options.get('key', '')}{rollout['rollout_id']}"
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -70,7 +75,9 @@ def environment(options: dict[str, Any]) -> FastAPI:
         if status := options.get("seed_status"):
             return answer({"code": "sandbox_create", "detail": "no box", "retryable": True}, status)
         descriptor = {"version": 1, "environment": "env", "task_id": rollout["task_id"], "rollout": rollout}
-        reply: dict[str, Any] = {"descriptor": descriptor, "control_token": f"control-{rollout['rollout_id']}"}
+        if topology := options.get("topology"):
+            descriptor["placement"] = {"topology": topology}
+        reply: dict[str, Any] = {"descriptor": descriptor, "control_token": control_token(rollout)}
         if "validation" in session and not options.get("no_solution"):
             reply["validation"] = {"text": row["expected_answer"] if session["validation"] == "gold" else ""}
         if options.get("words_prompts"):
@@ -86,8 +93,10 @@ def environment(options: dict[str, Any]) -> FastAPI:
         session = row.pop("_ng_session")
         rollout = session["rollout"]
         journal.note("verify", rollout)
-        if request.headers.get("X-NeMo-Gym-Control-Token") != f"control-{rollout['rollout_id']}":
+        if request.headers.get("X-NeMo-Gym-Control-Token") != control_token(rollout):
             return answer({"code": "credential", "detail": "wrong control token"}, 401)
+        if options.get("stateful") and (rollout["rollout_id"], rollout["attempt"]) in closed:
+            return answer({"detail": "KeyError"}, 500)
         if not options.get("plain") and request.cookies.get("env_session") != rollout["rollout_id"]:
             return answer({"code": "credential", "detail": "no session cookie"}, 401)
         if options.get("fenced") and rollout["attempt"] == 1:
@@ -114,6 +123,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
     async def close(request: Request) -> Response:
         rollout = orjson.loads(await request.body())["rollout"]
         journal.note("close", rollout)
+        closed.add((rollout["rollout_id"], rollout["attempt"]))
         await asyncio.sleep(options.get("close_s", 0))
         journal.note("closed", rollout)
         return answer({})
@@ -265,8 +275,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
 
 def model(options: dict[str, Any]) -> FastAPI:
     """Answers ``B`` at once. Options: ``trajectories`` (finalize returns these; if true, one which holds the reward it
-    was given), ``end_status`` (finalize and abort fail with it), ``usage`` (of each session), ``preflight`` (its
-    answer), ``forwards_to`` (the base URL of an endpoint that it asks first)."""
+    was given), ``end_status`` (finalize and abort fail with it), ``end_s`` (how long they take), ``usage`` (of each
+    session), ``preflight`` (its answer), ``forwards_to`` (the base URL of an endpoint that it asks first)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -277,6 +287,7 @@ def model(options: dict[str, Any]) -> FastAPI:
     journal = Journal(options.get("journal"))
     completion = orjson.dumps(message("B"))
     opened: dict[str, dict[str, Any]] = {}
+    aborted: set[str] = set()
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -320,6 +331,11 @@ def model(options: dict[str, Any]) -> FastAPI:
             return answer({"detail": "wrong control token"}, 401)
         if (rollout := opened.pop(session_id, None)) is not None:
             journal.note(action, rollout)
+        if action == "abort":
+            aborted.add(session_id)
+        elif session_id in aborted:
+            return answer({"code": "fenced", "detail": "the session was aborted"}, 409)
+        await asyncio.sleep(options.get("end_s", 0))
         if status := options.get("end_status"):
             return answer({"detail": "session broke"}, status)
         trajectories = options.get("trajectories") or []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -16,9 +17,10 @@ import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.contract.verdict import FailureKind, StageName
+from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import JobEvent, JobSelector, JobState, Stop
+from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent, JobSelector, JobSpec, JobState, Stop
 from nemo_gym.rollouts.rows import job_specs, materialize
 from nemo_gym.rollouts.store import SqliteJobStore
 from tests.rollouts.chain_process import ChainServer
@@ -30,8 +32,12 @@ MakeChain = Callable[..., Chain]
 class Running:
     """A dispatcher over a store with one job per row."""
 
-    def __init__(self, chain: Chain, rows: int, *, sweeps: bool = False, **keys: object) -> None:
-        chain.write_rows(rows)
+    def __init__(
+        self, chain: Chain, rows: int, *, lines: list[str] | None = None, sweeps: bool = False, **keys: object
+    ) -> None:
+        source = chain.write_rows(rows)
+        if lines is not None:
+            source.write_text("".join(f"{line}\n" for line in lines))
         self.sweeps = sweeps
         self.chain = chain
         self.config = RolloutRunConfig.parse(chain.run_keys(run_id="r", **keys))
@@ -205,6 +211,29 @@ async def test_row_has_the_time_of_run_when_another_dispatcher_verifies(make_cha
     assert record.state is JobState.DONE and record.result is not None
     assert set(orjson.loads(record.result)["timings"]) == {"init_s", "run_s", "eval_s"}
     assert len(chain.notes("act")) == 1
+
+
+async def test_row_has_its_prompt_and_topology_when_another_dispatcher_verifies(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"verify_failures": 1, "words_prompts": True, "topology": "agent_in_env"})
+    original = [json.dumps({"id": "t0", "question": "A or B?", "expected_answer": "B"})]
+    async with Running(chain, 1, lines=original, retry_delay_s=60) as first:
+        await first.wait(lambda: len(chain.notes("verify")) == 1, "the first verification to fail")
+    async with Running(chain, 1, lines=original) as second:
+        await second.dispatcher.drain()
+        (record,) = [record async for record in second.store.iterate(JobSelector())]
+    row = orjson.loads(record.result or b"{}")
+    assert (row["responses_create_params"], row["topology"]) == ({"input": "A or B?"}, "agent_in_env")
+    assert len(chain.notes("act")) == 1
+
+
+def test_run_that_an_earlier_version_stored_is_graded() -> None:
+    spec = JobSpec("r.0-0", "r", "t0", "r.0", 0, 0, "trivial", b"{}")
+    held = {"control_token": "c", "cookies": {"a": "b"}, "replicas": {}, "timings": {"run_s": 1.0}}
+    stored = orjson.dumps({"act": {"response": {}}, "held": held})
+    job = Job(spec, JobState.CLAIMED, StageName.EVAL, 1, run_result=stored)
+    attempt = JobAttempt.of(job, Servers("trivial", "env", "policy"))
+    assert (attempt.control_token, attempt.cookies, attempt.session) == ("c", {"a": "b"}, None)
+    assert (attempt.public_params, attempt.row_ref, attempt.closes_with_verdict) == (None, None, False)
 
 
 async def test_deadline_ends_a_job_wherever_it_is(make_chain: MakeChain) -> None:

@@ -148,7 +148,7 @@ class ExampleRun:
             try:
                 await dispatcher.drain()
             finally:
-                await dispatcher.stop()
+                await dispatcher.stop(for_good=True)  # the store is gone with this process
         except BaseException as error:
             for future in (each.future for each in self._rollouts.values()):
                 if isinstance(error, asyncio.CancelledError):

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -193,6 +194,8 @@ class JobAttempt(Attempt):
     """Why the attempt is being stopped."""
     lost: bool = False
     """The lease was lost: another claimer may have the job."""
+    run_stored: asyncio.Future[None] | None = None
+    """The write of this attempt's RUN result. Once it is done, another process may continue the attempt at EVAL."""
     has_result: bool = False
     """The result was handed to the store, which ends the lease; the attempt only has to be closed."""
     claimed_at: float = field(default_factory=time.monotonic)

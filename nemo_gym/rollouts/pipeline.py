@@ -416,6 +416,14 @@ def _stopped_before(job: Job) -> Stop | None:
     return _overdue(job) if job.left_s is not None and job.left_s <= 0 else None
 
 
+async def _is_resumable(attempt: JobAttempt) -> bool:
+    """Whether the job's next claimer continues this attempt, because its RUN result is stored."""
+    if attempt.run_stored is None:
+        return attempt.is_restored
+    await asyncio.wait({attempt.run_stored})
+    return not attempt.run_stored.cancelled() and attempt.run_stored.exception() is None
+
+
 class FailureStreak:
     """Counts attempts in a row that failed the same way. An attempt that passes their stage resets the count."""
 
@@ -573,9 +581,10 @@ class AsyncDispatcher:
             self._changed.clear()
             await self._changed.wait()
 
-    async def stop(self) -> None:
-        """Claim no more jobs, stop the running ones, release everything they hold, and queue them for a later
-        resume."""
+    async def stop(self, *, for_good: bool = False) -> None:
+        """Claim no more jobs, stop the running ones, and queue them for a later resume. Release what they hold, except
+        what EVAL needs of an attempt whose RUN result is stored: whoever resumes it only grades. With ``for_good``
+        nobody will, and everything is released."""
         remove_source(self)
         for handle in self._deadlines.values():
             handle.cancel()
@@ -586,7 +595,7 @@ class AsyncDispatcher:
         for pool in self._stage_pools:
             await pool.stop()
         # All at once: a server that is gone costs every attempt its whole `close_timeout_s`.
-        await asyncio.gather(*[self._abandoned(attempt) for attempt in self._attempts.values()])
+        await asyncio.gather(*[self._abandoned(each, for_good=for_good) for each in self._attempts.values()])
 
     async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
         """End matching jobs: stop their harnesses, release their sandboxes, and record the jobs as `CANCELLED`."""
@@ -700,8 +709,8 @@ class AsyncDispatcher:
     async def _ran(self, attempt: JobAttempt, result: bytes) -> None:
         self._streak.passed(StageName.RUN)
         # Not awaited: the writer keeps order, so the result row is never recorded before this result or without it.
-        recorded = asyncio.ensure_future(self._store.record_run(attempt.job, result))
-        recorded.add_done_callback(self._recorded)
+        attempt.run_stored = asyncio.ensure_future(self._store.record_run(attempt.job, result))
+        attempt.run_stored.add_done_callback(self._recorded)
         if self._pool is not None:
             self._pool.ran(attempt)
             self._wake.set()
@@ -715,10 +724,16 @@ class AsyncDispatcher:
         self._streak.passed(StageName.EVAL)
         attempt.has_result = True
         attempt_succeeds(attempt)
-        if await self._recording(self._store.complete(attempt.job, row)):
-            self._tell(JobEvent(attempt.job, JobState.DONE, result=attempt.verified))
+        await finish(self._complete(attempt, row))
+
+    async def _complete(self, attempt: JobAttempt, row: bytes) -> None:
+        is_recorded = await self._recording(self._store.complete(attempt.job, row))
         if self._pool is not None:
             self._pool.succeeded(attempt)
+        if not is_recorded:
+            await self._abandoned(attempt)
+            return
+        self._tell(JobEvent(attempt.job, JobState.DONE, result=attempt.verified))
         await attempt.close(self._config.close_timeout_s)
         self._drop(attempt)
 
@@ -742,16 +757,26 @@ class AsyncDispatcher:
             log.warning("verification failed, trying again", rollout_id=job.job_id, reason=failure.reason)
             self._eval.put_later(attempt, delay_s)
             return
-        final = not again and failure.kind is not FailureKind.CANCELLED
+        reason = failure.reason if is_new else "the same as before"
+        # To the end, even if the dispatcher stops: a closed attempt whose failure is not recorded would be resumed.
+        if again:
+            log.warning("attempt failed, trying again", rollout_id=job.job_id, reason=reason)
+            await finish(self._start_anew(attempt, failure, delay_s))
+        else:
+            await finish(self._end_attempt(attempt, failure))
+
+    async def _start_anew(self, attempt: JobAttempt, failure: StageFailure, delay_s: float) -> None:
+        """Close the attempt and queue its job for a new one."""
+        await attempt.close(self._config.close_timeout_s)
+        await self._recording(self._store.requeue(attempt.job, failure, delay_s=delay_s))
+        self.notify()
+        self._drop(attempt)
+
+    async def _end_attempt(self, attempt: JobAttempt, failure: StageFailure) -> None:
+        final = failure.kind is not FailureKind.CANCELLED
         salvaged = await attempt.salvage() if final and attempt.salvage is not None else {}
         await attempt.close(self._config.close_timeout_s)
-        if again:
-            reason = failure.reason if is_new else "the same as before"
-            log.warning("attempt failed, trying again", rollout_id=job.job_id, reason=reason)
-            await self._recording(self._store.requeue(job, failure, delay_s=delay_s))
-            self.notify()
-        else:
-            await self._end(job, failure, salvaged)
+        await self._end(attempt.job, failure, salvaged)
         self._drop(attempt)
 
     def _budget(self, job: Job, failure: StageFailure) -> tuple[int, int]:
@@ -770,19 +795,22 @@ class AsyncDispatcher:
         if await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, salvaged))):
             self._tell(JobEvent(job, JobState.of(failure), failure=failure))
 
-    async def _abandoned(self, attempt: JobAttempt) -> None:
-        """Release everything and queue the job again, because the dispatcher stops or the lease was lost."""
+    async def _abandoned(self, attempt: JobAttempt, *, for_good: bool = False) -> None:
+        """Queue the job again, because the dispatcher stops or the lease was lost. Release what the attempt holds,
+        unless the job's next claimer, which may have it by now, continues this attempt at EVAL."""
         if self._attempts.get(attempt.job.job_id) is not attempt:
             return
-        await attempt.close(self._config.close_timeout_s)
+        resumes = not for_good and await _is_resumable(attempt)
+        if not resumes:
+            await attempt.close(self._config.close_timeout_s)
         if self._fatal is None or isinstance(self._fatal, SameFailureError):
-            await self._recording(self._requeue_if_held(attempt.job))
+            await self._recording(self._requeue_if_held(attempt.job, new_attempt=not resumes))
         self._drop(attempt)
 
-    async def _requeue_if_held(self, job: Job) -> None:
-        """Queue a job again unless it has ended: a stop also finds attempts that are recorded and being closed."""
+    async def _requeue_if_held(self, job: Job, *, new_attempt: bool) -> None:
+        """Queue a job again, unless its lease was lost."""
         with contextlib.suppress(FencedError):
-            await self._store.requeue(job)
+            await self._store.requeue(job, new_attempt=new_attempt)
 
     async def _recording(self, write: Awaitable[None]) -> bool:
         """Await a write to the store. Return ``False`` if this dispatcher no longer holds the job; any other error

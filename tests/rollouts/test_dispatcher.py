@@ -213,6 +213,65 @@ async def test_row_has_the_time_of_run_when_another_dispatcher_verifies(make_cha
     assert len(chain.notes("act")) == 1
 
 
+async def test_stop_leaves_an_attempt_that_is_graded_open_and_its_successor_grades_it(make_chain: MakeChain) -> None:
+    chain = make_chain(
+        environment={"verify_failures": 1, "stateful": True}, model={"trajectories": [{"prompt_ids": [1]}]}
+    )
+    async with Running(chain, 2, retry_delay_s=60) as first:
+        await first.wait(lambda: len(chain.notes("verify")) == 2, "the first verifications to fail")
+    assert chain.notes("close") == chain.notes("abort") == []
+    async with Running(chain, 2) as second:
+        await second.dispatcher.drain()
+        rows = [orjson.loads(record.result or b"{}") async for record in second.store.iterate(JobSelector())]
+    assert [(row["valid"], row["ng_trajectory"]) for row in rows] == [(True, [{"prompt_ids": [1]}])] * 2
+    assert len(chain.notes("act")) == 2
+    assert sorted(chain.notes("seed")) == sorted(chain.notes("close")) == sorted(chain.notes("finalize"))
+
+
+async def test_stop_for_good_closes_an_attempt_that_is_graded_too(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"verify_failures": 1})
+    async with Running(chain, 1, retry_delay_s=60) as running:
+        await running.wait(lambda: len(chain.notes("verify")) == 1, "the first verification to fail")
+        await running.dispatcher.stop(for_good=True)
+    assert chain.notes("seed") == chain.notes("close") == chain.notes("abort")
+
+
+async def test_attempt_whose_lease_is_lost_while_it_is_graded_stays_open_for_its_next_owner(
+    make_chain: MakeChain,
+) -> None:
+    chain = make_chain(environment={"verify_failures": 1})
+    async with Running(chain, 1, retry_delay_s=60, lease_s=0.6) as running:
+        await running.wait(lambda: len(chain.notes("verify")) == 1, "the first verification to fail")
+        assert await running.store.release() == 1
+        (taken,) = await running.store.claim("another process", 1, 60)
+        await running.wait(lambda: not running.dispatcher.held, "the loss to be noticed")
+        assert (taken.attempt, taken.stage) == (1, "eval")
+        assert chain.notes("close") == chain.notes("abort") == []
+
+
+async def test_verdict_that_comes_after_the_lease_was_lost_closes_nothing(make_chain: MakeChain) -> None:
+    chain = make_chain(model={"end_s": 0.5})
+    async with Running(chain, 1) as running:
+        await running.wait(lambda: len(chain.notes("finalize")) == 1, "the verdict")
+        assert await running.store.release() == 1
+        (taken,) = await running.store.claim("another process", 1, 60)
+        await running.wait(lambda: not running.dispatcher.held, "the verdict not to be recorded")
+        assert (taken.attempt, taken.stage) == (1, "eval")
+    assert chain.notes("close") == running.events == []
+
+
+async def test_stop_while_a_failed_attempt_is_closed_records_its_failure(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"fenced": True, "close_s": 0.5})
+    async with Running(chain, 1) as first:
+        await first.wait(lambda: len(chain.notes("close")) == 1, "the close to begin")
+        await first.dispatcher.stop()
+        (record,) = [record async for record in first.store.iterate(JobSelector())]
+    assert [(failure.kind, failure.details["status"]) for failure in record.failures] == [("verifier_failed", 409)]
+    async with Running(chain, 1) as second:
+        await second.dispatcher.drain()
+    assert chain.notes("verify") == [("r.0-0", 1), ("r.0-0", 2)]
+
+
 async def test_row_has_its_prompt_and_topology_when_another_dispatcher_verifies(make_chain: MakeChain) -> None:
     chain = make_chain(environment={"verify_failures": 1, "words_prompts": True, "topology": "agent_in_env"})
     original = [json.dumps({"id": "t0", "question": "A or B?", "expected_answer": "B"})]

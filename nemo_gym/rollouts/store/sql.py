@@ -377,13 +377,15 @@ class SqlJobStore:
         query = "SELECT 1 FROM jobs WHERE job_id = ? AND lease_epoch = ? AND state = ?"
         return connection.execute(query, (job.job_id, job.lease_epoch, state.value)).fetchone() is not None
 
-    async def requeue(self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0) -> None:
-        """Queue the job again, to be claimed after ``delay_s``. A ``failure`` counts against the retry budget; if it
-        needs no new attempt, the job resumes at EVAL with its stored RUN result."""
+    async def requeue(
+        self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0, new_attempt: bool = False
+    ) -> None:
+        """Queue the job again, to be claimed after ``delay_s``. A ``failure`` counts against the retry budget. The job
+        resumes at EVAL with its RUN result, if one is stored, unless the failure or ``new_attempt`` asks for another
+        attempt."""
         keep = failure is not None and not failure.new_attempt
         failures = job.failures if failure is None else (*job.failures, failure)
-        # A job queued again without a failure keeps its RUN result, if it has one: no failure speaks against it.
-        forget = "" if keep or failure is None else ", run_result = NULL"
+        forget = ", run_result = NULL" if new_attempt or (failure is not None and not keep) else ""
         changes = (
             f"state = 'queued', lease_owner = NULL, not_before = {self._dialect.now} + ?, failures = ?,"
             f" eval_tries = eval_tries + ?{forget}",

@@ -34,6 +34,7 @@ from nemo_gym.contract.errors import FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
 from nemo_gym.http import telemetry
 from nemo_gym.http.otlp import start_traces
+from nemo_gym.http.peers import REFUSED
 from nemo_gym.http.telemetry import (
     METRICS_PATH,
     ROLLOUT_ID_PATTERN,
@@ -424,6 +425,13 @@ async def _is_resumable(attempt: JobAttempt) -> bool:
     return not attempt.run_stored.cancelled() and attempt.run_stored.exception() is None
 
 
+def _is_forgotten(attempt: JobAttempt, failure: StageFailure) -> bool:
+    """Whether a restored attempt failed because its servers know it no longer, as after a new start of their stack.
+    This counts nowhere, because it says nothing about the work; the next attempt is not a restored one."""
+    is_refused = failure.stage is StageName.EVAL and failure.details.get("status") in REFUSED
+    return attempt.is_restored and attempt.stop is None and is_refused and failure.new_attempt
+
+
 class FailureStreak:
     """Counts attempts in a row that failed the same way. An attempt that passes their stage resets the count."""
 
@@ -741,6 +749,10 @@ class AsyncDispatcher:
         job = attempt.job
         if (stop := attempt.stop) is not None:
             failure = StageFailure(failure.stage, stop.kind, stop.reason, retryable=stop.retryable)
+        if _is_forgotten(attempt, failure):
+            log.warning("its servers forgot the attempt, trying again", rollout_id=job.job_id, reason=failure.reason)
+            await finish(self._start_anew(attempt))
+            return
         attempt_fails(attempt, failure)
         if self._pool is not None:
             self._pool.failed(attempt, failure)
@@ -765,10 +777,12 @@ class AsyncDispatcher:
         else:
             await finish(self._end_attempt(attempt, failure))
 
-    async def _start_anew(self, attempt: JobAttempt, failure: StageFailure, delay_s: float) -> None:
-        """Close the attempt and queue its job for a new one."""
+    async def _start_anew(
+        self, attempt: JobAttempt, failure: StageFailure | None = None, delay_s: float = 0.0
+    ) -> None:
+        """Close the attempt and queue its job for a new one. A ``failure`` counts against the retry budget."""
         await attempt.close(self._config.close_timeout_s)
-        await self._recording(self._store.requeue(attempt.job, failure, delay_s=delay_s))
+        await self._recording(self._store.requeue(attempt.job, failure, delay_s=delay_s, new_attempt=True))
         self.notify()
         self._drop(attempt)
 

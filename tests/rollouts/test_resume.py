@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from rich.console import Console
 
 from nemo_gym.contract.errors import ConfigError, RowError
@@ -82,6 +83,47 @@ async def test_cancelled_run_continues_where_it_stopped(make_chain: MakeChain, t
     ids = [row["_ng_rollout_id"] for row in chain.results()]
     assert len(ids) == len(set(ids)) == 8
     assert kept <= set(ids)
+
+
+async def stopped_while_graded(chain: Chain, rows: int, note: str = "verify") -> None:
+    """Stop a run when it has come to the grading of each of its rows."""
+    chain.write_rows(rows)
+    keys = chain.run_keys(concurrency=rows, eval_workers=rows, retry_delay_s=60)
+    first = asyncio.create_task(run_collection(chain.client(), keys))
+    await asyncio.to_thread(wait_until, lambda: len(chain.notes(note)) == rows, "all to be graded")
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+@pytest.mark.parametrize("status", [0, 403])
+async def test_work_that_new_servers_cannot_grade_is_done_again_at_no_cost_and_once(
+    make_chain: MakeChain, status: int
+) -> None:
+    chain = make_chain(environment={"verify_failures": 1})
+    await stopped_while_graded(chain, 6)
+    environment = chain.servers["environment"]
+    environment.kill()
+    environment.restart(key="another", verify_failures=0, verify_status=status)
+    keys = chain.run_keys(max_attempts=1, stop_after_same_failure=0 if status else 3)
+    with structlog.testing.capture_logs() as logs:
+        result = await run_collection(chain.client(), keys)
+    assert (result.valid, result.invalid) == ((0, 6) if status else (6, 0))
+    attempts = [(f"{result.run_id}.{number}-0", attempt) for number in range(6) for attempt in (1, 2)]
+    assert sorted(chain.notes("act")) == sorted(set(chain.notes("close"))) == attempts
+    assert set(chain.notes("abort")) >= {each for each in attempts if each[1] == 1}
+    assert "release failed" not in [entry["event"] for entry in logs]
+
+
+async def test_known_verdict_outlives_servers_that_know_nothing_of_its_attempt(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"overrides_run": True}, model={"end_s": 60})
+    await stopped_while_graded(chain, 1, "finalize")
+    for role, options in (("environment", {"key": "another"}), ("model", {"end_s": 0, "end_status": 401})):
+        chain.servers[role].kill()
+        chain.servers[role].restart(**options)
+    result = await run_collection(chain.client(), chain.run_keys())
+    assert (result.valid, [row["reward"] for row in chain.results()]) == (1, [0.5])
+    assert len(chain.notes("run")) == len(chain.notes("close")) == 1
 
 
 async def test_resume_is_refused_when_the_run_is_another(make_chain: MakeChain) -> None:

@@ -29,10 +29,12 @@ class DockerConfig:
     pull: PullPolicy = "missing"
     """When to pull an image from a registry."""
     pull_timeout_s: float = 1800.0
+    """Longest time of one pull. A create ends at its own ``ready_timeout_s``; the pull goes on for later creates."""
     request_timeout_s: float = 120.0
     """Longest time that the engine may send nothing during one request."""
     max_concurrent_creates: int = 8
-    """Containers created and started at once. Others wait; the wait counts towards their ``ready_timeout_s``."""
+    """Containers created and started at once. Others wait; the wait counts towards their ``ready_timeout_s``.
+    As many images are pulled at once."""
     capabilities: Sequence[str] = ()
     """Linux capabilities added to boxes without an open network; all others are dropped."""
     build_capabilities: Sequence[str] = BUILD_CAPABILITIES

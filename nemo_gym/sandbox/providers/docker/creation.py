@@ -208,18 +208,18 @@ class Creation:
         self._config = config
         self._spec = spec
         self.name = container_name(spec.idempotency_key)
-        self._image = ""
+        self.image = ""
+        """The engine's name for the image; known from `prepare` on."""
         self._first_process: Path | None = None
         self.created = False
         """Whether this object created the container. Another call with the same idempotency key may have done so."""
 
     def prepare(self) -> None:
-        """Check what can be checked without a container, and resolve the image's name. Pull the image if the pull
-        policy is ``always``.
+        """Check what can be checked without a container, and resolve the image's name.
 
         Raises:
             ConfigError: an unknown provider option.
-            SandboxCreateError: a mount's source does not exist, or the image cannot be built or pulled.
+            SandboxCreateError: a mount's source does not exist, or the image cannot be built.
         """
         reject_unknown_keys(self._spec.provider_options, ["runtime", "platform"], where="docker provider_options")
         for mount in self._spec.mounts:
@@ -228,17 +228,23 @@ class Creation:
         files_archive(self._spec.files)
         if self._spec.entrypoint is None and self._engine.is_local():
             self._first_process = program_path()
-        self._image = self._images.reference(self._spec.image)
-        if self._config.pull == "always" and not self._image.startswith("nemo-gym/"):
-            self._images.pull(self._image)
+        self.image = self._images.reference(self._spec.image)
 
-    def pull_missing(self) -> None:
-        """Pull an image that the engine lacks, or raise `SandboxCreateError` if the image may not be pulled."""
+    @property
+    def pulls_always(self) -> bool:
+        """Whether to ask a registry for the image although the engine may have it."""
+        return self._config.pull == "always" and not self._is_made_here
+
+    @property
+    def _is_made_here(self) -> bool:
+        return self.image.startswith("nemo-gym/")
+
+    def _check_may_pull(self) -> None:
+        """Raise `SandboxCreateError` if an image that the engine lacks may not be pulled."""
         if self._config.pull == "never":
-            raise self._images.missing(self._image, "this provider is configured with pull: never")
-        if self._image.startswith("nemo-gym/"):
-            raise self._images.missing(self._image, "images of this name are only made on this machine")
-        self._images.pull(self._image)
+            raise self._images.missing(self.image, "this provider is configured with pull: never")
+        if self._is_made_here:
+            raise self._images.missing(self.image, "images of this name are only made on this machine")
 
     def find_existing(self) -> dict[str, Any] | None:
         """The running container that an earlier create with the same idempotency key made, or ``None``."""
@@ -274,15 +280,17 @@ class Creation:
                     raise
             time.sleep(0.05)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, *, pulled: bool) -> dict[str, Any] | None:
         """Create the container, write its files and start it; return the engine's description of it.
+
+        Args:
+            pulled: whether the image was pulled already. Unless it was, ``None`` is returned if the engine lacks it.
 
         Raises:
             SandboxCreateError: a step failed, and the container is removed again. The message gives the reason.
         """
         client = self._engine.client
         deadline = time.monotonic() + _NAME_TAKEN_PATIENCE_S
-        pulled = False
         while True:
             try:
                 container_id = self._create()
@@ -290,8 +298,8 @@ class Creation:
             except sdk_errors() as error:
                 reason = explain(error).lower()
                 if status_of(error) == 404 and not pulled and ("no such image" in reason or "not found" in reason):
-                    self.pull_missing()
-                    pulled = True
+                    self._check_may_pull()
+                    return None
                 elif status_of(error) == 409 and self._spec.idempotency_key and time.monotonic() < deadline:
                     try:
                         inspection = self._adopt(self.name)
@@ -303,7 +311,7 @@ class Creation:
                     time.sleep(0.05)
                 else:
                     raise translate(
-                        error, "creating a container", kind=SandboxCreateError, image=self._image
+                        error, "creating a container", kind=SandboxCreateError, image=self.image
                     ) from error
         try:
             if self._spec.files:
@@ -321,11 +329,11 @@ class Creation:
             reason = explain(error)
             if self._spec.entrypoint is None and "/bin/sh" in reason:
                 raise SandboxCreateError(
-                    f"docker: the image '{self._image}' has no /bin/sh, which an idle box needs; give the spec an "
+                    f"docker: the image '{self.image}' has no /bin/sh, which an idle box needs; give the spec an "
                     "entrypoint that waits, or use another image",
-                    image=self._image,
+                    image=self.image,
                 ) from error
-            raise translate(error, "starting a box", kind=SandboxCreateError, image=self._image) from error
+            raise translate(error, "starting a box", kind=SandboxCreateError, image=self.image) from error
         except SandboxError:
             self.discard()
             raise
@@ -388,7 +396,7 @@ class Creation:
         self.created = True
         try:
             response = client.create_container(
-                self._image,
+                self.image,
                 command=[],
                 entrypoint=[_FIRST_PROCESS] if program is not None else list(spec.entrypoint or _IDLE),
                 name=self.name,

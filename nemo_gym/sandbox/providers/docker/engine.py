@@ -12,11 +12,17 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
+from nemo_gym._util.lazy import lazily
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecOutput
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,6 +116,17 @@ class Engine:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="docker")
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+
+    def session(self) -> aiohttp.ClientSession:
+        """A session for requests that end when their caller is cancelled, unlike `call`. It has no time limits."""
+        connector: aiohttp.BaseConnector
+        if self.url.startswith("unix://"):
+            base, connector = "http://docker", aiohttp.UnixConnector(self.url.removeprefix("unix://"))
+        else:
+            host, port, tls = _address(self.url)
+            base = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+            connector = aiohttp.TCPConnector(ssl=tls or True)
+        return aiohttp.ClientSession(base, connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
     def close(self) -> None:
         if self._threads is not None:
@@ -246,10 +263,14 @@ class Attachment:
         self._reader.feed_eof()
 
 
-def _tls_context(certificates: Path) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
-    context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
-    return context
+def _address(engine_url: str) -> tuple[str, int, ssl.SSLContext | None]:
+    """Host, port and TLS settings of an engine that is reached by TCP."""
+    url = urlsplit(engine_url)
+    context = None
+    if (certificates := tls_certificates(engine_url)) is not None:
+        context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+        context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    return url.hostname or "", url.port or (2375 if context is None else 2376), context
 
 
 async def attach(engine_url: str, api_version: str, engine_exec_id: str) -> Attachment:
@@ -263,14 +284,8 @@ async def attach(engine_url: str, api_version: str, engine_exec_id: str) -> Atta
         path = engine_url.removeprefix("unix://")
         reader, writer = await asyncio.open_unix_connection(path, limit=_READ_LIMIT)
     else:
-        url = urlsplit(engine_url)
-        certificates = tls_certificates(engine_url)
-        reader, writer = await asyncio.open_connection(
-            url.hostname,
-            url.port or (2376 if certificates else 2375),
-            ssl=_tls_context(certificates) if certificates else None,
-            limit=_READ_LIMIT,
-        )
+        host, port, tls = _address(engine_url)
+        reader, writer = await asyncio.open_connection(host, port, ssl=tls, limit=_READ_LIMIT)
     body = json.dumps({"Detach": False, "Tty": False})
     try:
         writer.write(

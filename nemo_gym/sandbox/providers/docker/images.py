@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -12,21 +13,29 @@ import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from nemo_gym._util.lazy import lazily
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
 from nemo_gym.sandbox.linux import locked
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine, explain, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.names import IMAGE_LABELS, image_reference
 
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
+
 
 class Images:
-    """Images in the engine. All methods block; call them through `Engine.call`."""
+    """Images in the engine. Methods that are no coroutines block; call them through `Engine.call`."""
 
     def __init__(self, engine: Engine, config: DockerConfig) -> None:
         self._engine = engine
         self._config = config
+        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._places = asyncio.Semaphore(config.max_concurrent_creates)
 
     def reference(self, image: str | None) -> str:
         """The engine's name for an image named in a spec. Builds the ``host`` image if it is requested and missing.
@@ -37,21 +46,66 @@ class Images:
         name = image or self._config.default_image
         return ensure_host_image(self._engine) if name == HOST_IMAGE else image_reference(name)
 
-    def pull(self, reference: str) -> None:
-        """Pull an image from a registry. Each step of the pull may take up to ``pull_timeout_s``.
+    async def pull(self, reference: str) -> None:
+        """Pull an image from a registry, within ``pull_timeout_s``. Concurrent calls for one image share one pull. The
+        pull goes on if its callers are cancelled: the next create finds the image, however long the pull takes.
 
         Raises:
             SandboxCreateError: the pull failed. The message names the image and suggests remedies.
         """
-        repository, tag = _split(reference)
-        timeout_s = self._engine.client.timeout
+        if (pull := self._pulls.get(reference)) is None:
+            pull = self._pulls[reference] = asyncio.create_task(self._pull(reference))
+            pull.add_done_callback(lambda _: self._pulls.pop(reference))
+        await asyncio.shield(pull)
+
+    def is_pulling(self, reference: str) -> bool:
+        return reference in self._pulls
+
+    async def cancel_pulls(self) -> None:
+        pulls = [*self._pulls.values()]
+        for pull in pulls:
+            pull.cancel()
+        await asyncio.gather(*pulls, return_exceptions=True)
+
+    async def _pull(self, reference: str) -> None:
         try:
-            self._engine.client.timeout = int(self._config.pull_timeout_s)
-            self._engine.client.pull(repository, tag=tag)
-        except sdk_errors() as error:
+            async with self._places, asyncio.timeout(self._config.pull_timeout_s):
+                problem = await self._ask_registry(reference)
+        except TimeoutError as error:
+            why = f"pulling it took longer than pull_timeout_s={self._config.pull_timeout_s:g} seconds"
+            raise self.missing(reference, why) from error
+        except sdk_errors(aiohttp.ClientError, ValueError) as error:
             raise self.missing(reference, f"asking the registry failed: {explain(error)}") from error
-        finally:
-            self._engine.client.timeout = timeout_s
+        if problem:
+            raise self.missing(reference, f"asking the registry failed: {problem}")
+
+    async def _ask_registry(self, reference: str) -> str:
+        """Let the engine pull an image; return its error text, which is empty if it has the image now.
+
+        The SDK's own pull has no time limit. The engine ends a pull whose connection is closed.
+        """
+        repository, tag = _split(reference)
+
+        def request() -> tuple[str, dict[str, str]]:
+            from docker.auth import get_config_header, resolve_repository_name
+
+            client = self._engine.client
+            credentials = get_config_header(client, resolve_repository_name(repository)[0])
+            headers = {"X-Registry-Auth": credentials.decode()} if credentials else {}
+            return f"/v{client.api_version}/images/create", headers
+
+        path, headers = await self._engine.call(request)
+        problem = ""
+        async with (
+            self._engine.session() as session,
+            session.post(path, params={"fromImage": repository, "tag": tag}, headers=headers) as response,
+        ):
+            async for line in response.content:
+                with contextlib.suppress(ValueError):
+                    report = json.loads(line)
+                    # Of a refused pull, and of one that failed after the engine had begun to report its progress.
+                    problem = str(report.get("message" if response.status >= 400 else "error") or problem)
+            return problem or ("" if response.status < 400 else f"status {response.status}")
 
     def missing(self, reference: str, why: str) -> SandboxCreateError:
         """Build the error for an image that the engine lacks."""

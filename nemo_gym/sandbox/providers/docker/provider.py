@@ -121,6 +121,7 @@ class DockerProvider(StreamingProvider):
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         timeout_s = DEFAULT_READY_TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
+        creation: Creation | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 capabilities = await self._engine.call(lambda: self.capabilities)
@@ -128,14 +129,17 @@ class DockerProvider(StreamingProvider):
                 capabilities.check(spec, self.name)
                 creation = Creation(self._engine, self._images, self.config, spec)
                 await self._engine.call(creation.prepare)
+                if creation.pulls_always:
+                    await self._images.pull(creation.image)
                 if self.config.watchdog:
                     await self._engine.call(ensure_watchdog, self._engine.url)
                 handle: SandboxHandle | None = None
                 try:
-                    async with self._creating:
-                        inspection = await self._engine.call(creation.find_existing)
-                        if inspection is None:
-                            inspection = await finish(self._engine.call(creation.run))
+                    inspection = await self._inspection_of(creation, pulled=False)
+                    if inspection is None:
+                        await self._images.pull(creation.image)
+                        inspection = await self._inspection_of(creation, pulled=True)
+                    assert inspection is not None
                     handle = await self._handle_of(inspection)
                     for door in spec.doors:
                         await self.open_door(handle, door)
@@ -147,11 +151,19 @@ class DockerProvider(StreamingProvider):
                     await finish(self._abandon(handle, creation))
                     raise
         except TimeoutError as error:
-            raise SandboxCreateError(
-                f"docker: the box was not ready after ready_timeout_s={timeout_s:g} seconds", retryable=True
-            ) from error
+            text = f"docker: the box was not ready after ready_timeout_s={timeout_s:g} seconds"
+            if creation is not None and self._images.is_pulling(creation.image):
+                text += f"; its image '{creation.image}' is still being pulled, for a later create"
+            raise SandboxCreateError(text, retryable=True) from error
         self._boxes[handle.sandbox_id] = box_of(handle)
         return handle
+
+    async def _inspection_of(self, creation: Creation, *, pulled: bool) -> Mapping[str, Any] | None:
+        """Find or create the container, see `Creation.run`."""
+        async with self._creating:
+            if (existing := await self._engine.call(creation.find_existing)) is not None:
+                return existing
+            return await finish(self._engine.call(creation.run, pulled=pulled))
 
     async def _handle_of(self, inspection: Mapping[str, Any]) -> SandboxHandle:
         box = await self._engine.call(DockerBox.from_inspection, inspection, local=self._local)
@@ -242,6 +254,7 @@ class DockerProvider(StreamingProvider):
         for box in [*self._boxes.values()]:
             await self._close_doors(box)
         self._boxes.clear()
+        await self._images.cancel_pulls()
         self._engine.close()
 
     # ------------------------------------------------------------------------------------------------ commands

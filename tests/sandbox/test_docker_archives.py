@@ -5,14 +5,16 @@ import contextlib
 import io
 import os
 import tarfile
+import threading
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.providers.docker import archives
 from nemo_gym.sandbox.providers.docker.archives import Upload
 from tests.sandbox.docker_boxes import Boxes
 
@@ -215,6 +217,35 @@ async def test_docker_get_archive_ends_as_cancelled_when_its_reader_is_while_a_r
         with contextlib.suppress(asyncio.CancelledError):
             await task
     assert (await boxes.provider.exec(box, "rm /zeros")).ok
+
+
+async def test_docker_lease_is_renewed_and_box_removed_while_many_archives_are_read(
+    boxes: Boxes, box: SandboxHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, sent = threading.Semaphore(0), threading.Event()
+
+    def slow(*_: object, **__: object) -> Iterator[bytes]:
+        begun.release()
+        assert sent.wait(60)
+        yield b""
+
+    monkeypatch.setattr(archives, "download", slow)
+
+    async def read() -> None:
+        async for _ in boxes.provider.get_archive(box, "/etc"):
+            pass
+
+    reading = [asyncio.create_task(read()) for _ in range(200)]
+    try:
+        for _ in range(32):
+            assert await asyncio.to_thread(begun.acquire, timeout=30)
+        async with asyncio.timeout(30):
+            await boxes.provider.renew(box, 300)
+            assert (await boxes.provider.exec(box, "echo well")).stdout == "well\n"
+            await boxes.provider.close(box)
+    finally:
+        sent.set()
+        await asyncio.gather(*reading)
 
 
 def test_upload_asks_the_engine_about_few_directories_and_keeps_no_more() -> None:

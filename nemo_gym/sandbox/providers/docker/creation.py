@@ -209,17 +209,17 @@ class Creation:
         self._spec = spec
         self.name = container_name(spec.idempotency_key)
         self.image = ""
-        """The engine's name for the image; known from `prepare` on."""
+        """The engine's name for the image, see `Images.reference`."""
         self._first_process: Path | None = None
         self.created = False
         """Whether this object created the container. Another call with the same idempotency key may have done so."""
 
     def prepare(self) -> None:
-        """Check what can be checked without a container, and resolve the image's name.
+        """Check what can be checked without a container.
 
         Raises:
             ConfigError: an unknown provider option.
-            SandboxCreateError: a mount's source does not exist, or the image cannot be built.
+            SandboxCreateError: a mount's source does not exist.
         """
         reject_unknown_keys(self._spec.provider_options, ["runtime", "platform"], where="docker provider_options")
         for mount in self._spec.mounts:
@@ -228,7 +228,6 @@ class Creation:
         files_archive(self._spec.files)
         if self._spec.entrypoint is None and self._engine.is_local():
             self._first_process = program_path()
-        self.image = self._images.reference(self._spec.image)
 
     @property
     def pulls_always(self) -> bool:

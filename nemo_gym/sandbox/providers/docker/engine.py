@@ -27,7 +27,9 @@ else:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_THREADS = 32
+_TRANSFERS = 32
+_THREADS = 2 * _TRANSFERS
+"""More than transfers: a request about a container whose files are being read waits until the engine unlocks it."""
 DEFAULT_SOCKET = "/var/run/docker.sock"
 START_HINT = "start one with 'scripts/dockerd start', or point DOCKER_HOST (or the provider's base_url) at one"
 
@@ -60,13 +62,14 @@ def tls_certificates(url: str) -> Path | None:
 
 
 class Engine:
-    """One engine. Blocking calls run on a small pool of threads through `call`, away from the event loop."""
+    """One engine. Blocking functions run on small pools of threads through `call` and `transfer`."""
 
     def __init__(self, base_url: str | None, *, request_timeout_s: float) -> None:
         self.url = engine_url(base_url)
         self._request_timeout_s = request_timeout_s
         self._client: Any = None
         self._threads: ThreadPoolExecutor | None = None
+        self._transfers: ThreadPoolExecutor | None = None
 
     @property
     def client(self) -> Any:
@@ -96,7 +99,7 @@ class Engine:
                     version="auto",
                     timeout=int(self._request_timeout_s),
                     tls=tls,
-                    max_pool_size=_THREADS,
+                    max_pool_size=_THREADS + _TRANSFERS,
                 )
             except docker.errors.DockerException as error:
                 raise SandboxError(
@@ -117,6 +120,13 @@ class Engine:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="docker")
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
+    async def transfer(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do the same as `call` with a function that takes as long as files or images are large. It has other threads:
+        the renewal of a lease must not wait for them."""
+        if self._transfers is None:
+            self._transfers = ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="docker-transfer")
+        return await asyncio.get_running_loop().run_in_executor(self._transfers, lambda: function(*args, **kwargs))
+
     def session(self) -> aiohttp.ClientSession:
         """A session for requests that end when their caller is cancelled, unlike `call`. It has no time limits."""
         connector: aiohttp.BaseConnector
@@ -129,9 +139,10 @@ class Engine:
         return aiohttp.ClientSession(base, connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
-            self._threads = None
+        for threads in (self._threads, self._transfers):
+            if threads is not None:
+                threads.shutdown(wait=False)
+        self._threads = self._transfers = None
         if self._client is not None:
             self._client.close()
             self._client = None

@@ -29,7 +29,7 @@ else:
 
 
 class Images:
-    """Images in the engine. Methods that are no coroutines block; call them through `Engine.call`."""
+    """Images in the engine. Methods that are no coroutines block; call them through the engine's threads."""
 
     def __init__(self, engine: Engine, config: DockerConfig) -> None:
         self._engine = engine
@@ -37,14 +37,17 @@ class Images:
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(config.max_concurrent_creates)
 
-    def reference(self, image: str | None) -> str:
+    async def reference(self, image: str | None) -> str:
         """The engine's name for an image named in a spec. Builds the ``host`` image if it is requested and missing.
 
         Raises:
             SandboxCreateError: the ``host`` image cannot be built here.
         """
         name = image or self._config.default_image
-        return ensure_host_image(self._engine) if name == HOST_IMAGE else image_reference(name)
+        if name != HOST_IMAGE:
+            return image_reference(name)
+        built = _host_images.get(self._engine.url)
+        return await self._engine.transfer(ensure_host_image, self._engine) if built is None else built
 
     async def pull(self, reference: str) -> None:
         """Pull an image from a registry, within ``pull_timeout_s``. Concurrent calls for one image share one pull. The
@@ -94,7 +97,7 @@ class Images:
             headers = {"X-Registry-Auth": credentials.decode()} if credentials else {}
             return f"/v{client.api_version}/images/create", headers
 
-        path, headers = await self._engine.call(request)
+        path, headers = await self._engine.transfer(request)
         problem = ""
         async with (
             self._engine.session() as session,

@@ -129,6 +129,7 @@ class DockerProvider(StreamingProvider):
                 capabilities.check(spec, self.name)
                 creation = Creation(self._engine, self._images, self.config, spec)
                 await self._engine.call(creation.prepare)
+                creation.image = await self._images.reference(spec.image)
                 if creation.pulls_always:
                     await self._images.pull(creation.image)
                 if self.config.watchdog:
@@ -272,7 +273,7 @@ class DockerProvider(StreamingProvider):
             async for chunk in tar:
                 await asyncio.to_thread(upload.feed, chunk)
             upload.feed(None)
-            await self._engine.call(upload.send, self._engine, box_of(handle).container_id)
+            await self._engine.transfer(upload.send, self._engine, box_of(handle).container_id)
         finally:
             upload.close()
 
@@ -292,7 +293,7 @@ class DockerProvider(StreamingProvider):
 
         try:
             while True:
-                reading = asyncio.ensure_future(self._engine.call(next, chunks, None))
+                reading = asyncio.ensure_future(self._engine.transfer(next, chunks, None))
                 if (chunk := await asyncio.shield(reading)) is None:
                     break
                 yield chunk
@@ -334,13 +335,13 @@ class DockerProvider(StreamingProvider):
     # --------------------------------------------------------------------------------------------------- images
 
     async def commit(self, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
-        await self._engine.call(self._images.commit, box_of(handle).container_id, image, labels)
+        await self._engine.transfer(self._images.commit, box_of(handle).container_id, image, labels)
 
     async def image_labels(self, image: str) -> Mapping[str, str] | None:
         return await self._engine.call(self._images.labels, image)
 
     async def remove_image(self, image: str) -> None:
-        await self._engine.call(self._images.remove, image)
+        await self._engine.transfer(self._images.remove, image)
 
     # ------------------------------------------------------------------------------------------ other processes
 

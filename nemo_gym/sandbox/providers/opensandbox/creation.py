@@ -74,8 +74,7 @@ class EngineImages:
         """The server's name for an image. Without a configured engine, ``image`` itself."""
         if self._config.engine is None:
             return image
-        engine, images = self.connected()
-        return await engine.call(images.reference, image)
+        return await self.connected()[1].reference(image)
 
     def close(self) -> None:
         if self._engine is not None:

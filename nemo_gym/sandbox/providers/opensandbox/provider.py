@@ -214,7 +214,7 @@ class OpenSandboxProvider(StreamingProvider):
     async def commit(self, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
         """Store the box's files as an image, including the server's and this suite's programs in the box."""
         engine, images = self._images.connected()
-        await engine.call(images.commit, f"sandbox-{handle.sandbox_id}", image, labels)
+        await engine.transfer(images.commit, f"sandbox-{handle.sandbox_id}", image, labels)
 
     async def image_labels(self, image: str) -> Mapping[str, str] | None:
         engine, images = self._images.connected()
@@ -222,7 +222,7 @@ class OpenSandboxProvider(StreamingProvider):
 
     async def remove_image(self, image: str) -> None:
         engine, images = self._images.connected()
-        await engine.call(images.remove, image)
+        await engine.transfer(images.remove, image)
 
     # ------------------------------------------------------------------------------------------- loopback doors
 

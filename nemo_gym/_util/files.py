@@ -58,7 +58,7 @@ def write_private(path: Path, text: str, *, sync: bool = False) -> None:
     Raises:
         OSError: the old file is unchanged.
     """
-    _replace(path, text.encode(), 0o600, sync=sync)
+    replace_file(path, text.encode(), 0o600, sync=sync)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -72,10 +72,19 @@ def write_whole(path: Path, data: bytes) -> None:
         path.write_bytes(data)
         return
     path = path.resolve()
-    _replace(path, data, stat.S_IMODE(path.stat().st_mode) if path.exists() else None)
+    replace_file(path, data, stat.S_IMODE(path.stat().st_mode) if path.exists() else None)
 
 
-def _replace(path: Path, data: bytes, mode: int | None, *, sync: bool = False) -> None:
+def replace_file(path: Path, data: bytes, mode: int | None, *, sync: bool = False) -> None:
+    """Create or atomically replace a file.
+
+    Args:
+        mode: the file's permissions; ``None`` leaves them to the process's mask.
+        sync: whether to sync the file to disk before returning.
+
+    Raises:
+        OSError: the old file is unchanged.
+    """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -22,7 +24,7 @@ from nemo_gym.contract.errors import (
 from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import CAPABILITY_PROTOCOLS, ExecOutcome, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.providers.docker import DockerProvider
-from nemo_gym.sandbox.providers.docker.creation import lock_path
+from nemo_gym.sandbox.providers.docker.creation import lock_path, program_path
 from nemo_gym.sandbox.providers.docker.execution import box_of
 from nemo_gym.sandbox.providers.docker.processes import BoxControl
 from nemo_gym.sandbox.providers.docker.provider import why_users_are_shared
@@ -251,6 +253,23 @@ async def test_docker_watchdog_is_one_and_starts_again_when_it_was_killed(boxes:
     handle = await boxes.create(ttl_s=2)
     assert len(watchdogs()) == 1
     await wait_until_gone(boxes, handle.sandbox_id, within_s=15)
+
+
+def test_docker_leaves_no_part_of_the_first_process_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(SandboxCreateError, match="set XDG_CACHE_HOME"):
+            program_path()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*(tmp_path / "nemo-gym").iterdir()] == []
+    program = program_path()
+    assert program is not None and [*program.parent.iterdir()] == [program]
+    assert stat.S_IMODE(program.stat().st_mode) == 0o111
 
 
 async def test_docker_close_is_idempotent_and_leaves_no_process(boxes: Boxes, box: SandboxHandle) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from nemo_gym._util.files import replace_file
 from nemo_gym.contract.errors import VerifierError
 from resources_servers.swe_bench.confirm.runs import Rendering
 from resources_servers.swe_bench.confirm.twins import Twin
@@ -131,11 +131,8 @@ class ControlStore:
 
     def save(self, row: SweBenchRow, controls: RowControls) -> None:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        target = self.path(row, controls.image_content)
-        # Write a temporary file, which only this user can read, and rename it, so that no partial file appears.
-        with tempfile.NamedTemporaryFile(dir=self.directory, prefix=".new-", delete=False) as file:
-            file.write(gzip.compress(json.dumps(controls.to_json()).encode("utf-8", "surrogatepass"), mtime=0))
-        Path(file.name).replace(target)
+        packed = gzip.compress(json.dumps(controls.to_json()).encode("utf-8", "surrogatepass"), mtime=0)
+        replace_file(self.path(row, controls.image_content), packed, 0o600)
 
     def load(self, row: SweBenchRow, image_content: str) -> RowControls | None:
         """Return the controls, or ``None`` if none were made for this image.

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import random
+import resource
 import secrets
 import stat
 import subprocess
@@ -463,6 +464,14 @@ def test_controls_are_for_their_owner_alone_and_survive_being_stored(tmp_path: P
     path = store.path(row, "c")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):  # as on a full disk
+            store.save(row, made)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*store.directory.iterdir()] == [path] and store.require(row, "c") == made
     partial = {key: value for key, value in made.to_json().items() if key != "renderings"}
     for damaged in (b"damaged", gzip.compress(json.dumps(partial).encode())):
         path.write_bytes(damaged)

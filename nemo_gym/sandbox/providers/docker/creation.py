@@ -10,12 +10,12 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.files import replace_file
 from nemo_gym.contract.errors import (
     SandboxCreateError,
     SandboxCreateVerificationError,
@@ -121,11 +121,7 @@ def program_path() -> Path | None:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".box-init-")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(image)
-            os.fchmod(file.fileno(), 0o111)
-        Path(name).replace(path)
+        replace_file(path, image, 0o111)
     except OSError as error:
         raise SandboxCreateError(
             f"docker: cannot write the first process of boxes to {path}: {error.strerror}; set XDG_CACHE_HOME to a "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import docker
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from nemo_gym.contract.errors import ConfigError, SandboxCapabilityError, SandboxLostError
 from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec, default_limits
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxCapabilities
+from nemo_gym.sandbox.providers.docker.watchdog import Engine, on_disk, watch_disks
 from tests.sandbox.docker_boxes import Boxes, until
 from tests.sandbox.local_boxes import LocalPlace, local_place
 
@@ -109,6 +113,47 @@ async def test_docker_box_that_writes_too_much_ends_and_its_neighbour_goes_on(bo
 
     await until(only_the_others)
     assert (await boxes.provider.exec(neighbour, little)).stdout == "well\n"
+
+
+NEST = (
+    "import os, sys\n"
+    "for _ in range(int(sys.argv[2])): os.mkdir(sys.argv[1]); os.chdir(sys.argv[1])\n"
+    "open('big', 'wb').write(bytes(int(sys.argv[3])))\n"
+)
+"""Program that nests directories of a name and writes a file into the innermost."""
+
+
+@pytest.mark.parametrize(("name", "count"), [("d", 1500), ("d" * 250, 40)], ids=["many", "longer than any path"])
+def test_watchdog_measures_deep_directories(tmp_path: Path, name: str, count: int) -> None:
+    class Described(Engine):
+        def request(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
+            return 200, {"GraphDriver": {"Data": {"UpperDir": str(tmp_path)}}}
+
+    subprocess.run([sys.executable, "-c", NEST, name, str(count), "3000000"], cwd=tmp_path, check=True)
+    try:
+        # Directories count too.
+        assert 3_000_000 <= (on_disk(Described("", None), "box") or 0) < 3_000_000 + 8192 * (count + 1)
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / name], check=True)
+
+
+def test_watchdog_goes_on_measuring_after_an_unexpected_error(capsys: pytest.CaptureFixture[str]) -> None:
+    errors: list[type[BaseException]] = [RecursionError, SystemExit]
+
+    class Failing(Engine):
+        def containers(self, options: str) -> list[dict[str, Any]]:
+            raise errors.pop(0)
+
+    with pytest.raises(SystemExit):
+        watch_disks(Failing("", None))
+    assert "disk limits could not be checked: RecursionError" in capsys.readouterr().err
+
+
+async def test_docker_box_that_writes_too_much_below_a_path_too_long_for_the_engine_ends(boxes: Boxes) -> None:
+    writer = await boxes.create(resources=SandboxResources(disk_gib=0.05))
+    program = ["python3", "-c", NEST + "import time; time.sleep(600)", "d" * 250, "40", "100000000"]
+    done = await boxes.provider.exec(writer, program, cwd="/var", timeout_s=60)
+    assert done.outcome is ExecOutcome.LOST
 
 
 async def test_docker_box_has_the_suites_limits_by_default_and_none_where_they_are_unlimited(boxes: Boxes) -> None:

@@ -18,11 +18,11 @@ import json
 import os
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -38,6 +38,7 @@ LINGER_S = 120.0
 """How long the watchdog waits for new boxes before it exits."""
 _UNREACHABLE_LIMIT_S = 3600.0
 _GRACE_S = 0.5
+_MEASURE_TIMEOUT_S = 60
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -146,8 +147,9 @@ def over_disk_limit(engine: Engine) -> dict[str, tuple[int, int]]:
         return over
     for container in engine.containers("all=0&size=1"):
         limit, written = disk_limit(container), int(container.get("SizeRw") or 0)
-        if limit is not None and written > limit:
-            # Engines add up the apparent sizes of files; a sparse file takes less space.
+        if limit is not None and not 0 <= written <= limit:
+            # Engines add up the apparent sizes of files; a sparse file takes less space. They report -1 for a box with
+            # a path that is too long for them.
             disk_bytes = on_disk(engine, str(container["Id"]))
             written = written if disk_bytes is None else disk_bytes
             if written > limit:
@@ -162,29 +164,44 @@ def disk_limit(container: dict[str, Any]) -> int | None:
 
 
 def on_disk(engine: Engine, container_id: str) -> int | None:
-    """Bytes that a box's files take on this host's disk; ``None`` if this process cannot read them."""
+    """Bytes that a box's files take on this host's disk; ``None`` if they cannot be measured."""
     status, inspection = engine.request("GET", f"/containers/{container_id}/json")
     layer = ((inspection.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") if status == 200 else None
     if not layer or not os.access(layer, os.R_OK | os.X_OK):
         return None
-    file_bytes: dict[tuple[int, int], int] = {}
-    for directory, _, names in os.walk(layer):
-        for name in names:
-            with contextlib.suppress(OSError):  # gone meanwhile
-                status_of_file = Path(directory, name).lstat()
-                file_bytes[status_of_file.st_dev, status_of_file.st_ino] = status_of_file.st_blocks * 512
-    return sum(file_bytes.values())
+    # A box may nest directories beyond Python's limit of recursion and the kernel's limit of a path, which `du` can
+    # follow. It fails if a file goes meanwhile, but adds up the others.
+    command = ["du", "-s", "-k", "-x", layer]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_MEASURE_TIMEOUT_S,
+        )
+        return int(done.stdout.split()[0]) * 1024
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
 
 
 def watch_disks(engine: Engine) -> None:
     """Remove boxes that wrote too much, for ever. Needs a thread of its own: leases must not wait for measuring."""
+    last_problem = ""
     while True:
         began = now_s()
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+        try:
             for container_id, (size, limit) in over_disk_limit(engine).items():
                 engine.remove(container_id)
                 line = f"removed box {container_id[:12]}: it wrote {size} bytes, its limit disk_gib allows {limit}\n"
                 sys.stderr.write(line)
+        except (OSError, http.client.HTTPException, ValueError):
+            pass  # the engine does not respond; `watch` notices if that lasts
+        except Exception as error:  # noqa: BLE001
+            # Whatever one box causes must not end the limits of all others.
+            if (problem := f"disk limits could not be checked: {error!r}\n") != last_problem:
+                sys.stderr.write(problem)
+                last_problem = problem
         time.sleep(max(DISK_POLL_S, DISK_IDLE_SHARE * (now_s() - began)))
 
 

@@ -14,10 +14,12 @@ reach the others.
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -35,6 +37,8 @@ EGRESS_DOOR = "egress"
 DEFAULT_EGRESS_DOOR_PORT = 3128
 
 _CONNECT_TIMEOUT_S = 10.0
+_LOOKUPS = 4
+"""Names that one proxy looks up at once."""
 PATIENCE_S = 75.0
 """Seconds that the head of a request may take to arrive."""
 IDLE_S = 600.0
@@ -140,6 +144,8 @@ class EgressProxy:
         self._patience_s, self._idle_s, self._max_connections = patience_s, idle_s, max_connections
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        # Nothing ends a lookup, and whatever the box asks for, no other work of this process may wait for its lookups.
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="egress")
 
     async def start(self) -> None:
         """Start accepting connections. If the start fails or is cancelled, the socket is closed."""
@@ -162,6 +168,7 @@ class EgressProxy:
         for task in (tasks := [*self._tasks]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._lookups.shutdown(wait=False)
         self._socket.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -232,7 +239,10 @@ class EgressProxy:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                resolved = await loop.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
+                resolved = await loop.run_in_executor(
+                    self._lookups,
+                    functools.partial(socket.getaddrinfo, request.host, request.port, type=socket.SOCK_STREAM),
+                )
         except (OSError, TimeoutError, UnicodeError) as error:
             exchange.unreachable(error_text := f"{request.host[:253]} has no address: {error or type(error).__name__}")
             raise _Refused(502, "name_not_resolved", error_text) from None

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +281,39 @@ async def test_silent_and_surplus_connections_are_closed(site: int) -> None:
         _, reader, writer = await proxy.tunnel(f"127.0.0.1:{site}")
         assert await reader.read() == b""
         writer.close()
+
+
+async def test_lookups_that_take_long_hold_up_nothing_but_their_own_proxy(
+    site: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, begun, answered = socket.getaddrinfo, threading.Semaphore(0), threading.Event()
+
+    def slow(host: str, *args: Any, **options: Any) -> Any:
+        if host.endswith(".slow.example"):
+            begun.release()
+            answered.wait(60)
+            raise socket.gaierror
+        return quick(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    # As many as the process has for all else.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+    async with (
+        Proxy(f"*.slow.example:{site}") as hostile,
+        Proxy(f"files.example:{site}", f"127.0.0.0/8:{site}") as other,
+    ):
+        asking = [asyncio.create_task(hostile.tunnel(f"{n}.slow.example:{site}")) for n in range(8)]
+        try:
+            async with asyncio.timeout(30):
+                assert await asyncio.to_thread(begun.acquire)
+                assert await asyncio.to_thread(begun.acquire)
+                status, _, writer = await other.tunnel(f"files.example:{site}")
+                writer.close()
+            assert status == "HTTP/1.1 200 Connection established"
+        finally:
+            answered.set()
+            for _, _, writer in await asyncio.gather(*asking):
+                writer.close()
 
 
 async def through_a_box(provider: SandboxProvider, site: int) -> list[str]:

@@ -47,7 +47,7 @@ class MiniSWEAgent(BoxAgent):
         config, params = self.config, request.responses_create_params
         system, task = prompt_text(params)
         agent = {
-            "system_template": system or config.system_template,
+            "system_template": loop.ROW_SYSTEM if system else config.system_template,
             "instance_template": config.instance_template,
             "step_limit": request.turns(config.step_limit),
             "cost_limit": 0.0,
@@ -62,7 +62,7 @@ class MiniSWEAgent(BoxAgent):
 
         async def harness(world: World, run: HarnessRun) -> None:
             environment = loop.BoxEnvironment(world, timeout_s=config.command_timeout_s, env=config.command_env)
-            await loop.drive(run, task, policy, environment, agent)
+            await loop.drive(run, {"task": task, "row_system": system}, policy, environment, agent)
 
         return await self.act_in_box(request, harness, HarnessNeeds.of(await self.box_needs()))
 

@@ -54,6 +54,8 @@ EXIT_OUTCOMES = {
     "TimeExceeded": AgentOutcome.TIMED_OUT,
     "RepeatedFormatError": AgentOutcome.REFUSED,
 }
+ROW_SYSTEM = "{{ row_system }}"
+"""The template of a row's system text. The text itself must never be one: templates run code in this server."""
 MAX_ARGUMENT_BYTES = 100_000
 """Longer commands go through standard input: the kernel accepts at most 128 KiB in one argument."""
 
@@ -213,13 +215,17 @@ class PolicyModel:
 
 
 async def drive(
-    run: HarnessRun, task: str, policy: PolicyModel, environment: BoxEnvironment, agent: Mapping[str, Any]
+    run: HarnessRun,
+    texts: Mapping[str, str],
+    policy: PolicyModel,
+    environment: BoxEnvironment,
+    agent: Mapping[str, Any],
 ) -> None:
-    """Run the loop to its end and fill ``run``, even if the loop is interrupted. ``agent`` holds the settings of
-    mini-swe-agent's loop."""
+    """Run the loop to its end and fill ``run``, even if the loop is interrupted. ``texts`` holds the row's texts, for
+    the templates: ``task`` and ``row_system``; ``agent`` the settings of mini-swe-agent's loop."""
     harness = DefaultAgent(policy, environment, **agent)
     try:
-        info = await run_synchronous(harness.run, task)
+        info = await run_synchronous(functools.partial(harness.run, **texts))
         status = info.get("exit_status", "")
         run.outcome = EXIT_OUTCOMES.get(status, AgentOutcome.CRASHED)
         if run.outcome is not AgentOutcome.COMPLETED:

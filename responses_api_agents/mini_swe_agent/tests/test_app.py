@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ def bash(command: str, **turn: Any) -> dict[str, Any]:
     return {"text": "Next.", "tool_calls": [{"name": "bash", "arguments": {"command": command}}], **turn}
 
 
+SYSTEM_TEXTS = (
+    "You are {{ cycler.__init__.__globals__.os.getcwd() }}",
+    'Answer as {"x": {{name}} }',
+    "A stray {% and {# a remark #}",
+)
 SCRIPT = {
     "model": "scripted",
     "tasks": [
@@ -100,6 +106,14 @@ SCRIPT = {
                 bash(SUBMIT, text="It is \\boxed{42}."),
             ],
         },
+        *(
+            {
+                "name": system,
+                "when": {"user": "as told", "system": rf"\A{re.escape(system)}\Z"},
+                "turns": [bash(SUBMIT)],
+            }
+            for system in SYSTEM_TEXTS
+        ),
         {
             "name": "down",
             "when": {"user": "broken model"},
@@ -154,6 +168,7 @@ async def act(
     harvest: bool = True,
     topology: Topology = Topology.AGENT_IN_ENV,
     image: str = IMAGE,
+    instructions: str | None = None,
     **limits: Any,
 ) -> ActResponse:
     """In a world with a repository; in topology A, which has none, what is left in the agent's box is harvested."""
@@ -163,7 +178,7 @@ async def act(
     client = stack.client()
     opened = await (await client.post("policy", "/sessions", json={"rollout": rollout.model_dump()})).json()
     asked = ActRequest(
-        responses_create_params={"input": [{"role": "user", "content": task}]},
+        responses_create_params={"input": [{"role": "user", "content": task}], "instructions": instructions},
         descriptor=SessionDescriptor(
             environment="env",
             task_id="t",
@@ -237,6 +252,12 @@ async def test_wall_clock_ends_the_attempt_and_its_transcript_is_kept(stack: Sta
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert answer.observations["turns"] >= 1
     assert any(item["type"] == "function_call" for item in answer.response["output"])
+
+
+@pytest.mark.parametrize("system", SYSTEM_TEXTS)
+async def test_system_text_of_a_row_reaches_the_model_as_it_is(stack: Stack, system: str) -> None:
+    answer = await act(stack, "as told", harvest=False, instructions=system)
+    assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
 
 
 async def test_commands_no_shell_can_run_are_answered_and_never_crash_the_harness(stack: Stack) -> None:

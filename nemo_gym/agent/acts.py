@@ -30,15 +30,22 @@ from nemo_gym._util.suggest import validation_problems
 from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.credentials import INFERENCE_TOKEN_HEADER, ROW_REF_HEADER
 from nemo_gym.contract.errors import ContractError, FencedError, InvalidBodyError, ModelError
-from nemo_gym.contract.session import CONNECT_TIMEOUT_S, WAIT_BEYOND_S, InferenceEndpoint, RolloutIdentity
-from nemo_gym.contract.verdict import SESSION_KEY, is_context_exceeded
+from nemo_gym.contract.session import (
+    CONNECT_TIMEOUT_S,
+    WAIT_BEYOND_S,
+    AgentOutcome,
+    InferenceEndpoint,
+    RolloutIdentity,
+)
+from nemo_gym.contract.verdict import SESSION_KEY, is_context_exceeded, outcome_of_refusal
 from nemo_gym.http.client import attach_headers, inference_context, read_whole, send_once
-from nemo_gym.http.connections import BROKEN, Patience, is_own_timeout
+from nemo_gym.http.connections import BROKEN, Patience, Reply, is_own_timeout
 from nemo_gym.http.delivery import CallerGoneError, end, while_connected
 from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 from nemo_gym.http.problems import send_problem
 from nemo_gym.http.requests import json_object
 from nemo_gym.http.telemetry import Counter, inject, rollout_context
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 REMEMBERED = 4096
 """Rollouts whose newest attempt is remembered, to refuse older ones; about 1 MB."""
@@ -210,6 +217,22 @@ class PolicyClient:
         self._limit_s = endpoint.request_timeout_s + WAIT_BEYOND_S
         self._patience = Patience(CONNECT_TIMEOUT_S, self._limit_s)
         self._max_tries = max_tries
+        self.statistics = DoorStatistics()
+        """Its tries and their answers, as a model's door counts those of a harness in a box."""
+
+    async def _send(self, url: str, headers: dict[str, str], data: bytes) -> tuple[Reply, bytes]:
+        """Make one try, which ``statistics`` count. Raises one of `BROKEN`."""
+        with self.statistics.exchange() as exchange:
+            try:
+                reply = await send_once("POST", url, headers=headers, data=data, patience=self._patience)
+                content = await read_whole(reply)
+            except BROKEN as error:
+                exchange.unreachable(f"{type(error).__name__}: {error}")
+                raise
+            exchange.answers(reply.status, {})  # its headers tell about a stream or a coding, which are over
+            exchange.saw(content)
+            exchange.ends()
+        return reply, content
 
     async def ask(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
         """Send ``body`` and return the endpoint's response as it is, after a check of the fields that agents read.
@@ -224,8 +247,7 @@ class PolicyClient:
         )
         while True:
             try:
-                reply = await send_once("POST", url, headers=headers, data=data, patience=self._patience)
-                content = await read_whole(reply)
+                reply, content = await self._send(url, headers, data)
                 if reply.status == 200:
                     return _answer(route, content)
                 problem = f"answered {reply.status}: {_problem(content)}"
@@ -241,6 +263,14 @@ class PolicyClient:
                 problem, server_delay_s = f"failed: {type(error).__name__}: {error}", None
             if not await backoff.again(instead_s=server_delay_s):
                 raise ModelError(f"the policy endpoint {problem} (tried {self._max_tries} times)", retryable=True)
+
+
+def at_wall_clock(model: DoorStatistics | None, said: str) -> tuple[AgentOutcome, str]:
+    """The outcome of an attempt whose time is up, and one sentence. ``model`` counts its requests to the model, if
+    they are known: an attempt that a dead model kept waiting was not too slow, and must not be graded."""
+    if model is None or not model.explains_timeout:
+        return AgentOutcome.TIMED_OUT, said
+    return outcome_of_refusal(model.last_status, model.last_error or ""), f"{model.unanswered('the model')}; {said}"
 
 
 def _problem(content: bytes) -> str:

@@ -70,6 +70,28 @@ class DoorStatistics:
         """Whether the most recent exchanges show that the target does not work."""
         return self.failures_since_answer > 0
 
+    @property
+    def explains_timeout(self) -> bool:
+        """Whether a caller whose time is up ran out of it because the target did not answer."""
+        # A single failure followed by a long generation means that the caller was too slow.
+        return self.failures_since_answer > 1 or bool(self.requests and not self.answered and not self.refused)
+
+    @property
+    def last_status(self) -> int | None:
+        """The HTTP status of the last error, or ``None`` if the target sent no response."""
+        status = (self.last_error or "").partition(":")[0]
+        return int(status) if status.isdecimal() else None
+
+    @property
+    def reason(self) -> str:
+        """The target's last error, after a space and in parentheses; empty without one."""
+        return f" ({self.last_error[:500]})" if self.last_error else ""
+
+    def unanswered(self, target: str) -> str:
+        """Say how many of the requests to ``target`` were not answered, and why."""
+        count = f"the last {self.failures_since_answer}" if self.failing else str(self.requests - self.answered)
+        return f"{count} of {self.requests} requests to {target} were not answered{self.reason}"
+
     @contextmanager
     def exchange(self, *, counts: bool = False, tells: bool = True) -> Iterator[Exchange]:
         """Count one forwarded request. If the context ends before the exchange does, the box abandoned the request.

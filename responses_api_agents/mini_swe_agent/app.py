@@ -61,6 +61,7 @@ class MiniSWEAgent(BoxAgent):
         policy = loop.PolicyModel(client, model, _sampling(params, config.max_output_tokens))
 
         async def harness(world: World, run: HarnessRun) -> None:
+            run.model = client.statistics
             environment = loop.BoxEnvironment(world, timeout_s=config.command_timeout_s, env=config.command_env)
             await loop.drive(run, {"task": task, "row_system": system}, policy, environment, agent)
 

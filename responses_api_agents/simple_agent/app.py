@@ -64,7 +64,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
             return await self._attempt(request, cookies)
 
     async def _attempt(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
-        from nemo_gym.agent.acts import PolicyClient
+        from nemo_gym.agent.acts import PolicyClient, at_wall_clock
         from responses_api_agents.simple_agent.loop import Ended, Rules, converse
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
@@ -77,9 +77,9 @@ class SimpleAgent(SimpleResponsesAPIAgent):
             parallel_calls=config.max_parallel_tool_calls,
             done_flag=config.use_done_flag,
         )
+        policy = PolicyClient(request.inference, max_tries=config.model_max_tries)
         try:
             async with asyncio.timeout(request.wall_clock_s(config.wall_clock_s)), AsyncExitStack() as stack:
-                policy = PolicyClient(request.inference, max_tries=config.model_max_tries)
                 toolbox = Toolbox(self.server_client, config.resources_server.name, cookies, config.tool_timeout_s)
                 try:
                     await toolbox.open(
@@ -90,7 +90,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
                     # Catch it here: outside, the clients' task groups would have wrapped it in exception groups.
                     ended = Ended(error.outcome, str(error))
         except TimeoutError:
-            ended = Ended(AgentOutcome.TIMED_OUT, "the attempt reached its wall clock limit")
+            ended = Ended(*at_wall_clock(policy.statistics, "the attempt reached its wall clock limit"))
         done = ended.outcome is AgentOutcome.COMPLETED
         transcript.ends("completed" if done else "incomplete", error_type=None if done else str(ended.outcome))
         return ActResponse(

@@ -162,6 +162,26 @@ async def test_model_is_reached_through_the_door_with_a_token_the_box_never_sees
     assert "attempt-token" not in output[2]
 
 
+async def test_attempt_whose_model_never_answers_is_unreachable_at_the_wall_clock(provider: LocalProvider) -> None:
+    asked = asyncio.Event()
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async def ask(world: World, run: HarnessRun) -> None:
+        fetch = "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/v1/models', timeout=600)"
+        await world.exec(["/usr/bin/python3", "-c", fetch])
+
+    patience = await patience_s(act(provider, edit))
+    async with await asyncio.start_server(never, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        answer = await act_in_world(act_request(url, limits=Limits(wall_clock_s=patience)), provider, ask)
+    assert asked.is_set()
+    assert answer.outcome is AgentOutcome.MODEL_UNREACHABLE, answer.outcome_detail
+
+
 async def test_unserved_topology_is_refused_with_the_ones_that_work(provider: LocalProvider) -> None:
     with pytest.raises(ConfigError, match="it serves agent_in_env"):
         await act(provider, edit, placement=Placement(topology=Topology.WHOLE_INTERACTION))

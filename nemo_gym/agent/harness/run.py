@@ -112,21 +112,21 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
     if model is not None and model.refused and not model.answered and not model.failing:
         # The policy never answered, so it cannot have caused this.
         if _too_long(model):
-            return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit{_why(model)}"
+            return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit{model.reason}"
         if judgement[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED):
             return AgentOutcome.MODEL_REFUSED, _model_detail(model, judgement)
     if model is not None and _model_failed(judgement[0], model):
-        return outcome_of_refusal(_last_status(model), model.last_error or ""), _model_detail(model, judgement)
+        return outcome_of_refusal(model.last_status, model.last_error or ""), _model_detail(model, judgement)
     for name, door in ended.mcp_doors.items():
         if _served_nothing(door):
-            return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{_why(door)}"
+            return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{door.reason}"
     if model is None or model.failing:
         return judgement
     if judgement[0] is AgentOutcome.CRASHED and model.refused and _too_long(model):
-        return AgentOutcome.MAX_TURNS, f"the conversation no longer fits{_why(model)}"
+        return AgentOutcome.MAX_TURNS, f"the conversation no longer fits{model.reason}"
     if judgement[0] is AgentOutcome.COMPLETED and not model.answered:
         reason = "it never asked" if not model.requests else f"none of its {model.requests} requests was answered"
-        return AgentOutcome.CRASHED, f"{harness.name} says it completed without the model: {reason}{_why(model)}"
+        return AgentOutcome.CRASHED, f"{harness.name} says it completed without the model: {reason}{model.reason}"
     return judgement
 
 
@@ -148,10 +148,7 @@ def _served_nothing(door: DoorStatistics) -> bool:
 def _model_failed(outcome: AgentOutcome, model: DoorStatistics) -> bool:
     if outcome is AgentOutcome.MAX_TURNS:
         return False
-    if outcome is AgentOutcome.TIMED_OUT:
-        # A single failure followed by a long generation means that the run was too slow.
-        return model.failures_since_answer > 1 or bool(model.requests and not model.answered and not model.refused)
-    return model.failing
+    return model.explains_timeout if outcome is AgentOutcome.TIMED_OUT else model.failing
 
 
 def _harness_judgement(harness: CliHarness, ended: HarnessEnded) -> Judgement:
@@ -164,29 +161,16 @@ def _harness_judgement(harness: CliHarness, ended: HarnessEnded) -> Judgement:
             return harness.outcome(ended)
 
 
-def _last_status(model: DoorStatistics) -> int | None:
-    """The HTTP status of the last model error, or ``None`` if the model sent no response."""
-    status = (model.last_error or "").partition(":")[0]
-    return int(status) if status.isdecimal() else None
-
-
 def _too_long(model: DoorStatistics) -> bool:
     """Whether the last request exceeded the model's context, or the size that its server takes."""
-    return _last_status(model) == HTTPStatus.REQUEST_ENTITY_TOO_LARGE or is_context_exceeded(model.last_error or "")
+    return model.last_status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE or is_context_exceeded(model.last_error or "")
 
 
 def _model_detail(model: DoorStatistics, ending: Judgement) -> str:
-    unanswered = model.requests - model.answered
-    unanswered_text = f"the last {model.failures_since_answer}" if model.failing else str(unanswered)
-    detail = f"{unanswered_text} of {model.requests} requests to the model were not answered{_why(model)}"
+    detail = model.unanswered("the model")
     if ending[0] is AgentOutcome.MODEL_UNREACHABLE:
         return f"{detail}; {ending[1]}"
     return f"{detail}; by the harness it {ending[0].replace('_', ' ')}" + (f": {ending[1]}" if ending[1] else "")
-
-
-def _why(door: DoorStatistics) -> str:
-    """The target's last error, in parentheses."""
-    return f" ({door.last_error[:500]})" if door.last_error else ""
 
 
 POLL_S = 0.2

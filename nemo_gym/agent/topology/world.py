@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from nemo_gym._util.tasks import finish
+from nemo_gym.agent.acts import at_wall_clock
 from nemo_gym.agent.topology.bindings import AgentBoxes, Binding, bind, response_object
 from nemo_gym.contract.errors import (
     AgentError,
@@ -29,7 +30,15 @@ from nemo_gym.contract.errors import (
     SandboxLostError,
 )
 from nemo_gym.contract.sandbox import Door, SandboxRole, SandboxSpec
-from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Artifact, SandboxRef, Topology
+from nemo_gym.contract.session import (
+    MODEL_DOOR,
+    ActRequest,
+    ActResponse,
+    AgentOutcome,
+    Artifact,
+    SandboxRef,
+    Topology,
+)
 from nemo_gym.contract.verdict import outcome_of_model_error
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
@@ -129,6 +138,8 @@ class HarnessRun:
     within_reach: bool = False
     """See `ActResponse.within_reach`."""
     observations: dict[str, Any] = field(default_factory=dict)
+    model: DoorStatistics | None = None
+    """`PolicyClient.statistics`, for a harness that calls the model from the agent server, not through a door."""
 
 
 class OutputLimitError(AgentError):
@@ -310,7 +321,8 @@ async def _run_in_bounds(
                 "the harness raised TimeoutError before the attempt's deadline",
             )
         else:
-            run.outcome, run.detail = AgentOutcome.TIMED_OUT, f"stopped after {wall_clock_s:g} s of wall-clock time"
+            model = run.model or world.door_statistics(MODEL_DOOR)
+            run.outcome, run.detail = at_wall_clock(model, f"stopped after {wall_clock_s:g} s of wall-clock time")
     except OutputLimitError as error:
         run.outcome, run.detail = AgentOutcome.MAX_OUTPUT, error.message
     except ModelError as error:

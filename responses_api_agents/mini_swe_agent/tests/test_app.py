@@ -106,6 +106,11 @@ SCRIPT = {
                 bash(SUBMIT, text="It is \\boxed{42}."),
             ],
         },
+        {
+            "name": "silent",
+            "when": {"user": "silent model"},
+            "turns": [bash("true", fault={"hang_s": 600})],
+        },
         *(
             {
                 "name": system,
@@ -252,6 +257,13 @@ async def test_wall_clock_ends_the_attempt_and_its_transcript_is_kept(stack: Sta
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert answer.observations["turns"] >= 1
     assert any(item["type"] == "function_call" for item in answer.response["output"])
+
+
+async def test_model_that_never_answers_is_unreachable_at_the_wall_clock(stack: Stack) -> None:
+    patience = await patience_s(act(stack, "fix the greeting"))
+    answer = await act(stack, "silent model", harvest=False, wall_clock_s=patience)
+    assert answer.outcome is AgentOutcome.MODEL_UNREACHABLE, answer.outcome_detail
+    assert "stopped after" in (answer.outcome_detail or "")
 
 
 @pytest.mark.parametrize("system", SYSTEM_TEXTS)

@@ -30,6 +30,7 @@ from resources_servers.example_mcp_weather.app import WeatherEnvironment
 from responses_api_agents.simple_agent import loop
 from responses_api_agents.simple_agent.app import SimpleAgent
 from responses_api_models.scripted_model.app import ScriptedModel
+from tests.harness.stage import patience_s
 from tests.servers.stack import Stack, running_stack
 
 WEATHER = Path(app.__file__).parent / "data"
@@ -56,6 +57,7 @@ SCRIPT = {
             ("server error", [{**DONE, "fault": {"status": 500, "times": 99}}], {}),
             ("one hiccup", [{**DONE, "fault": {"status": 500, "times": 1}}], {}),
             ("silent model", [{**DONE, "fault": {"hang_s": 60}}], {}),
+            ("silent later", [call("list_cities"), {**DONE, "fault": {"hang_s": 60}}], {}),
         ]
     ],
 }
@@ -185,9 +187,14 @@ async def test_output_beyond_every_limit_ends_the_attempt_and_is_not_in_the_resp
     assert failure_of_outcome(answer.outcome, None) is None, "it is graded"
 
 
-async def test_attempt_ends_at_the_wall_clock(attempt: Attempt) -> None:
-    descriptor = (await attempt.seed()).model_copy(update={"limits": Limits(wall_clock_s=1.0)})
-    assert (await attempt.act("silent model", descriptor)).outcome == "timed_out"
+async def test_attempt_ends_at_the_wall_clock_and_is_graded_only_if_the_model_answered(attempt: Attempt) -> None:
+    patience = await patience_s(attempt.act("ask Quito"))
+    descriptor = (await attempt.seed()).model_copy(update={"limits": Limits(wall_clock_s=patience)})
+    slow = await attempt.act("silent later", descriptor)
+    assert (slow.outcome, len(outputs(slow))) == ("timed_out", 1)
+    silent = await attempt.act("silent model", descriptor)
+    assert silent.outcome == "model_unreachable"
+    assert "1 of 1 requests to the model were not answered" in (silent.outcome_detail or "")
 
 
 async def test_outcome_names_the_model_when_it_fails_every_try_but_not_after_one(attempt: Attempt) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -29,6 +30,7 @@ from nemo_gym.contract.verdict import (
     PARAMS_KEY,
     RESPONSE_KEY,
     RUN_FIELDS,
+    SAMPLING_KEYS,
     SESSION_KEY,
     FailureKind,
     StageError,
@@ -66,6 +68,8 @@ class Servers:
     """``public``, ``validation`` (only with run key ``validation``) or ``full``."""
     needs_prompt: bool = False
     """This agent cannot work on a row without a prompt."""
+    enforce_row_sampling: bool = False
+    """This agent's model sessions enforce the row's sampling parameters."""
     words_prompts: bool = False
     """The environment may write a prompt for a row that has none."""
     own_run: bool = False
@@ -168,6 +172,11 @@ class Attempt:
         """Return the agent's request parameters: the environment's, or else the public part of the row's."""
         return self.public_params or public_params(orjson.loads(self.row).get(PARAMS_KEY) or {})
 
+    def row_sampling(self) -> dict[str, Any]:
+        """Return the row's sampling parameters if the model session must enforce them."""
+        params = self.agent_params() if self.servers.enforce_row_sampling else {}
+        return {name: params[name] for name in SAMPLING_KEYS if params.get(name) is not None}
+
     async def close(self, timeout_s: float) -> None:
         """Release everything, even if the caller is cancelled meanwhile. A release that fails or hangs is logged; the
         lease of its resource then expires."""
@@ -264,7 +273,8 @@ class RolloutSteps:
 
     async def open_session(self, attempt: Attempt, model: str) -> None:
         body: dict[str, Any] = {"rollout": attempt.rollout}
-        sampling = dict(self._settings.sampling)
+        own = without(attempt.row_sampling(), self._settings.sampling)
+        sampling = {**own, **self._settings.sampling}
         if self._settings.base_seed is not None:
             sampling["seed"] = self._settings.base_seed + attempt.rollout["sample_index"]
         if sampling:
@@ -273,7 +283,12 @@ class RolloutSteps:
             body["engine"] = self._settings.engine
         if self._settings.model_limits:
             body["limits"] = self._settings.model_limits
-        opened = (await self.peers_of(attempt).post(model, "/sessions", body)).json()
+        try:
+            opened = (await self.peers_of(attempt).post(model, "/sessions", body)).json()
+        except PeerError as error:
+            if own and error.status == HTTPStatus.UNPROCESSABLE_ENTITY:
+                raise _seed_failed(f"the row's {PARAMS_KEY} ({', '.join(own)}) were refused: {error}") from error
+            raise
         facts = ("session_id", "base_url", "inference_token", "control_token")
         attempt.session = ModelSession(
             **{name: required(opened, name, model, "/sessions", StageName.INIT) for name in facts},

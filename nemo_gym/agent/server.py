@@ -150,6 +150,9 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
     needs_prompt: ClassVar[bool] = True
     """Whether the agent starts from the row's prompt; if so, rows without one are refused. ``False`` for an agent that
     gets its task elsewhere: from tools, or from a stepped environment."""
+    enforce_row_sampling: ClassVar[bool] = False
+    """Whether the model session enforces the row's sampling parameters, as it does a run's, on every model call. For
+    an agent whose harness cannot be told all of them."""
 
     _acts: ActRegistry = PrivateAttr(default_factory=ActRegistry)
     _session_records: dict[str, _AgentSessionRecord] = PrivateAttr(default_factory=dict)
@@ -205,6 +208,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             "overrides_run": self.overrides("run"),
             "row_access": self.config.row_access,
             "needs_prompt": self.needs_prompt,
+            "enforce_row_sampling": self.enforce_row_sampling,
             "topologies": [str(topology) for topology in self.topologies],
             "limits": sorted(self.kept_limits()),
         }
@@ -355,6 +359,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             self.config.name,
             environment,
             self._server_name("model_server"),
+            enforce_row_sampling=self.enforce_row_sampling,
             skipped_reward=self.config.skip_verification_reward if self.config.skip_verification else None,
         )
         attempt = Attempt(

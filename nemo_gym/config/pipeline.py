@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from nemo_gym._util.suggest import MISSPELT, nearest, validation_problems
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.contract.session import ChosenLimits, Limits
-from nemo_gym.contract.verdict import MAX_EVALUATION_LOG_CHARS
+from nemo_gym.contract.verdict import MAX_EVALUATION_LOG_CHARS, SAMPLING_KEYS
 
 
 def named(*names: str, default: Any = None, **constraints: Any) -> Any:
@@ -173,8 +173,7 @@ class PipelineConfig(KeysConfig):
     @property
     def sampling(self) -> dict[str, Any]:
         """Parameters that hold for every model call of this run's rollouts, whatever their harness asks for."""
-        names = ("temperature", "top_p", "top_k", "max_output_tokens", "stop")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name in SAMPLING_KEYS if (value := getattr(self, name)) is not None}
 
     @property
     def limits(self) -> Limits:

@@ -70,6 +70,8 @@ def task_id_of(row: dict[str, Any], task_index: int) -> str:
 
 
 PARAMS_KEY = "responses_create_params"
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_output_tokens", "stop")
+"""The request parameters that a model session can enforce, as a run and a row name them."""
 RESPONSE_KEY = "response"
 SESSION_KEY = "_ng_session"
 """The key under which the pipeline adds data for the servers to a row; never stored."""

@@ -113,6 +113,7 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
     return replace(
         servers,
         needs_prompt=bool(agent_facts.get("needs_prompt", True)),
+        enforce_row_sampling=bool(agent_facts.get("enforce_row_sampling")),
         words_prompts=bool(facts.get("words_prompts")),
         box_needs=await _box_needs(peers, servers) if owns_boxes else None,
     )

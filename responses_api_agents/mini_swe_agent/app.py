@@ -39,6 +39,7 @@ class MiniSWEAgent(BoxAgent):
     """Not ``whole_interaction``, which requires the harness to run in the box as well."""
     box_topologies: ClassVar[tuple[Topology, ...]] = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.NONE)
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
+    enforce_row_sampling: ClassVar[bool] = True
 
     async def act(self, request: ActRequest) -> ActResponse:
         # Import the package at the first attempt: starting, composing and health checks do not need it.

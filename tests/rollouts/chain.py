@@ -183,7 +183,8 @@ def mcp_client(url: str) -> Any:
 def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``), ``kills``
     (by task: attempts that end this process),
-    ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
+    ``delay_s``, ``overrides_run``, ``enforce_row_sampling``, ``status``,
+    ``says`` (members of the act's answer, instead of the right ones),
     ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act),
     ``asks`` (what it asks in turn: a route of the model, or a tool by its name), ``mcp`` (URL of the tools' server),
     ``compressed`` (its answer is), ``run_status`` (of ``/run``), ``run_says`` (members of its answer), ``run_text``
@@ -205,7 +206,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
     @app.get("/ready")
     async def ready() -> Response:
         overrides_run, limits = bool(options.get("overrides_run")), options.get("limits", [])
-        return answer({"status": "ready", "overrides_run": overrides_run, "limits": limits})
+        facts = {"enforce_row_sampling": True} if options.get("enforce_row_sampling") else {}
+        return answer({"status": "ready", "overrides_run": overrides_run, "limits": limits, **facts})
 
     async def cancelled(request: Request, rollout: dict[str, Any]) -> Response:
         while (await request.receive())["type"] != "http.disconnect":
@@ -276,7 +278,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
 def model(options: dict[str, Any]) -> FastAPI:
     """Answers ``B`` at once. Options: ``trajectories`` (finalize returns these; if true, one which holds the reward it
     was given), ``end_status`` (finalize and abort fail with it), ``end_s`` (how long they take), ``usage`` (of each
-    session), ``preflight`` (its answer), ``forwards_to`` (the base URL of an endpoint that it asks first)."""
+    session), ``preflight`` (its answer), ``forwards_to`` (the base URL of an endpoint that it asks first),
+    ``sampling`` (it opens sessions with this alone)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -295,7 +298,10 @@ def model(options: dict[str, Any]) -> FastAPI:
 
     @app.post("/sessions")
     async def open_session(request: Request) -> Response:
-        rollout = orjson.loads(await request.body())["rollout"]
+        asked = orjson.loads(await request.body())
+        if asked.get("sampling") != options.get("sampling", asked.get("sampling")):
+            return answer({"detail": f"other sampling: {asked}"}, 422)
+        rollout = asked["rollout"]
         session_id = f"{rollout['rollout_id']}-a{rollout['attempt']}"
         opened[session_id] = rollout
         base_url = f"http://{request.headers['host']}/v1"

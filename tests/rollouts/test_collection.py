@@ -506,6 +506,15 @@ async def test_validation_gives_the_solution_and_labels_rows(make_chain: MakeCha
     assert {(row["reward"], row["validation"]) for row in chain.results()} == {(0.0, "nothing")}
 
 
+async def test_model_session_enforces_the_rows_sampling_for_an_agent_that_asks_for_it(make_chain: MakeChain) -> None:
+    sampling = {"temperature": 0.0, "top_p": 0.5}
+    chain = make_chain(agent={"enforce_row_sampling": True}, model={"sampling": sampling})
+    chain.write_rows(1)
+    params = {"temperature": 0.0, "truncation": "disabled"}
+    await run_collection(chain.client(), chain.run_keys(responses_create_params=params, top_p=0.5))
+    assert [row["reward"] for row in chain.results()] == [1.0]
+
+
 async def test_skipped_verification_is_labelled(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"config": {"skip_verification": True, "skip_verification_reward": 0.25}})
     chain.write_rows(2)

@@ -26,7 +26,7 @@ from tests.servers.stack import Stack, rollout
 P, A, E, M, O = Role.PIPELINE, Role.AGENT, Role.ENVIRONMENT, Role.MODEL, Role.OPERATOR  # noqa: E741
 PUBLIC_FACTS = {
     *("status", "model", "overrides_run", "row_access", "topologies"),
-    *("limits", "needs_prompt", "words_prompts"),
+    *("limits", "needs_prompt", "enforce_row_sampling", "words_prompts"),
 }
 SCRIPT = "responses_api_models/scripted_model/data/example_script.yaml"
 

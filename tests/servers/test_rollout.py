@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -146,6 +147,26 @@ async def test_rollout_is_closed_when_its_task_is_cancelled(servers: Stack) -> N
     with pytest.raises(asyncio.CancelledError):
         await running
     await until(lambda: left_open(servers) == NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("enforced", "expected"),
+    [
+        (True, {"temperature": 0.0, "top_p": 0.5, "max_output_tokens": 9, "stop": ["X"]}),
+        (False, {"top_p": 0.5}),
+    ],
+)
+async def test_row_samples_every_model_call_of_an_agent_that_cannot_pass_its_parameters_on(
+    servers: Stack, enforced: bool, expected: dict[str, Any]
+) -> None:
+    attempt = attempt_at("at once")
+    attempt.servers = replace(SERVERS, enforce_row_sampling=enforced)
+    own = {"temperature": 0.0, "top_p": 0.9, "top_k": None, "max_output_tokens": 9, "stop": ["X"], "user": "me"}
+    attempt.row = orjson.dumps({"responses_create_params": {"input": "at once", **own}})
+    await steps_of(servers, sampling={"top_p": 0.5}).open_session(attempt, "model")
+    assert attempt.session is not None
+    model: Any = servers.servers["model"]
+    assert model.gateway_sessions.authorize(attempt.session.inference_token).sampling == expected
 
 
 async def test_rollout_without_a_prompt_fails_before_anybody_is_asked(servers: Stack) -> None:

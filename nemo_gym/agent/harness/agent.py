@@ -133,6 +133,7 @@ class CliAgent(BoxAgent):
     """Topologies in which this agent needs a box: all, because a program that runs commands never runs on the host."""
     tool_access: ClassVar[tuple[str, ...]] = ("mcp",)
     """How the harness reaches a world outside its own box."""
+    enforce_row_sampling: ClassVar[bool] = True
     harness_class: ClassVar[type[CliHarness]]
 
     _harness: CliHarness = PrivateAttr()

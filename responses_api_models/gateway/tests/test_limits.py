@@ -13,10 +13,13 @@ import orjson
 import pytest
 
 from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.verdict import FailureKind, StageError
 from nemo_gym.gateway.backend import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
 from nemo_gym.gateway.dialects.messages import MessagesAdapter
 from nemo_gym.gateway.tokens import IncrementalEncoder
 from nemo_gym.gateway.tokens.history import HistoryReader
+from nemo_gym.http.peers import Peers
+from nemo_gym.rollout import Attempt, RolloutSteps, Servers
 from nemo_gym_testing.gateway import Status
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, until
 from tests.servers.stack import rollout
@@ -326,6 +329,17 @@ async def test_session_that_asks_for_too_much_is_refused_by_the_fields_name(
     reply = await gateway.stack.client(Role.PIPELINE, "collector").post("gateway", "/sessions", json=asked)
     text = await reply.text()
     assert reply.status in (400, 422) and said in text and len(text) < 1000, (reply.status, text[:500])
+
+
+async def test_rollout_whose_row_samples_wrongly_fails_by_the_rows_field(gateway: GatewayStack) -> None:
+    row = {"responses_create_params": {"input": "hello", "temperature": -1}}
+    servers = Servers("agent", None, "gateway", enforce_row_sampling=True)
+    steps = RolloutSteps(Peers(gateway.stack.client(Role.PIPELINE, "collector")))
+    with pytest.raises(StageError) as raised:
+        await steps.open_session(Attempt(servers, rollout().model_dump(), orjson.dumps(row)), "gateway")
+    failure = raised.value.failure
+    assert (failure.kind, failure.retryable) == (FailureKind.SEED_FAILED, False)
+    assert "responses_create_params (temperature)" in failure.reason and "-1" in failure.reason
 
 
 async def test_session_with_a_number_beyond_64_bits_is_no_failure_of_the_gateway(gateway: GatewayStack) -> None:

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.agent.acts import ACTS, ActRegistry, OwnRunMiddleware
+from nemo_gym.agent.acts import ACTS, ActRegistry, OwnRunMiddleware, at_wall_clock
 from nemo_gym.agent.sessions import (
     AgentCloseSessionRequest,
     AgentCloseSessionResponse,
@@ -42,7 +42,6 @@ from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyErro
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
-    AgentOutcome,
     BoxNeeds,
     Limits,
     RolloutIdentity,
@@ -60,7 +59,7 @@ from nemo_gym.contract.verdict import (
     dataset_fields,
     failure_of_outcome,
 )
-from nemo_gym.http.client import expect_json, inference_context, server_config_of
+from nemo_gym.http.client import count_calls, expect_json, inference_context, server_config_of
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import TOKEN_CAPTURE, Application
 from nemo_gym.http.peers import PeerError, Peers, Reply
@@ -75,6 +74,7 @@ from nemo_gym.http.telemetry import (
 )
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.rollout import MODEL_SESSION_KEYS, Attempt, Budgets, RolloutSteps, Servers
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse
@@ -303,19 +303,24 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         header = "; ".join(f"{name}={value}" for name, value in cookies.items())
         headers = [(b"cookie", header.encode("latin-1"))] if header else []
         request = Request({"type": "http", "method": "POST", "path": "/v1/responses", "headers": headers})
-        seconds = act_request.wall_clock_s(None)
+        seconds, model, statistics = (
+            act_request.wall_clock_s(None),
+            self._server_name("model_server"),
+            DoorStatistics(),
+        )
         try:
             async with asyncio.timeout(seconds) as deadline:
-                with inference_context(self._server_name("model_server") or "", act_request.inference.token):
+                with (
+                    inference_context(model or "", act_request.inference.token),
+                    count_calls(model or "", statistics.exchange),
+                ):
                     reply = await PluginCall(self.responses)(request, act_request.responses_create_params)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            return ActResponse(
-                response=response_object([], model=act_request.inference.model),
-                outcome=AgentOutcome.TIMED_OUT,
-                outcome_detail=f"stopped after {seconds:g} s of wall-clock time",
-            )
+            outcome, detail = at_wall_clock(statistics, f"stopped after {seconds:g} s of wall-clock time")
+            nothing = response_object([], model=act_request.inference.model)
+            return ActResponse(response=nothing, outcome=outcome, outcome_detail=detail)
         return ActResponse(response=plain(reply))
 
     async def _box_needs_route(self, request: Request) -> Response:

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from functools import cache, cached_property, lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, TypeVar
 from urllib.parse import quote, urlsplit
 
 import orjson
@@ -282,10 +282,21 @@ ServerStatus = Literal["success", "connection_error", "timeout", "unknown_error"
 
 T = TypeVar("T")
 
+
+class _Exchange(Protocol):
+    def unreachable(self, said: str) -> None: ...
+
+    def answers(self, status: int, headers: Mapping[str, str]) -> None: ...
+
+    def ends(self) -> None: ...
+
+
+_NewExchange: TypeAlias = Callable[[], contextlib.AbstractContextManager[_Exchange]]
 _Owned: TypeAlias = "tuple[aiohttp.ClientSession, AsyncGenerator[None]]"
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Owned] = weakref.WeakKeyDictionary()
 """Each event loop's session, and the generator that closes it."""
 _attached: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("nemo_gym_attached_headers")
+_counted: ContextVar[tuple[str, _NewExchange | None]] = ContextVar("nemo_gym_counted_calls", default=("", None))
 
 
 def attach_headers(server_name: str, headers: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
@@ -297,6 +308,12 @@ def attach_headers(server_name: str, headers: Mapping[str, str]) -> contextlib.A
 def inference_context(server_name: str, token: str) -> contextlib.AbstractContextManager[None]:
     """Attach this attempt's inference token to calls to the model server ``server_name``."""
     return attach_headers(server_name, {"Authorization": f"Bearer {token}"})
+
+
+def count_calls(server_name: str, exchange: _NewExchange) -> contextlib.AbstractContextManager[None]:
+    """Tell an ``exchange`` of its own what becomes of each `ServerClient.request` to ``server_name`` inside the
+    block."""
+    return bound(_counted, (server_name, exchange))
 
 
 def new_session(
@@ -628,7 +645,19 @@ class ServerClient(BaseModel):
         """Send a request to ``url_path`` of a server; options as in `request`. If no replica was chosen and one cannot
         be connected to, the next is tried."""
         # Credentials are for this address only, so redirects are returned, not followed.
-        return await self.send(request, server_name, url_path, method, **{**options, "allow_redirects": False})
+        options = {**options, "allow_redirects": False}
+        counted_server, new_exchange = _counted.get()
+        if new_exchange is None or counted_server != server_name:
+            return await self.send(request, server_name, url_path, method, **options)
+        with new_exchange() as exchange:
+            try:
+                response = await self.send(request, server_name, url_path, method, **options)
+            except Exception as error:
+                exchange.unreachable(f"{type(error).__name__}: {error}")
+                raise
+            exchange.answers(response.status, {})
+            exchange.ends()
+            return response
 
     async def send(
         self, send: Callable[..., Awaitable[T]], server_name: str, url_path: str, method: str, **options: Any

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from fastapi import Request
 
@@ -15,6 +16,7 @@ from nemo_gym.contract.errors import AgentError
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, InferenceEndpoint, SessionDescriptor
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from responses_api_models.scripted_model.app import ScriptedModel
+from tests.harness.stage import patience_s
 from tests.servers.plugins import ToolAgent, WaitingAgent
 from tests.servers.stack import Stack, rollout, until
 
@@ -316,6 +318,34 @@ async def test_agent_in_nemo_gyms_style_is_stopped_at_the_wall_clock(counter: St
     body["descriptor"]["limits"] = {"wall_clock_s": 0.2}
     answer = await (await counter.client().post("agent", "/act", json=body)).json()
     assert (answer["outcome"], answer["outcome_detail"]) == ("timed_out", "stopped after 0.2 s of wall-clock time")
+
+
+class AskingAgent(ToolAgent):
+    """Asks the model again and again."""
+
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:  # type: ignore[override]
+        while True:
+            await self.server_client.post("model", "/v1/responses", json=body)
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(("prompt", "outcome"), [("silent", "model_unreachable"), ("speaks", "timed_out")])
+async def test_agent_in_nemo_gyms_style_is_graded_at_the_wall_clock_only_if_the_model_answered(
+    counter: Stack, tmp_path: Path, prompt: str, outcome: str
+) -> None:
+    turns: dict[str, dict[str, Any]] = {"silent": {"text": "Late.", "fault": {"hang_s": 600}}, "speaks": {"text": "B"}}
+    tasks = [{"name": name, "when": {"user": name}, "turns": [turn]} for name, turn in turns.items()]
+    script = tmp_path / "script.json"
+    script.write_bytes(orjson.dumps({"model": "scripted", "tasks": tasks}))
+    counter.add("model", ScriptedModel, Role.MODEL, script=str(script))
+    counter.add("agent", AskingAgent, Role.AGENT, ("counter", "model"), **REFS)
+    wall_clock_s = await patience_s(counter.client().post("model", "/sessions", json={"rollout": WHO}))
+    opened = await (await counter.client().post("model", "/sessions", json={"rollout": WHO})).json()
+    body = act_body(prompt=prompt)
+    body["descriptor"]["limits"] = {"wall_clock_s": wall_clock_s}
+    body["inference"]["token"] = opened["inference_token"]
+    answer = await (await counter.client().post("agent", "/act", json=body)).json()
+    assert answer["outcome"] == outcome and "of wall-clock time" in answer["outcome_detail"]
 
 
 async def test_act_names_the_choices_when_the_agent_cannot_work_in_a_topology(tools: Stack) -> None:

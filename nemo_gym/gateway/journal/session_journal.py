@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 
 from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalDamagedError, JournalError, JournalLog
 from nemo_gym.gateway.policy_request import Buffer, size_of
+
+log = structlog.get_logger(__name__)
 
 
 class SessionState(StrEnum):
@@ -332,7 +335,11 @@ class SessionJournal:
         forgotten must outlive all its earlier records."""
         # Called for every forgotten session. Nothing can be removed while the oldest segment is still written to.
         while self._oldest_segment < self._log.segment and not self._is_needed(self._oldest_segment):
-            self._log.drop_segment(self._oldest_segment)
+            try:
+                self._log.drop_segment(self._oldest_segment)
+            except OSError as error:  # tried again for the next forgotten session
+                log.warning("segment of the journal not removed", segment=self._oldest_segment, error=str(error))
+                return
             self._oldest_segment = self._first_segment()
 
     def _is_needed(self, segment: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -203,6 +205,28 @@ async def test_forgotten_session_is_gone_and_its_segments_go_with_it(tmp_path: P
         assert len(journal.log.segments()) <= 2
     async with life(tmp_path) as (_, sessions):
         assert sessions == {}
+
+
+async def test_segment_that_cannot_be_removed_is_removed_with_the_next_forgotten_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with life(tmp_path, segment_bytes=1000) as (journal, _):
+        for number in range(4):
+            await journal.opened(record(f"s{number}"))
+            for _ in range(5):
+                await journal.commit_turn(f"s{number}", b"x" * 200, fingerprint="f")
+            await journal.finalize(f"s{number}", b"{}")
+        for number in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(Path, "unlink", failing)
+                await journal.forget(f"s{number}")
+        kept = len(journal.log.segments())
+        await journal.forget("s2")
+        assert len(journal.log.segments()) < kept
+
+
+def failing(path: Path) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 async def test_any_start_finds_whole_sessions_whatever_was_dropped_before(tmp_path: Path) -> None:

@@ -297,10 +297,12 @@ def compute_aggregate_metrics(
     for result in verify_responses:
         if not isinstance(result, dict):
             raise InvalidBodyError(f"'verify_responses' is a list of result rows, and holds a {type(result).__name__}")
-        index = result.get(TASK_INDEX_KEY, 0)
-        if not isinstance(index, int):
-            raise InvalidBodyError(f"'verify_responses': '{TASK_INDEX_KEY}' is a number, not {type(index).__name__}")
-        by_task[index].append(result)
+        for key in (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY):
+            if not isinstance(index := result.get(key, 0), int):
+                raise InvalidBodyError(f"'verify_responses': '{key}' is a number, not {type(index).__name__}")
+        by_task[result.get(TASK_INDEX_KEY, 0)].append(result)
+    for results in by_task.values():
+        results.sort(key=lambda result: int(result.get(ROLLOUT_INDEX_KEY, 0)))  # a file has them as they ended
     groups = {index: _group(index, by_task[index]) for index in sorted(by_task)}
     valid = [result for result in verify_responses if is_valid_sample(result)]
     metrics: dict[str, Any] = dict(_statistics([numeric_fields(result) for result in valid]))

@@ -124,11 +124,9 @@ def trajectory(length: int, *, first: int = 1) -> Trajectory:
     )
 
 
-def row(uid: str, session: int, index: int, length: int, reward: float, **options: Any) -> Any:
+def row(uid: str, session: int, index: int, length: int, reward: float) -> Any:
     score = Score(reward, "runner", {"acc": reward})
-    return trajectory_row(
-        sample(uid), session, index, trajectory(length), score, global_steps=3, masked=False, **options
-    )
+    return trajectory_row(sample(uid), session, index, trajectory(length), score, global_steps=3, masked=False)
 
 
 async def test_rows_are_in_the_queue_as_verl_reads_them(queue: Any) -> None:
@@ -167,7 +165,8 @@ async def test_rows_are_in_the_queue_as_verl_reads_them(queue: Any) -> None:
 async def test_positions_of_images_stay_with_their_row(queue: Any) -> None:
     sink = TransferQueueSink(conf=queue)
     wide = torch.arange(4 * 8).reshape(4, 8)
-    rows = [row("u0", 0, 0, 5, 1.0, positions=wide), row("u0", 0, 1, 2, 1.0)]
+    rows = [row("u0", 0, 0, 5, 1.0), row("u0", 0, 1, 2, 1.0)]
+    rows[0].fields["position_ids"] = wide.numpy()
     await sink.put("train", rows)
     got = await sink.get("train", ["u0_0_0", "u0_0_1"], ["position_ids"])
     first, second = got["position_ids"].unbind() if got["position_ids"].is_nested else got["position_ids"]

@@ -150,9 +150,13 @@ class WarmPools:
             for spec, size, idle in self._pools:
                 idle[:] = [box for box in idle if box.state is BoxState.RUNNING]
                 try:
-                    for box in idle:
-                        if box.left_s < _LEASE_S / 2:
-                            await self._boxes.renew(box, _LEASE_S)
+                    for box in [*idle]:
+                        if box in idle and box.left_s < _LEASE_S / 2:
+                            idle.remove(box)  # a renewal must not end after the box has a new owner
+                            try:
+                                await self._boxes.renew(box, _LEASE_S)
+                            finally:
+                                idle.append(box)
                     admission = self._boxes.admission
                     if len(idle) < size and admission.has_place and not admission.waiting:
                         idle.append(await self._make(spec))

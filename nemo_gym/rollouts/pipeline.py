@@ -418,11 +418,12 @@ def _stopped_before(job: Job) -> Stop | None:
 
 
 async def _is_resumable(attempt: JobAttempt) -> bool:
-    """Whether the job's next claimer continues this attempt, because its RUN result is stored."""
+    """Whether the job's next claimer may continue this attempt, because its RUN result is stored."""
     if attempt.run_stored is None:
         return attempt.is_restored
     await asyncio.wait({attempt.run_stored})
-    return not attempt.run_stored.cancelled() and attempt.run_stored.exception() is None
+    # A write that failed may have taken effect all the same; one that was refused has not.
+    return attempt.run_stored.cancelled() or not isinstance(attempt.run_stored.exception(), FencedError)
 
 
 def _is_forgotten(attempt: JobAttempt, failure: StageFailure) -> bool:

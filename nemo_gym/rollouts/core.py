@@ -95,7 +95,6 @@ class RolloutCore:
         )
         has_pool = bool(config.agent_caps or config.environment_caps) if pooled is None else pooled
         self.pool = self._pool() if has_pool else None
-        stages = http_stages(self.peers, config, None if topology is None else str(topology), logs=logs)
         self._dispatcher = AsyncDispatcher(
             store,
             stages,

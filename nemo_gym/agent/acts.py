@@ -45,7 +45,7 @@ from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 from nemo_gym.http.problems import send_problem
 from nemo_gym.http.requests import json_object
 from nemo_gym.http.telemetry import Counter, inject, rollout_context
-from nemo_gym.sandbox.door_statistics import DoorStatistics
+from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
 
 REMEMBERED = 4096
 """Rollouts whose newest attempt is remembered, to refuse older ones; about 1 MB."""
@@ -222,13 +222,18 @@ class PolicyClient:
 
     async def _send(self, url: str, headers: dict[str, str], data: bytes) -> tuple[Reply, bytes]:
         """Make one try, which ``statistics`` count. Raises one of `BROKEN`."""
-        with self.statistics.exchange() as exchange:
-            try:
-                reply = await send_once("POST", url, headers=headers, data=data, patience=self._patience)
-                content = await read_whole(reply)
-            except BROKEN as error:
-                exchange.unreachable(f"{type(error).__name__}: {error}")
-                raise
+        self.statistics.requests += 1
+        try:
+            reply = await send_once("POST", url, headers=headers, data=data, patience=self._patience)
+            content = await read_whole(reply)
+        except BROKEN as error:
+            Exchange(self.statistics).unreachable(f"{type(error).__name__}: {error}")
+            raise
+        if reply.status == 200:
+            self.statistics.answered += 1
+            self.statistics.failures_since_answer = 0
+        else:
+            exchange = Exchange(self.statistics)
             exchange.answers(reply.status, {})  # its headers tell about a stream or a coding, which are over
             exchange.saw(content)
             exchange.ends()

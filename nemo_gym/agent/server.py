@@ -303,17 +303,12 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         header = "; ".join(f"{name}={value}" for name, value in cookies.items())
         headers = [(b"cookie", header.encode("latin-1"))] if header else []
         request = Request({"type": "http", "method": "POST", "path": "/v1/responses", "headers": headers})
-        seconds, model, statistics = (
-            act_request.wall_clock_s(None),
-            self._server_name("model_server"),
-            DoorStatistics(),
-        )
+        seconds, statistics = act_request.wall_clock_s(None), DoorStatistics()
+        model = self._server_name("model_server") or ""
         try:
             async with asyncio.timeout(seconds) as deadline:
-                with (
-                    inference_context(model or "", act_request.inference.token),
-                    count_calls(model or "", statistics.exchange),
-                ):
+                token = act_request.inference.token
+                with inference_context(model, token), count_calls(model, statistics.exchange):
                     reply = await PluginCall(self.responses)(request, act_request.responses_create_params)
         except TimeoutError:
             if not deadline.expired():

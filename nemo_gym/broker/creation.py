@@ -74,6 +74,8 @@ class WarmPools:
                 continue
             while idle and self._boxes.admission.may_have_more(order.owner):
                 box = idle.pop(0)
+                if box.state is not BoxState.RUNNING:
+                    continue  # it has given back its place
                 # Its place changes hands before anything is awaited, so that concurrent creates respect the limit.
                 self._boxes.admission.swap(box.owner, order.owner)
                 box.owner = order.owner
@@ -147,6 +149,9 @@ class WarmPools:
     async def _keep_filled(self) -> None:
         while True:
             pause_s = _TICK_S
+            admission = self._boxes.admission
+            if admission.waiting and not admission.has_place:
+                await self.give_way()  # a create found no box to take the place of, because it was made or renewed
             for spec, size, idle in self._pools:
                 idle[:] = [box for box in idle if box.state is BoxState.RUNNING]
                 try:
@@ -157,7 +162,6 @@ class WarmPools:
                                 await self._boxes.renew(box, _LEASE_S)
                             finally:
                                 idle.append(box)
-                    admission = self._boxes.admission
                     if len(idle) < size and admission.has_place and not admission.waiting:
                         idle.append(await self._make(spec))
                 except NemoGymError as error:
@@ -309,7 +313,7 @@ class Creations:
                 # A warm box whose hand-over was written, although it failed.
                 await boxes.destroy(box, "create_failed")
             elif box is None and record.state is not BoxState.GONE:
-                raise not_adopted(f"box '{record.sandbox_id}'")
+                raise not_adopted(f"box '{record.sandbox_id}'", started="yes")
             elif box is None or box.state in (BoxState.CLOSING, BoxState.GONE):
                 raise gone(record.sandbox_id, f"{record.reason or 'closed'}; create another box with a new key")
             else:

@@ -98,10 +98,17 @@ class Grant:
         return not (self.lease.revoked or self.lease.epoch < self.box.epoch or self.box.lease_has_ended(self.lease))
 
     def require_held(self) -> None:
-        """Raise `FencedError` if the lease no longer holds. It was checked before the request's body arrived."""
-        if not self.holds:
-            detail = f"the lease of box '{self.sandbox_id}' was revoked or has ended while the request was received"
-            raise FencedError(detail, sandbox_id=self.sandbox_id)
+        """Check again what was checked before the request's body arrived.
+
+        Raises:
+            FencedError: the lease was revoked.
+            BrokerError: the lease has ended (``lease_expired``).
+        """
+        if self.lease is None or self.box is None or self.holds:
+            return
+        if self.lease.revoked or self.lease.epoch < self.box.epoch:
+            raise FencedError(f"this lease of box '{self.sandbox_id}' was revoked", sandbox_id=self.sandbox_id)
+        raise _ended(self.sandbox_id)
 
 
 class Access:
@@ -220,7 +227,7 @@ class Access:
         # A box that is gone has only its record, whose times are on the wall clock.
         ended = lease.expires_at is not None and lease.expires_at <= time.time()
         if ended if box is None else box.lease_has_ended(lease):
-            raise BrokerError("lease_expired", f"this lease of box '{sandbox_id}' has ended", sandbox_id=sandbox_id)
+            raise _ended(sandbox_id)
         if _RANK[lease.scope] < _RANK[required_scope]:
             raise BrokerError(
                 "scope",
@@ -229,6 +236,10 @@ class Access:
             )
         _require_gone(record)
         return Grant(sandbox_id, lease.scope, box, record, lease)
+
+
+def _ended(sandbox_id: str) -> BrokerError:
+    return BrokerError("lease_expired", f"this lease of box '{sandbox_id}' has ended", sandbox_id=sandbox_id)
 
 
 def _require_gone(record: BoxRecord | None) -> None:

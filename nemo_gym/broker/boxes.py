@@ -26,7 +26,7 @@ from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.telemetry import Counter
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.wire.models import CreateSandbox, DoorModel
-from nemo_gym.sandbox.wire.problems import BrokerError
+from nemo_gym.sandbox.wire.problems import BrokerError, Started
 
 # -- Sealing -------------------------------------------------------------------------------------------------------
 
@@ -326,11 +326,12 @@ def too_many_of_box(sandbox_id: str, limit: int, what: str) -> BrokerError:
     )
 
 
-def not_adopted(what: str) -> BrokerError:
+def not_adopted(what: str, *, started: Started = "no") -> BrokerError:
     """Return the error for a request that needs a box or the registry of an earlier process, which reconciliation has
-    not taken over yet. Clients wait for it: most boxes still run."""
+    not taken over yet. Clients wait for it: most boxes still run. ``started`` tells whether an earlier request of the
+    same key had an effect."""
     detail = f"{what} was not taken over yet after the broker's restart; try again"
-    return BrokerError("backend_unreachable", detail, started="no", retry_after_s=1)
+    return BrokerError("backend_unreachable", detail, started=started, retry_after_s=1)
 
 
 def gone(sandbox_id: str, why: str) -> BrokerError:

@@ -21,6 +21,7 @@ from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLo
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.providers.docker import DockerProvider, images
+from nemo_gym.sandbox.providers.docker import provider as docker_provider
 from tests.sandbox.docker_boxes import Boxes, until
 
 _PROGRAMS = """
@@ -217,6 +218,17 @@ async def test_docker_create_ends_in_time_and_hinders_no_other_while_a_registry_
     registry.sends.set()
     await create(provider, image=registry.image)
     assert registry.asked == 1
+
+
+async def test_docker_create_without_a_limit_of_its_own_waits_for_a_long_pull(
+    provider: DockerProvider, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker_provider, "DEFAULT_READY_TIMEOUT_S", 5.0)
+    creating = asyncio.create_task(create(provider, image=registry.image))
+    await asyncio.sleep(6)
+    assert not creating.done()
+    registry.sends.set()
+    await creating
 
 
 async def test_docker_pull_ends_at_its_own_time_limit_and_changes_no_other(

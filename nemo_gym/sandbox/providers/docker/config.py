@@ -29,7 +29,8 @@ class DockerConfig:
     pull: PullPolicy = "missing"
     """When to pull an image from a registry."""
     pull_timeout_s: float = 1800.0
-    """Longest time of one pull. A create ends at its own ``ready_timeout_s``; the pull goes on for later creates."""
+    """Longest time of one pull. The default ``ready_timeout_s`` leaves it out. A create whose spec sets one ends then,
+    and the pull goes on for later creates, until the provider is closed."""
     request_timeout_s: float = 120.0
     """Longest time that the engine may send nothing during one request."""
     max_concurrent_creates: int = 8

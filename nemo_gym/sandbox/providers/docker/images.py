@@ -50,8 +50,8 @@ class Images:
         return await self._engine.transfer(ensure_host_image, self._engine) if built is None else built
 
     async def pull(self, reference: str) -> None:
-        """Pull an image from a registry, within ``pull_timeout_s``. Concurrent calls for one image share one pull. The
-        pull goes on if its callers are cancelled: the next create finds the image, however long the pull takes.
+        """Pull an image from a registry, within ``pull_timeout_s``. Concurrent calls for one image share one pull. It
+        goes on if its callers are cancelled, until the provider is closed: a later create finds the image.
 
         Raises:
             SandboxCreateError: the pull failed. The message names the image and suggests remedies.

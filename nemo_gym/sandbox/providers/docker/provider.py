@@ -123,7 +123,9 @@ class DockerProvider(StreamingProvider):
         timeout_s = DEFAULT_READY_TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
         creation: Creation | None = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as deadline:
+                # A large image would fail by the default, time after time, so it leaves out the pull.
+                paused = deadline if spec.ready_timeout_s is None else None
                 capabilities = await self._engine.call(lambda: self.capabilities)
                 spec = spec.replace(resources=capabilities.limits(spec.resources))
                 capabilities.check(spec, self.name)
@@ -131,14 +133,14 @@ class DockerProvider(StreamingProvider):
                 await self._engine.call(creation.prepare)
                 creation.image = await self._images.reference(spec.image)
                 if creation.pulls_always:
-                    await self._images.pull(creation.image)
+                    await self._pull(creation.image, paused)
                 if self.config.watchdog:
                     await self._engine.call(ensure_watchdog, self._engine.url)
                 handle: SandboxHandle | None = None
                 try:
                     inspection = await self._inspection_of(creation, pulled=False)
                     if inspection is None:
-                        await self._images.pull(creation.image)
+                        await self._pull(creation.image, paused)
                         inspection = await self._inspection_of(creation, pulled=True)
                     assert inspection is not None
                     handle = await self._handle_of(inspection)
@@ -158,6 +160,16 @@ class DockerProvider(StreamingProvider):
             raise SandboxCreateError(text, retryable=True) from error
         self._boxes[handle.sandbox_id] = box_of(handle)
         return handle
+
+    async def _pull(self, image: str, deadline: asyncio.Timeout | None) -> None:
+        """Pull an image. The ``deadline`` stands still meanwhile: a pull has a limit of its own."""
+        if deadline is None or (ends_at := deadline.when()) is None:
+            await self._images.pull(image)
+            return
+        began = asyncio.get_running_loop().time()
+        deadline.reschedule(None)
+        await self._images.pull(image)
+        deadline.reschedule(ends_at + asyncio.get_running_loop().time() - began)
 
     async def _inspection_of(self, creation: Creation, *, pulled: bool) -> Mapping[str, Any] | None:
         """Find or create the container, see `Creation.run`."""

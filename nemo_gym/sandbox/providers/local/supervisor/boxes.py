@@ -378,27 +378,37 @@ class Box:
 
 
 _left: set[Path] = set()
-"""Files of boxes whose deletion could not be started; the next deletion includes them."""
+"""Files of boxes that could not be deleted; the next deletion includes them."""
 
 
 async def remove_files(directory: Path) -> None:
     """Delete a box's files in a child process, so that the supervisor is not blocked. An error is only logged: where
     no process can be started, boxes must end nevertheless."""
     removed = directory.with_name(f".{directory.name}.removed")
+    try:
+        directory.rename(removed)
+    except FileNotFoundError:
+        return
+    except OSError:
+        removed = directory
     doomed = [removed, *_left]
 
     def job(_: processes.Report) -> None:
+        failure: OSError | None = None
         for path in doomed:
-            remove_directory(path)
+            try:
+                remove_directory(path)
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     try:
-        directory.rename(removed)
-        _left.clear()
         problem = await processes.run(job)
-    except FileNotFoundError:
-        return
     except OSError as error:
-        _left.update(doomed)
         problem = {"message": str(error)}
-    if problem is not None:
+    if problem is None:
+        _left.difference_update(doomed)
+    else:
+        _left.update(doomed)
         sys.stderr.write(f"{removed} was not deleted: {problem['message']}\n")  # the supervisor's log

@@ -195,10 +195,9 @@ async def _prepare_all(
         async with slots:
             try:
                 done = await builder.prepare(plan)
-            except NemoGymError as error:
-                done = Prepared(
-                    plan.row.instance_id, plan.image, "failed", builder.source(plan), 0.0, error=str(error)
-                )
+            except Exception as error:  # noqa: BLE001 - the text of one row must not end the others' preparation
+                why = str(error) if isinstance(error, NemoGymError) else f"{type(error).__name__}: {error}"
+                done = Prepared(plan.row.instance_id, plan.image, "failed", builder.source(plan), 0.0, error=why)
             left_out = f"; left out: {', '.join(done.left_out)}" if done.left_out else ""
             progress.done(
                 done.instance_id, done.status, done.seconds, done.error, done.controls and done.controls + left_out

@@ -13,7 +13,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, cast, get_args
 
-from resources_servers.swe_bench.confirm.labels import PYTHON_WORDS, TOKEN, naming_constants, other_words, text_of
+from resources_servers.swe_bench.confirm.labels import (
+    MAX_DIGITS,
+    PYTHON_WORDS,
+    TOKEN,
+    naming_constants,
+    other_words,
+    text_of,
+)
 from resources_servers.swe_bench.confirm.slicing import functions_of, key_of_test
 
 Kind = Literal["words", "known words", "more words", "numbers", "zero and one", "fractions", "spaces"]
@@ -148,4 +155,4 @@ def _other_numbers(rng: random.Random, tree: ast.AST, numbers_in_text: Iterable[
 
 
 def _is_number(token: str) -> bool:
-    return token.isdigit() and token.isascii() and len(token) > 1 and token[0] != "0"
+    return token.isdigit() and token.isascii() and 1 < len(token) <= MAX_DIGITS and token[0] != "0"

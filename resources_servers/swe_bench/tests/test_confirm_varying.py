@@ -41,6 +41,14 @@ def test_variation_gives_inputs_other_shapes_than_relabelling_does() -> None:
         assert shape(text)[1] != 2 and shape(text)[3] != 1
 
 
+def test_variation_leaves_a_number_that_is_too_long_for_python() -> None:
+    text = "12 " + "9" * 5000
+    tree = ast.parse(f"def test_one():\n    assert cut({text!r})\n")
+    kinds: dict[str, tuple[Kind, ...]] = {"test:test_one": ("numbers",)}
+    Variation(random.Random(3), ast.parse(tree), kinds, ()).apply(tree)
+    assert ast.unparse(tree).endswith("9" * 5000 + "')")
+
+
 def test_variation_says_the_same_wherever_the_same_stood() -> None:
     texts = [value for value in varied({"test:test_one": KINDS}) if isinstance(value, str)]
     part, whole = sorted((text for text in texts if " " in text), key=len)[:2]

@@ -25,7 +25,7 @@ from resources_servers.swe_bench.confirm.javascript.syntax import (
     tests_of,
     walk,
 )
-from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
+from resources_servers.swe_bench.confirm.labels import MAX_DIGITS, Labels, random_name, tokens_of_text
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered
 
 if TYPE_CHECKING:
@@ -251,8 +251,9 @@ def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[st
         is_key = node.type == "property_identifier" and node.parent is not None and node.parent.type == "pair"
         if node.type == "string_fragment" or is_key:
             by_place.extend((node.start_byte, token) for token in tokens_of_text(code.text(node)))
-        elif node.type == "number" and code.text(node).isdigit() and int(code.text(node)) > 1:
-            by_place.append((node.start_byte, code.text(node)))
+        elif node.type == "number" and (token := code.text(node)).isdigit() and len(token) <= MAX_DIGITS:
+            if int(token) > 1:
+                by_place.append((node.start_byte, token))
         for child in node.children:
             visit(child)
 

@@ -238,8 +238,7 @@ class RolloutSteps:
                 await self.prepare(attempt)
             async with asyncio.timeout(budgets.work_s):
                 await self.work(attempt)
-            async with asyncio.timeout(budgets.judge_s):
-                return await self.judge(attempt)
+            return await self.judge(attempt, budgets.judge_s)
         finally:
             await attempt.close(budgets.close_s)
 
@@ -260,10 +259,12 @@ class RolloutSteps:
             with step("harvest", has_span=False):
                 await self.harvest(attempt)
 
-    async def judge(self, attempt: Attempt) -> dict[str, Any]:
+    async def judge(self, attempt: Attempt, verify_s: float | None = None) -> dict[str, Any]:
+        """Verify within ``verify_s`` and finalize, which has a time limit of its own: no verdict is lost for it."""
         if attempt.verified is None:
             with step("verify", has_span=False):
-                attempt.verified = await self.verify(attempt)
+                async with asyncio.timeout(verify_s):
+                    attempt.verified = await self.verify(attempt)
         if attempt.session is not None:
             with step("finalize", has_span=False):
                 attempt.verified |= await self.finalize(attempt, attempt.verified)

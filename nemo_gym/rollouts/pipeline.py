@@ -516,6 +516,7 @@ class AsyncDispatcher:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
+        self._releases = BackgroundTasks()
         self._streak = FailureStreak(config.stop_after_same_failure)
         self._fatal: BaseException | None = None
         self._idle = False
@@ -605,6 +606,7 @@ class AsyncDispatcher:
             await pool.stop()
         # All at once: a server that is gone costs every attempt its whole `close_timeout_s`.
         await asyncio.gather(*[self._abandoned(each, for_good=for_good) for each in self._attempts.values()])
+        await self._releases.join()
 
     async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
         """End matching jobs: stop their harnesses, release their sandboxes, and record the jobs as `CANCELLED`."""
@@ -613,6 +615,7 @@ class AsyncDispatcher:
         queued = await self._store.cancel(selector, failure, self._failure_row)
         for job in queued:
             self._tell(JobEvent(job, JobState.CANCELLED, failure=failure))
+            self._release_stored(job)
         active = [attempt for attempt in self._attempts.values() if selector.matches(attempt.job)]
         released = sum(len(attempt.closers) for attempt in active)
         for attempt in active:
@@ -623,7 +626,9 @@ class AsyncDispatcher:
         return CancelReport(len(queued), len(active), time.perf_counter() - start, released)
 
     def interrupt(self, attempt: JobAttempt, stop: Stop) -> None:
-        """Stop an attempt in whichever stage it is; the first reason counts."""
+        """Stop an attempt in whichever stage it is; the first reason counts. A deadline takes no verdict away."""
+        if stop.kind is FailureKind.DEADLINE and attempt.verified is not None:
+            return
         attempt.stop = attempt.stop or stop
         for pool in self._stage_pools:
             pool.interrupt(attempt)
@@ -667,6 +672,7 @@ class AsyncDispatcher:
         if (stop := _stopped_before(job)) is not None:
             failure = StageFailure(job.stage, stop.kind, stop.reason, retryable=False)
             await self._end(job, failure)
+            self._release_stored(job)
             return
         attempt = JobAttempt.of(job, self._servers(job.spec.agent))
         attempt_begins(attempt)
@@ -682,6 +688,13 @@ class AsyncDispatcher:
             self._eval.put_now(attempt)
         else:
             self._init.put_now(attempt)
+
+    def _release_stored(self, job: Job) -> None:
+        """Close, in the background, what an earlier process left open of a job that has ended without being graded."""
+        if job.run_result is not None and self._on_restored is not None:
+            attempt = JobAttempt.of(job, self._servers(job.spec.agent))
+            self._on_restored(attempt)
+            self._releases.start(attempt.close(self._config.close_timeout_s), name=f"release {job.job_id}")
 
     async def _sweep(self) -> None:
         while True:

@@ -229,9 +229,11 @@ def _failure_of_agent(attempt: JobAttempt) -> str | None:
 
 
 class EvalStage(HttpStage):
-    """Grades. The logs of evaluations move from verify responses into files, and the result rows name the files.
+    """Grades within ``timeout_s``; the stage's own deadline is later, by the time for finalizing the model session.
+    The logs of evaluations move from verify responses into files, and the result rows name the files.
 
     Args:
+        finalize_timeout_s: the time limit of finalizing.
         logs: the folder of these files; ``None`` discards the logs.
         log_chars: how many characters of each log are kept, from its end.
         several_runs: jobs may have the same indices and task, so their ids name the files.
@@ -245,12 +247,14 @@ class EvalStage(HttpStage):
         workers: int,
         timeout_s: float,
         *,
+        finalize_timeout_s: float,
         validation: str | None,
         logs: Path | None,
         log_chars: int,
         several_runs: bool = False,
     ) -> None:
         super().__init__(steps, workers, timeout_s)
+        self.timeout_s += finalize_timeout_s
         self._validation = validation
         self._logs = logs if log_chars else None
         self._log_chars = log_chars
@@ -263,7 +267,7 @@ class EvalStage(HttpStage):
         # A failed grader costs the verdict, but the policy's work up to then is kept.
         attempt.salvage = lambda: self._salvage(attempt)
         try:
-            await self._steps.judge(attempt)
+            await self._steps.judge(attempt, self._limit_s)
         finally:
             if (graded := attempt.reply or attempt.verified) is not None:
                 await self._keep_log(attempt, graded)
@@ -325,6 +329,7 @@ def http_stages(
             steps,
             eval_,
             config.eval_timeout_s,
+            finalize_timeout_s=config.close_timeout_s,
             validation=config.validation,
             logs=logs,
             log_chars=config.evaluation_log_chars,

@@ -428,6 +428,13 @@ FORGED: dict[str, Any] = {
 """What only a run, its model server and its agent tell."""
 
 
+async def test_time_to_finalize_is_not_the_graders(make_chain: MakeChain) -> None:
+    chain = make_chain(model={"end_s": 1.5})
+    chain.write_rows(1)
+    result = await run_collection(chain.client(), chain.run_keys(eval_timeout_s=0.8, max_attempts=1))
+    assert (result.valid, result.invalid) == (1, 0)
+
+
 @pytest.mark.parametrize("forger", ["row", "damaged row", "environment"])
 @pytest.mark.parametrize("model", [{}, {"end_status": 500}], ids=["no turns", "finalize fails"])
 @pytest.mark.parametrize(

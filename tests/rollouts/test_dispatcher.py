@@ -228,6 +228,29 @@ async def test_stop_leaves_an_attempt_that_is_graded_open_and_its_successor_grad
     assert sorted(chain.notes("seed")) == sorted(chain.notes("close")) == sorted(chain.notes("finalize"))
 
 
+async def test_cancelled_job_whose_attempt_was_left_open_is_closed(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"verify_failures": 1})
+    async with Running(chain, 1, retry_delay_s=60) as first:
+        await first.wait(lambda: len(chain.notes("verify")) == 1, "the first verification to fail")
+    async with Running(chain, 1) as second:
+        second.dispatcher.pause()
+        await second.store.release()
+        report = await second.dispatcher.cancel(JobSelector(), "not needed any more")
+        assert report.queued + report.active == 1
+    assert chain.notes("seed") == chain.notes("close") == chain.notes("abort")
+
+
+async def test_deadline_takes_no_verdict_away_while_the_session_is_finalized(make_chain: MakeChain) -> None:
+    chain = make_chain(model={"end_s": 3.0})
+    async with Running(chain, 1) as running:
+        (record,) = [record async for record in running.store.iterate(JobSelector())]
+        await running.dispatcher.drain()
+        await running.store.submit([replace(record.spec, job_id="late", deadline_s=2.0)])
+        running.dispatcher.notify()
+        await running.dispatcher.drain()
+        assert [(event.job.job_id, event.state) for event in running.events] == [("r.0-0", "done"), ("late", "done")]
+
+
 async def test_stop_for_good_closes_an_attempt_that_is_graded_too(make_chain: MakeChain) -> None:
     chain = make_chain(environment={"verify_failures": 1})
     async with Running(chain, 1, retry_delay_s=60) as running:

@@ -117,13 +117,16 @@ async def test_nothing_is_left_when_the_client_is_killed_and_the_lease_has_ended
 async def test_commands_of_a_killed_client_are_killed_at_once(tmp_path: Path, place: LocalPlace) -> None:
     client, boxes = await start_client(tmp_path, ttl_s=100)
     handle = await place.provider.connect({"sandbox_id": boxes[0], "state_dir": str(place.base / "state")})
-    assert "sleep 600" in await place.run(handle, "ps -eo args")
-    client.kill()
-    await client.wait()
+
+    async def runs() -> bool:
+        return "sleep 600" in await place.run(handle, "ps -eo args")
 
     async def gone() -> bool:
-        return "sleep 600" not in await place.run(handle, "ps -eo args")
+        return not await runs()
 
+    await until(runs)
+    client.kill()
+    await client.wait()
     await until(gone)
     assert "sleep 1" in await place.run(handle, "ps -eo args"), "what a finished command left running stays"
 

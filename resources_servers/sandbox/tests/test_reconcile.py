@@ -250,8 +250,10 @@ async def test_box_that_only_the_registry_knows_is_gone_once_the_backend_was_ask
             database.execute("UPDATE broker_boxes SET state = 'running', reason = NULL")
         database.close()
         _, submitted = await box.submit("true")
-        for answer in (submitted, await box.ask("GET"), await box.ask("DELETE"), await api.create("key")):
+        for answer in (submitted, await box.ask("GET"), await box.ask("DELETE")):
             assert (answer.code, answer.json["started"]) == ("backend_unreachable", "no")
+        again = await api.create("key")  # a client must not create a box at another broker instead
+        assert (again.code, again.json["started"]) == ("backend_unreachable", "yes")
         broker.kill()
         broker.start()
         assert await reason(box) == "lost"

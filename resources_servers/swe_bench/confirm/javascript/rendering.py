@@ -251,9 +251,8 @@ def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[st
         is_key = node.type == "property_identifier" and node.parent is not None and node.parent.type == "pair"
         if node.type == "string_fragment" or is_key:
             by_place.extend((node.start_byte, token) for token in tokens_of_text(code.text(node)))
-        elif node.type == "number" and (token := code.text(node)).isdigit() and len(token) <= MAX_DIGITS:
-            if int(token) > 1:
-                by_place.append((node.start_byte, token))
+        elif node.type == "number" and _is_changed(token := code.text(node)):
+            by_place.append((node.start_byte, token))
         for child in node.children:
             visit(child)
 
@@ -269,6 +268,10 @@ def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[st
         for test in tests
     }
     return outside.union(*by_test.values()), by_test
+
+
+def _is_changed(number: str) -> bool:
+    return number.isdigit() and len(number) <= MAX_DIGITS and int(number) > 1
 
 
 # ---------------------------------------------------------------------------------------------- names, order, recorder

@@ -803,8 +803,12 @@ class AsyncDispatcher:
     async def _end_attempt(self, attempt: JobAttempt, failure: StageFailure) -> None:
         final = failure.kind is not FailureKind.CANCELLED
         salvaged = await attempt.salvage() if final and attempt.salvage is not None else {}
+        attempt.has_result = True
+        # Closed only then: without this record, the job would be resumed with the attempt.
+        if not await self._end(attempt.job, failure, salvaged):
+            await self._abandoned(attempt)
+            return
         await attempt.close(self._config.close_timeout_s)
-        await self._end(attempt.job, failure, salvaged)
         self._drop(attempt)
 
     def _budget(self, job: Job, failure: StageFailure) -> tuple[int, int]:
@@ -818,10 +822,12 @@ class AsyncDispatcher:
         is_lost = class_of(failure) == (True, True)
         return spent, (self._config.max_lost_attempts or 0) if is_lost else self._config.max_attempts
 
-    async def _end(self, job: Job, failure: StageFailure, salvaged: Mapping[str, Any] | None = None) -> None:
-        """Record that the job ends without a verdict."""
-        if await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, salvaged))):
+    async def _end(self, job: Job, failure: StageFailure, salvaged: Mapping[str, Any] | None = None) -> bool:
+        """Record that the job ends without a verdict. Return whether this dispatcher still held the job."""
+        is_recorded = await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, salvaged)))
+        if is_recorded:
             self._tell(JobEvent(job, JobState.of(failure), failure=failure))
+        return is_recorded
 
     async def _abandoned(self, attempt: JobAttempt, *, for_good: bool = False) -> None:
         """Queue the job again, because the dispatcher stops or the lease was lost. Release what the attempt holds,

@@ -283,6 +283,17 @@ async def test_verdict_that_comes_after_the_lease_was_lost_closes_nothing(make_c
     assert chain.notes("close") == running.events == []
 
 
+async def test_failure_that_comes_after_the_lease_was_lost_closes_nothing(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"verify_failures": 9}, model={"end_s": 0.5})
+    async with Running(chain, 1, max_attempts=1) as running:
+        await running.wait(lambda: len(chain.notes("finalize")) == 1, "the failed attempt's tokens to be kept")
+        assert await running.store.release() == 1
+        (taken,) = await running.store.claim("another process", 1, 60)
+        await running.wait(lambda: not running.dispatcher.held, "the failure not to be recorded")
+        assert (taken.attempt, taken.stage) == (1, "eval")
+    assert chain.notes("close") == running.events == []
+
+
 async def test_stop_while_a_failed_attempt_is_closed_records_its_failure(make_chain: MakeChain) -> None:
     chain = make_chain(environment={"fenced": True, "close_s": 0.5})
     async with Running(chain, 1) as first:

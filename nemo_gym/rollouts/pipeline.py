@@ -804,12 +804,10 @@ class AsyncDispatcher:
         final = failure.kind is not FailureKind.CANCELLED
         salvaged = await attempt.salvage() if final and attempt.salvage is not None else {}
         attempt.has_result = True
-        # Closed only then: without this record, the job would be resumed with the attempt.
-        if not await self._end(attempt.job, failure, salvaged):
+        if await self._end(attempt.job, failure, salvaged, attempt):
+            self._drop(attempt)
+        else:
             await self._abandoned(attempt)
-            return
-        await attempt.close(self._config.close_timeout_s)
-        self._drop(attempt)
 
     def _budget(self, job: Job, failure: StageFailure) -> tuple[int, int]:
         """Return how many tries of the failure's class are spent, including this one, and how many are allowed."""
@@ -822,12 +820,21 @@ class AsyncDispatcher:
         is_lost = class_of(failure) == (True, True)
         return spent, (self._config.max_lost_attempts or 0) if is_lost else self._config.max_attempts
 
-    async def _end(self, job: Job, failure: StageFailure, salvaged: Mapping[str, Any] | None = None) -> bool:
-        """Record that the job ends without a verdict. Return whether this dispatcher still held the job."""
-        is_recorded = await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, salvaged)))
-        if is_recorded:
-            self._tell(JobEvent(job, JobState.of(failure), failure=failure))
-        return is_recorded
+    async def _end(
+        self,
+        job: Job,
+        failure: StageFailure,
+        salvaged: Mapping[str, Any] | None = None,
+        attempt: JobAttempt | None = None,
+    ) -> bool:
+        """Record that the job ends without a verdict, then close its attempt, and tell it. Return ``False``, and leave
+        the attempt open, if this dispatcher no longer holds the job."""
+        if not await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, salvaged))):
+            return False
+        if attempt is not None:
+            await attempt.close(self._config.close_timeout_s)
+        self._tell(JobEvent(job, JobState.of(failure), failure=failure))
+        return True
 
     async def _abandoned(self, attempt: JobAttempt, *, for_good: bool = False) -> None:
         """Queue the job again, because the dispatcher stops or the lease was lost. Release what the attempt holds,

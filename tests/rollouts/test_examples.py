@@ -36,6 +36,7 @@ async def test_examples_come_back_with_their_results_as_they_end(make_chain: Mak
             )
         else:
             assert (result["reward"], result["_rowidx"]) == (1.0, row["_rowidx"])
+    await helper.aclose()
     assert not list(chain.directory.glob("*.sqlite*"))
 
 

@@ -272,24 +272,14 @@ async def test_attempt_whose_lease_is_lost_while_it_is_graded_stays_open_for_its
         assert chain.notes("close") == chain.notes("abort") == []
 
 
-async def test_verdict_that_comes_after_the_lease_was_lost_closes_nothing(make_chain: MakeChain) -> None:
-    chain = make_chain(model={"end_s": 0.5})
-    async with Running(chain, 1) as running:
-        await running.wait(lambda: len(chain.notes("finalize")) == 1, "the verdict")
-        assert await running.store.release() == 1
-        (taken,) = await running.store.claim("another process", 1, 60)
-        await running.wait(lambda: not running.dispatcher.held, "the verdict not to be recorded")
-        assert (taken.attempt, taken.stage) == (1, "eval")
-    assert chain.notes("close") == running.events == []
-
-
-async def test_failure_that_comes_after_the_lease_was_lost_closes_nothing(make_chain: MakeChain) -> None:
-    chain = make_chain(environment={"verify_failures": 9}, model={"end_s": 0.5})
+@pytest.mark.parametrize("failures", [0, 9], ids=["verdict", "failure"])
+async def test_end_that_comes_after_the_lease_was_lost_closes_nothing(make_chain: MakeChain, failures: int) -> None:
+    chain = make_chain(environment={"verify_failures": failures}, model={"end_s": 0.5})
     async with Running(chain, 1, max_attempts=1) as running:
-        await running.wait(lambda: len(chain.notes("finalize")) == 1, "the failed attempt's tokens to be kept")
+        await running.wait(lambda: len(chain.notes("finalize")) == 1, "the end of the grading")
         assert await running.store.release() == 1
         (taken,) = await running.store.claim("another process", 1, 60)
-        await running.wait(lambda: not running.dispatcher.held, "the failure not to be recorded")
+        await running.wait(lambda: not running.dispatcher.held, "the end not to be recorded")
         assert (taken.attempt, taken.stage) == (1, "eval")
     assert chain.notes("close") == running.events == []
 

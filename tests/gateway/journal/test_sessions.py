@@ -185,13 +185,18 @@ async def test_turns_of_many_sessions_at_once_keep_their_order(tmp_path: Path) -
             assert [turn.body.decode() for turn in sessions[name].turns] == [f"{name}/{turn}" for turn in range(30)]
 
 
+async def write_whole(journal: SessionJournal, name: str) -> None:
+    """Write a session with five turns, longer together than a segment of 1,000 bytes."""
+    await journal.opened(record(name))
+    for _ in range(5):
+        await journal.commit_turn(name, b"x" * 200, fingerprint="f")
+    await journal.finalize(name, b"{}")
+
+
 async def test_forgotten_session_is_gone_and_its_segments_go_with_it(tmp_path: Path) -> None:
     async with life(tmp_path, segment_bytes=1000) as (journal, _):
         for number in range(20):
-            await journal.opened(record(f"s{number}"))
-            for _ in range(5):
-                await journal.commit_turn(f"s{number}", b"x" * 200, fingerprint="f")
-            await journal.finalize(f"s{number}", b"{}")
+            await write_whole(journal, f"s{number}")
             if number != 7:
                 await journal.forget(f"s{number}")
                 await journal.forget(f"s{number}")
@@ -212,10 +217,7 @@ async def test_segment_that_cannot_be_removed_is_removed_with_the_next_forgotten
 ) -> None:
     async with life(tmp_path, segment_bytes=1000) as (journal, _):
         for number in range(4):
-            await journal.opened(record(f"s{number}"))
-            for _ in range(5):
-                await journal.commit_turn(f"s{number}", b"x" * 200, fingerprint="f")
-            await journal.finalize(f"s{number}", b"{}")
+            await write_whole(journal, f"s{number}")
         for number in range(2):
             with monkeypatch.context() as patched:
                 patched.setattr(Path, "unlink", failing)

@@ -671,8 +671,8 @@ class AsyncDispatcher:
     async def _admit(self, job: Job) -> None:
         if (stop := _stopped_before(job)) is not None:
             failure = StageFailure(job.stage, stop.kind, stop.reason, retryable=False)
-            await self._end(job, failure)
-            self._release_stored(job)
+            if await self._end(job, failure):
+                self._release_stored(job)
             return
         attempt = JobAttempt.of(job, self._servers(job.spec.agent))
         attempt_begins(attempt)

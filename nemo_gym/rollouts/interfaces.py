@@ -168,6 +168,10 @@ class Job:
     def job_id(self) -> str:
         return self.spec.job_id
 
+    def has_verdict(self) -> bool:
+        """Whether the job's agent has its own ``run()``, and an earlier claimer stored its verdict."""
+        return self.run_result is not None and orjson.loads(self.run_result).get("verified") is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:

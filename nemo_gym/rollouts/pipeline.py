@@ -411,10 +411,11 @@ def _overdue(job: Job) -> Stop:
 
 
 def _stopped_before(job: Job) -> Stop | None:
-    """Return why a claimed job must not run at all, or ``None`` if it may."""
+    """Return why a claimed job must not run or go on, or ``None`` if it may. A deadline takes no verdict away."""
     if job.cancel_reason is not None:
         return Stop(FailureKind.CANCELLED, job.cancel_reason)
-    return _overdue(job) if job.left_s is not None and job.left_s <= 0 else None
+    is_overdue = job.left_s is not None and job.left_s <= 0
+    return _overdue(job) if is_overdue and not job.has_verdict() else None
 
 
 async def _is_resumable(attempt: JobAttempt) -> bool:

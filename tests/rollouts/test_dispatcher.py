@@ -251,6 +251,24 @@ async def test_deadline_takes_no_verdict_away_while_the_session_is_finalized(mak
         assert [(event.job.job_id, event.state) for event in running.events] == [("r.0-0", "done"), ("late", "done")]
 
 
+async def test_deadline_takes_no_stored_verdict_away(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"overrides_run": True}, model={"end_s": 3.0})
+    async with Running(chain, 1) as first:
+        (record,) = [record async for record in first.store.iterate(JobSelector())]
+        await first.dispatcher.drain()
+        await first.store.submit([replace(record.spec, job_id="late", deadline_s=2.0)])
+        first.dispatcher.notify()
+        await first.wait(lambda: len(chain.notes("run")) == 2, "the agent to run")
+        await asyncio.sleep(0.5)  # its verdict is stored, and its model session is being finalized
+    async with Running(chain, 1, sweeps=True) as second:
+        second.dispatcher.pause()
+        await asyncio.sleep(2.0)
+        second.dispatcher.resume()
+        await second.dispatcher.drain()
+        assert [(event.job.job_id, event.state) for event in second.events] == [("late", "done")]
+    assert len(chain.notes("run")) == 2
+
+
 async def test_stop_for_good_closes_an_attempt_that_is_graded_too(make_chain: MakeChain) -> None:
     chain = make_chain(environment={"verify_failures": 1})
     async with Running(chain, 1, retry_delay_s=60) as running:

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym._util.suggest import nearest
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, StageError, StageName
@@ -20,7 +21,7 @@ from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Attempt, ModelSession, RolloutSteps, Servers, failure_of, reward_of
 from nemo_gym.rollouts.routing import checked_servers
-from nemo_gym.stack.endpoints import find_stack
+from nemo_gym.stack.endpoints import StackEntry, find_stack, running_stacks
 from nemo_gym.stack.stack import pipeline_client
 
 _NO_RUN = RolloutRunConfig(input=Path("unused.jsonl"), output=Path("unused.jsonl"))
@@ -36,7 +37,7 @@ class AgentServerRunner:
 
     def __init__(self, agent: str, *, client: ServerClient | None = None, run_dir: Path | None = None) -> None:
         self._agent = agent
-        self._client = client or pipeline_client(find_stack(str(run_dir) if run_dir is not None else None))
+        self._client = client or pipeline_client(_stack_of(agent, run_dir))
         self._peers = Peers(self._client)
         self._servers: Servers | None = None
 
@@ -81,6 +82,28 @@ class AgentServerRunner:
             # The framework holds the model session, so the agent's own model server is not used.
             self._servers = replace(servers, model=None)
         return self._servers
+
+
+def _stack_of(agent: str, run_dir: Path | None) -> StackEntry:
+    """Return the stack of a run directory, or by default the only running one that has the agent server: the
+    trainer's own gateways run as a stack, too. Raises `ConfigError`."""
+    if run_dir is not None:
+        return find_stack(str(run_dir))
+    stacks = running_stacks()
+    found = [stack for stack in stacks if agent in {server.instance for server in stack.servers}]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        choices = ", ".join(stack.run_dir for stack in found)
+        raise ConfigError(
+            f"{len(found)} running stacks have a server '{agent}'; choose one with stack_run_dir: {choices}",
+            key="stack_run_dir",
+        )
+    names = {server.instance for stack in stacks for server in stack.servers}
+    raise ConfigError(
+        f"no running stack has a server '{agent}'{nearest(agent, names)}; start it by ng_run, or set stack_run_dir",
+        key="agent_server",
+    )
 
 
 def row_of(sample: PromptSample) -> dict[str, Any]:

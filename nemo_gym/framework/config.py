@@ -24,7 +24,7 @@ class RunnerConfig(BaseModel):
     agent_server: str | None = None
     """An agent server instance of a running stack. Its environment gives the reward."""
     stack_run_dir: Path | None = None
-    """That stack's ``run_dir``; by default the only stack that runs on this machine."""
+    """That stack's ``run_dir``; by default that of the only stack on this machine that has the server."""
     runner_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the class, or for each call of the function."""
     tool_config_path: str | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from nemo_gym.contract.session import ActRequest, ActResponse
 from nemo_gym.framework import SessionHandle
 from nemo_gym.framework.agent_server import AgentServerRunner
 from nemo_gym.http.client import request
+from nemo_gym.stack.endpoints import ServerEntry, StackEntry, start_ticks, write_stack
 from tests.framework import runners
 from tests.framework.conftest import Stage, prompts
 from tests.servers.plugins import AgentConfig, PhraseEnvironment
@@ -116,6 +119,30 @@ async def test_unknown_agent_server_is_told(stage: Stage) -> None:
     parts = await add_agent(stage)
     summary = await stage.framework({"own": {"agent_server": "agnet"}}, parts=parts).run_batch(rows("right"))
     assert "did you mean 'agent'" in summary.reasons[0]
+
+
+def test_default_stack_is_the_only_one_with_the_agent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateways, which the trainer has started before, are a stack as well."""
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path))
+
+    def write(run_id: str, *instances: str) -> None:
+        ticks = start_ticks(os.getpid())
+        assert ticks is not None
+        servers = tuple(ServerEntry(each, "t", "i", "http://127.0.0.1:9", None, "log") for each in instances)
+        folder = tmp_path / "runs" / run_id
+        folder.mkdir(parents=True)
+        write_stack(StackEntry(run_id, str(folder), os.getpid(), ticks, "00" * 32, {}, servers, {"of": run_id}))
+
+    write("gateways", "gateway_1", "gateway_2")
+    with pytest.raises(ConfigError, match="no running stack has a server 'coder'"):
+        AgentServerRunner("coder")
+    write("servers", "coder", "coding")
+    assert AgentServerRunner("coder")._client.global_config_dict["of"] == "servers"
+    with pytest.raises(ConfigError, match=r"no running stack has a server 'codr' \(did you mean 'coder'"):
+        AgentServerRunner("codr")
+    write("others", "coder")
+    with pytest.raises(ConfigError, match="2 running stacks have a server 'coder'; choose one with stack_run_dir"):
+        AgentServerRunner("coder")
 
 
 def test_agent_server_needs_a_stack(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def given(tmp_path: Path, engine: FakeVllmEngine) -> dict[str, Any]:
         "config_paths": ["resources_servers/mcqa/configs/mcqa.yaml"],
         "mcqa_agent": {"responses_api_agents": {"simple_agent": agent}},
         "policy_model": {"responses_api_models": {"gateway": policy}},
-        "policy_base_url": [engine.url],
+        "policy_base_url": [f"{engine.url}/v1"],
         "policy_api_key": "dummy_key",
         "policy_model_name": "policy",
         HEAD_SERVER_KEY_NAME: {"host": "0.0.0.0", "port": 1},

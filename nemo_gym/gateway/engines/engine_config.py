@@ -79,9 +79,16 @@ class _EngineConfig(BaseModel):
         )
 
 
-class VllmEngineConfig(_EngineConfig):
-    """``base_url`` is the server's root, without ``/v1``."""
+class _TokenEngineConfig(_EngineConfig):
+    """``base_url`` is the server's root. A ``/v1`` at its end is left out: trainers publish their servers with it."""
 
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_root(cls, url: str) -> str:
+        return url.removesuffix("/v1")
+
+
+class VllmEngineConfig(_TokenEngineConfig):
     type: Literal["vllm"]
     route: VllmRoute = "completions"
     """Set ``generate`` if the server has ``/inference/v1/generate``."""
@@ -95,9 +102,7 @@ class VllmEngineConfig(_EngineConfig):
         return engine
 
 
-class SglangEngineConfig(_EngineConfig):
-    """``base_url`` is the server's root."""
-
+class SglangEngineConfig(_TokenEngineConfig):
     type: Literal["sglang"]
     stream_interval: int = Field(SGLANG_STREAM_INTERVAL, ge=1)
     """Requested number of tokens per streamed event. An interrupted answer is continued on another engine after the

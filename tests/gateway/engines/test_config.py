@@ -26,6 +26,20 @@ async def test_type_decides_the_adapter(kind: str, made: type, http: EngineConne
     assert type(engine) is made and engine.name == "10.0.0.1:8000" and engine.weights_version == "w"
 
 
+@pytest.mark.parametrize(
+    ("kind", "url", "kept"),
+    [
+        ("vllm", "http://a:8000/v1/", "http://a:8000"),
+        ("sglang", "http://a:8000/v1", "http://a:8000"),
+        ("vllm", "http://a/proxy/v1", "http://a/proxy"),
+        ("openai", "http://a:8000/v1/", "http://a:8000/v1"),
+    ],
+)
+def test_engine_takes_the_url_that_trainers_publish(kind: str, url: str, kept: str) -> None:
+    config = CONFIG.validate_python({"type": kind, "base_url": url})
+    assert (config.endpoint().base_url, config.engine_name) == (kept, kept.split("/")[2])
+
+
 async def test_configured_engine_samples(http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         engine = CONFIG.validate_python(

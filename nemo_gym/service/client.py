@@ -258,18 +258,22 @@ class AsyncRolloutClient:
         after: str | None = None,
         on_result: Progress | None = None,
     ) -> dict[str, int]:
-        """Read results until every job that ``run`` or ``group`` has now has ended. Return their counts by state."""
-        pending = {view.job_id async for view in self.jobs(run=run, group=group)}
+        """Read results until every job that ``run`` or ``group`` has now has ended. Return the counts by state of the
+        results that were read: those behind ``after``."""
+        pending = {view.job_id async for view in self.jobs(run=run, group=group) if after is None or not view.is_over}
         counts: dict[str, int] = {}
-        if not pending:
-            return counts
-        async for view in self.results(run=run, group=group, after=after):
-            if on_result is not None:
-                on_result(view)
-            counts[view.state] = counts.get(view.state, 0) + 1
-            pending.discard(view.job_id)
-            if not pending:
+        # The results of jobs that are over may lie before `after`: read those that are there, and wait for the others.
+        for follow in (False, True):
+            if follow and not pending:
                 break
+            async for view in self.results(run=run, group=group, after=after, follow=follow):
+                after = view.cursor
+                if on_result is not None:
+                    on_result(view)
+                counts[view.state] = counts.get(view.state, 0) + 1
+                pending.discard(view.job_id)
+                if follow and not pending:
+                    break
         return counts
 
     async def cancel(

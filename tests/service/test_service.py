@@ -275,6 +275,18 @@ async def test_results_go_on_behind_the_last_one_that_was_seen(make_chain: MakeC
     assert sorted(seen) == sorted(f"job-{n}" for n in range(13))
 
 
+async def test_wait_behind_a_cursor_reads_only_what_comes_after_it(make_chain: MakeChain) -> None:
+    async with serving(make_chain(agent={"delay_s": 0.3}), concurrency=1) as served:
+        await served.client.submit([job(n) for n in range(3)])
+        cursors: list[str | None] = []
+        assert await served.client.wait(on_result=lambda view: cursors.append(view.cursor)) == {"done": 3}
+        async with asyncio.timeout(30):
+            assert await served.client.wait(after=cursors[0]) == {"done": 2}
+            assert await served.client.wait(after=cursors[-1]) == {}
+            await served.client.submit([job(n) for n in range(3, 5)])
+            assert await served.client.wait(after=cursors[1]) == {"done": 3}
+
+
 async def test_cancel_tells_what_it_reclaimed(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"hang": [f"t{n}" for n in range(10)]})
     async with serving(chain, concurrency=2) as served:

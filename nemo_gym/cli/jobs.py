@@ -42,7 +42,8 @@ def jobs_command(argv: Sequence[str]) -> int:
         "submit input=rows.jsonl [run=NAME] [output=out.jsonl]: each row becomes a job, num_repeats of them;"
         " watch [run=NAME] [group=ID] [output=out.jsonl]: results as they come, until all have ended;"
         " cancel run=NAME | group=ID | job=ID; status [job=ID] [run=NAME]. The service is that of url= and token=, of"
-        " NEMO_GYM_SERVICE_URL and NEMO_GYM_SERVICE_TOKEN, or the one that runs on this machine.",
+        " run_dir= or run_id=, of NEMO_GYM_SERVICE_URL and NEMO_GYM_SERVICE_TOKEN, or the one that runs on this"
+        " machine.",
         words="submit|watch|cancel|status key=value",
     )
     parser.add_argument("--watch", action="store_true", help="submit: then watch until all have ended")
@@ -84,7 +85,7 @@ def _client(values: dict[str, Any]) -> AsyncRolloutClient:
     from nemo_gym.service.client import URL_VARIABLE, AsyncRolloutClient
 
     url, run_dir = values.get("url"), values.get("run_dir")
-    if url is None and run_dir is None and not os.environ.get(URL_VARIABLE):
+    if url is None and run_dir is None and ("run_id" in values or not os.environ.get(URL_VARIABLE)):
         from nemo_gym.stack.endpoints import find_stack
 
         run_dir = find_stack(None, values.get("run_id")).run_dir

@@ -124,12 +124,14 @@ class Address:
     def find(
         cls, url: str | None = None, token: str | None = None, run_dir: Path | None = None, role: str = "operate"
     ) -> Address:
-        """Return the given address, or else that of the environment variables, or else that of the service in a run's
-        directory. Raises `ConfigError`."""
-        url, source = url or os.environ.get(URL_VARIABLE), "the one given as token"
-        if not token and (token := os.environ.get(TOKEN_VARIABLE)):
+        """Return the given address, or else that of the service in a run's directory, or else that of the environment
+        variables. Raises `ConfigError`."""
+        source, variable = "the one given as token", os.environ.get(URL_VARIABLE)
+        # The variables name one service: a directory names another one, which does not get their token.
+        is_another = bool(variable) and not url and run_dir is not None
+        if not token and not is_another and (token := os.environ.get(TOKEN_VARIABLE)):
             source = f"that of {TOKEN_VARIABLE} in the environment"
-        if url is None and run_dir is not None:
+        if not url and run_dir is not None:
             path = run_dir / ADDRESS_FILE
             try:
                 address = json.loads(path.read_text(encoding="utf-8"))
@@ -138,7 +140,7 @@ class Address:
             url = str(address["url"])
             if not token:
                 token, source = address["tokens"].get(role), f"that of {path}"
-        if url is None:
+        if not (url := url or variable):
             raise ConfigError(f"no service is named: give url= or run_dir=, or set {URL_VARIABLE}", key="url")
         return cls(url.rstrip("/"), token, source)
 

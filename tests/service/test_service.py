@@ -367,6 +367,20 @@ async def test_refused_token_is_told_with_where_it_comes_from(
         assert "that of NEMO_GYM_SERVICE_TOKEN in the environment" in await refusal(run_dir=tmp_path)
 
 
+async def test_what_is_named_wins_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("NEMO_GYM_SERVICE_URL", "http://of-the-environment:1")
+    monkeypatch.setenv("NEMO_GYM_SERVICE_TOKEN", "e" * 20)
+    write_address(tmp_path / "service.json", "http://of-the-directory:1", {"operate": "o" * 20}, "store")
+    found = AsyncRolloutClient(run_dir=tmp_path).address
+    assert (found.url, found.token) == ("http://of-the-directory:1", "o" * 20)
+    assert AsyncRolloutClient("http://given:1", run_dir=tmp_path).address.url == "http://given:1"
+    found = AsyncRolloutClient().address
+    assert (found.url, found.token) == ("http://of-the-environment:1", "e" * 20)
+    code, said = await jobs_command("cancel", "run=first", "run_id=A")
+    assert code == 2 and "no stack 'A' runs" in said
+
+
 async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(make_chain: MakeChain) -> None:
     async with serving(make_chain(agent={"delay_s": 0.3}), concurrency=1, init_workers=1) as served:
         await served.client.submit([job(n) for n in range(8)])

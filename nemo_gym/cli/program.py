@@ -33,7 +33,7 @@ from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, run_collection, show_finished
 from nemo_gym.stack.background import BackgroundStack
-from nemo_gym.stack.endpoints import StackEntry, read_stack
+from nemo_gym.stack.endpoints import StackEntry
 from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
 
 if TYPE_CHECKING:
@@ -198,10 +198,11 @@ class Stack:
 async def start_async(*settings: str, **keys: Any) -> AsyncStack:
     """Start the servers of a composition and wait until they are ready. Raises `ConfigError`, `ServerError`."""
     words = _settings_of(settings, keys)
-    background = await asyncio.to_thread(_start, words)
+    background = await asyncio.to_thread(_background, words)
     async with AsyncExitStack() as resources:
+        # Before the start, whose thread goes on if this is cancelled: stopping the servers ends it.
         resources.push_async_callback(asyncio.to_thread, background.stop)
-        stack = await asyncio.to_thread(read_stack, background.run_dir)
+        stack = await asyncio.to_thread(background.start)
         await resources.enter_async_context(stack_telemetry(stack, _log.info))
         return AsyncStack(words, stack, resources.pop_all())
 
@@ -257,12 +258,10 @@ def _settings_of(settings: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
     return [*settings, *(word_of(key, value) for key, value in keys.items())]
 
 
-def _start(words: Sequence[str]) -> BackgroundStack:
-    """Start the servers that ``words`` compose and wait until they are ready; leave out the settings of the run."""
+def _background(words: Sequence[str]) -> BackgroundStack:
+    """Return the servers that ``words`` compose, not started; leave out the settings of the run."""
     of_the_run = {*RUN_KEYS, "dataset", "split"} - {*PipelineConfig.spellings(), "agent", "run_id", "run_dir"}
-    background = BackgroundStack([word for word in words if key_of(word) not in of_the_run])
-    background.start()
-    return background
+    return BackgroundStack([word for word in words if key_of(word) not in of_the_run])
 
 
 def _plan(words: Sequence[str], rows: Rows | None) -> tuple[RolloutRunConfig, RunOutlook]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def started_here() -> Path | None:
 
 
 class BackgroundStack:
-    """Servers that run until ``stop``, or until this process ends.
+    """Servers that run until ``stop``, or until this process ends. They are started once. ``stop`` may be called while
+    another thread is in ``start``, which then raises.
 
     Args:
         words: settings as on ng_run's command line.
@@ -72,6 +74,8 @@ class BackgroundStack:
             self.run_dir = Path(str(directory)).expanduser().resolve()
         self._given = self.run_dir / "given.yaml"
         self._process: subprocess.Popen[bytes] | None = None
+        self._changing = threading.RLock()
+        self._stopped = False
 
     @property
     def log(self) -> Path:
@@ -87,31 +91,40 @@ class BackgroundStack:
         except OSError as error:
             raise ConfigError(f"run_dir {self.run_dir} cannot be made: {error.strerror}", key="run_dir") from error
         require_free(self.run_dir)
-        paths = [*self._config_paths]
-        if self._values:
-            # Private, and removed when the servers stop, because the configuration may contain keys.
-            write_private(self._given, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True))
-            paths.append(str(self._given))
-        settings = [*self._settings, *([word_of("+config_paths", paths)] if paths else [])]
         command = [sys.executable, "-c", _PROGRAM, str(os.getpid())]
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.PIPE)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # ng_run has already ended, and its log shows why
-            self._process.stdin.write(json.dumps([*settings, word_of("run_dir", str(self.run_dir))]).encode())
-            self._process.stdin.close()
-        give_up = time.monotonic() + timeout_s
-        while _READY not in self._log_end():
-            if (code := self._process.poll()) is not None:
-                self.stop()
-                error_type = ConfigError if code == 2 else ServerError
-                raise error_type(f"ng_run ended with {code} before its servers were ready; it said: {self._log_end()}")
-            if time.monotonic() >= give_up:
-                self.stop()
-                raise ServerError(f"the servers were not ready within {timeout_s:g} s; ng_run said: {self._log_end()}")
-            time.sleep(0.1)
-        _started.append(self.run_dir)
-        return read_stack(self.run_dir)
+        paths = [*self._config_paths, *([str(self._given)] if self._values else [])]
+        settings = [*self._settings, *([word_of("+config_paths", paths)] if paths else [])]
+        try:
+            with self._changing, self.log.open("wb") as log:
+                self._check_not_stopped()
+                if self._values:
+                    # Private, and removed when the servers stop, because the configuration may contain keys.
+                    write_private(self._given, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True))
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.PIPE)
+                self._process = process
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # ng_run has already ended, and its log shows why
+                process.stdin.write(json.dumps([*settings, word_of("run_dir", str(self.run_dir))]).encode())
+                process.stdin.close()
+            give_up = time.monotonic() + timeout_s
+            while _READY not in self._log_end():
+                if (code := process.poll()) is not None:
+                    error_type = ConfigError if code == 2 else ServerError
+                    raise error_type(
+                        f"ng_run ended with {code} before its servers were ready; it said: {self._log_end()}"
+                    )
+                if time.monotonic() >= give_up:
+                    raise ServerError(
+                        f"the servers were not ready within {timeout_s:g} s; ng_run said: {self._log_end()}"
+                    )
+                time.sleep(0.1)
+            with self._changing:
+                self._check_not_stopped()
+                _started.append(self.run_dir)
+            return read_stack(self.run_dir)
+        except BaseException:  # also an interrupt: whoever catches it must not be left with servers
+            self.stop()
+            raise
 
     def check(self) -> None:
         """Raise `ServerError` if the servers have ended by themselves or were never started."""
@@ -122,11 +135,13 @@ class BackgroundStack:
 
     def stop(self) -> None:
         """Stop the servers; idempotent."""
-        with contextlib.suppress(ValueError):
-            _started.remove(self.run_dir)
-        process, self._process = self._process, None
-        if process is None:
-            return
+        with self._changing:
+            self._stopped = True
+            process, self._process = self._process, None
+            if process is None:
+                return
+            with contextlib.suppress(ValueError):
+                _started.remove(self.run_dir)
         process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
@@ -134,6 +149,10 @@ class BackgroundStack:
             process.kill()
             process.wait()
         self._given.unlink(missing_ok=True)
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped:
+            raise ServerError("the servers were stopped before they were ready")
 
     def _run_id(self, run_id: Any) -> str:
         """Return the id that is given, else a new one, which the settings then give."""

@@ -10,15 +10,18 @@ import sys
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from nemo_gym import run, start_async
 from nemo_gym.cli.program import FRAME_COLUMNS, RunResult
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.pipeline import PIPELINE
+from nemo_gym.stack.background import started_here
 from nemo_gym.stack.endpoints import running_stacks
 from nemo_gym.stack.scraping import TARGETS, TOKEN_FILE
 from tests.architecture.docs import PAGES, ROOT, example_files, table
+from tests.rollouts.conftest import wait_until
 
 PAGE = PAGES / "python-api.md"
 PROGRAMS = example_files(PAGE)
@@ -91,6 +94,18 @@ async def test_metrics_of_the_pipeline_are_served_while_the_stack_runs(place: Pa
         ):
             assert (reply.status, "stage_seconds_count" in await reply.text()) == (200, True)
     assert not [*targets.glob(f"{PIPELINE}-*.json")]
+
+
+async def test_start_that_is_cancelled_leaves_no_server(place: Path) -> None:
+    def servers() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if "die_with_parent" in " ".join(child.cmdline())]
+
+    starting = asyncio.create_task(start_async(**CHOSEN))
+    await asyncio.to_thread(wait_until, servers, "the servers to start")
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not servers() and started_here() is None
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,14 @@ def test_run_helper_says_that_its_servers_ended(tmp_path: Path, engine: FakeVllm
         helper.shutdown()
 
 
+def test_servers_that_were_stopped_before_they_started_do_not_start(tmp_path: Path) -> None:
+    servers = BackgroundStack(values={"policy_api_key": "secret"}, run_dir=tmp_path / "run")
+    servers.stop()
+    with pytest.raises(ServerError, match="stopped before they were ready"):
+        servers.start()
+    assert not (tmp_path / "run" / "given.yaml").exists()
+
+
 def test_run_helper_says_what_is_wrong_with_a_configuration(
     tmp_path: Path, engine: FakeVllmEngine, runs: Path
 ) -> None:

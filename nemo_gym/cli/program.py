@@ -126,6 +126,10 @@ def _read(file: Path) -> list[dict[str, Any]]:
     return sorted((orjson.loads(line) for line in file.read_bytes().splitlines() if line), key=_place)
 
 
+_KEYS_OF_ONE_RUN = {*RUN_KEYS, "dataset", "split", "run", "config_paths"} - {"run_dir"}
+"""Settings that a run on running servers may have. Run groups and files are among them: they can hold run keys."""
+
+
 class AsyncStack:
     """Running servers and the settings that composed them. ``run`` may be called repeatedly. Made by `start_async`."""
 
@@ -136,8 +140,15 @@ class AsyncStack:
         self._resources = resources
 
     async def run(self, input: Rows | None = None, *settings: str, show: bool = False, **keys: Any) -> RunResult:
-        """Run ``input`` (default: the environment's own rows) on these servers; ``keys`` are run keys."""
-        words = [*self._settings, *_settings_of(settings, keys)]
+        """Run ``input`` (default: the environment's own rows) on these servers; ``keys`` are run keys. Raises
+        `ConfigError` for other keys, unless they are set as they were at the start."""
+        given = _settings_of(settings, keys)
+        for word in given:
+            if (key := key_of(word)).partition(".")[0] not in _KEYS_OF_ONE_RUN and word not in self._settings:
+                raise ConfigError(
+                    f"{key} is a setting of the servers, which already run; give it to start or start_async", key=key
+                )
+        words = [*self._settings, *given]
         config, outlook = await asyncio.to_thread(_plan, words, input)
         try:
             return await self._collect(config, outlook, show)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from nemo_gym import run, start_async
-from nemo_gym.cli.program import FRAME_COLUMNS, RunResult
+from nemo_gym.cli.program import FRAME_COLUMNS, AsyncStack, RunResult
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.pipeline import PIPELINE
 from nemo_gym.stack.background import started_here
@@ -85,7 +86,7 @@ async def test_metrics_of_the_pipeline_are_served_while_the_stack_runs(place: Pa
     targets = place / "run" / TARGETS
     chosen = {**CHOSEN, "run_dir": str(place / "run")}
     async with await start_async("observability.metrics_port=0", **chosen) as stack:
-        await stack.run(limit=1)
+        await stack.run(limit=1, **chosen)  # as at the start
         (target,) = json.loads(next(targets.glob(f"{PIPELINE}-*.json")).read_text())
         token = (place / "run" / TOKEN_FILE).read_text()
         async with (
@@ -128,6 +129,13 @@ async def test_start_that_is_cancelled_leaves_no_server(place: Path) -> None:
 def test_what_is_wrong_is_refused_before_a_server_starts(place: Path, keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(**keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["model", "environment", "policy_base_url", "mcqa.resources_servers.x", "run_dir"])
+async def test_setting_of_running_servers_is_refused(place: Path, key: str) -> None:
+    stack = AsyncStack([f"{name}={value}" for name, value in CHOSEN.items()], None, AsyncExitStack())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{key} is a setting of the servers, which already run; give it to start"):
+        await stack.run(limit=1, **{key: "other"})
 
 
 def test_keys_stand_in_no_command_line(place: Path) -> None:

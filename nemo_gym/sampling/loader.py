@@ -15,12 +15,13 @@ Row = Mapping[str, Any]
 
 
 class RowFile:
-    """The rows of a JSONL file; each iteration is one epoch. ``shuffle_seed`` gives every epoch its own order.
+    """The rows of a JSONL file, or its first ``limit`` rows; each iteration is one epoch. ``shuffle_seed`` gives every
+    epoch its own order.
 
     Raises `ConfigError` for a file without rows, and `RowError` for a line that is no JSON object.
     """
 
-    def __init__(self, path: str | Path, *, shuffle_seed: int | None = None) -> None:
+    def __init__(self, path: str | Path, *, shuffle_seed: int | None = None, limit: int | None = None) -> None:
         self.path = Path(path)
         self._seed = shuffle_seed
         self._epoch = 0
@@ -29,7 +30,7 @@ class RowFile:
             lines = self.path.read_bytes().split(b"\n")
         except OSError as error:
             raise ConfigError(f"input '{path}' cannot be read: {error}", key="input") from error
-        self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
         if not self._lines:
             raise ConfigError(f"input '{path}' holds no rows", key="input")
         for number, line in self._lines:

@@ -69,7 +69,8 @@ async def open_sampler(
     """Sample from ``loader``, or from the rows of ``run.input``, with the servers that ``client`` knows.
 
     ``run`` has the keys of ``ng_run``: workers, limits, deadlines, and the ``output`` whose files hold every rollout
-    and the sampler's state; a ``loader`` replaces ``input``. If the output holds a sampler's run, that run continues.
+    and the sampler's state; a ``loader`` replaces ``input``. ``num_repeats``, ``shard`` and ``retry_failed`` are
+    refused, and ``limit`` beside a loader. If the output holds a sampler's run, that run continues.
     Leaving the block stops running rollouts and keeps them queued. Raises `ConfigError` and `RowError` before anything
     runs, and `StoreError` if the store cannot write.
     """
@@ -97,8 +98,9 @@ async def sampler_at(
 ) -> AsyncIterator[RolloutSampler]:
     """`open_sampler` over any workplace."""
     chosen = sampling if isinstance(sampling, SamplingConfig) else SamplingConfig.parse(sampling or {})
+    refuse_keys(config, _NO_SAMPLING if loader is None else {**_NO_SAMPLING, **_NO_LOADER})
     files = RunFiles(config.output, config.store)
-    cursor = LoaderCursor(RowFile(config.input) if loader is None else loader, chosen.epochs)
+    cursor = LoaderCursor(RowFile(config.input, limit=config.limit) if loader is None else loader, chosen.epochs)
     check_sources(config, files)
     async with AsyncExitStack() as undo:
         undo.enter_context(output_lock(files))
@@ -153,6 +155,21 @@ async def sampler_at(
         undo.push_async_callback(dispatcher.stop)
         undo.push_async_callback(sampler.aclose)
         yield sampler
+
+
+def refuse_keys(config: RolloutRunConfig, fixes: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if a run sets one of these keys, which would have no effect; ``fixes`` say what to do."""
+    for key, fix in fixes.items():
+        if getattr(config, key) != RolloutRunConfig.model_fields[key].get_default(call_default_factory=True):
+            raise ConfigError(f"{key} has no effect here: {fix}", key=key)
+
+
+_NO_SAMPLING = {
+    "num_repeats": "the sampling key samples_per_group is the number of samples of each row",
+    "shard": "leave it out, and give this trainer's part of the rows as the loader",
+    "retry_failed": "leave it out; a sampler retries what the infrastructure lost, and leaves out groups that fail",
+}
+_NO_LOADER = {"limit": "leave it out, and give a loader with fewer rows"}
 
 
 class _Stack:

@@ -64,6 +64,34 @@ def test_misspelled_option_is_named_and_leaves_no_thread() -> None:
     assert "sampler" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.parametrize(
+    ("keys", "loader", "said"),
+    [
+        ({"num_repeats": 4}, None, "num_repeats has no effect here: the sampling key samples_per_group"),
+        ({"shard": "1/2"}, None, "shard has no effect here"),
+        ({"retry_failed": True}, None, "retry_failed has no effect here"),
+        ({"limit": 1}, [{}], "limit has no effect here: leave it out, and give a loader with fewer rows"),
+    ],
+)
+async def test_run_key_that_a_sampler_cannot_obey_is_refused(
+    make_chain: MakeChain, keys: dict[str, Any], loader: Any, said: str
+) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    with pytest.raises(ConfigError, match=said):
+        async with open_sampler(chain.client(), chain.run_keys(**keys), loader):
+            pass
+
+
+async def test_limit_bounds_the_rows_of_the_input(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(3)
+    once = {**TWO, "epochs": 1}
+    async with open_sampler(chain.client(), chain.run_keys(limit=2), sampling=once, filters=ANY) as sampler:
+        batch = await sampler.next_batch(3)
+    assert sorted(group.row["id"] for group in batch.groups) == ["t0", "t1"]
+
+
 @pytest.mark.parametrize("returned", [True, False, {"why": "x"}])
 async def test_filter_that_returns_no_reason_is_named(make_chain: MakeChain, returned: Any) -> None:
     def mine(group: Any) -> Any:

@@ -33,7 +33,7 @@ from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.result_rows import result_row
 from nemo_gym.rollouts.store import SqlJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, GroupFilter
-from nemo_gym.sampling.opening import BlockingSampler, run_config, sampler_at
+from nemo_gym.sampling.opening import BlockingSampler, refuse_keys, run_config, sampler_at
 from nemo_gym.sampling.sampler import RolloutSampler
 
 
@@ -75,8 +75,9 @@ async def open_prorl_sampler(
 
     Args:
         run: keys of ``ng_run``, as for `open_sampler`. ``concurrency`` is by default the number of jobs that the
-            servers take at once; ``temperature``, ``top_p``, ``max_output_tokens`` and ``max_turns`` override
-            ``sampling_params``.
+            servers take at once. ``responses_create_params``, ``temperature``, ``top_p``, ``top_k``,
+            ``max_output_tokens``, ``stop``, ``seed`` and ``max_turns`` go to the servers and override
+            ``sampling_params``; keys that only the servers could obey are refused.
         urls: the servers; they replace ``PRORL_SERVER_URLS``.
         llm_servers: assign these to the servers (see `assign_llm_servers`); by default they keep what they have.
 
@@ -91,10 +92,23 @@ async def open_prorl_sampler(
         if llm_servers is not None:
             await client.set_llm_servers(list(llm_servers))
         config = run_config({"concurrency": client.places, **run_keys}, loader)
+        refuse_keys(config, _OF_THE_SERVERS)
         async with sampler_at(
             _ProRLServers(client, config, sampling_params or {}), config, loader, sampling=sampling, filters=filters
         ) as sampler:
             yield sampler
+
+
+_COMPOSED = "set it in the compositions of the ProRL servers, or leave it out"
+_COUNTED = "concurrency limits all jobs at once, and max_run_workers those of a server"
+_OF_THE_SERVERS = {
+    **dict.fromkeys(("wall_clock_s", "max_output_bytes", "memory_mib", "cpu"), _COMPOSED),
+    **dict.fromkeys(("model_connect_timeout_s", "model_idle_timeout_s", "model_request_timeout_s"), _COMPOSED),
+    **dict.fromkeys(("agent_caps", "environment_caps"), _COUNTED),
+    "validation": "leave it out; ng_run validates environments",
+    "agent_name": "leave it out; a row's data_source names its handler",
+}
+"""Run keys that the interface of ProRL servers has no place for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +135,7 @@ class _ProRLServers:
     def __init__(self, client: ProRLClient, config: RolloutRunConfig, sampling_params: Mapping[str, Any]) -> None:
         self._client, self._config = client, config
         turns = {"max_iterations": config.max_turns} if config.max_turns is not None else {}
-        self._params = {**sampling_params, **config.overrides, **turns}
+        self._params = {**sampling_params, **config.overrides, **config.sampling, **turns}
         self._checked_agents: set[str] = set()
 
     async def prepare(self, agent: str | None) -> None:
@@ -162,7 +176,10 @@ class _ProRLServers:
         instance = orjson.loads(attempt.row)
         instance.pop(TASK_INDEX_KEY, None)
         name = f"{attempt.job.job_id}-a{attempt.job.attempt}"
-        result = await self._client.process(instance, self._params, name)
+        params = self._params
+        if self._config.base_seed is not None:
+            params = {**params, "seed": self._config.base_seed + attempt.rollout["sample_index"]}
+        result = await self._client.process(instance, params, name)
         if (failure := result.get("failure")) is not None:
             raise StageError(_failure(failure, result["llm_server"]))
         if result.get("reward") is None:

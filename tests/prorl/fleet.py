@@ -44,7 +44,7 @@ class Wishes(AgentHandler):
     name = "wishes"
 
     async def init(self, instance, llm_config=None, sid=None, max_iterations=1):
-        return None, {"sid": sid}, {}
+        return None, {"sid": sid, "llm": {**llm_config, "max_iterations": max_iterations}}, {}
 
     async def run(self, runtime, metadata, config, instance):
         if os.environ.get("SLOW"):
@@ -55,7 +55,7 @@ class Wishes(AgentHandler):
         odd = {"text": "caf\\udce9", "many": 2**70, "deep": deep(300), "path": Path("x"), "tree": tree()}
         odd |= {"name": Path("caf\\udce9"), "error": ValueError("\\udce9"), "digits": 10**5000, "pit": pit()}
         odd = odd if instance.get("odd") else {}
-        return {"messages": [], "sid": metadata["sid"], "pid": os.getpid(), **odd}
+        return {"messages": [], "sid": metadata["sid"], "llm": metadata["llm"], "pid": os.getpid(), **odd}
 
     async def eval(self, job_details, sid=None, allow_skip=True):
         rewards = job_details.instance.get("rewards", [1.0])

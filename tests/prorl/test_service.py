@@ -211,6 +211,27 @@ def test_trainer_hands_its_loader_over_once_and_gets_effective_groups(
     assert len({line["_ng_rollout_id"] for line in lines}) == len(lines)
 
 
+def test_run_keys_of_a_trainer_reach_the_jobs_or_are_refused(tmp_path: Path) -> None:
+    keys = {"top_k": 5, "stop": ["END"], "temperature": 0.5, "max_output_tokens": 9}
+    run = {"output": str(tmp_path / "train.jsonl"), "max_turns": 3, "seed": 40, **keys}
+    loader = [{**WISH, "rewards": [0.0, 1.0]}]
+    with prorl_server(tmp_path / "a") as server:
+        with prorl_sampler(
+            loader,
+            run,
+            urls=[server.url],
+            sampling_params={"top_k": 7, "min_p": 0.1},
+            sampling={"samples_per_group": 2, "epochs": 1},
+            filters=(),
+        ) as sampler:
+            rows = sampler.next_batch(requested_batch_size=1).rows()
+        asked = [{key: value for key, value in row["llm"].items() if key != "base_url"} for row in rows]
+        for refused in ({"wall_clock_s": 5}, {"memory_mib": 100}, {"agent_caps": {"wishes": 1}}, {"num_repeats": 2}):
+            with pytest.raises(ConfigError, match=f"{next(iter(refused))} has no effect here"):
+                prorl_sampler(loader, {**run, **refused}, urls=[server.url])
+    assert asked == [{**keys, "min_p": 0.1, "max_iterations": 3, "seed": 40 + number} for number in range(2)]
+
+
 def test_interrupted_command_ends_in_order_and_says_nothing(tmp_path: Path) -> None:
     with prorl_server(tmp_path) as server:
         server.process.send_signal(signal.SIGINT)

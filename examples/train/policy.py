@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.train import task
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.tokens import PolicyTokenizer
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "[TOOL_CALLS]")
@@ -177,8 +178,15 @@ LAST = 20
 
 
 def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable[[str], None]) -> Path:
-    """Make a warm-started policy in ``folder``, unless it holds one already."""
-    if (folder / "warm_start.json").is_file():
+    """Make a warm-started policy in ``folder``, unless it holds one already. Raises `ConfigError` if the one that it
+    holds has had another number of steps."""
+    report = folder / "warm_start.json"
+    if report.is_file():
+        if (made := json.loads(report.read_text())["steps"]) != steps:
+            raise ConfigError(
+                f"--warm-steps={steps}: {folder} has a policy of {made} steps; remove it, or choose another --output",
+                key="warm_steps",
+            )
         return folder
     started, cpu = time.monotonic(), time.process_time()
     pages = [page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))]
@@ -192,7 +200,7 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
     save_weights(model, folder)
     training = {"seed": seed, "steps": len(losses), "loss": statistics.fmean(losses[-LAST:])}
     durations = {"cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - started}
-    (folder / "warm_start.json").write_text(json.dumps({**training, **durations}))
+    report.write_text(json.dumps({**training, **durations}))
     return folder
 
 

@@ -29,6 +29,14 @@ def python() -> Path:
     return ROOT / ".trainers" / "trl" / "bin" / "python"
 
 
+def test_policy_of_another_warm_start_is_refused(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "policy0").mkdir()
+    (tmp_path / "policy0" / "warm_start.json").write_text('{"steps": 350}')
+    command = [python, "-m", "examples.train.arithmetic", "--warm-steps", "10", "--output", tmp_path]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and "policy0 has a policy of 350 steps; remove it" in ended.stderr
+
+
 @pytest.mark.parametrize("batches", ["plain", "sampler"])
 def test_weights_of_each_step_are_the_engines_for_the_next_batch(python: Path, folder: Path, batches: str) -> None:
     command = [python, "-m", "examples.train.arithmetic", "--json", "--batches", batches, "--output", folder]

@@ -32,8 +32,8 @@ DROPOUT = 0.1
 # Each digit is a separate word, as in Qwen's tokenizers, and so are line breaks.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-PAGES = Path(__file__).resolve().parents[2] / "fern" / "pages"
-"""Text from which the tokenizer learns most of its merges."""
+ENGLISH = Path(__file__).resolve().parents[2] / "LICENSE"
+"""Text from which the tokenizer learns most of its merges: one that stays as it is, so that policies stay the same."""
 SPELLINGS = '[TOOL_CALLS]add{"a":1,"b":2} plus minus subtract \\boxed{1}{"result":1}'
 """The task's words, so that the tokenizer learns them whole."""
 GIVEN_WEIGHT = 0.1
@@ -189,8 +189,7 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
             )
         return folder
     started, cpu = time.monotonic(), time.process_time()
-    pages = [page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))]
-    write_tokenizer(folder, [*pages, *[SPELLINGS] * 400])
+    write_tokenizer(folder, [ENGLISH.read_text(encoding="utf-8"), *[SPELLINGS] * 400])
     torch.set_num_threads(threads)
     model, demonstrated = make_model(folder, seed), demonstrations(seed, Speller(folder))
     losses = imitate(model, demonstrated, steps, say)

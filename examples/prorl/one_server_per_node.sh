@@ -6,6 +6,7 @@
 #
 #   PRORL_SERVER_TOKEN   what callers must give; made here where it is not set, and kept in <directory>/token
 #   PRORL_NODES          how many nodes (default: $SLURM_JOB_NUM_NODES)
+#   PRORL_HOST           the address on which each of them listens (default: 0.0.0.0, all)
 #   PRORL_PORT           on each of them (default: 8006)
 #   PRORL_WAIT_S         how long they may take to listen (default: 300)
 set -euo pipefail

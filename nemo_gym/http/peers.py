@@ -34,11 +34,13 @@ _KIND_BY_STAGE = {
     StageName.RUN: FailureKind.AGENT_CRASHED,
     StageName.EVAL: FailureKind.VERIFIER_FAILED,
 }
-_LOST_BY_STAGE = {
-    StageName.INIT: FailureKind.ENVIRONMENT_LOST,
-    StageName.RUN: FailureKind.AGENT_LOST,
-    StageName.EVAL: FailureKind.ENVIRONMENT_LOST,
+_LOST_BY_PATH = {
+    "/sessions": FailureKind.MODEL_UNREACHABLE,
+    "/act": FailureKind.AGENT_LOST,
+    "/run": FailureKind.AGENT_LOST,
 }
+"""The kind of failure if no response came, by route, because a stage calls several servers. Every other route of an
+attempt is the environment's."""
 _KIND_BY_CODE = {
     "sandbox_create": FailureKind.SANDBOX_FAILED,
     "sandbox_create_verification": FailureKind.SANDBOX_FAILED,
@@ -217,7 +219,10 @@ def _problem(body: bytes, status: int) -> Mapping[str, Any]:
 def failure_of_peer(stage: StageName, error: PeerError) -> StageFailure:
     """Translate a peer's error into a failure of the attempt's stage."""
     code = str(error.problem.get("code", ""))
-    kind = _LOST_BY_STAGE[stage] if error.status == 0 else _KIND_BY_CODE.get(code, _KIND_BY_STAGE[stage])
+    if error.status == 0:
+        kind = _LOST_BY_PATH.get(error.path, FailureKind.ENVIRONMENT_LOST)
+    else:
+        kind = _KIND_BY_CODE.get(code, _KIND_BY_STAGE[stage])
     refused = error.status in REFUSED
     retryable_by_peer = error.problem.get("retryable")
     final = (code in _FINAL_CODES or error.status in _FINAL_STATUSES) and retryable_by_peer is not True

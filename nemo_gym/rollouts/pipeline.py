@@ -815,7 +815,9 @@ class AsyncDispatcher:
         lost_apart = self._config.max_lost_attempts is not None
 
         def class_of(each: StageFailure) -> tuple[bool, bool]:
-            return each.new_attempt, lost_apart and each.kind in LOST
+            # A lost model server has no kind of its own: status 0 says that a server did not respond.
+            is_lost = each.kind in LOST or each.details.get("status") == 0
+            return each.new_attempt, lost_apart and is_lost
 
         spent = 1 + sum(class_of(past) == class_of(failure) for past in job.failures)
         is_lost = class_of(failure) == (True, True)

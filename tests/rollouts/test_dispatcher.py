@@ -18,7 +18,8 @@ import structlog
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind, StageName
-from nemo_gym.rollout import Servers
+from nemo_gym.http.peers import PeerError
+from nemo_gym.rollout import Attempt, RolloutSteps, Servers
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent, JobSelector, JobSpec, JobState, Stop
 from nemo_gym.rollouts.rows import job_specs, materialize
@@ -386,6 +387,23 @@ async def test_attempts_of_a_lost_server_have_a_budget_of_their_own(make_chain: 
         (event,) = running.events
         assert event.failure is not None and event.failure.kind is FailureKind.AGENT_LOST
     assert len(chain.notes("act")) == 3
+
+
+async def test_attempts_whose_model_server_is_lost_count_in_that_budget(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    async def lost(_: RolloutSteps, __: Attempt, model: str) -> None:
+        opened.append(model)
+        raise PeerError(model, "/sessions", 0, {"detail": "the connection broke"})
+
+    monkeypatch.setattr(RolloutSteps, "open_session", lost)
+    async with Running(make_chain(), 1, max_attempts=1, max_lost_attempts=3) as running:
+        await running.dispatcher.drain()
+        (event,) = running.events
+    assert event.failure is not None and event.failure.kind is FailureKind.MODEL_UNREACHABLE
+    assert len(opened) == 3
 
 
 async def test_a_server_that_is_silent_gives_its_jobs_to_the_others(make_chain: MakeChain) -> None:

@@ -16,7 +16,7 @@ from nemo_gym.gateway.journal import JournalFullError
 from nemo_gym.http import peers
 from nemo_gym.http.client import read_whole
 from nemo_gym.http.connections import Reply
-from nemo_gym.http.peers import Peers
+from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Attempt, Budgets, RolloutSettings, RolloutSteps, Servers, failure_of
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.plugins import UnheldPhraseEnvironment, WaitingAgent
@@ -137,6 +137,24 @@ async def test_rollout_is_closed_when_its_work_takes_longer_than_its_budget(serv
         await steps_of(servers).run(attempt_at("wait"), Budgets(work_s=1))
     assert failure_of(StageName.RUN, raised.value).kind is FailureKind.DEADLINE
     await until(lambda: left_open(servers) == NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("stage", "path", "kind"),
+    [
+        ("init", "/sessions", "model_unreachable"),
+        ("init", "/seed_session", "environment_lost"),
+        ("init", "/rows", "environment_lost"),
+        ("run", "/act", "agent_lost"),
+        ("run", "/run", "agent_lost"),
+        ("run", "/harvest", "environment_lost"),
+        ("run", "/verdict", "environment_lost"),
+        ("eval", "/verify", "environment_lost"),
+    ],
+)
+def test_kind_of_a_failure_says_which_server_is_lost(stage: str, path: str, kind: str) -> None:
+    lost = failure_of(StageName(stage), PeerError("a server", path, 0, {"detail": "the connection broke"}))
+    assert (lost.kind, lost.retryable) == (kind, True)
 
 
 async def test_rollout_is_closed_when_its_task_is_cancelled(servers: Stack) -> None:

@@ -23,12 +23,12 @@ import orjson
 import structlog
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym._util.suggest import validation_problems
 from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
-from nemo_gym.contract.credentials import INFERENCE_TOKEN_HEADER, ROW_REF_HEADER
+from nemo_gym.contract.credentials import INFERENCE_TOKEN_HEADER, ROW_REF_HEADER, Role, RoleError
 from nemo_gym.contract.errors import ContractError, FencedError, InvalidBodyError, ModelError
 from nemo_gym.contract.session import (
     CONNECT_TIMEOUT_S,
@@ -43,7 +43,7 @@ from nemo_gym.http.connections import BROKEN, Patience, Reply, is_own_timeout
 from nemo_gym.http.delivery import CallerGoneError, end, while_connected
 from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 from nemo_gym.http.problems import send_problem
-from nemo_gym.http.requests import json_object
+from nemo_gym.http.requests import json_object, require_role
 from nemo_gym.http.telemetry import Counter, inject, rollout_context
 from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
 
@@ -141,13 +141,20 @@ class ActRegistry:
 class OwnRunMiddleware:
     """Attaches an attempt's tokens as headers to the calls of an overridden ``run``: the row reference for the
     environment, and the inference token for the model server and for this server, whose ``/v1/responses`` may call the
-    model. A body that could not be passed on to the environment is refused here, before the plugin runs."""
+    model. Callers whose role ``/run`` does not serve are refused here, and so is a body that could not be passed on to
+    the environment, before the plugin runs."""
 
     def __init__(self, app: ASGIApp, *, agent: str, environment: str | None, model: str | None) -> None:
         self.app = app
         self._agent, self._environment, self._model = agent, environment, model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/run":
+            try:
+                require_role(HTTPConnection(scope), Role.PIPELINE, Role.OPERATOR)
+            except RoleError as error:
+                await send_problem(scope, receive, send, error)
+                return
         token = Headers(scope=scope).get(INFERENCE_TOKEN_HEADER) if scope["type"] == "http" else None
         if token is None or self._model is None:
             await self._with_reference(scope, receive, send)

@@ -258,6 +258,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         return reference.name if reference is not None else None
 
     async def _aggregate_route(self, request: Request) -> Response:
+        require_role(request, Role.PIPELINE, Role.OPERATOR, Role.AGENT)
         body = await parse_json_object(request)
         if not isinstance(body.get("verify_responses"), list):
             raise InvalidBodyError("/aggregate_metrics needs 'verify_responses': a list of result rows")

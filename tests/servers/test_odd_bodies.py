@@ -140,7 +140,7 @@ async def test_run_names_the_field_that_is_wrong(servers: Stack, more: dict[str,
         ("counter", "/aggregate_metrics"),
         ("counter", "/add"),
         ("agent", "/aggregate_metrics"),
-        ("legacy", "/run"),
+        ("legacy", "/v1/responses"),
     ],
 )
 async def test_agent_servers_send_less_than_others(path: str, server: str) -> None:

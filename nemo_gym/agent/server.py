@@ -38,7 +38,7 @@ from nemo_gym.agent.topology.bindings import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.episodes import ToolAccess, unique_tool_names
-from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ServerError
+from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ModelError, ServerError
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
@@ -58,6 +58,7 @@ from nemo_gym.contract.verdict import (
     Verdict,
     dataset_fields,
     failure_of_outcome,
+    outcome_of_model_error,
 )
 from nemo_gym.http.client import count_calls, expect_json, inference_context, server_config_of
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
@@ -278,7 +279,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": self.config.name}
         describe_request(request.scope, f"invoke_agent {self.config.name}", attributes)
         try:
-            response = await self._acts.run(rollout, partial(self.act_in_session, act_request, cookies), request)
+            response = await self._acts.run(rollout, partial(self._act_in_session, act_request, cookies), request)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         ACTS.add(str(response.outcome))
@@ -291,6 +292,14 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
                 reason=failure.reason,
             )
         return Response(response.model_dump_json().encode(), media_type="application/json")
+
+    async def _act_in_session(self, act_request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        """`act_in_session`. A `ModelError` that leaves it has the outcome that `act_in_world` would give it."""
+        try:
+            return await self.act_in_session(act_request, cookies)
+        except ModelError as error:
+            nothing = response_object([], model=act_request.inference.model)
+            return ActResponse(response=nothing, outcome=outcome_of_model_error(error), outcome_detail=error.message)
 
     async def _act_by_responses(self, act_request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
         """Run ``act`` by a NeMo Gym agent's ``responses``, with the session's cookies and the attempt's token."""
@@ -376,7 +385,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         response_fields: dict[str, Any] = {}
 
         async def call_agent(attempt: Attempt, body: dict[str, Any]) -> Reply:
-            response = await self.act_in_session(ActRequest.model_validate(body), attempt.cookies)
+            response = await self._act_in_session(ActRequest.model_validate(body), attempt.cookies)
             response_fields[RESPONSE_KEY] = response.response
             return Reply(response.model_dump_json().encode(), {})
 

@@ -12,7 +12,7 @@ import pytest
 from fastapi import Request
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.contract.errors import AgentError
+from nemo_gym.contract.errors import AgentError, ModelError
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, InferenceEndpoint, SessionDescriptor
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from responses_api_models.scripted_model.app import ScriptedModel
@@ -196,6 +196,14 @@ class CrashedAgent(WaitingAgent):
         return answer.model_copy(update={"outcome": AgentOutcome.CRASHED, "outcome_detail": "the harness died"})
 
 
+class ModellessAgent(ToolAgent):
+    """Calls its model by itself, and the endpoint refuses the key, or does not answer."""
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        status = {"status": 401} if "refused" in str(request.responses_create_params["input"]) else {}
+        raise ModelError("the policy endpoint failed", **status)
+
+
 @pytest.fixture
 def runs(phrase: Stack) -> Stack:
     """Agents for ``/run`` with an environment that counts what it closes, and a model."""
@@ -204,6 +212,7 @@ def runs(phrase: Stack) -> Stack:
     phrase.add("agent", WaitingAgent, Role.AGENT, ("phrase", "model"), **refs)
     phrase.add("failing", FailingAgent, Role.AGENT, ("phrase", "model"), **refs)
     phrase.add("crashed", CrashedAgent, Role.AGENT, ("phrase", "model"), **refs)
+    phrase.add("modelless", ModellessAgent, Role.AGENT, ("phrase", "model"), **refs)
     return phrase
 
 
@@ -261,6 +270,17 @@ async def test_run_has_no_reward_when_its_harness_crashed(runs: Stack) -> None:
     assert said == (200, None, False, True, "agent_crashed"), result
     assert (result["failure_reason"], "response" in result, "phrase" in result) == ("the harness died", True, False)
     assert is_closed(runs)
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [("refused", "model_refused"), ("silent", "model_unreachable")])
+async def test_error_of_the_model_that_leaves_an_act_says_whether_the_model_was_reached(
+    runs: Stack, prompt: str, kind: str
+) -> None:
+    answer = await (await runs.client().post("modelless", "/act", json=act_body(prompt=prompt))).json()
+    assert (answer["outcome"], answer["outcome_detail"]) == (kind, "the policy endpoint failed")
+    body = await run_body(runs, prompt)
+    result = await (await runs.client(Role.OPERATOR).post("modelless", "/run", json=body)).json()
+    assert (result["reward"], result["failure_kind"]) == (None, kind)
 
 
 async def test_run_leaves_nothing_open_when_its_server_stops(runs: Stack) -> None:

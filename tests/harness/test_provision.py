@@ -92,9 +92,10 @@ def checked(runtime: Runtime, command: str, path: str = "/usr/bin:/bin") -> subp
     return subprocess.run(["/bin/sh", "-s"], input=script, capture_output=True, text=True, env={"PATH": path})
 
 
+@pytest.mark.parametrize("command", ["bin/env", "."])  # a directory may hold any program, so it is not loaded
 @pytest.mark.parametrize("runtime", ["elf-static", "elf-glibc", "python", "script"])
-def test_fit_box_goes_on(runtime: Runtime) -> None:
-    assert checked(runtime, "bin/env").stdout == "fit\n"
+def test_fit_box_goes_on(runtime: Runtime, command: str) -> None:
+    assert checked(runtime, command).stdout == "fit\n"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_box_without_glibc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_gym.agent.harness.provision.LOADERS", ("/lib/ld-musl-x86_64.so.1.not-here",))
     done = checked("elf-glibc", "bin/env")
     assert (done.returncode, done.stdout) == (UNFIT_STATUS, "")
-    assert "no glibc, which x needs" in done.stderr
+    assert "no glibc, which x needs; use an image that has it" in done.stderr  # nothing is fetched for it
 
 
 @pytest.fixture

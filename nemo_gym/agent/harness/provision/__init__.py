@@ -122,14 +122,16 @@ def fitness_check(package: CliPackage) -> str:
 
 def _glibc(package: CliPackage) -> str:
     """Shell lines that link the package's glibc into a box without one, and have the loader check that all libraries
-    of the program exist in the versions it needs."""
+    of the program exist in the versions it needs. A package whose command is its directory names no program, so only
+    glibc itself is looked for."""
     bundled, program = shlex.quote(f"{package.install_dir}/{GLIBC}"), shlex.quote(package.executable)
     no_glibc = _lacks("glibc", package, end="")
+    none_taken = f"{no_glibc}, and none was taken along; run: {INSTALL_COMMAND}"
     lines = ["loader="]
     lines += [f"[ -e {loader} ] && loader={loader}" for loader in LOADERS]
     lines += [
         f'if [ -z "$loader" ]; then libraries={bundled}',
-        _need('[ -d "$libraries" ]', f"{no_glibc}, and none was taken along; run: {INSTALL_COMMAND}"),
+        _need('[ -d "$libraries" ]', none_taken if package.is_fetched else _lacks("glibc", package)),
         f'for found in {" ".join(LOADERS)}; do [ -e "$libraries/${{found##*/}}" ] && loader=$found; done',
         f'read -r directory < "$libraries/{SYSTEM_DIRECTORY}"',
         _need(
@@ -138,7 +140,7 @@ def _glibc(package: CliPackage) -> str:
             f"{no_glibc}, and its root cannot be written to link one in; use an image with glibc, or run as root",
         ),
         "fi",
-        f'if ! found=$("$loader" --list {program} 2>&1); then',
+        f'if [ ! -d {program} ] && ! found=$("$loader" --list {program} 2>&1); then',
         f"printf '%s: %s' {shlex.quote(f'its glibc cannot load {package.name}, use a newer image')}"
         ' "$(printf %s "$found" | tail -n 2)" >&2',
         f"exit {UNFIT_STATUS}; fi",

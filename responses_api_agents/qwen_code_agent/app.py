@@ -21,6 +21,7 @@ from nemo_gym.agent.harness.base import (
     Judgement,
 )
 from nemo_gym.agent.harness.events import MAIN, EventReader, JsonEventReader
+from nemo_gym.contract.errors import RowError
 from nemo_gym.contract.session import AgentOutcome
 
 SCRIPT = "node_modules/@qwen-code/qwen-code/cli.js"
@@ -119,6 +120,8 @@ def _tokens(usage: dict[str, Any]) -> dict[str, int]:
     }
 
 
+MAX_SYSTEM_BYTES = 128 * 1024 - 1
+"""Linux's limit for one argument. Qwen Code reads a system text from nowhere else."""
 TURN_LIMIT_STATUS = 53
 """Qwen Code's exit status after the last permitted turn."""
 LOOP_WORDS = "Loop detection halted the run"
@@ -137,6 +140,11 @@ class QwenCode(CliHarness):
         if context.max_turns:
             argv += ["--max-session-turns", str(context.max_turns)]
         if context.system:
+            if (size := len(context.system.encode())) > MAX_SYSTEM_BYTES:
+                raise RowError(
+                    f"responses_create_params.input: its system text has {size} bytes, and Qwen Code takes at most"
+                    f" {MAX_SYSTEM_BYTES}; shorten it, or move some of it into the user's message"
+                )
             argv += ["--append-system-prompt", context.system]
         return HarnessCommand(
             argv=(*argv, "--session-id", context.session_uuid),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
-from nemo_gym.agent.harness.base import HarnessEnded
+import pytest
+
+from nemo_gym.agent.harness.base import HarnessContext, HarnessEnded
+from nemo_gym.contract.errors import RowError
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
-from responses_api_agents.qwen_code_agent.app import QwenCode, QwenReader
+from responses_api_agents.qwen_code_agent.app import MAX_SYSTEM_BYTES, QwenCode, QwenCodeOptions, QwenReader
 
 TEXT = """{"type":"assistant","uuid":"a8","session_id":"de","parent_tool_use_id":null,"message":{"id":"a8",\
 "type":"message","role":"assistant","model":"scripted","content":[{"type":"text","text":"Next."}],"stop_reason":null,\
@@ -80,3 +84,27 @@ def test_result_that_is_an_error_is_crashed_with_its_words() -> None:
 
 def test_exit_status_53_is_the_end_of_its_turns() -> None:
     assert judged(read(TEXT, CALL, RESULT), 53)[0] is AgentOutcome.MAX_TURNS
+
+
+def test_system_text_that_is_no_argument_of_linux_is_refused_as_the_rows() -> None:
+    longest = "é" + "s" * (MAX_SYSTEM_BYTES - 2)
+    assert longest in command_of(longest)
+    assert subprocess.run(["/bin/true", longest], check=True).returncode == 0
+    with pytest.raises(RowError, match=f"its system text has {MAX_SYSTEM_BYTES + 1} bytes.*shorten it"):
+        command_of(f"{longest}s")
+
+
+def command_of(system: str) -> tuple[str, ...]:
+    context = HarnessContext(
+        prompt="p",
+        system=system,
+        model="policy",
+        model_url="http://127.0.0.1:8000",
+        mcp=(),
+        home="/home-of-it",
+        workdir="/repo",
+        install_dir="/i",
+        executable="/i/node",
+        session_uuid="u",
+    )
+    return QwenCode(QwenCodeOptions()).command(context).argv

@@ -32,7 +32,8 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
     Returns a sentence for each row that is graded wrongly; if there are any, the marker is not changed.
 
     Raises:
-        ConfigError: the words choose no environment, or choose an agent; there are no rows; the oracle's run failed.
+        ConfigError: the words choose no environment, or choose an agent; there are no rows; the environment's folder
+            differs from its commit; the oracle's run failed.
     """
     from nemo_gym.config.compose import compose
     from nemo_gym.config.overrides import word_of
@@ -51,6 +52,7 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
     rows = Path(str(given)).expanduser()
     if not rows.is_file():
         raise ConfigError(f"there are no rows to check with: '{rows}' does not exist; name them: input=…", key="input")
+    _commit_of(folder)
     problems: list[str] = []
     directory = Path(tempfile.mkdtemp(prefix="nemo-gym-oracle-"))
     for mode in ("gold", "nothing"):
@@ -66,8 +68,8 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
             raise ConfigError(f"the oracle's run with oracle={mode} did not finish; see above")
         problems += _wrong_grades(output, mode)
     if not problems:  # otherwise its results, which the runs have named, tell why
-        shutil.rmtree(directory)
         _write(folder, rows, _providers(composition))
+        shutil.rmtree(directory)
     return problems
 
 
@@ -139,11 +141,7 @@ def _write(folder: Path, rows: Path, providers: list[str]) -> None:
     import yaml
 
     content = rows.read_bytes()
-    commit = _git(folder, "rev-parse", "--short=12", "HEAD") or _UNKNOWN
-    if commit != _UNKNOWN and _changed(folder, "HEAD"):
-        raise ConfigError(
-            f"all grades are right, but {folder} has uncommitted changes and the marker names a commit; commit first"
-        )
+    commit = _commit_of(folder)  # once more: it may have changed during the runs
     marker: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": sum(bool(line.strip()) for line in content.split(b"\n")),
@@ -159,6 +157,15 @@ def _write(folder: Path, rows: Path, providers: list[str]) -> None:
             providers = sorted({*stored["providers"], *providers})
     text = yaml.safe_dump({"verified": {**marker, "providers": providers}}, sort_keys=False)
     path.write_text(f"# Written by ng_validate --oracle: gold was rewarded and nothing was not.\n{text}")
+
+
+def _commit_of(folder: Path) -> str:
+    """The commit that the folder's sources are of; `_UNKNOWN` without version control. Raises `ConfigError` if they
+    have changed since."""
+    commit = _git(folder, "rev-parse", "--short=12", "HEAD") or _UNKNOWN
+    if commit != _UNKNOWN and _changed(folder, "HEAD"):
+        raise ConfigError(f"{folder} has uncommitted changes, and the marker names a commit; commit first")
+    return commit
 
 
 def _changed(folder: Path, commit: str) -> bool:

@@ -60,7 +60,7 @@ def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | N
         sys.stdout.flush()
     except NemoGymError as error:
         complain(name, without_secrets(error.message, words))
-        code = EXIT_USAGE if isinstance(error, ConfigError | RowError) else EXIT_FAILED
+        code = exit_code_of(error)
     except KeyboardInterrupt:
         complain(name, "interrupted")
         code = EXIT_INTERRUPTED
@@ -69,6 +69,10 @@ def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | N
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     sys.exit(code)
+
+
+def exit_code_of(error: NemoGymError) -> int:
+    return EXIT_USAGE if isinstance(error, ConfigError | RowError) else EXIT_FAILED
 
 
 def complain(name: str, message: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym._util.terminal import shown
 from nemo_gym.cli import command
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import NemoGymError
 
 if TYPE_CHECKING:
     from nemo_gym.config.composition import Composition
@@ -41,12 +41,12 @@ def validate(argv: Sequence[str]) -> int:
         return command.EXIT_FAILED if problems else command.EXIT_OK
     try:
         composition, report = inspect(arguments.settings)
-    except ConfigError as error:
+    except NemoGymError as error:
         if not arguments.json:
             raise
         message = command.without_secrets(error.message, arguments.settings)
         _print_json({"valid": False, "error": message, "details": error.details})
-        return command.EXIT_USAGE
+        return command.exit_code_of(error)
     if arguments.dump:
         from nemo_gym._util.secrets import redact
 

@@ -406,6 +406,13 @@ def test_validate_reports_errors_as_json(root: Path) -> None:
     report = json.loads(done.stdout)
     assert report["valid"] is False
     assert "did you mean 'sums'?" in report["error"]
+    write_rows(root / "rows.jsonl", 1)
+    (root / "rows.jsonl").write_text((root / "rows.jsonl").read_text() + "{\n")
+    bad = command(root, "validate", *GROUPS, "input=rows.jsonl", "output=out.jsonl", "--json")
+    assert bad.returncode == 2, bad.stderr
+    report = json.loads(bad.stdout)
+    assert report["valid"] is False and "1 row of 'rows.jsonl' cannot be used" in report["error"]
+    assert report["details"]["line"] == 2
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def collect_command(argv: Sequence[str]) -> int:
     from nemo_gym.cli.signals import until_signal
     from nemo_gym.config.overrides import given_values
     from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
+    from nemo_gym.config.run_defaults import check_dataset_words
     from nemo_gym.contract.errors import reject_unknown_keys
     from nemo_gym.stack.endpoints import find_stack
 
@@ -44,6 +45,7 @@ def collect_command(argv: Sequence[str]) -> int:
     values.pop("head_server", None)
     dataset, split = values.pop("dataset", None), values.pop("split", None)
     reject_unknown_keys(values, RUN_KEYS, where="the command line")
+    check_dataset_words(dataset, split, has_input=any(values.get(key) for key in ("input", "input_jsonl_fpath")))
     stack = find_stack(values.get("run_dir"), None if values.get("run_dir") else values.get("run_id"))
     if not values.get("run_dir"):
         values.pop("run_id", None)

@@ -30,12 +30,9 @@ def complete_run(composition: Composition, *, wanted: bool) -> None:
     has_input = composition.has_run
     has_output = "output" in given or "output_jsonl_fpath" in given
     dataset, split = values.pop("dataset", None), values.pop("split", None)
-    if split is not None and dataset is None:
-        raise ConfigError("split= is a part of a data set; name one with dataset=, or leave it out", key="split")
+    check_dataset_words(dataset, split, has_input=has_input)
     plugin = environment_folder(composition)
     if dataset is not None:
-        if has_input:
-            raise ConfigError("dataset= and input= both name rows; leave one of them out", key="dataset")
         values["input"] = str(DataSet.parse(str(dataset), split, plugin).prepared())
     elif not has_input and (wanted or has_output) and "input" not in values:
         own_rows = plugin / OWN_ROWS if plugin is not None else None
@@ -43,6 +40,14 @@ def complete_run(composition: Composition, *, wanted: bool) -> None:
             values["input"] = str(own_rows)
     if (values.get("input") is not None or has_input) and not has_output:
         values["output"] = str(default_output())
+
+
+def check_dataset_words(dataset: object, split: object, *, has_input: bool) -> None:
+    """Raise `ConfigError` for a ``split`` of no data set, and for a ``dataset`` beside an input."""
+    if split is not None and dataset is None:
+        raise ConfigError("split= is a part of a data set; name one with dataset=, or leave it out", key="split")
+    if dataset is not None and has_input:
+        raise ConfigError("dataset= and input= both name rows; leave one of them out", key="dataset")
 
 
 def default_output() -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.cli.collect_rollouts import collect_command
 from nemo_gym.config.datasets import DataSet
 from nemo_gym.contract.errors import ConfigError
 from tests.cli.hub import Mirror, mirror
@@ -177,3 +178,19 @@ def test_download_writes_a_copy_with_nemo_gyms_words(place: Path, hub: Mirror) -
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="data set"):
         DataSet.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dataset=small", "input=rows.jsonl"], "dataset= and input= both name rows"),
+        (["dataset=small", "input_jsonl_fpath=rows.jsonl"], "dataset= and input= both name rows"),
+        (["input=rows.jsonl", "split=test"], "split= is a part of a data set"),
+    ],
+)
+def test_rows_that_are_named_twice_or_by_half_are_refused_by_both_commands(
+    place: Path, words: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        collect_command([*words, "output=out.jsonl"])
+    assert said in command(place, "validate", *GROUPS, *words, "output=out.jsonl").stderr

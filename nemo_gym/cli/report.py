@@ -90,4 +90,8 @@ def _export(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | N
     ending = ".jsonl" if name == "otel" else ""
     target = given.get("to") or str(first.with_name(f"{first.stem}_{name}{ending}"))
     require_another_file("to", Path(target), outputs)
-    return EXPORTERS[name]([open_shown(each) for each in outputs], target, prices)
+    indexes = [open_shown(each) for each in outputs]
+    try:
+        return EXPORTERS[name](indexes, target, prices)
+    except OSError as error:
+        raise ConfigError(f"to=: cannot write '{target}': {error.strerror or error}", key="to") from error

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import orjson
@@ -60,6 +62,8 @@ def export_wandb(indexes: Sequence[ResultIndex], target: str, prices: Prices | N
     wandb = _package("wandb")
     folder = Path(target).absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder):
+        pass  # or else W&B would write to a temporary directory instead
     for index in indexes:
         run = wandb.init(
             mode="offline",
@@ -85,16 +89,14 @@ def export_otel(indexes: Sequence[ResultIndex], target: str, prices: Prices | No
             for resource, spans in _batches(indexes, encoding.span):
                 try:
                     collector.post(resource, spans)
-                except (RefusedError, OSError) as error:
-                    raise ConfigError(f"to=: '{url}' does not take the spans: {error}", key="to") from error
+                except (RefusedError, OSError, HTTPException) as error:
+                    said = str(error) or type(error).__name__
+                    raise ConfigError(f"to=: '{url}' does not take the spans: {said}", key="to") from error
         return url
     encoding = ENCODINGS["http/json"]
-    try:
-        with Path(target).open("wb") as file:
-            for resource, spans in _batches(indexes, encoding.span):
-                file.write(encoding.request(resource, spans) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"to=: cannot write '{target}': {error.strerror}", key="to") from error
+    with Path(target).open("wb") as file:
+        for resource, spans in _batches(indexes, encoding.span):
+            file.write(encoding.request(resource, spans) + b"\n")
     return target
 
 
@@ -103,6 +105,7 @@ EXPORTERS: Mapping[str, Callable[[Sequence[ResultIndex], str, Prices | None], st
     "wandb": export_wandb,
     "otel": export_otel,
 }
+"""Each raises `OSError` if the target cannot be written, and `ConfigError` for anything else."""
 
 
 def _package(name: str) -> Any:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
+from types import ModuleType
 
 import pytest
 
@@ -93,6 +96,29 @@ def test_wrong_words_are_refused(output: Path, words: list[str], said: str) -> N
     with pytest.raises(ConfigError) as refused:
         write_report([str(output), *words])
     assert said in refused.value.message
+
+
+def test_endpoint_that_does_not_speak_http_is_named(output: Path) -> None:
+    def greet(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"220 mail.example.invalid ready\r\n")
+            while connection.recv(65536):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Thread(target=greet, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="does not take the spans: 220 mail"):
+            write_report([str(output), "export=otel", f"to={url}"])
+
+
+@pytest.mark.parametrize("target", ["taken", "taken/below", "/proc/nowhere"])
+def test_folder_that_cannot_be_written_is_named(output: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    (output.parent / "taken").touch()
+    with pytest.raises(ConfigError, match=f"to=: cannot write '.*{target}'"):
+        write_report([str(output), "export=wandb", f"to={output.parent / target}"])
 
 
 @pytest.mark.parametrize("words", [["file={}"], ["export=otel", "to={}"], ["export=wandb", "to={}"]])

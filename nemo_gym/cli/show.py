@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,10 @@ def show(argv: Sequence[str]) -> int:
     if not words:
         _print_run(console, index, settings)
     elif Path(words[0]).suffix == ".jsonl" or Path(words[0]).is_file():
+        _refuse_but(("limit",), settings, "a second result file")
         _print_comparison(console, index, open_shown(words[0]), settings)
     else:
+        _refuse_but((), settings, "a rollout")
         _print_rollout(console, index, words[0], whole=arguments.full)
     return command.EXIT_OK
 
@@ -77,6 +80,12 @@ def _key_of(word: str) -> str | None:
     if key not in KEYS:
         raise ConfigError(f"'{key}' is not a filter{nearest(key, KEYS)}; there are: {', '.join(KEYS)}")
     return key
+
+
+def _refuse_but(used: Sequence[str], settings: Mapping[str, str], beside: str) -> None:
+    """Raise `ConfigError` for settings that have no effect beside what the words name."""
+    if unused := [f"{key}=" for key in settings if key not in used]:
+        raise ConfigError(f"{', '.join(unused)} would have no effect beside {beside}; leave it out")
 
 
 def say(console: Console, text: str, style: str = "") -> None:
@@ -191,12 +200,13 @@ def _style(row: Mapping[str, Any]) -> str:
 def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole: bool) -> None:
     from nemo_gym._util.terminal import shown
     from nemo_gym.view.queries import find_row
-    from nemo_gym.view.rollout import rollout_view
+    from nemo_gym.view.rollout import rollout_view, whole_texts
     from nemo_gym.view.text import one_line, seconds_text
     from nemo_gym.view.why import explain
 
     result = find_row(index, rollout)
-    view = rollout_view(index, result)
+    with whole_texts() if whole else nullcontext():
+        view = rollout_view(index, result)
     tell = partial(say, console)
 
     def body(text: Mapping[str, Any]) -> None:
@@ -206,6 +216,8 @@ def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole:
             tell(f"    {each}")
         if len(visible) < len(lines):
             tell(f"    … {len(lines) - len(visible)} more lines (--full)", "dim")
+        elif (hidden := text["chars"] - len(text["text"])) > 0:
+            tell(f"    … {hidden} more characters (--full)", "dim")
 
     tell(
         f"{one_line(view['task_id'])} #{view['sample_index']}  ({one_line(view['agent'])}, {view['rollout_id']})",
@@ -261,7 +273,7 @@ def _print_comparison(console: Console, first: ResultIndex, second: ResultIndex,
     from nemo_gym.view.text import figure, figures, one_line
 
     result = compared(first, second, changed_only=True)
-    limit = int(settings["limit"]) if settings.get("limit", "").isdecimal() else 40
+    limit = command.whole_number("limit", settings.get("limit", "40"))
     grid = Table()
     for name in ("task", "A", "B", "B − A"):
         grid.add_column(name, justify="left" if name == "task" else "right")

@@ -11,6 +11,8 @@ import re
 import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from nemo_gym.view.queries import FoundRow, neighbours
 
 MAX_TEXT_CHARS = 40_000
 """Characters of one text that are sent at first; another request fetches the whole text."""
+_max_chars: ContextVar[int | None] = ContextVar("the characters that `cut` leaves", default=MAX_TEXT_CHARS)
 MAX_ITEMS = 5000
 MAX_STEPS = 2000
 
@@ -73,9 +76,19 @@ def rollout_view(index: ResultIndex, found: FoundRow) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def whole_texts() -> Iterator[None]:
+    """Have `rollout_view` return whole texts, for a reader that cannot ask for them later."""
+    token = _max_chars.set(None)
+    try:
+        yield
+    finally:
+        _max_chars.reset(token)
+
+
 def cut(text: str, where: str = "") -> dict[str, Any]:
     """Return the part of a text that a page shows; ``where`` is its place in the row, as a JSON pointer."""
-    return {"text": text[:MAX_TEXT_CHARS], "chars": len(text), "where": where}
+    return {"text": text[: _max_chars.get()], "chars": len(text), "where": where}
 
 
 def text_at(row: Mapping[str, Any], where: str) -> str:

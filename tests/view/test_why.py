@@ -16,12 +16,14 @@ from nemo_gym.cli.logs import logs
 from nemo_gym.cli.show import show
 from nemo_gym.cli.validate import validate
 from nemo_gym.cli.why import why
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.report import print_agents, print_table
 from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
+from nemo_gym.view.rollout import MAX_TEXT_CHARS
 from nemo_gym.view.text import one_line
 from nemo_gym.view.why import CAUSES, cause_of, explain
-from tests.view.results import failed, row, write
+from tests.view.results import failed, row, said, write
 
 SAID: list[tuple[str, str, str, str]] = [
     ("wrong_key", "model_refused", "engine 'x' refused its API key (401); set the engine's 'api_key'", "run"),
@@ -156,6 +158,39 @@ def test_lines_of_tables_end_without_blanks(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if line != line.rstrip()] == []
     assert f"1 rollout of {output}" in said and {"Agents", "1 rollout of 1 task"} <= {*said}
+
+
+def test_full_shows_whole_texts_and_without_it_a_cut_one_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "x" * (MAX_TEXT_CHARS + 100)
+    parts = [said("first"), {"type": "message", "role": "assistant", "content": [{"text": long}, {"text": "the end"}]}]
+    output = write(tmp_path / "out.jsonl", row(0, response={"output": [said(f"{long}y"), *parts]}))
+    assert show([str(output), "task-0"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{long}y" not in printed and "… 101 more characters (--full)" in printed
+    assert show([str(output), "task-0", "--full"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{long}y" in printed and "the end" in printed and "more characters" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["other.jsonl", "reward=0", "q=x"], "reward=, q= would have no effect beside a second result file"),
+        (["task-0", "limit=3"], "limit= would have no effect beside a rollout"),
+        (["other.jsonl", "limit=many"], "limit=many must be a whole number"),
+    ],
+)
+def test_filters_that_would_have_no_effect_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("out.jsonl", "other.jsonl"):
+        write(tmp_path / name, row(0))
+    with pytest.raises(ConfigError, match=problem):
+        show(["out.jsonl", *words])
+    assert show(["out.jsonl", "other.jsonl", "limit=1"]) == 0
 
 
 def test_command_prints_no_class_for_a_rollout_that_did_not_fail(

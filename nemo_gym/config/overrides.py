@@ -131,7 +131,7 @@ def _hydra_override(word: str, name: str) -> Any:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:
         raise ConfigError(
-            f"{name}: the value cannot be read; put values with spaces or one of ,:={{}}[]()'\\ in quotes:"
+            f"{name}: the value cannot be read; put a value with one of ,={{}}[]()'\"#&~;<>!^` in quotes:"
             f" \"{name}='value'\"",
             key=name,
         ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,16 @@ def test_values_have_yaml_types(root: Path, word: str, expected: object) -> None
 )
 def test_characters_outside_of_ascii_need_no_quotes(root: Path, word: str, expected: object) -> None:
     assert compose([f"+{word}"], roots=[root]).values["_x"] == expected
+
+
+def test_error_names_the_characters_that_need_quotes(root: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as error:
+        compose(["+_x=a#b"], roots=[root])
+    named = error.value.message.partition("one of ")[2].partition(" in quotes")[0]
+    for character in string.punctuation:
+        with nullcontext() if character not in named else pytest.raises(ConfigError):
+            assert compose([f"+_x=a{character}b"], roots=[root]).values["_x"] == f"a{character}b"
+        assert compose([word_of("+_x", f"a{character}b")], roots=[root]).values["_x"] == f"a{character}b"
 
 
 def test_list_element_is_changed_by_position(root: Path) -> None:

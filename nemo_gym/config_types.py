@@ -111,7 +111,7 @@ class BaseServerConfig(BaseModel):
     host: str
     port: int
     num_workers: int | None = None
-    """Worker processes; only 1 (the default) is supported."""
+    """How many processes, each a replica with a port of its own; ``None`` means 1."""
 
 
 class BaseRunServerConfig(BaseServerConfig):

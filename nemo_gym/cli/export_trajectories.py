@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write the trajectories of result rows. If a row is not of this suite, exit with 1 and write no file."""
+    """Write the trajectories of result rows. If a row is not of this suite, exit with 2 and write no file."""
     parser = command.parser(
         NAME,
         "Write the token trajectories of a run's result rows to a file, as JSON lines or as arrays (npz).\n"

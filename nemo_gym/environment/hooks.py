@@ -112,7 +112,8 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
     # -- hooks of new environments -------------------------------------------------------------------------------
 
     def task_id(self, row: dict[str, Any]) -> str:
-        """The task's public id; default: the row's ``task_id``, ``instance_id`` or ``id``."""
+        """The task's public id for a caller that names no attempt; default: the row's ``task_id``, ``instance_id`` or
+        ``id``. A run names its tasks itself: `nemo_gym.contract.verdict.task_id_of`."""
         for key in ("task_id", "instance_id", "id"):
             if isinstance(row.get(key), str | int):
                 return str(row[key])

@@ -11,14 +11,15 @@ PAGE = ROOT / "fern" / "pages" / "matrix.md"
 LETTERS = dict(zip(Topology, "ABCD", strict=True))
 HEAD = """# Which agents work where
 
-Every agent, environment and sandbox in `configs/`, as the suite composes them. The page is made by
-`python -m tests.acceptance.matrix --write`, and a test compares it with what composing says. What is not refused is
-run by the same command and by `make test-full`, in every topology that is named: one row, with a scripted policy, the
-agent itself and real boxes, must be rewarded and leave no box behind.
+The table has every agent, environment and sandbox of `configs/`. A cell shows in which topologies they work together:
+A is `none`, B `env_sandboxed`, C `agent_in_env`, D `whole_interaction` ([the session contract](session-contract.md)).
+The bold letter is the topology of a run that does not set `topology=`. A number means that the suite refuses the
+combination before anything starts, with the message of that number below the table.
 
-Letters are topologies: A `none`, B `env_sandboxed`, C `agent_in_env`, D `whole_interaction`
-([the session contract](session-contract.md)). The bold one is taken without `topology=`. A number is a refusal, before
-anything starts; what it says is below the table.
+`python -m tests.acceptance.matrix --write` runs every combination that has a letter, in each of its topologies, and
+then writes this page; `make test-full` runs them too. Each of these runs has one row, a scripted policy, the agent's
+own program and real boxes. The row must be rewarded, and no box may be left. Another test composes every combination
+and compares the result with this page.
 """
 
 

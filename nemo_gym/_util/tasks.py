@@ -1,17 +1,18 @@
 """Tasks: work that finishes although its caller is cancelled (`finish`), tasks in the background (`BackgroundTasks`),
-retries of failed operations (`Backoff`): growing pauses, ``Retry-After`` headers, and when to give up; and the signals
-that stop a command (`on_stop_signal`).
+retries of failed operations (`Backoff`): growing pauses, ``Retry-After`` headers, and when to give up; deadlines that
+stand still (`paused`); and the signals that stop a command (`on_stop_signal`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import math
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
@@ -46,6 +47,24 @@ async def finish(work: Awaitable[T], *, timeout_s: float | None = None) -> T:
     if not task.done():
         raise TimeoutError
     return task.result()
+
+
+@contextlib.contextmanager
+def paused(deadline: asyncio.Timeout | None) -> Iterator[None]:
+    """Let a deadline stand still during the ``with`` block, which may run in another task. Nothing happens without a
+    deadline, or if its own block was left."""
+    if deadline is None or (ends_at := deadline.when()) is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with contextlib.suppress(RuntimeError):  # its block was left
+        deadline.reschedule(None)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError):
+            deadline.reschedule(ends_at + loop.time() - began)
 
 
 def on_stop_signal(handler: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ from nemo_gym.sandbox.base import BoxLabel, ExecEnd, ExecOutcome, ExecRequest, S
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
+from nemo_gym.sandbox.providers.opensandbox import provider as opensandbox_provider
 from nemo_gym_testing.opensandbox import FakeOpenSandbox, serving
 from nemo_gym_testing.opensandbox.faults import CommandFault
 from tests.sandbox.opensandbox.double import API_KEY as KEY
@@ -268,6 +269,15 @@ async def test_create_that_takes_too_long_raises_in_time_and_leaves_nothing(
     assert caught.value.retryable
     await asyncio.sleep(2)
     await stays_empty(provider, spec)
+
+
+async def test_create_without_a_limit_of_its_own_waits_for_a_server_that_pulls(
+    provider: OpenSandboxProvider, spec: SandboxSpec, fake: FakeOpenSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opensandbox_provider, "DEFAULT_READY_TIMEOUT_S", 5.0)
+    fake.faults.create_takes_s = 6.0
+    box = await provider.create(spec)
+    assert (await provider.exec(box, "echo usable")).stdout == "usable\n"
 
 
 async def test_network_none_is_refused_where_the_server_has_no_egress_sidecar(

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_gym._util.tasks import finish
+from nemo_gym._util.tasks import finish, paused
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import BoxLabel, ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
@@ -125,7 +125,7 @@ class DockerProvider(StreamingProvider):
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 # A large image would fail by the default, time after time, so it leaves out the pull.
-                paused = deadline if spec.ready_timeout_s is None else None
+                of_pulls = deadline if spec.ready_timeout_s is None else None
                 capabilities = await self._engine.call(lambda: self.capabilities)
                 spec = spec.replace(resources=capabilities.limits(spec.resources))
                 capabilities.check(spec, self.name)
@@ -133,14 +133,16 @@ class DockerProvider(StreamingProvider):
                 await self._engine.call(creation.prepare)
                 creation.image = await self._images.reference(spec.image)
                 if creation.pulls_always:
-                    await self._pull(creation.image, paused)
+                    with paused(of_pulls):
+                        await self._images.pull(creation.image)
                 if self.config.watchdog:
                     await self._engine.call(ensure_watchdog, self._engine.url)
                 handle: SandboxHandle | None = None
                 try:
                     inspection = await self._inspection_of(creation, pulled=False)
                     if inspection is None:
-                        await self._pull(creation.image, paused)
+                        with paused(of_pulls):
+                            await self._images.pull(creation.image)
                         inspection = await self._inspection_of(creation, pulled=True)
                     assert inspection is not None
                     handle = await self._handle_of(inspection)
@@ -160,16 +162,6 @@ class DockerProvider(StreamingProvider):
             raise SandboxCreateError(text, retryable=True) from error
         self._boxes[handle.sandbox_id] = box_of(handle)
         return handle
-
-    async def _pull(self, image: str, deadline: asyncio.Timeout | None) -> None:
-        """Pull an image. The ``deadline`` stands still meanwhile: a pull has a limit of its own."""
-        if deadline is None or (ends_at := deadline.when()) is None:
-            await self._images.pull(image)
-            return
-        began = asyncio.get_running_loop().time()
-        deadline.reschedule(None)
-        await self._images.pull(image)
-        deadline.reschedule(ends_at + asyncio.get_running_loop().time() - began)
 
     async def _inspection_of(self, creation: Creation, *, pulled: bool) -> Mapping[str, Any] | None:
         """Find or create the container, see `Creation.run`."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym._util.tasks import paused
 from nemo_gym.contract.errors import (
     SandboxCapabilityError,
     SandboxCreateError,
@@ -96,17 +97,22 @@ _LATE_S = 20.0
 """How long to look for the box of a create that failed without a response: the server may still be creating it."""
 _ADOPT_S = 10.0
 _CREATE_TIMEOUT_S = 600.0
-"""Limit on the silence of a create, which takes as long as the server needs to pull the image."""
+"""Limit on the silence of a create, which takes as long as the server needs to pull the image. A spec's
+``ready_timeout_s`` may end it earlier; the default one begins with the server's answer."""
 
 
 class Creation:
-    """Creates the box of one spec. `discard` destroys the box at any stage of its creation."""
+    """Creates the box of one spec, within its caller's ``deadline``. `discard` destroys the box at any stage of its
+    creation."""
 
-    def __init__(self, connection: Connection, images: EngineImages, spec: SandboxSpec) -> None:
+    def __init__(
+        self, connection: Connection, images: EngineImages, spec: SandboxSpec, deadline: asyncio.Timeout
+    ) -> None:
         self._connection = connection
         self._images = images
         self._config = connection.config
         self._spec = spec
+        self._deadline = deadline
         self.key = spec.idempotency_key or uuid.uuid4().hex
         self._image = spec.image or connection.config.default_image
         self.created: str | None = None
@@ -129,10 +135,10 @@ class Creation:
         for path in self._spec.files:
             absolute(path)
 
-    async def run(self, deadline: float) -> OpenSandboxBox:
+    async def run(self) -> OpenSandboxBox:
         """Return the box of the spec's idempotency key, or create one. The returned box is ready for commands."""
         if self._spec.idempotency_key and (existing := await self._oldest_box()) is not None:
-            return await self._adopt(existing.id, deadline)
+            return await self._adopt(existing.id)
         self._image = await self._images.reference(self._image)
         sandbox_id = await self._create()
         if self._spec.idempotency_key:
@@ -140,8 +146,13 @@ class Creation:
             if winner is not None and winner.id != sandbox_id:
                 # A concurrent create with the same key made an older box.
                 await self.discard()
-                return await self._adopt(winner.id, deadline)
-        return await self._install_helper(sandbox_id, deadline, files=True)
+                return await self._adopt(winner.id)
+        return await self._install_helper(sandbox_id, files=True)
+
+    def _left_s(self) -> float:
+        ends_at = self._deadline.when()
+        # The caller left during the request, in which its deadline stood still.
+        return 0.0 if ends_at is None else ends_at - asyncio.get_running_loop().time()
 
     async def _oldest_box(self) -> BackendInfo | None:
         """The oldest live box with this key, which all creates with the key use."""
@@ -169,21 +180,23 @@ class Creation:
             # Not `Sandbox.create`, which sets limits on every box even if the spec has none.
             config = await self._connection.sdk_config(timeout_s=_CREATE_TIMEOUT_S)
             service = AdapterFactory(config).create_sandbox_service()
-            box = await service.create_sandbox(
-                SandboxImageSpec(str(self._image)),
-                list(spec.entrypoint or _IDLE),
-                {str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
-                connection.labels_to_metadata(spec.metadata, key=self.key),
-                timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
-                resource,
-                EgressPolicy(default_action="deny", egress=[]) if _denies_network(spec) else None,
-                dict(spec.provider_options.get("extensions") or {}),
-                [
-                    Volume(name=f"m{n}", host=Host(path=mount.source), mount_path=mount.target, read_only=True)
-                    for n, mount in enumerate(spec.mounts)
-                ]
-                or None,
-            )
+            # A large image would fail by the default, time after time, so it leaves out the server's pull.
+            with paused(self._deadline if spec.ready_timeout_s is None else None):
+                box = await service.create_sandbox(
+                    SandboxImageSpec(str(self._image)),
+                    list(spec.entrypoint or _IDLE),
+                    {str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
+                    connection.labels_to_metadata(spec.metadata, key=self.key),
+                    timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
+                    resource,
+                    EgressPolicy(default_action="deny", egress=[]) if _denies_network(spec) else None,
+                    dict(spec.provider_options.get("extensions") or {}),
+                    [
+                        Volume(name=f"m{n}", host=Host(path=mount.source), mount_path=mount.target, read_only=True)
+                        for n, mount in enumerate(spec.mounts)
+                    ]
+                    or None,
+                )
         except sdk_errors() as error:
             # After a response of the server itself, no box can appear later; a refused request created no box at all.
             status = status_of(error)
@@ -198,7 +211,7 @@ class Creation:
                 await (await self._connection.manager()).renew_sandbox(box.id, timedelta(seconds=ttl_s))
         return str(box.id)
 
-    async def _install_helper(self, sandbox_id: str, deadline: float, *, files: bool) -> OpenSandboxBox:
+    async def _install_helper(self, sandbox_id: str, *, files: bool) -> OpenSandboxBox:
         """Write this call's helper and (with ``files``) the spec's files into the box, and finally the ready mark."""
         from opensandbox.models.filesystem import WriteEntry
 
@@ -208,7 +221,7 @@ class Creation:
         program = await asyncio.to_thread(helper_program, self._config.box_architecture)
         defaults = {"env": dict(spec.env), "workdir": spec.workdir or "", "user": spec.user or ""}
         async with errors_translated("making a new box ready", kind=SandboxCreateError):
-            sdk = await box.sdk(timeout_s=deadline - time.monotonic())
+            sdk = await box.sdk(timeout_s=self._left_s())
             entries = [
                 WriteEntry(path=absolute(path), data=text.encode("utf-8", "surrogateescape"), mode=644)
                 for path, text in (spec.files.items() if files else ())
@@ -245,23 +258,23 @@ class Creation:
         if result["outcome"] != "exited":
             raise SandboxCreateVerificationError(f"opensandbox: the new box is not usable: {result.get('error')}")
 
-    async def _adopt(self, sandbox_id: str, deadline: float) -> OpenSandboxBox:
+    async def _adopt(self, sandbox_id: str) -> OpenSandboxBox:
         """Use a box that another create made. Wait only `_ADOPT_S` for that create's ready mark, because its process
         may have died; then make the box ready here."""
-        patience = min(time.monotonic() + _ADOPT_S, deadline)
+        patience = time.monotonic() + min(_ADOPT_S, self._left_s())
         box = OpenSandboxBox(self._connection, sandbox_id, self._config.box_directory.rstrip("/"))
         while True:
             try:
-                sdk = await box.sdk(timeout_s=deadline - time.monotonic())
+                sdk = await box.sdk(timeout_s=self._left_s())
                 await sdk.files.get_file_info([self._ready_mark])
-                return await self._install_helper(sandbox_id, deadline, files=False)
+                return await self._install_helper(sandbox_id, files=False)
             except sdk_errors() as error:
                 async with errors_translated(f"waiting for box {sandbox_id}", kind=SandboxCreateError):
                     ended = has_ended(await box.info())
                 if ended:
                     raise translate(error, f"waiting for box {sandbox_id}", kind=SandboxCreateError) from error
             if time.monotonic() > patience:
-                return await self._install_helper(sandbox_id, deadline, files=True)
+                return await self._install_helper(sandbox_id, files=True)
             await asyncio.sleep(0.1)
 
     async def discard(self) -> None:

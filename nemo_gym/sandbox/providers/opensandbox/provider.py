@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from datetime import timedelta
@@ -104,14 +103,15 @@ class OpenSandboxProvider(StreamingProvider):
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         spec = spec.replace(resources=self.capabilities.limits(spec.resources))
         self.capabilities.check(spec, self.name)
-        creation = Creation(self._connection, self._images, spec)
-        creation.check()
         timeout_s = DEFAULT_READY_TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
+        deadline = asyncio.timeout(timeout_s)
+        creation = Creation(self._connection, self._images, spec, deadline)
+        creation.check()
         # The server finishes a create even if its client disconnects. So an abandoned create continues here as well,
         # until it knows the box to destroy.
-        creating = asyncio.ensure_future(self._make(creation, spec, time.monotonic() + timeout_s))
+        creating = asyncio.ensure_future(self._make(creation, spec))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with deadline:
                 box = await asyncio.shield(creating)
         except BaseException as error:
             taking_back = self._take_back(creation, creating)
@@ -127,8 +127,8 @@ class OpenSandboxProvider(StreamingProvider):
             raise
         return SandboxHandle(sandbox_id=box.sandbox_id, provider_name=self.name, raw=box)
 
-    async def _make(self, creation: Creation, spec: SandboxSpec, deadline: float) -> OpenSandboxBox:
-        box = await creation.run(deadline)
+    async def _make(self, creation: Creation, spec: SandboxSpec) -> OpenSandboxBox:
+        box = await creation.run()
         try:
             for door in spec.doors:
                 await self._open_door(box, door)

@@ -250,7 +250,8 @@ class SandboxSpec:
     ttl_s: float | None = None
     """Seconds the box lives without a renewal; ``None`` is `DEFAULT_TTL_S`."""
     ready_timeout_s: float | None = None
-    """Seconds ``create`` may take; ``None`` is `DEFAULT_READY_TIMEOUT_S`."""
+    """Seconds ``create`` may take; ``None`` is `DEFAULT_READY_TIMEOUT_S`, not counting the pull or unpacking of the
+    image."""
     workdir: str | None = None
     """The directory in which commands start by default."""
     env: Mapping[str, str] = field(default_factory=dict)

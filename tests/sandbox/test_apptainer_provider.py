@@ -18,6 +18,7 @@ from nemo_gym.contract.sandbox import Mount, SandboxSpec
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxStatus
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
+from nemo_gym.sandbox.providers.local import provider as local_provider
 from tests.sandbox.apptainer_program import apptainer
 from tests.sandbox.local_boxes import LocalPlace, alive, config_below, leftovers, local_place, until
 
@@ -74,6 +75,29 @@ async def test_sif_file_is_unpacked_once_and_its_environment_reaches_every_comma
     assert await place.run(second, "cat /opt/mark") == "first\n"
     connected = await place.provider.connect(await place.provider.serialize_handle(second, scope="operate"))
     assert await place.run(connected, "echo $IMAGE_SAYS $MINE") == "hello yes\n"
+
+
+async def test_only_a_creates_own_limit_bounds_the_unpacking_which_goes_on_for_later_ones(
+    tmp_path: Path, tree: Path, apptainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = str(sif_of(tree, tmp_path / "image.sif", apptainer))
+    slow, asked, go = (tmp_path / name for name in ("slow", "asked", "go"))
+    wait = f'[ "$1" != sif ] || {{ echo >> {asked}; until [ -e {go} ]; do sleep 0.1; done; }}'
+    slow.write_text(f'#!/bin/sh\n{wait}\nexec {apptainer} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(local_provider, "DEFAULT_READY_TIMEOUT_S", 5.0)
+    provider = ApptainerProvider(**config_below(tmp_path), apptainer=str(slow))
+    async with local_place(tmp_path, provider=provider) as place:
+        for _ in range(2):
+            with pytest.raises(SandboxCreateError, match="still being unpacked") as caught:
+                await place.create(image=image, ready_timeout_s=0.5)
+            assert caught.value.retryable
+        creating = asyncio.create_task(place.create(image=image))
+        await asyncio.sleep(6)
+        assert not creating.done()
+        go.touch()
+        assert await place.run(await creating, "cat /opt/mark") == "first\n"
+    assert asked.read_text() == "\n"
 
 
 async def test_sif_file_that_changed_is_another_image_and_the_old_one_goes(

@@ -148,9 +148,14 @@ class ApptainerProvider(LocalProvider):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._unpacking: dict[str, asyncio.Lock] = {}
+        self._unpacking: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[str]] = {}
 
     async def _with_image(self, spec: SandboxSpec) -> SandboxSpec:
         image = spec.image or self.options.default_image
-        name = await asyncio.to_thread(image_from_path, image, self._images, self.options)
-        return dataclasses.replace(spec, image=name)
+        key = asyncio.get_running_loop(), image
+        if (unpacking := self._unpacking.get(key)) is None:
+            # One thread for each image, however many creates wait for it or gave up.
+            work = asyncio.to_thread(image_from_path, image, self._images, self.options)
+            unpacking = self._unpacking[key] = asyncio.create_task(work)
+            unpacking.add_done_callback(lambda _: self._unpacking.pop(key))
+        return dataclasses.replace(spec, image=await asyncio.shield(unpacking))

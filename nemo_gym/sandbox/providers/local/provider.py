@@ -13,7 +13,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any, Literal
 
-from nemo_gym._util.tasks import finish
+from nemo_gym._util.tasks import finish, paused
 from nemo_gym.contract.errors import (
     SandboxCapabilityError,
     SandboxCreateError,
@@ -121,21 +121,28 @@ class LocalProvider(StreamingProvider):
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         spec = await self._checked(spec)
-        request = create_request(await self._with_image(spec), self.options)
-        box_id: str = request["spec"]["box"]
         client = self._client()
         timeout_s = spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S
+        box_id: str | None = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as deadline:
+                # A large image would fail by the default, time after time, so it leaves out the unpacking.
+                with paused(deadline if spec.ready_timeout_s is None else None):
+                    spec = await self._with_image(spec)
+                request = create_request(spec, self.options)
+                box_id = request["spec"]["box"]
                 answer = await client.request(request)
-        except TimeoutError as error:
-            client.notify({"op": "close", "box": box_id})
-            raise SandboxCreateError(f"the box was not ready within {timeout_s} s", provider=self.name) from error
         except SandboxLostError as error:
             raise SandboxCreateError(f"the box was lost while it was made: {error}", retryable=True) from error
-        except asyncio.CancelledError:
-            client.notify({"op": "close", "box": box_id})
-            raise
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if box_id is not None:
+                client.notify({"op": "close", "box": box_id})
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            text = f"the box was not ready within {timeout_s:g} s"
+            if box_id is None:
+                text += "; its image is still being unpacked, for a later create"
+            raise SandboxCreateError(text, provider=self.name, retryable=True) from error
         handle = SandboxHandle(
             str(answer["box"]), self.name, _LocalBox({**answer["env"], **spec.env}, spec.workdir, spec.user)
         )
@@ -351,7 +358,7 @@ class LocalProvider(StreamingProvider):
         return self._clients[loop]
 
     async def _with_image(self, spec: SandboxSpec) -> SandboxSpec:
-        """Return the spec with the supervisor's name for its image."""
+        """Return the spec with the supervisor's name for its image. Work on the image goes on if this is cancelled."""
         return spec
 
     async def _checked(self, spec: SandboxSpec) -> SandboxSpec:

@@ -65,7 +65,7 @@ class OwnedBoxes:
     """The working boxes of one environment.
 
     Args:
-        provider: a provider whose boxes can be lent: `Connectable` and `SupportsFencing`.
+        provider: a provider whose boxes can be lent: `Connectable` and `SupportsFencing`. Closed with this object.
         lease_s: how long a box lives without a heartbeat.
     """
 
@@ -160,9 +160,10 @@ class OwnedBoxes:
             await self._destroy(box)
 
     async def aclose(self) -> None:
-        """Destroy all boxes, at shutdown."""
+        """Destroy all boxes, at shutdown, and close the provider."""
         boxes, self._boxes = [*self._boxes.values()], {}
         await asyncio.gather(*(self._destroy(box) for box in boxes if box.artifacts is None))
+        await self._provider.aclose()
 
     def _forget_old(self) -> None:
         """Drop old boxes and artifacts. Many attempts are never closed, because their pipeline was killed."""

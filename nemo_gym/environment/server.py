@@ -100,9 +100,9 @@ class SimpleResourcesServer(EnvironmentHooks):
     async def shutdown(self) -> None:
         if self._environment is not None:
             await self._environment.finish()
+        if (boxes := self.owned_boxes()) is not None:
+            await boxes.aclose()
         if self._box_owner is not None:
-            if (boxes := self.owned_boxes()) is not None:
-                await boxes.aclose()
             await self._box_owner.aclose()
 
 

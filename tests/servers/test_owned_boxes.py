@@ -63,22 +63,14 @@ class WorldEnvironment(SimpleResourcesServer):
 
     config: WorldConfig
     _boxes: OwnedBoxes | None = PrivateAttr(default=None)
-    _provider: RemoteProvider | None = PrivateAttr(default=None)
 
     def owned_boxes(self) -> OwnedBoxes:
         if self._boxes is None:
-            self._provider = RemoteProvider(**self.config.broker)
-            self._boxes = OwnedBoxes(self._provider, lease_s=self.config.lease_s)
+            self._boxes = OwnedBoxes(RemoteProvider(**self.config.broker), lease_s=self.config.lease_s)
         return self._boxes
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
         return described(rollout)
-
-    async def shutdown(self) -> None:
-        await super().shutdown()
-        if self._boxes is not None and self._provider is not None:
-            await self._boxes.aclose()
-            await self._provider.aclose()
 
 
 class Pipeline:
@@ -295,6 +287,22 @@ async def test_close_destroys_the_box(world: Pipeline, operator: RemoteProvider)
     _, seeded = await world.seed(rollout(), {})
     assert (await world.about("/close", rollout(), seeded["control_token"]))[0] == 200
     assert await boxes_of(operator, rollout()) == []
+
+
+async def test_environment_that_stops_destroys_its_boxes_and_closes_its_provider(
+    stack: Stack, world: Pipeline, operator: RemoteProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[RemoteProvider] = []
+
+    async def aclose(provider: RemoteProvider, close: Any = RemoteProvider.aclose) -> None:
+        closed.append(provider)
+        await close(provider)
+
+    monkeypatch.setattr(RemoteProvider, "aclose", aclose)
+    await world.seed(rollout(), {})
+    await asyncio.to_thread(stack.stop, "world")
+    assert await boxes_of(operator, rollout()) == []
+    assert len(closed) == 1
 
 
 async def test_box_of_a_restarted_environment_is_destroyed_by_its_labels(

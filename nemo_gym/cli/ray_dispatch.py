@@ -68,7 +68,7 @@ class RayRun:
                 " private, or leave ray.pipelines out",
                 key="ray.plain_http",
             )
-        place = {"host": node.address, "port": node.ports[-1], "pipeline": name_of(node), "plain_http": True}
+        place = {"host": node.address, "port": node.service_port, "pipeline": name_of(node), "plain_http": True}
         return {**self._composition.serve_values(), **place}
 
     def around(self, work: Work) -> Work:

@@ -94,6 +94,11 @@ class RayNode:
     node_id: str
     address: str
     ports: Sequence[int]
+    """The last one is kept for a rollout service; see `service_port`."""
+
+    @property
+    def service_port(self) -> int:
+        return self.ports[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,13 @@ def hosts_block(
         for _ in range(count):
             node = nodes[turn % len(nodes)]
             turn += 1
-            port = next(each for each in node.ports if (node.address, each) not in taken)
+            port = next((each for each in node.ports[:-1] if (node.address, each) not in taken), None)
+            if port is None:
+                raise ConfigError(
+                    f"{RAY}.nodes.{instance}: node {name_of(node)} has no port left for it, as other servers have all"
+                    f" {len(node.ports) - 1}; let servers run on fewer nodes (as {RAY}.nodes.{instance}=1 does)",
+                    key=f"{RAY}.nodes.{instance}",
+                )
             taken.add((node.address, port))
             machines[name_of(node)]["servers"][instance] = port
         if count == len(nodes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,15 @@ def test_nodes_of_one_address_get_ports_of_their_own(root: Path) -> None:
 def test_cluster_that_does_not_fit_is_refused(root: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         block(root, *words)
+
+
+def test_servers_leave_a_nodes_last_port_to_its_service_and_have_a_limit(root: Path) -> None:
+    words = ("++ray.network=10.3.0.0/24", "++ray.plain_http=true")
+    _, made = block(root, *words, nodes=[replace(node, ports=range(9000, 9004)) for node in NODES])
+    ports = {port for machine in made["machines"].values() for port in machine.get("servers", {}).values()}
+    assert ports == {9000, 9001, 9002}
+    with pytest.raises(ConfigError, match=r"ray\.nodes\.\w+: node ray-00000001 has no port left .* all 2;"):
+        block(root, *words, nodes=[replace(node, ports=range(9000, 9003)) for node in NODES])
 
 
 def test_node_takes_its_part_and_leaves_the_run_to_the_command(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class _Block(BaseModel):
     tls: Tls | None = None
     plain_http: bool = False
     """Whether servers of a private network may do without ``tls``."""
-    stack_secret: str = Field(pattern=rf"^[0-9a-fA-F]{{{2 * ROOT_KEY_BYTES},}}$", repr=False)
+    stack_secret: str = Field(pattern=rf"^([0-9a-fA-F]{{2}}){{{ROOT_KEY_BYTES},}}$", repr=False)
     machines: dict[str, _Machine] = Field(min_length=1)
 
 

@@ -95,6 +95,7 @@ def test_replicas_take_the_credentials_that_any_host_makes(composed: Any) -> Non
         (changed(machines__trainer__address="192.168.0.1"), [], "trainer.address 192.168.0.1 is not in"),
         (changed(machines__trainer__address="trainer.example"), [], "machines.trainer.address"),
         (changed(stack_secret="short"), [], "stack_secret.*openssl rand"),
+        (changed(stack_secret=f"{SECRET}5"), [], "stack_secret.*openssl rand"),
         (changed(stack_secret=None), [], "stack_secret"),
         (changed(machines__trainer__servers={"maths": 8100}), [], "did you mean 'math'"),
         (changed(machines__trainer__servers={"math": 0}), [], "servers.math"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, HTTPException, Request
-from pydantic import BaseModel, Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.contract.errors import RowError
@@ -29,6 +29,9 @@ class Weather(BaseModel):
     city: str
     temperature_c: float = Field(description="Degrees Celsius.")
     wind_m_s: float = Field(description="Metres per second.")
+
+
+_MEASURED = tuple(name for name in Weather.model_fields if name != "city")
 
 
 class Cities(BaseModel):
@@ -50,6 +53,7 @@ class WeatherEnvironment(SimpleResourcesServer):
         return app
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
+        _expected(row)  # refuses a row that could not be graded
         self._weather[AttemptKey.of(rollout)] = _measurements(row)
         return SessionDescriptor(
             environment=self.config.name,
@@ -73,32 +77,41 @@ class WeatherEnvironment(SimpleResourcesServer):
         return weather
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        return {"text": f"{row['answer']['city']}: {_expected(row)}"}
+        expected = _expected(row)
+        return {"text": f"{row['answer']['city']}: {expected}"}
 
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
     ) -> Verdict:
         """Grade with the row and the response alone. The prompt does not contain the requested measurement, so a right
         answer must come from the tool. The details list the tool calls in the response."""
-        requested, expected = row["answer"], _expected(row)
+        expected, city = _expected(row), row["answer"]["city"]
         calls = tool_calls(response, self.config.name, ("list_cities", "get_weather"))
         answer = answered_text(response)
-        is_right = requested["city"].lower() in answer.lower() and contains_number(answer, expected)
+        is_right = city.lower() in answer.lower() and contains_number(answer, expected)
         details = {"tool_calls": [call.name for call in calls], "expected": expected}
         reason = None if is_right else "wrong answer" if answer.strip() else "the response has no text"
         return Verdict.of(float(is_right), details=details, reward_reason=reason)
 
 
 def _measurements(row: dict[str, Any]) -> dict[str, Weather]:
-    weather, requested = row.get("weather"), row.get("answer")
-    if not isinstance(weather, dict) or not isinstance(requested, dict) or requested.get("city") not in weather:
-        raise RowError("a row of example_mcp_weather needs 'weather' (city → measurements) and 'answer' ({city, ...})")
-    return {city: Weather(city=city, **measured) for city, measured in weather.items()}
+    try:
+        return {city: Weather.model_validate({**measured, "city": city}) for city, measured in row["weather"].items()}
+    except (KeyError, AttributeError, TypeError, ValidationError):
+        raise RowError(
+            f"field 'weather' must hold numbers for every city: {{city: {{{', '.join(_MEASURED)}}}}}", field="weather"
+        ) from None
 
 
 def _expected(row: dict[str, Any]) -> float:
-    measured: float = getattr(_measurements(row)[row["answer"]["city"]], row["answer"]["measurement"])
-    return measured
+    weather = _measurements(row)
+    match row.get("answer"):
+        case {"city": str(city), "measurement": str(measurement)} if city in weather and measurement in _MEASURED:
+            return float(getattr(weather[city], measurement))
+    raise RowError(
+        f"field 'answer' must be {{city, measurement}}: a city of 'weather' and {' or '.join(_MEASURED)}",
+        field="answer",
+    )
 
 
 _NUMBER = re.compile(r"(?<![\d.,])[-−]?\d+(?:[.,]\d+)?(?![\d]|[.,]\d)")

@@ -106,6 +106,31 @@ async def test_reward_is_zero_and_valid_when_the_answer_is_another(stack: Stack,
     assert (judged["valid"], judged["reward"]) == (True, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("answer", None),
+        ("answer", {"city": "Nairobi"}),
+        ("answer", {"city": "Nairobi", "measurement": "city"}),
+        ("answer", {"city": "Nairobi", "measurement": ["wind_m_s"]}),
+        ("answer", {"city": "Atlantis", "measurement": "wind_m_s"}),
+        ("answer", {"city": ["Nairobi"], "measurement": "wind_m_s"}),
+        ("weather", None),
+        ("weather", ["Nairobi"]),
+        ("weather", {"Nairobi": 34.3}),
+        ("weather", {"Nairobi": {"temperature": 34.3, "wind_m_s": 2}}),
+        ("weather", {"Nairobi": {"temperature_c": "hot", "wind_m_s": 2}}),
+    ],
+)
+async def test_row_is_refused_with_its_field_when_it_cannot_be_graded(stack: Stack, field: str, value: Any) -> None:
+    row = {**ROWS[0], field: value}
+    body = {**row, "_ng_session": {"rollout": identity(row).model_dump()}}
+    reply = await stack.client().post(ENV, "/seed_session", json=body)
+    answer = await reply.json()
+    assert (reply.status, answer["code"]) == (422, "row"), answer
+    assert f"'{field}'" in answer["detail"]
+
+
 async def test_prompt_and_descriptor_hold_no_measurement(stack: Stack) -> None:
     for row in ROWS:
         descriptor, seeded = await seed(stack, row, row["task_id"])

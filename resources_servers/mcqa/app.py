@@ -126,7 +126,7 @@ def _options(row: Mapping[str, Any]) -> dict[str, str]:
             by_letter |= {str(letter).upper(): str(text) for letter, text in members.items()}
     if len(by_letter) < 2 or not all(re.fullmatch("[A-Z]", letter) for letter in by_letter):
         raise RowError(
-            'field \'options\' must hold two options or more, by letter: [{"A": "…"}, {"B": "…"}]',
+            'field \'options\' must hold 2 to 26 options, by letter: [{"A": "…"}, {"B": "…"}]',
             field="options",
         )
     return by_letter

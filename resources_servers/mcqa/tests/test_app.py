@@ -126,6 +126,11 @@ async def test_row_is_refused_with_its_field_when_it_cannot_be_graded(stack: Sta
     assert f"'{field}" in answer["detail"]
 
 
+async def test_more_options_than_letters_are_refused_with_their_limit(stack: Stack) -> None:
+    status, answer = await seed(stack, {**ROWS[0], "options": [f"option {number}" for number in range(27)]})
+    assert status == 422 and "2 to 26 options" in answer["detail"], answer
+
+
 async def test_agent_sees_question_and_options_and_never_the_answer(stack: Stack) -> None:
     status, seeded = await seed(stack, ROWS[0])
     assert status == 200

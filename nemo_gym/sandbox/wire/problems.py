@@ -49,7 +49,6 @@ CODES: dict[str, ProblemCode] = {
     "image_not_found": ProblemCode(404, errors.SandboxError),
     "backend_refused": ProblemCode(422, errors.SandboxError),
     "path_not_found": ProblemCode(404, errors.SandboxError),
-    "door_not_found": ProblemCode(404, errors.SandboxError),
     "route_not_found": ProblemCode(404, errors.SandboxError),
     "method_not_allowed": ProblemCode(405, errors.SandboxError),
     "unsupported_media_type": ProblemCode(415, errors.SandboxError),
@@ -65,7 +64,6 @@ CODES: dict[str, ProblemCode] = {
     "ttl_too_long": ProblemCode(422, errors.InvalidBodyError),
     "body_too_large": ProblemCode(413, errors.InvalidBodyError),
     "body_too_many_values": ProblemCode(413, errors.InvalidBodyError),
-    "archive_escapes": ProblemCode(422, errors.SandboxArchiveError),
     "archive_too_large": ProblemCode(413, errors.SandboxArchiveError),
     # capacity
     "quota": ProblemCode(429, errors.SandboxCreateError, retryable=True),
@@ -74,7 +72,6 @@ CODES: dict[str, ProblemCode] = {
     "draining": ProblemCode(503, errors.SandboxError, retryable=True),
     # failures of the broker or its backend
     "backend_unreachable": ProblemCode(503, errors.SandboxError, started="unknown", retryable=True),
-    "broker_failed": ProblemCode(500, errors.SandboxError, started="unknown", retryable=True),
 }
 """The broker's own codes. The codes of `nemo_gym.contract.errors` stand for the same errors on both sides."""
 

@@ -79,8 +79,7 @@ async def test_archive_goes_in_and_comes_out(api: Api) -> None:
 async def test_archive_that_escapes_or_is_damaged_is_refused(data: bytes, api: Api) -> None:
     box = await api.box()
     answer = await box.ask("PUT", "/archive?path=/srv/into", data=data, headers=TAR)
-    assert answer.status in (400, 422)
-    assert answer.code in ("sandbox_archive", "archive_escapes")
+    assert (answer.status, answer.code) == (400, "sandbox_archive")
     assert (await box.run("ls /etc/evil /srv/evil /tmp/evil 2>/dev/null")).stdout == b""
 
 

@@ -37,9 +37,9 @@ class DockerConfig:
     """Containers created and started at once. Others wait; the wait counts towards their ``ready_timeout_s``.
     As many images are pulled at once."""
     capabilities: Sequence[str] = ()
-    """Linux capabilities added to boxes without an open network; all others are dropped."""
+    """Linux capabilities added to every box; all others are dropped."""
     build_capabilities: Sequence[str] = BUILD_CAPABILITIES
-    """Linux capabilities added to boxes with ``network: open`` instead, because these install packages."""
+    """Linux capabilities added as well to boxes with ``network: open``, because these install packages."""
     default_resources: SandboxResources = field(default_factory=SandboxResources)
     """Limits of boxes whose spec sets none. A limit that is not set here either has the suite's default."""
     runtime: str | None = None

@@ -137,6 +137,7 @@ class FakeOpenSandbox:
             return problem(422, "INVALID_REQUEST", f"timeout must be at least {_SHORTEST_TIMEOUT_S}")
         if bad := [k for k, v in (body.get("metadata") or {}).items() if len(v) > 63 or not v.isalnum()]:
             return problem(400, "SANDBOX::INVALID_METADATA_LABEL", f"metadata {', '.join(bad)} is no label")
+        requested_at = time.time()
         await asyncio.sleep(self.faults.create_takes_s)
         policy = body.get("networkPolicy")
         spec = SandboxSpec(
@@ -160,7 +161,7 @@ class FakeOpenSandbox:
             entrypoint=list(body.get("entrypoint") or []),
             image=str(spec.image),
             created_at=now,
-            expires_at=None if timeout_s is None else now + timeout_s,
+            expires_at=None if timeout_s is None else requested_at + timeout_s,
             policy=policy,
         )
         box.resumed.set()

@@ -15,9 +15,10 @@ from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import BoxLabel, ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.facade import create_provider
-from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
+from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider, creation
 from nemo_gym.sandbox.providers.opensandbox import provider as opensandbox_provider
 from nemo_gym_testing.opensandbox import FakeOpenSandbox, serving
+from nemo_gym_testing.opensandbox import server as fake_server
 from nemo_gym_testing.opensandbox.faults import CommandFault
 from tests.sandbox.opensandbox.double import API_KEY as KEY
 
@@ -277,6 +278,20 @@ async def test_create_without_a_limit_of_its_own_waits_for_a_server_that_pulls(
     monkeypatch.setattr(opensandbox_provider, "DEFAULT_READY_TIMEOUT_S", 5.0)
     fake.faults.create_takes_s = 6.0
     box = await provider.create(spec)
+    assert (await provider.exec(box, "echo usable")).stdout == "usable\n"
+
+
+async def test_box_whose_lease_ended_while_the_server_pulled_is_made_again(
+    provider: OpenSandboxProvider, spec: SandboxSpec, fake: FakeOpenSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (creation, fake_server):
+        monkeypatch.setattr(module, "_SHORTEST_TIMEOUT_S", 4)
+    fake.faults.create_takes_s = 5.0
+    making = asyncio.create_task(provider.create(spec.replace(ttl_s=4.0)))
+    await asyncio.sleep(2.0)
+    fake.faults.create_takes_s = 0.0  # the server has the image now
+    box = await making
+    await asyncio.sleep(1.0)
     assert (await provider.exec(box, "echo usable")).stdout == "usable\n"
 
 

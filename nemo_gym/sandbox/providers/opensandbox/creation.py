@@ -140,7 +140,12 @@ class Creation:
         if self._spec.idempotency_key and (existing := await self._oldest_box()) is not None:
             return await self._adopt(existing.id)
         self._image = await self._images.reference(self._image)
-        sandbox_id = await self._create()
+        began, lease_s = time.monotonic(), max(self._ttl_s, _SHORTEST_TIMEOUT_S)
+        sandbox_id = await self._create(lease_s)
+        if time.monotonic() - began > lease_s / 2:
+            # The server counts the lease from the request, so its pull may have used all of it. It has the image now.
+            await self.discard()
+            sandbox_id = await self._create(lease_s)
         if self._spec.idempotency_key:
             winner = await self._oldest_box()
             if winner is not None and winner.id != sandbox_id:
@@ -163,13 +168,16 @@ class Creation:
     async def _boxes(self) -> list[BackendInfo]:
         return await self._connection.list_boxes({connection.KEY: connection.digest(self.key)})
 
-    async def _create(self) -> str:
+    @property
+    def _ttl_s(self) -> float:
+        return DEFAULT_TTL_S if self._spec.ttl_s is None else self._spec.ttl_s
+
+    async def _create(self, lease_s: float) -> str:
         from opensandbox.adapters.factory import AdapterFactory
         from opensandbox.models.sandboxes import Host, SandboxImageSpec, Volume
         from opensandbox.models.sandboxes import NetworkPolicy as EgressPolicy
 
         spec = self._spec
-        ttl_s = DEFAULT_TTL_S if spec.ttl_s is None else spec.ttl_s
         resource: dict[str, str] = {}
         if spec.resources.cpu is not None:
             resource["cpu"] = f"{round(spec.resources.cpu * 1000)}m"
@@ -187,7 +195,7 @@ class Creation:
                     list(spec.entrypoint or _IDLE),
                     {str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
                     connection.labels_to_metadata(spec.metadata, key=self.key),
-                    timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
+                    timedelta(seconds=lease_s),
                     resource,
                     EgressPolicy(default_action="deny", egress=[]) if _denies_network(spec) else None,
                     dict(spec.provider_options.get("extensions") or {}),
@@ -206,9 +214,9 @@ class Creation:
                 error, f"creating a box of image '{self._image}'", kind=SandboxCreateError, image=self._image
             ) from error
         self.created, self._late_s = str(box.id), None
-        if ttl_s < _SHORTEST_TIMEOUT_S:
+        if self._ttl_s < lease_s:
             async with errors_translated("setting the lease of a new box", kind=SandboxCreateError):
-                await (await self._connection.manager()).renew_sandbox(box.id, timedelta(seconds=ttl_s))
+                await (await self._connection.manager()).renew_sandbox(box.id, timedelta(seconds=self._ttl_s))
         return str(box.id)
 
     async def _install_helper(self, sandbox_id: str, *, files: bool) -> OpenSandboxBox:

@@ -20,7 +20,7 @@ from nemo_gym.framework.scoring import Score
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Attempt, ModelSession, RolloutSteps, Servers, failure_of, reward_of
-from nemo_gym.rollouts.routing import checked_servers
+from nemo_gym.rollouts.routing import agent_instances, checked_servers
 from nemo_gym.stack.endpoints import StackEntry, find_stack, running_stacks
 from nemo_gym.stack.stack import pipeline_client
 
@@ -90,7 +90,7 @@ def _stack_of(agent: str, run_dir: Path | None) -> StackEntry:
     if run_dir is not None:
         return find_stack(str(run_dir))
     stacks = running_stacks()
-    found = [stack for stack in stacks if agent in {server.instance for server in stack.servers}]
+    found = [stack for stack in stacks if agent in agent_instances(stack.config)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -99,7 +99,7 @@ def _stack_of(agent: str, run_dir: Path | None) -> StackEntry:
             f"{len(found)} running stacks have a server '{agent}'; choose one with stack_run_dir: {choices}",
             key="stack_run_dir",
         )
-    names = {server.instance for stack in stacks for server in stack.servers}
+    names = {name for stack in stacks for name in agent_instances(stack.config)}
     raise ConfigError(
         f"no running stack has a server '{agent}'{nearest(agent, names)}; start it by ng_run, or set stack_run_dir",
         key="agent_server",

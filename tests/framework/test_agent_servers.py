@@ -128,15 +128,19 @@ def test_default_stack_is_the_only_one_with_the_agent_server(tmp_path: Path, mon
     def write(run_id: str, *instances: str) -> None:
         ticks = start_ticks(os.getpid())
         assert ticks is not None
-        servers = tuple(ServerEntry(each, "t", "i", "http://127.0.0.1:9", None, "log") for each in instances)
+        # Servers of other hosts are in the configuration alone.
+        servers = (ServerEntry(instances[0], "t", "i", "http://127.0.0.1:9", None, "log"),)
+        blocks = {each: {"responses_api_agents": {}} for each in instances if each.startswith("cod")}
         folder = tmp_path / "runs" / run_id
         folder.mkdir(parents=True)
-        write_stack(StackEntry(run_id, str(folder), os.getpid(), ticks, "00" * 32, {}, servers, {"of": run_id}))
+        write_stack(
+            StackEntry(run_id, str(folder), os.getpid(), ticks, "00" * 32, {}, servers, {"of": run_id, **blocks})
+        )
 
     write("gateways", "gateway_1", "gateway_2")
     with pytest.raises(ConfigError, match="no running stack has a server 'coder'"):
         AgentServerRunner("coder")
-    write("servers", "coder", "coding")
+    write("servers", "pipeline", "coder", "coding")
     assert AgentServerRunner("coder")._client.global_config_dict["of"] == "servers"
     with pytest.raises(ConfigError, match=r"no running stack has a server 'codr' \(did you mean 'coder'"):
         AgentServerRunner("codr")

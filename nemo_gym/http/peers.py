@@ -36,6 +36,7 @@ _KIND_BY_STAGE = {
 }
 _LOST_BY_PATH = {
     "/sessions": FailureKind.MODEL_UNREACHABLE,
+    "/engines": FailureKind.MODEL_UNREACHABLE,
     "/act": FailureKind.AGENT_LOST,
     "/run": FailureKind.AGENT_LOST,
 }

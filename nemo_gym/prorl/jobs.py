@@ -239,6 +239,7 @@ def _result(job: HandlerJob, failure: StageFailure | None) -> dict[str, Any]:
             "kind": str(failure.kind),
             "reason": failure.reason,
             "retryable": failure.retryable,
+            **({"status": 0} if failure.details.get("status") == 0 else {}),  # a server did not respond
         }
     results = details.run_results or {}
     return {

@@ -89,10 +89,10 @@ async def open_prorl_sampler(
         if not client.places:
             problems = "; ".join(f"{url}: {status.get('problem')}" for url, status in (await client.status()).items())
             raise ConfigError(f"no ProRL server is there: {problems}", key="PRORL_SERVER_URLS")
-        if llm_servers is not None:
-            await client.set_llm_servers(list(llm_servers))
         config = run_config({"concurrency": client.places, **run_keys}, loader)
         refuse_keys(config, _OF_THE_SERVERS)
+        if llm_servers is not None:
+            await client.set_llm_servers(list(llm_servers))
         async with sampler_at(
             _ProRLServers(client, config, sampling_params or {}), config, loader, sampling=sampling, filters=filters
         ) as sampler:
@@ -199,5 +199,8 @@ class _ProRLServers:
 def _failure(reported: Mapping[str, Any], llm_server: str) -> StageFailure:
     """Return a job's failure as a failure of the RUN stage, which does the whole job."""
     kind = FailureKind(reported["kind"]) if reported.get("kind") in [*FailureKind] else FailureKind.INTERNAL
-    reason, details = f"{reported.get('stage')}: {reported.get('reason')}", {"llm_server": llm_server}
+    reason = f"{reported.get('stage')}: {reported.get('reason')}"
+    details: dict[str, Any] = {"llm_server": llm_server}
+    if reported.get("status") == 0:  # a server of that machine did not respond
+        details["status"] = 0
     return StageFailure(StageName.RUN, kind, reason, retryable=bool(reported.get("retryable")), details=details)

@@ -227,9 +227,7 @@ class StagePool(Generic[A]):
 
     def _failure_of_stop(self, attempt: A) -> StageFailure | None:
         """Return why the attempt was stopped, as a failure in this stage."""
-        if (stop := attempt.stop) is None:
-            return None
-        return StageFailure(self._stage.name, stop.kind, stop.reason, retryable=stop.retryable)
+        return None if attempt.stop is None else attempt.stop.failure(self._stage.name)
 
     def _offer_place(self) -> None:
         while self._queue_of_blocked:
@@ -671,8 +669,7 @@ class AsyncDispatcher:
 
     async def _admit(self, job: Job) -> None:
         if (stop := _stopped_before(job)) is not None:
-            failure = StageFailure(job.stage, stop.kind, stop.reason, retryable=False)
-            if await self._end(job, failure):
+            if await self._end(job, stop.failure(job.stage)):
                 self._release_stored(job)
             return
         attempt = JobAttempt.of(job, self._servers(job.spec.agent))
@@ -762,8 +759,8 @@ class AsyncDispatcher:
 
     async def _failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
         job = attempt.job
-        if (stop := attempt.stop) is not None:
-            failure = StageFailure(failure.stage, stop.kind, stop.reason, retryable=stop.retryable)
+        if attempt.stop is not None:
+            failure = attempt.stop.failure(failure.stage)
         if _is_forgotten(attempt, failure):
             log.warning("its servers forgot the attempt, trying again", rollout_id=job.job_id, reason=failure.reason)
             await finish(self._start_anew(attempt))

@@ -309,7 +309,8 @@ class ServerPool:
             place.server.busy -= 1
 
     def _give_back(self, server: PooledServer, reason: str) -> int:
-        stop = Stop(LOST_KINDS.get(server.kind, FailureKind.MODEL_UNREACHABLE), reason, retryable=True)
+        kind = LOST_KINDS.get(server.kind, FailureKind.MODEL_UNREACHABLE)
+        stop = Stop(kind, reason, retryable=True, server_lost=True)
         affected = [each for each, places in self._places.values() if any(place.server is server for place in places)]
         for attempt in affected:
             self._on_lost(attempt, stop)

@@ -376,16 +376,17 @@ async def test_caps_may_be_of_every_instance_and_of_no_other(make_chain: MakeCha
     await store.aclose()
 
 
-async def test_attempts_of_a_lost_server_have_a_budget_of_their_own(make_chain: MakeChain) -> None:
+@pytest.mark.parametrize("kind", [FailureKind.AGENT_LOST, FailureKind.MODEL_UNREACHABLE])
+async def test_attempts_of_a_lost_server_have_a_budget_of_their_own(make_chain: MakeChain, kind: FailureKind) -> None:
     chain = make_chain(agent={"hang": ["t0"]})
     async with Running(chain, 1, max_attempts=1, max_lost_attempts=3) as running:
         for attempt in (1, 2, 3):
             await running.wait(lambda n=attempt: ("r.0-0", n) in chain.notes("act"), f"attempt {attempt}")  # type: ignore[misc]
             (held,) = running.dispatcher.held
-            running.dispatcher.interrupt(held, Stop(FailureKind.AGENT_LOST, "gone", retryable=True))
+            running.dispatcher.interrupt(held, Stop(kind, "gone", retryable=True, server_lost=True))
         await running.dispatcher.drain()
         (event,) = running.events
-        assert event.failure is not None and event.failure.kind is FailureKind.AGENT_LOST
+        assert event.failure is not None and event.failure.kind is kind
     assert len(chain.notes("act")) == 3
 
 

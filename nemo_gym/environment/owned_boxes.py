@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from nemo_gym._util.tasks import finish
-from nemo_gym.contract.errors import ContractError, SandboxError
+from nemo_gym.contract.errors import ContractError, NemoGymError, SandboxError
 from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
     Artifact,
@@ -187,7 +187,7 @@ class OwnedBoxes:
     async def _destroy(self, box: _Box) -> None:
         try:
             await self._provider.close(box.handle)
-        except SandboxError as error:  # its lease ends it
+        except NemoGymError as error:  # its lease ends it
             log.warning("owned_box_not_closed", sandbox_id=box.handle.sandbox_id, error=str(error))
 
 

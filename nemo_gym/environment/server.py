@@ -100,10 +100,12 @@ class SimpleResourcesServer(EnvironmentHooks):
     async def shutdown(self) -> None:
         if self._environment is not None:
             await self._environment.finish()
-        if (boxes := self.owned_boxes()) is not None:
-            await boxes.aclose()
-        if self._box_owner is not None:
-            await self._box_owner.aclose()
+        try:
+            if (boxes := self.owned_boxes()) is not None:
+                await boxes.aclose()
+        finally:
+            if self._box_owner is not None:
+                await self._box_owner.aclose()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -157,5 +158,10 @@ class ApptainerProvider(LocalProvider):
             # One thread for each image, however many creates wait for it or gave up.
             work = asyncio.to_thread(image_from_path, image, self._images, self.options)
             unpacking = self._unpacking[key] = asyncio.create_task(work)
-            unpacking.add_done_callback(lambda _: self._unpacking.pop(key))
+            unpacking.add_done_callback(partial(self._unpacked, key))
         return dataclasses.replace(spec, image=await asyncio.shield(unpacking))
+
+    def _unpacked(self, key: tuple[asyncio.AbstractEventLoop, str], done: asyncio.Task[str]) -> None:
+        del self._unpacking[key]
+        if not done.cancelled():
+            done.exception()  # asked for, so that asyncio does not log it if every create has given up

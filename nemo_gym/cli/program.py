@@ -19,6 +19,7 @@ import structlog
 from rich.console import Console
 
 from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym._util.suggest import nearest
 from nemo_gym.cli.collect_rollouts import stack_telemetry
 from nemo_gym.cli.command import key_of, result_console
 from nemo_gym.cli.run import check_rollout_run
@@ -146,7 +147,9 @@ class AsyncStack:
         for word in given:
             if (key := key_of(word)).partition(".")[0] not in _KEYS_OF_ONE_RUN and word not in self._settings:
                 raise ConfigError(
-                    f"{key} is a setting of the servers, which already run; give it to start or start_async", key=key
+                    f"{key} is no setting of a run{nearest(key, _KEYS_OF_ONE_RUN)}; the servers already run, so give"
+                    " theirs to start or start_async",
+                    key=key,
                 )
         words = [*self._settings, *given]
         config, outlook = await asyncio.to_thread(_plan, words, input)

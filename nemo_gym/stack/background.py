@@ -152,7 +152,7 @@ class BackgroundStack:
 
     def _check_not_stopped(self) -> None:
         if self._stopped:
-            raise ServerError("the servers were stopped before they were ready")
+            raise ServerError("the servers were stopped; they start once")
 
     def _run_id(self, run_id: Any) -> str:
         """Return the id that is given, else a new one, which the settings then give."""

@@ -134,7 +134,7 @@ def test_run_helper_says_that_its_servers_ended(tmp_path: Path, engine: FakeVllm
 def test_servers_that_were_stopped_before_they_started_do_not_start(tmp_path: Path) -> None:
     servers = BackgroundStack(values={"policy_api_key": "secret"}, run_dir=tmp_path / "run")
     servers.stop()
-    with pytest.raises(ServerError, match="stopped before they were ready"):
+    with pytest.raises(ServerError, match="the servers were stopped"):
         servers.start()
     assert not (tmp_path / "run" / "given.yaml").exists()
 

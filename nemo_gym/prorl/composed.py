@@ -86,8 +86,7 @@ class Running:
         if self.engine_type is None:
             return None
         if llm.engine not in self.engines:
-            url = llm.v1_url if self.engine_type == "openai" else llm.v1_url.removesuffix("/v1")
-            body = {"type": self.engine_type, "name": llm.engine, "base_url": url, "model": llm.model}
+            body = {"type": self.engine_type, "name": llm.engine, "base_url": llm.v1_url, "model": llm.model}
             if llm.api_key:
                 body["api_key"] = llm.api_key
             try:

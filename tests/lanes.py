@@ -55,6 +55,7 @@ PLACES: Mapping[str, str] = {
     "tests/architecture/test_python_api_page.py": "stack",
     "tests/architecture/test_sampling_page.py": "stack",
     "tests/architecture/test_service_page.py": "stack",
+    "tests/architecture/test_wheel.py": "stack",
     "tests/cli": "stack",
     "tests/config/test_compatibility.py::test_capability": "box",
     "tests/config/test_compatibility.py::test_provider_that_can": "box",

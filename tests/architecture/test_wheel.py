@@ -28,7 +28,7 @@ def unpacked_wheel(source: Path, place: Path) -> Path:
         target = copy / Path(name).relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", place, copy]
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(place), str(copy)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     (wheel,) = place.glob("*.whl")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -81,8 +82,8 @@ def test_dockerd_script_uses_an_engine_that_answers_already(docker_engine: str, 
 
 
 def test_dockerd_script_finds_an_engine_at_the_default_socket(docker_engine: str, state: Path) -> None:
-    socket = docker_engine.removeprefix("unix://")
-    done = run("start", state, DOCKER_HOST="", NEMO_GYM_DEFAULT_DOCKER_SOCKET=socket)
+    path = docker_engine.removeprefix("unix://")
+    done = run("start", state, DOCKER_HOST="", NEMO_GYM_DEFAULT_DOCKER_SOCKET=path)
     assert done.stdout == f"DOCKER_HOST={docker_engine}\n"
 
 
@@ -93,16 +94,36 @@ def test_dockerd_script_says_what_to_do_when_nothing_answers(state: Path) -> Non
     assert "scripts/dockerd start" in done.stderr
 
 
-def test_dockerd_script_names_root_when_an_ordinary_user_starts_it(state: Path) -> None:
+def start_as_nobody(state: Path, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
     state.chmod(0o755)
     copy = state / "dockerd-script"
     shutil.copy(SCRIPT, copy)
-    done = subprocess.run(
-        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "bash", str(copy), "start", "--private"],
-        env={"PATH": os.environ["PATH"], "NEMO_GYM_DOCKER_DIR": str(state / "sub"), "HOME": "/nonexistent"},
+    return subprocess.run(
+        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "bash", str(copy), "start", *more],
+        env={
+            "PATH": os.environ["PATH"],
+            "NEMO_GYM_DOCKER_DIR": str(state / "sub"),
+            "HOME": "/nonexistent",
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+def test_dockerd_script_names_root_when_an_ordinary_user_starts_it(state: Path) -> None:
+    none = str(state / "none.sock")
+    for done in (start_as_nobody(state, "--private"), start_as_nobody(state, NEMO_GYM_DEFAULT_DOCKER_SOCKET=none)):
+        assert done.returncode == 1
+        assert "starting an engine needs root. Run the make command as root" in done.stderr
+
+
+def test_dockerd_script_names_the_group_of_an_engine_that_an_ordinary_user_may_not_use(state: Path) -> None:
+    path = state / "system.sock"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        path.chmod(0o660)
+        done = start_as_nobody(state, NEMO_GYM_DEFAULT_DOCKER_SOCKET=str(path))
     assert done.returncode == 1
-    assert "starting an engine needs root" in done.stderr
+    assert "sudo usermod -aG docker nobody, then log in again" in done.stderr

@@ -1,0 +1,49 @@
+"""What the scripts do on machines unlike this one: programs that need root, a network or hours are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def stand_in(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def work_tree(place: Path, *scripts: str) -> Path:
+    (place / "scripts").mkdir(parents=True)
+    for name in scripts:
+        shutil.copy(ROOT / "scripts" / name, place / "scripts")
+    subprocess.run(["git", "init", "--quiet", place], check=True)
+    return place
+
+
+def run(command: list[str | Path], place: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "HOME": str(place), **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=place, env=env, timeout=60)
+
+
+def try_on_debian(place: Path, roots: Path) -> subprocess.CompletedProcess[str]:
+    stand_in(place / "bin" / "id", "echo 0")
+    stand_in(place / "bin" / "debootstrap", "exit 0")
+    stand_in(place / "bin" / "unshare", "echo entered >>calls; exit 3")
+    stand_in(place / "scripts" / "dockerd", 'echo "$NEMO_GYM_DOCKER_DIR $*" >>calls')
+    return run([place / "scripts" / "try-on-debian", "bookworm", "true"], place, ROOTS=str(roots))
+
+
+def test_trying_on_debian_leaves_the_mode_of_the_users_directory_alone(tmp_path: Path) -> None:
+    roots = tmp_path / "shared"
+    roots.mkdir()
+    roots.chmod(0o1777)
+    done = try_on_debian(work_tree(tmp_path / "tree", "try-on-debian"), roots)
+    assert "entered" in (tmp_path / "tree" / "calls").read_text(), done.stderr
+    assert roots.stat().st_mode & 0o7777 == 0o1777
+    (own,) = roots.iterdir()
+    assert own.stat().st_mode & 0o7777 == 0o700

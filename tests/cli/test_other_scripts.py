@@ -47,3 +47,9 @@ def test_trying_on_debian_leaves_the_mode_of_the_users_directory_alone(tmp_path:
     assert roots.stat().st_mode & 0o7777 == 0o1777
     (own,) = roots.iterdir()
     assert own.stat().st_mode & 0o7777 == 0o700
+
+
+def test_trying_on_debian_removes_the_bridge_of_the_engine_inside_even_when_the_command_fails(tmp_path: Path) -> None:
+    place = work_tree(tmp_path / "tree", "try-on-debian")
+    assert try_on_debian(place, tmp_path / "roots").returncode == 3
+    assert (place / "calls").read_text().splitlines() == ["entered", "/root/.cache/nemo-gym/docker-bookworm stop"]

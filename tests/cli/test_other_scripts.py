@@ -53,3 +53,46 @@ def test_trying_on_debian_removes_the_bridge_of_the_engine_inside_even_when_the_
     place = work_tree(tmp_path / "tree", "try-on-debian")
     assert try_on_debian(place, tmp_path / "roots").returncode == 3
     assert (place / "calls").read_text().splitlines() == ["entered", "/root/.cache/nemo-gym/docker-bookworm stop"]
+
+
+def run_full_tests(place: Path) -> tuple[int, str]:
+    """The commands that ran, and the exit status."""
+    (place / "calls").unlink(missing_ok=True)
+    done = run([place / "scripts" / "test-full", "tests"], place)
+    calls = place / "calls"
+    return done.returncode, calls.read_text() if calls.exists() else ""
+
+
+def full_tests(place: Path) -> Path:
+    work_tree(place, "test-full")
+    (place / ".gitignore").write_text("/.venv/\n/.cache/\n/calls\n")
+    stand_in(place / ".venv" / "bin" / "python", 'echo "$*" >>calls')
+    subprocess.run(["git", "add", "."], cwd=place, check=True)
+    return place
+
+
+def test_full_tests_run_again_when_a_file_that_git_does_not_track_is_new_or_has_changed(tmp_path: Path) -> None:
+    place = full_tests(tmp_path / "tree")
+    status, calls = run_full_tests(place)
+    assert (status, "-m pytest" in calls) == (0, True)
+    assert run_full_tests(place) == (0, "")
+    new = place / "tests" / "test_new.py"
+    new.parent.mkdir()
+    for text in ("def test_it(): ...\n", "def test_it(): assert True\n"):
+        new.write_text(text)
+        assert run_full_tests(place) == (0, calls)
+    (place / "NOTES.md").write_text("documentation")
+    assert run_full_tests(place) == (0, "")
+
+
+def test_full_tests_run_with_another_clone_inside(tmp_path: Path) -> None:
+    place = full_tests(tmp_path / "tree")
+    work_tree(place / "clone", "setup")
+    (place / "link").symlink_to("scripts")
+    assert run_full_tests(place)[0] == 0
+
+
+def test_full_tests_do_not_pass_where_git_cannot_say_what_they_test(tmp_path: Path) -> None:
+    place = full_tests(tmp_path / "tree")
+    shutil.rmtree(place / ".git")
+    assert run_full_tests(place) == (2, "")

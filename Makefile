@@ -7,6 +7,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many test processes run in parallel. Tests spend a third of their time waiting.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 3 : 8)))
 
+# With -j, two targets that install packages would run at once.
+.NOTPARALLEL:
 .PHONY: docs help setup system test-system engine clis trainers rollouts test test-fast test-full lint format clean
 
 help:            ## this list

@@ -96,3 +96,55 @@ def test_full_tests_do_not_pass_where_git_cannot_say_what_they_test(tmp_path: Pa
     place = full_tests(tmp_path / "tree")
     shutil.rmtree(place / ".git")
     assert run_full_tests(place) == (2, "")
+
+
+def install_system(place: Path, *options: str, sudo: str = "", **environment: str) -> tuple[list[str], str]:
+    """What an ordinary user's run on a machine without packages did with sudo, and its errors."""
+    work_tree(place, "install-system", "apt.bash")
+    bin_ = place / "programs"  # and no other program of this machine, but what is in sbin
+    for name in ("bash", "dirname", "env", "sleep", "tail", "tee"):
+        stand_in(bin_ / name, "").unlink()
+        (bin_ / name).symlink_to(str(shutil.which(name)))
+    stand_in(bin_ / "id", "echo 1000")
+    stand_in(bin_ / "apt-get", "exit 1")
+    stand_in(bin_ / "apt-cache", "exit 0")
+    stand_in(bin_ / "sudo", f'[ "$*" = "-n true" ] || echo "$*" >>calls\n{sudo}')
+    script: list[str | Path] = [place / "scripts" / "install-system", *options]
+    done = run(script, place, **{"PATH": str(bin_), **environment})
+    assert done.returncode == 1
+    return (place / "calls").read_text().splitlines(), done.stderr
+
+
+def test_packages_are_installed_without_questions_and_through_the_proxy_of_the_user(tmp_path: Path) -> None:
+    calls, _ = install_system(tmp_path, https_proxy="http://proxy:3128")
+    (install,) = (call for call in calls if " install " in call)
+    assert install.startswith("-n env DEBIAN_FRONTEND=noninteractive https_proxy=http://proxy:3128 apt-get ")
+    assert "DPkg::Lock::Timeout=" in install
+
+
+def test_failed_update_of_the_package_lists_says_what_to_repair(tmp_path: Path) -> None:
+    sudo = '[[ "$*" != *apt-get* ]] || { echo "E: no route to the archive"; exit 100; }'
+    _, errors = install_system(tmp_path, sudo=sudo)
+    assert "E: no route to the archive" in errors
+    assert "install-system: 'apt-get update' failed" in errors
+    assert "Repair the network" in errors
+
+
+def test_update_waits_for_another_that_is_under_way(tmp_path: Path) -> None:
+    locked = 'echo "E: Could not get lock /var/lib/apt/lists/lock. It is held by process 7 (apt-get)"; exit 100'
+    sudo = f'''
+[[ "$*" != *install* || -e updated ]] || exit 100
+[[ "$*" != *update || -e waited ]] || {{ : >waited; {locked}; }}
+[[ "$*" != *update ]] || : >updated'''
+    calls, errors = install_system(tmp_path, sudo=sudo)
+    assert [call.split()[-1] for call in calls if call.endswith(" update")] == ["update", "update"]
+    assert "still cannot find" in errors
+
+
+def test_make_with_many_jobs_installs_packages_once_at_a_time(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    stand_in(tmp_path / "scripts" / "setup", "exit 0")
+    stand_in(tmp_path / "scripts" / "dockerd", "exit 0")
+    stand_in(tmp_path / "scripts" / "install-system", "mkdir at-work && sleep 0.3 && rmdir at-work")
+    done = run(["make", "-j4", "test-system", "engine"], tmp_path)
+    assert done.returncode == 0, done.stderr

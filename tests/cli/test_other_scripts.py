@@ -148,3 +148,10 @@ def test_make_with_many_jobs_installs_packages_once_at_a_time(tmp_path: Path) ->
     stand_in(tmp_path / "scripts" / "install-system", "mkdir at-work && sleep 0.3 && rmdir at-work")
     done = run(["make", "-j4", "test-system", "engine"], tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_prometheus_for_tests_does_not_start_a_server_on_this_machine(tmp_path: Path) -> None:
+    calls, _ = install_system(tmp_path, "--with-tests")
+    (mask,) = (number for number, call in enumerate(calls) if call.endswith("prometheus.service"))
+    assert calls[mask].endswith("ln -s /dev/null /etc/systemd/system/prometheus.service")
+    assert any(" install " in call and " prometheus" in call for call in calls[mask:])

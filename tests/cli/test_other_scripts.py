@@ -155,3 +155,13 @@ def test_prometheus_for_tests_does_not_start_a_server_on_this_machine(tmp_path: 
     (mask,) = (number for number, call in enumerate(calls) if call.endswith("prometheus.service"))
     assert calls[mask].endswith("ln -s /dev/null /etc/systemd/system/prometheus.service")
     assert any(" install " in call and " prometheus" in call for call in calls[mask:])
+
+
+def test_rollouts_take_the_key_of_the_model_that_is_named_or_exported(tmp_path: Path) -> None:
+    place = work_tree(tmp_path, "rollouts")
+    stand_in(place / ".venv" / "bin" / "ng_prepare", "exit 0")
+    stand_in(place / ".venv" / "bin" / "ng_run", 'echo "$POLICY_API_KEY"')
+    model = {"MODEL_URL": "http://model/v1", "MODEL_NAME": "model"}
+    exported = {"POLICY_API_KEY": "exported"}
+    for keys, key in (({}, "none"), (exported, "exported"), ({"MODEL_API_KEY": "named", **exported}, "named")):
+        assert run([place / "scripts" / "rollouts"], place, **model, **keys).stdout == f"{key}\n"

@@ -132,10 +132,10 @@ def test_failed_update_of_the_package_lists_says_what_to_repair(tmp_path: Path) 
 
 def test_update_waits_for_another_that_is_under_way(tmp_path: Path) -> None:
     locked = 'echo "E: Could not get lock /var/lib/apt/lists/lock. It is held by process 7 (apt-get)"; exit 100'
-    sudo = f'''
+    sudo = f"""
 [[ "$*" != *install* || -e updated ]] || exit 100
 [[ "$*" != *update || -e waited ]] || {{ : >waited; {locked}; }}
-[[ "$*" != *update ]] || : >updated'''
+[[ "$*" != *update ]] || : >updated"""
     calls, errors = install_system(tmp_path, sudo=sudo)
     assert [call.split()[-1] for call in calls if call.endswith(" update")] == ["update", "update"]
     assert "still cannot find" in errors
@@ -165,3 +165,36 @@ def test_rollouts_take_the_key_of_the_model_that_is_named_or_exported(tmp_path: 
     exported = {"POLICY_API_KEY": "exported"}
     for keys, key in (({}, "none"), (exported, "exported"), ({"MODEL_API_KEY": "named", **exported}, "named")):
         assert run([place / "scripts" / "rollouts"], place, **model, **keys).stdout == f"{key}\n"
+
+
+def install_engines(place: Path, *engines: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    work_tree(place, "install-engines")
+    in_engine = """case "$*" in *download*) tar -czf "${@: -2:1}/llama_cpp_python-1.tar.gz" -C scripts . ;; esac"""
+    stand_in(place / "python-of-engine", in_engine)
+    making = """echo "$*" >>calls; mkdir -p "$3/bin"; cp python-of-engine "$3/bin/python\""""
+    stand_in(place / ".venv" / "bin" / "python", making)
+    return run([place / "scripts" / "install-engines", *engines], place, PIP_NO_INDEX="1", **environment)
+
+
+def test_engines_say_that_there_is_no_compiler_before_they_install_anything(tmp_path: Path) -> None:
+    done = install_engines(tmp_path, CXX="no-such-compiler")
+    assert done.returncode == 1
+    assert "install-engines: llama-cpp needs a C++ compiler; on Debian or Ubuntu: apt-get install g++" in done.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+def test_build_of_an_engine_that_fails_leaves_nothing_in_the_temporary_directory(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    stand_in(tmp_path / "bin" / "cmake", "exit 1")
+    done = install_engines(tmp_path, "llama-cpp", CXX="bash", TMPDIR=str(temporary))
+    assert "cmake failed" in done.stderr
+    assert not [*temporary.iterdir()]
+    assert "-m venv" in (tmp_path / "calls").read_text(), "the environment's Python makes engines"
+
+
+def test_opensandbox_server_is_installed_with_the_python_of_the_environment(tmp_path: Path) -> None:
+    work_tree(tmp_path, "install-opensandbox-server")
+    stand_in(tmp_path / ".venv" / "bin" / "python", "echo $* >>calls; exit 1")
+    run([tmp_path / "scripts" / "install-opensandbox-server"], tmp_path, PIP_NO_INDEX="1")
+    assert (tmp_path / "calls").read_text().startswith("-m venv ")

@@ -108,7 +108,7 @@ FLAGS: Final = (
     Flag(("--agent", "-a"), "agent", "the agent"),
     Flag(("--environment",), "environment", "the environment"),
     Flag(("--resources-server",), "environment", "the same, NeMo Gym's word"),
-    Flag(("--benchmark",), "benchmark", "benchmarks/NAME/config.yaml of NeMo Gym"),
+    Flag(("--benchmark",), "benchmark", "benchmarks/NAME/config.yaml of NeMo Gym, and its rows"),
     Flag(("--sandbox",), "sandbox", "where boxes are made"),
     Flag(("--config", "-c"), "config_paths", "a configuration file; may be repeated"),
     Flag(("--model-type",), "model", "the model server's kind: gateway, openai, vllm, …"),

@@ -41,7 +41,7 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
-    """``ng eval run``: like `run_command`, but always run rollouts if there are rows."""
+    """``ng eval run``: like `run_command`, but refuse to start servers without rows for them."""
     arguments = command.parser("ng eval run", "Start servers, run rows, write results.").parse_args(argv)
     return with_stack(lambda: compose_stack(arguments.settings, wants_run=True))
 
@@ -134,7 +134,12 @@ def compose_stack(
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
     only_serves = not composition.has_run and "input" not in composition.values
     others = ("serve", "join", "hosts", "dry_run")
-    if wants_run is None and part is None and only_serves and not any(map(composition.values.get, others)):
+    if wants_run is not False and part is None and only_serves and not any(map(composition.values.get, others)):
+        if wants_run:
+            raise ConfigError(
+                "there are no rows to run; name them with --input (input=), or keep servers with `ng env start`",
+                key="input",
+            )
         say("serving; no rows will be run: add input=…")
     if on_ray is None or composition.values.get("dry_run"):
         return composition, topology, _work_of(composition)

@@ -1,13 +1,16 @@
-"""Defaults of a run: the environment's own rows as input, and an output folder named after the time."""
+"""Defaults of a run: the rows of a benchmark or of the environment, and an output folder named after the time."""
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym.config.datasets import DataSet
-from nemo_gym.config.roots import find_plugin
+from nemo_gym.config.keys import AGENT_TYPE
+from nemo_gym.config.roots import find_file, find_plugin
 from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,12 +21,12 @@ OWN_ROWS = Path("data", "example.jsonl")
 
 
 def complete_run(composition: Composition, *, wanted: bool) -> None:
-    """Set what the settings of a run leave out: as ``input`` the rows of ``dataset`` or the environment's own; as
-    ``output`` a file in a directory named after the time. Without ``wanted``, do so only if one of ``input``,
-    ``output`` and ``dataset`` is given; with it, also if the environment ships rows.
+    """Set what the settings of a run leave out: as ``input`` the rows of ``dataset``, those of a benchmark of NeMo
+    Gym's or the environment's own; as ``output`` a file in a directory named after the time. Without ``wanted``, do so
+    only if one of ``input``, ``output`` and ``dataset`` is given; with it, also if the environment ships rows.
 
     Raises:
-        ConfigError: ``dataset`` is not prepared, or stands beside ``input``.
+        ConfigError: ``dataset`` is not prepared, or stands beside ``input``; or a benchmark's rows cannot be used.
     """
     values = composition.values
     given = composition.run_values()
@@ -36,10 +39,56 @@ def complete_run(composition: Composition, *, wanted: bool) -> None:
         values["input"] = str(DataSet.parse(str(dataset), split, plugin).prepared())
     elif not has_input and (wanted or has_output) and "input" not in values:
         own_rows = plugin / OWN_ROWS if plugin is not None else None
-        if own_rows is not None and own_rows.is_file():
+        if (benchmark := _benchmark_file(composition)) is not None:
+            # Never the environment's examples: their score would pass for the benchmark's.
+            values |= {**_benchmark_run(composition, benchmark), **given}
+        elif own_rows is not None and own_rows.is_file():
             values["input"] = str(own_rows)
     if (values.get("input") is not None or has_input) and not has_output:
         values["output"] = str(default_output())
+
+
+def _benchmark_file(composition: Composition) -> Path | None:
+    """The configuration of a benchmark of NeMo Gym's (``benchmarks/<name>/config.yaml``) in this composition."""
+    folders = [root / "benchmarks" for root in composition.roots]
+    files = (file for file in composition.files if file.name == "config.yaml")
+    return next((file for file in files if any(map(file.is_relative_to, folders))), None)
+
+
+def _benchmark_run(composition: Composition, file: Path) -> dict[str, Any]:
+    """Return the run keys of a benchmark: its agent has one data set of the type ``benchmark``."""
+    chosen = composition.chosen.get("agent")
+    found: list[tuple[str, Mapping[str, Any]]] = [
+        (agent.instance, dataset)
+        for agent in composition.servers.values()
+        if agent.server_type == AGENT_TYPE and chosen in (None, agent.instance)
+        for dataset in agent.values.get("datasets") or ()
+        if isinstance(dataset, Mapping) and dataset.get("type") == "benchmark"
+    ]
+    if len(found) != 1:
+        raise ConfigError(
+            f"the agents of {file} have {len(found)} data sets of the type benchmark, and one is run at a time; name"
+            " the rows with --input (input=)",
+            key="input",
+        )
+    ((agent_name, dataset),) = found
+    named, repeats = str(dataset.get("jsonl_fpath")), dataset.get("num_repeats", 1)
+    rows = find_file(named, composition.roots)
+    if rows is None:
+        script = dataset.get("prepare_script")
+        makes = f" ({script} makes it)" if script else ""
+        raise ConfigError(
+            f"the benchmark's file {named} is not there{makes}; make it, or name rows with --input (input=)",
+            key="input",
+        )
+    if (template := dataset.get("prompt_config")) is not None:
+        render = shlex.join(["ng", "dataset", "render", "--prompt-config", str(template), "-i", str(rows)])
+        raise ConfigError(
+            f"the benchmark's 'prompt_config' is not supported: write the prompts into its rows first: {render} -o"
+            f" worded.jsonl; then add --input worded.jsonl --num-repeats {repeats}",
+            key="prompt_config",
+        )
+    return {"input": str(rows), "num_repeats": repeats, "agent_name": agent_name}
 
 
 def check_dataset_words(dataset: object, split: object, *, has_input: bool) -> None:

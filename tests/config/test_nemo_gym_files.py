@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.cli.gym import translated
+from nemo_gym.cli.run import compose_stack
 from nemo_gym.config.check import check_everything, notices
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.config.run_defaults import complete_run
 from nemo_gym.contract.errors import ConfigError
 
 APP = """
@@ -127,3 +130,66 @@ def test_rows_of_a_plugin_are_found_by_their_path_below_its_root(root: Path) -> 
     assert config.input == rows
     elsewhere = RolloutRunConfig.parse({"input": "nowhere.jsonl", "output": "out.jsonl"})
     assert elsewhere.input == Path("nowhere.jsonl")
+
+
+def benchmark(root: Path, *datasets: str, type: str = "benchmark") -> list[str]:
+    """Write NeMo Gym's ``benchmarks/quiz``, whose agent has these data sets, and return the words that choose it."""
+    keys = [f"{{name: quiz, type: {type}, jsonl_fpath: benchmarks/quiz/data/rows.jsonl{more}}}" for more in datasets]
+    example = "{name: example, type: example, jsonl_fpath: resources_servers/quiz/data/example.jsonl}"
+    (root / "benchmarks" / "quiz" / "data").mkdir(parents=True)
+    (root / "benchmarks" / "quiz" / "data" / "rows.jsonl").write_text("{}\n")
+    (root / "resources_servers" / "quiz" / "data").mkdir()
+    (root / "resources_servers" / "quiz" / "data" / "example.jsonl").write_text("{}\n")
+    file = root / "benchmarks" / "quiz" / "config.yaml"
+    file.write_text(f"{ENVIRONMENT}{SOLVER}      datasets: [{', '.join([example, *keys])}]\n")
+    return translated("eval run", ["--benchmark", "quiz"])[1]
+
+
+def test_a_benchmark_runs_its_own_rows_as_often_as_it_says(root: Path) -> None:
+    words = benchmark(root, ", num_repeats: 4")
+    composition = compose(words)
+    complete_run(composition, wanted=True)
+    assert composition.values["input"] == str(root / "benchmarks" / "quiz" / "data" / "rows.jsonl")
+    assert (composition.values["num_repeats"], composition.values["agent_name"]) == (4, "solver")
+    composition = compose([*words, "num_repeats=1"])
+    complete_run(composition, wanted=True)
+    assert composition.values["num_repeats"] == 1
+    composition = compose([*words, "input=mine.jsonl"])
+    complete_run(composition, wanted=True)
+    assert composition.values["input"] == "mine.jsonl" and "num_repeats" not in composition.values
+    composition = compose(words)
+    complete_run(composition, wanted=False)  # the servers alone
+    assert not composition.has_run
+
+
+@pytest.mark.parametrize(
+    ("datasets", "type", "told"),
+    [
+        ((), "benchmark", "0 data sets of the type benchmark.*; name the rows with --input"),
+        (("", ""), "benchmark", "2 data sets of the type benchmark.*; name the rows with --input"),
+        (("",), "train", "0 data sets of the type benchmark.*; name the rows with --input"),
+        ((", prompt_config: p.yaml, num_repeats: 4",), "benchmark",
+         "ng dataset render --prompt-config p.yaml -i .*rows.jsonl -o .*--input .*--num-repeats 4"),
+    ],
+)  # fmt: skip
+def test_a_benchmark_never_runs_the_examples_of_its_environment(
+    root: Path, datasets: tuple[str, ...], type: str, told: str
+) -> None:
+    composition = compose(benchmark(root, *datasets, type=type))
+    with pytest.raises(ConfigError, match=told):
+        complete_run(composition, wanted=True)
+
+
+def test_a_benchmark_whose_rows_are_not_made_yet_is_refused(root: Path) -> None:
+    words = benchmark(root, ", prepare_script: benchmarks/quiz/prepare.py")
+    (root / "benchmarks" / "quiz" / "data" / "rows.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"rows\.jsonl is not there.*benchmarks/quiz/prepare\.py makes it.*--input"):
+        complete_run(compose(words), wanted=True)
+
+
+def test_an_evaluation_without_rows_is_refused_and_serves_nothing(root: Path) -> None:
+    file = root / "mine.yaml"
+    file.write_text(ENVIRONMENT + SOLVER)
+    with pytest.raises(ConfigError, match="no rows to run; name them with --input"):
+        compose_stack([f"+config_paths=[{file}]"], wants_run=True)
+    compose_stack([f"+config_paths=[{file}]"])

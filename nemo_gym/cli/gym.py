@@ -129,6 +129,8 @@ FLAGS: Final = (
     Flag(("--disable-aggregation",), "disable_aggregation", "no metrics file", "true"),
     Flag(("--dry-run",), "dry_run", "check and start nothing", "true"),
 )
+_COMPOSING: Final = ("run:", "reverify:", "serve_rollouts:")
+"""How `Command.runs` begins for commands that compose servers, beside those of the group ``env``."""
 NO_SERVE = "--no-serve"
 SEARCH_DIR = "--search-dir"
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -213,7 +215,15 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
             raise ConfigError(f"'{name}' knows no flag {flag}{nearest(flag, _BY_NAME)}", key=flag)
         else:
             settings.append(word)
-    return runs, _composed(settings, files, serving=runs.startswith("run:") or name.startswith("env "))
+    if runs.startswith(_COMPOSING) or name.startswith("env "):
+        # Grading again takes the model of the run's own configuration, if it needs one.
+        return runs, _composed(settings, files, needs_policy=name != "eval reverify")
+    if files:
+        called = f"{name} {NO_SERVE}" if name == "eval run" else name
+        raise ConfigError(
+            f"'{called}' composes no servers, so --config would do nothing; leave it out", key="config_paths"
+        )
+    return runs, [f"agent_name={word[6:]}" if word.startswith("agent=") else word for word in settings]
 
 
 def _setting(key: str, text: str, value: object = None) -> str:
@@ -242,10 +252,8 @@ def add_root(folder: str) -> None:
     os.environ[EXTRA_ROOTS_VARIABLE] = os.pathsep.join(part for part in (folder, existing) if part)
 
 
-def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[str]:
-    """Return the settings; for a command that composes, replace names of NeMo Gym's plugins with their files."""
-    if not serving:
-        return [f"agent_name={word[6:]}" if word.startswith("agent=") else word for word in settings]
+def _composed(settings: list[str], files: list[str], *, needs_policy: bool) -> list[str]:
+    """Return the settings of a command that composes, with files in place of the names of NeMo Gym's plugins."""
     from nemo_gym.config.roots import find_file, plugin_roots
 
     roots = plugin_roots()
@@ -271,7 +279,8 @@ def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[s
         result.append(_setting("+config_paths", f"[{','.join(files)}]", files))
     is_policy_named = any(word.startswith(("policy_base_url=", "policy_model_name=")) for word in result)
     has_model = has_own_files or any(word.startswith("model=") for word in result)
-    if is_policy_named and not has_model and not any("responses_api_models/" in file for file in files):
+    has_model = has_model or any("responses_api_models/" in file for file in files)
+    if needs_policy and is_policy_named and not has_model:
         result.append("model=gateway")
     return result
 

@@ -72,6 +72,26 @@ def test_no_serve_collects_with_servers_that_run() -> None:
     assert settings == ["agent_name=solver", "input=a.jsonl", "output=b.jsonl"]
 
 
+@pytest.mark.parametrize("words", ["eval run --no-serve", "eval prepare swe_bench", "eval export input=a.jsonl"])
+def test_a_configuration_file_that_a_command_would_not_read_is_refused(words: str) -> None:
+    name, rest = gym._named(words.split())
+    with pytest.raises(ConfigError, match="composes no servers, so --config would do nothing"):
+        gym.translated(name, [*rest, "--config", "new.yaml"])
+
+
+def test_grading_again_composes_what_its_flags_say() -> None:
+    words = ["out.jsonl", "--config", "new.yaml", "--agent", "solver", "--model-url", "http://h/v1"]
+    _, settings = gym.translated("eval reverify", words)
+    assert settings == ["out.jsonl", "agent=solver", "policy_base_url=http://h/v1", "+config_paths=[new.yaml]"]
+    _, settings = gym.translated("eval reverify", ["out.jsonl", "--model-url", "http://h/v1", "--timeout=3"])
+    assert settings == ["out.jsonl", "policy_base_url=http://h/v1", "--timeout=3"]  # of the run's own configuration
+
+
+def test_a_service_composes_what_its_flags_say() -> None:
+    _, settings = gym.translated("serve", ["--agent", "solver", "-c", "new.yaml", "serve.port=0"])
+    assert settings == ["agent=solver", "serve.port=0", "+config_paths=[new.yaml]"]
+
+
 def test_names_of_nemo_gyms_plugins_become_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("resources_servers/quiz/configs/quiz.yaml", "responses_api_models/odd/configs/odd.yaml"):
         (tmp_path / path).parent.mkdir(parents=True)

@@ -6,17 +6,21 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym._util.files import write_whole
 from nemo_gym.cli import command
 from nemo_gym.cli.report import require_another_file
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import AGENT_REF_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+from nemo_gym.contract.verdict import AGENT_REF_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY, without
+
+if TYPE_CHECKING:
+    from nemo_gym.rollouts.reverify import Inputs
 
 
 def profile(argv: Sequence[str]) -> int:
-    """Write ``<stem>_reward_profiling.jsonl`` (a line for each task) and ``<stem>_agent_metrics.json``."""
+    """Write NeMo Gym's two files: ``<stem>_reward_profiling.jsonl``, with a line for each task and its row as
+    ``sample`` (if the materialized inputs are there), and ``<stem>_agent_metrics.json``, with an object per agent."""
     parser = command.parser("ng eval profile", "Metrics of each task and of each agent of a result file.")
     parser.add_argument("--inputs", help="the run's materialized inputs (default: those beside the result file)")
     parser.add_argument("--rollouts", "-i", help="the result file")
@@ -29,14 +33,19 @@ def profile(argv: Sequence[str]) -> int:
         raise ConfigError("say which results: ng eval profile --rollouts results/rollouts.jsonl", key="rollouts")
     path = Path(source).expanduser()
     inputs = arguments.inputs or given.get("materialized_inputs_jsonl_fpath")
-    reports = _reports([path], Path(inputs).expanduser() if inputs else None)
+    given_rows = Path(inputs).expanduser() if inputs else None
+    reports = _reports([path], given_rows)
+    dataset = _inputs_of(path, given_rows)
     tasks = path.with_name(f"{path.stem}_reward_profiling.jsonl")
     agents = path.with_name(f"{path.stem}_agent_metrics.json")
     lines = [
-        {"agent_ref": report["agent_ref"], **group} for report in reports for group in report["group_level_metrics"]
+        {"agent_ref": report["agent_ref"], **group, **_sample(dataset, group[TASK_INDEX_KEY])}
+        for report in reports
+        for group in report["group_level_metrics"]
     ]
     _write(tasks, "".join(json.dumps(line) + "\n" for line in lines))
-    agent_metrics = [{key: report[key] for key in ("agent_ref", "agent_metrics", "key_metrics")} for report in reports]
+    # The key metrics are some of these.
+    agent_metrics = [{**report["agent_metrics"], "agent_ref": report["agent_ref"]} for report in reports]
     _write(agents, json.dumps(agent_metrics, indent=2))
     _print(reports)
     print(f"tasks: {tasks}\nagents: {agents}")
@@ -84,6 +93,21 @@ def render(argv: Sequence[str]) -> int:
     return command.EXIT_OK
 
 
+def _inputs_of(path: Path, given: Path | None) -> Inputs | None:
+    """The rows of the run of a result file: those that are given, else those beside it."""
+    from nemo_gym.rollouts.results import RunFiles
+    from nemo_gym.rollouts.reverify import Inputs
+
+    beside = RunFiles(path).materialized_inputs
+    rows = given or (beside if beside.is_file() else None)
+    return None if rows is None else Inputs(rows)
+
+
+def _sample(dataset: Inputs | None, task: int) -> dict[str, Any]:
+    row = dataset.row(task, 0) if dataset is not None else None
+    return {} if row is None else {"sample": without(row, (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY))}
+
+
 def _reports(paths: Sequence[Path], inputs: Path | None = None) -> list[dict[str, Any]]:
     """Return the metrics of each agent as its run computes them, but for those that only its environment knows."""
     import orjson
@@ -92,16 +116,13 @@ def _reports(paths: Sequence[Path], inputs: Path | None = None) -> list[dict[str
     from nemo_gym.rollouts.report import for_aggregation, with_counts
     from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
     from nemo_gym.rollouts.results import RunFiles
-    from nemo_gym.rollouts.reverify import Inputs
     from nemo_gym.view.lines import with_known_types
 
     summaries, tally = [], Tally()
     results: dict[str, list[dict[str, Any]]] = defaultdict(list)
     failures_files = {RunFiles(path).failures.resolve() for path in paths}
     for path in (each for each in paths if each.resolve() not in failures_files):
-        beside = RunFiles(path).materialized_inputs
-        given = inputs or (beside if beside.is_file() else None)
-        dataset = None if given is None else Inputs(given)
+        dataset = _inputs_of(path, inputs)
         rows, failures = _rows(path)
         for row in (*rows, *failures):
             known = with_known_types(row)

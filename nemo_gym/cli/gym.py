@@ -78,7 +78,7 @@ COMMANDS: Final = {
 
 OLD_NAMES: Final = {
     "ng_test": "env test",
-    "ng_test_all": "env test",
+    "ng_test_all": "env test --all",
     "ng_dump_config": "env resolve",
     "ng_init_resources_server": "env init",
     "ng_materialize_prompts": "dataset render",

@@ -133,7 +133,32 @@ def test_every_old_name_is_installed_and_leads_somewhere() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     for name in ("ng", "gym", *gym.OLD_NAMES):
         assert scripts[name] == "nemo_gym.cli.gym:main"
-    assert {name for name in gym.OLD_NAMES.values() if name and name[0] != "-"} <= set(gym.COMMANDS)
+    assert {gym._named(name.split())[0] for name in gym.OLD_NAMES.values() if name and name[0] != "-"}
+
+
+def test_all_plugins_with_tests_are_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, body in (
+        (first / "resources_servers" / "good", "pass"),
+        (second / "resources_servers" / "good", "assert False, 'hidden by the first root'"),
+        (second / "responses_api_agents" / "bad", "assert False"),
+        (second / "responses_api_agents" / "odd", None),
+    ):
+        (folder / "tests").mkdir(parents=True)
+        (folder / "app.py").touch()
+        if body is not None:
+            (folder / "tests" / "test_app.py").write_text(f"def test_it() -> None:\n    {body}\n")
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", f"{first}:{second}")
+    monkeypatch.setattr("sys.argv", ["ng_test_all"])
+    assert gym.dispatch(["-q"]) == 1
+    said = capfd.readouterr().out
+    assert f"plugins tested: 2; failed: {second / 'responses_api_agents' / 'bad'}" in said
+    (second / "responses_api_agents" / "bad" / "tests" / "test_app.py").unlink()
+    assert gym.dispatch(["-q"]) == 0
+    with pytest.raises(ConfigError, match="--all tests every plugin; leave out 'good'"):
+        gym.dispatch(["good"])
 
 
 LINES = {"qa": 15, "mcp": 30, "box": 30, "step": 45, "judge": 40}

@@ -74,6 +74,8 @@ class Servers:
     """The environment may write a prompt for a row that has none."""
     own_run: bool = False
     """The agent overrides NeMo Gym's ``run()``: it seeds and verifies by itself, in one call."""
+    own_metrics: bool = False
+    """The agent computes metrics beside those of its environment."""
     box_needs: Mapping[str, Any] | None = None
     """What the agent needs in its sandbox, if the environment creates the sandboxes."""
     skipped_reward: float | None = None

@@ -188,7 +188,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
         """Metrics over all results: the environment's, unless this agent overrides how they are computed."""
         environment = self._server_name("resources_server")
-        if environment is None or self.overrides("compute_metrics") or self.overrides("get_key_metrics"):
+        if environment is None or self.has_own_metrics():
             return await asyncio.to_thread(
                 compute_aggregate_metrics,
                 body.verify_responses,
@@ -204,9 +204,16 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         """Whether a subclass implements ``hook`` itself."""
         return getattr(cls, hook) is not getattr(SimpleResponsesAPIAgent, hook)
 
+    @classmethod
+    def has_own_metrics(cls) -> bool:
+        """Whether a subclass computes metrics itself. An overridden ``aggregate_metrics`` does not count: NeMo Gym's
+        agents override it to pass the rows on to their environment, which a run asks anyway."""
+        return any(map(cls.overrides, ("compute_metrics", "compute_repeat_metrics", "get_key_metrics")))
+
     def facts(self) -> dict[str, Any]:
         return {
             "overrides_run": self.overrides("run"),
+            "overrides_metrics": self.has_own_metrics(),
             "row_access": self.config.row_access,
             "needs_prompt": self.needs_prompt,
             "enforce_row_sampling": self.enforce_row_sampling,

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from nemo_gym._util.terminal import shown
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind
+from nemo_gym.contract.verdict import RESPONSE_KEY, TASK_INDEX_KEY, FailureKind, public_row, public_verdict
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, compute_aggregate_metrics, pass_rates
 from nemo_gym.rollout import Servers
@@ -58,26 +58,46 @@ def _usage(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 async def aggregate(
     peers: Peers, servers: Servers, rows: list[dict[str, Any]], tally: AgentTally, summaries: Sequence[RolloutSummary]
 ) -> dict[str, Any]:
-    """Return one entry of the aggregate file. If the environment cannot answer, it holds the error, and the metrics
-    without the environment's own."""
+    """Return one entry of the aggregate file. If a server cannot answer, it holds the error, and the metrics without
+    the server's own."""
     answered: dict[str, Any] = {}
     problem: dict[str, str] = {}
-    server = servers.environment or servers.agent
     if rows:
-        reminder = asyncio.get_running_loop().call_later(
-            SLOW_METRICS_S, lambda: log.warning("waiting for the environment's metrics", server=server)
-        )
-        try:
-            reply = await peers.post(server, "/aggregate_metrics", {"verify_responses": rows})
-            answered = dict(reply.json())
-        except (PeerError, ValueError, TypeError) as error:
-            problem["error"] = str(error) if isinstance(error, PeerError) else f"{server}/aggregate_metrics: {error}"
-            log.warning("the environment's own metrics are missing", **problem)
+        answered, problem = await _asked(peers, servers.environment or servers.agent, rows)
+        if problem:
             answered = await asyncio.to_thread(_standard_metrics, rows)
-        finally:
-            reminder.cancel()
+        if servers.own_metrics and servers.environment is not None:
+            seen = rows if servers.row_access == "full" else [_for_agent(row) for row in rows]
+            own, more = await _asked(peers, servers.agent, seen)
+            for kind in ("agent_metrics", "key_metrics"):
+                answered[kind] = {**(answered.get(kind) or {}), **(own.get(kind) or {})}
+            problem = {**more, **problem}
     ref = {"type": "responses_api_agents", "name": servers.agent}
     return {"agent_ref": ref, **with_counts(answered, tally, summaries), **problem}
+
+
+async def _asked(
+    peers: Peers, server: str, rows: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a server's metrics over ``rows``, and its error if there is one."""
+    reminder = asyncio.get_running_loop().call_later(
+        SLOW_METRICS_S, lambda: log.warning("waiting for a server's metrics", server=server)
+    )
+    try:
+        reply = await peers.post(server, "/aggregate_metrics", {"verify_responses": rows})
+        return dict(reply.json()), {}
+    except (PeerError, ValueError, TypeError) as error:
+        problem = str(error) if isinstance(error, PeerError) else f"{server}/aggregate_metrics: {error}"
+        log.warning("a server's own metrics are missing", error=problem)
+        return {}, {"error": problem}
+    finally:
+        reminder.cancel()
+
+
+def _for_agent(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an agent may see of a result row; other fields may quote the expected answer."""
+    usage = {RESPONSE_KEY: row[RESPONSE_KEY]} if RESPONSE_KEY in row else {}
+    return {**public_row(row), **public_verdict(row), **usage}
 
 
 def _standard_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -99,6 +99,7 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
     servers = servers_of(client.global_config_dict, agent)
     agent_facts = await _facts(peers, "agent", agent)
     own_run = bool(agent_facts.get("overrides_run"))
+    servers = replace(servers, own_metrics=bool(agent_facts.get("overrides_metrics")))
     if servers.environment is None and not own_run:
         raise ConfigError(
             f"agent '{agent}' has no 'resources_server', so its work cannot be graded; set one", key=agent

@@ -183,7 +183,7 @@ def mcp_client(url: str) -> Any:
 def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``), ``kills``
     (by task: attempts that end this process),
-    ``delay_s``, ``overrides_run``, ``enforce_row_sampling``, ``status``,
+    ``delay_s``, ``overrides_run``, ``enforce_row_sampling``, ``status``, ``metrics`` (of its own, or a status),
     ``says`` (members of the act's answer, instead of the right ones),
     ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act),
     ``asks`` (what it asks in turn: a route of the model, or a tool by its name), ``mcp`` (URL of the tools' server),
@@ -207,6 +207,7 @@ def agent(options: dict[str, Any]) -> FastAPI:
     async def ready() -> Response:
         overrides_run, limits = bool(options.get("overrides_run")), options.get("limits", [])
         facts = {"enforce_row_sampling": True} if options.get("enforce_row_sampling") else {}
+        facts["overrides_metrics"] = "metrics" in options
         return answer({"status": "ready", "overrides_run": overrides_run, "limits": limits, **facts})
 
     async def cancelled(request: Request, rollout: dict[str, Any]) -> Response:
@@ -251,6 +252,13 @@ def agent(options: dict[str, Any]) -> FastAPI:
         if options.get("compressed"):
             return Response(gzip.compress(bytes(whole.body)), headers={"Content-Encoding": "gzip"})
         return whole
+
+    @app.post("/aggregate_metrics")
+    async def aggregate(request: Request) -> Response:
+        if isinstance(metrics := options["metrics"], int):
+            return answer({"detail": "compute_metrics raised KeyError"}, metrics)
+        rows = orjson.loads(await request.body())["verify_responses"]
+        return answer({"agent_metrics": {**metrics, "keys": sorted({key for row in rows for key in row})}})
 
     @app.get("/box_needs")
     async def box_needs() -> Response:

@@ -197,10 +197,35 @@ async def test_metrics_of_an_environment_that_fails_are_those_of_every_environme
     assert [group["mean/reward"] for group in entry["group_level_metrics"]] == [1, 0]
     told = [line for line in logged if "metrics" in line["event"]]
     assert [line["event"] for line in told] == [
-        "waiting for the environment's metrics",
-        "the environment's own metrics are missing",
+        "waiting for a server's metrics",
+        "a server's own metrics are missing",
     ]
     assert told[1]["error"] == entry["error"]
+
+
+@pytest.mark.parametrize("row_access", ["public", "full"])
+async def test_metrics_of_an_agent_are_added_and_it_sees_no_more_of_a_row_than_before(
+    make_chain: MakeChain, row_access: str
+) -> None:
+    chain = make_chain(agent={"metrics": {"steps": 7}, "config": {"row_access": row_access}})
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys())
+    (entry,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
+    assert "error" not in entry
+    assert (entry["agent_metrics"]["steps"], entry["agent_metrics"]["mean/reward"]) == (7, 0.5)
+    assert entry["key_metrics"]["mean/reward"] == 0.5  # the environment's own stay
+    seen = set(entry["agent_metrics"]["keys"])
+    assert {"_ng_task_index", "_ng_rollout_index", "reward", "valid"} <= seen
+    assert ("expected_answer" in seen) is (row_access == "full")
+
+
+async def test_metrics_of_an_agent_that_fails_leave_those_of_its_environment(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"metrics": 500})
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys())
+    (entry,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
+    assert entry["error"] == "trivial/aggregate_metrics: compute_metrics raised KeyError"
+    assert entry["agent_metrics"]["mean/reward"] == 0.5
 
 
 @pytest.mark.parametrize("outcome", ['completed"},"expected_answer":"B","z":{"a":"b', "solved", ["completed"], None])

@@ -26,7 +26,7 @@ from tests.servers.stack import Stack, rollout
 P, A, E, M, O = Role.PIPELINE, Role.AGENT, Role.ENVIRONMENT, Role.MODEL, Role.OPERATOR  # noqa: E741
 PUBLIC_FACTS = {
     *("status", "model", "overrides_run", "row_access", "topologies"),
-    *("limits", "needs_prompt", "enforce_row_sampling", "words_prompts"),
+    *("limits", "needs_prompt", "enforce_row_sampling", "words_prompts", "overrides_metrics"),
 }
 SCRIPT = "responses_api_models/scripted_model/data/example_script.yaml"
 
@@ -120,6 +120,17 @@ async def test_ready_of_an_agent_says_whether_it_overrides_run(matrix: Stack) ->
         async with aiohttp.ClientSession() as session, session.get(f"{matrix.url(name)}/ready") as reply:
             said[name] = (await reply.json())["overrides_run"]
     assert said == {"agent": False, "legacy": True}
+
+
+@pytest.mark.parametrize("hook", ["compute_metrics", "compute_repeat_metrics", "get_key_metrics"])
+def test_an_agent_says_whether_it_has_metrics_of_its_own(matrix: Stack, hook: str) -> None:
+    class Counts(LegacyAgent):
+        pass
+
+    assert not Counts.has_own_metrics()
+    setattr(Counts, hook, lambda self, found: {})
+    assert Counts.has_own_metrics()
+    assert matrix.servers["legacy"].facts()["overrides_metrics"] is False
 
 
 async def test_verify_needs_the_control_token_of_its_attempt(matrix: Stack) -> None:

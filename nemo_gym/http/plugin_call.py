@@ -148,19 +148,22 @@ def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
 
 
 def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
-    """Convert a hook's result to plain data, without the keys in ``exclude``. A `Response` with the status of an
-    error is no result: it is raised as the `HTTPException` of that status."""
+    """Convert a hook's result to plain data, without the keys in ``exclude``. Fields of a model have their aliases, as
+    in FastAPI's replies. A `Response` with the status of an error is no result: it is raised as the `HTTPException` of
+    that status."""
     if isinstance(result, BaseModel):
         try:
-            fields = result.model_dump(mode="json", exclude=exclude)
+            fields = result.model_dump(mode="json", by_alias=True, exclude=exclude)
         except ValueError:  # pydantic refuses objects of other types, and bytes that are no UTF-8
-            fields = orjson.loads(encode_as_text(result.model_dump(exclude=exclude)))
+            fields = orjson.loads(encode_as_text(result.model_dump(by_alias=True, exclude=exclude)))
         # JSON has no word for these, and null would say that the hook returned nothing.
-        return fields | {
-            name: value
-            for name, value in result
-            if isinstance(value, float) and not math.isfinite(value) and name in fields and fields[name] is None
-        }
+        for name, value in result:
+            if isinstance(value, float) and not math.isfinite(value):
+                field = type(result).model_fields.get(name)
+                key = (field and field.serialization_alias) or name
+                if fields.get(key, 0) is None:
+                    fields[key] = value
+        return fields
     if isinstance(result, Response):
         if result.status_code >= 400:
             raise _error_in(result)

@@ -19,6 +19,7 @@ from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import Limits, SessionDescriptor
 from nemo_gym.contract.verdict import Verdict
 from nemo_gym.environment.routes import VERDICTS
+from nemo_gym.http.plugin_call import plain
 from nemo_gym.testing.environments import make_environment
 from tests.servers.plugins import (
     CounterEnvironment,
@@ -41,6 +42,11 @@ class AliasedRequest(FrankRequest):
 
 class ChoosingRequest(FrankRequest):
     holds: bool = Field(validation_alias=AliasChoices("is_valid", "valid"))
+
+
+class AliasedReply(FrankReply):
+    failed_by: str | None = Field(None, alias="_ng_failure_class")
+    share: float = Field(0.5, serialization_alias="portion")
 
 
 ROW = {"responses_create_params": {"input": "say it"}, "phrase": "swordfish"}
@@ -287,6 +293,20 @@ async def test_error_status_that_verify_sets_on_its_response_is_no_reward(stack:
     stack.add("frank", Setting, Role.ENVIRONMENT)
     verdict = await frank_verdict(stack, dict)
     assert verdict == (False, None, "verifier_failed", "verify answered status 503: the judge is down")
+
+
+@pytest.mark.parametrize("extra", [{}, {"note": object()}], ids=["plain", "not JSON"])
+async def test_reply_names_its_fields_by_their_aliases(frank: Stack, extra: dict[str, Any]) -> None:
+    told = await frank_verdict(
+        frank, lambda body: AliasedReply(**body, **extra, reward=0.0, _ng_failure_class="judge_failed")
+    )
+    assert told == (False, None, "verifier_failed", "reported as 'judge_failed'")
+
+
+@pytest.mark.parametrize("share", [0.25, math.inf])
+def test_number_of_a_reply_is_kept_under_its_alias_alone(share: float) -> None:
+    said = plain(AliasedReply.model_construct(reward=1.0, share=share))
+    assert said["portion"] == share and "share" not in said
 
 
 async def test_heartbeat_in_a_plugins_own_seed_reply_is_none_that_the_pipeline_has_to_send(frank: Stack) -> None:

@@ -320,11 +320,14 @@ class Verdict(BaseModel):
 
 def declares_failure(reply: Mapping[str, Any]) -> bool:
     """Whether a reply or a result row declares that it has no verdict, by this suite's fields or NeMo Gym's. A
-    ``valid`` that is no boolean declares no verdict either."""
-    valid = reply.get("valid")
+    ``valid`` that is no boolean declares no verdict either.
+
+    For NeMo Gym a ``failure_kind`` beside ``mask_sample: false`` is a remark about a sample that counts. A
+    `FailureKind` of this suite says that there is no reward."""
+    valid, failure_name = reply.get("valid"), reply.get("failure_kind")
     return (
         (valid is not None and valid is not True)
-        or bool(reply.get("failure_kind"))
+        or (bool(failure_name) and (reply.get("mask_sample") is not False or failure_name in [*FailureKind]))
         or bool(reply.get("mask_sample"))
         or bool(reply.get(NG_NO_PERSIST_KEY))
         or reply.get(NG_FAILURE_CLASS_KEY) is not None

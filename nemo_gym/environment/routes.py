@@ -101,9 +101,12 @@ def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:
 
 
 def reply_fields(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a NeMo Gym ``verify`` reply, without the request it repeats and with its verdict made explicit."""
+    """The fields of a NeMo Gym ``verify`` reply, without the request it repeats and with its verdict made explicit. A
+    remark in ``failure_kind`` stays beside a reward that counts."""
     fields = {key: value for key, value in reply.items() if key not in (PARAMS_KEY, RESPONSE_KEY)}
-    return {**fields, **verdict_of_reply(reply).as_fields()}
+    verdict = verdict_of_reply(reply)
+    remark = {"failure_kind": reply["failure_kind"]} if verdict.valid and reply.get("failure_kind") else {}
+    return {**fields, **verdict.as_fields(), **remark}
 
 
 def _as_json(fields: dict[str, Any]) -> dict[str, Any]:

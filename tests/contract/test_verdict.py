@@ -30,6 +30,8 @@ def test_reply_is_invalid_when_its_reward_is_no_finite_number(reward: Any) -> No
         {"_ng_no_persist": True},
         {"_ng_failure_class": "boom"},
         {"failure_kind": "boom"},
+        {"failure_kind": "boom", "mask_sample": None},
+        {"failure_kind": "boom", "mask_sample": False, "_ng_failure_class": "boom"},
     ],
 )
 def test_reply_is_invalid_when_it_declares_a_failure_beside_a_reward(declared: dict[str, Any]) -> None:
@@ -47,6 +49,18 @@ def test_reply_is_invalid_and_says_so_when_its_valid_is_no_boolean(valid: Any) -
 def test_reply_without_a_word_about_its_validity_keeps_its_reward_and_its_reason() -> None:
     verdict = decide_validity({"reward": 0.0, "valid": None, "failure_kind": None, "failure_reason": "judge down"})
     assert (verdict.valid, verdict.reward, verdict.failure_reason) == (True, 0.0, "judge down")
+
+
+@pytest.mark.parametrize("name", ["judge_unparseable", "sums:no_unit", "boom"])
+def test_failure_kind_beside_a_sample_that_is_not_masked_is_a_remark(name: str) -> None:
+    verdict = decide_validity({"reward": 0.5, "mask_sample": False, "failure_kind": name, "failure_reason": "no JSON"})
+    assert (verdict.valid, verdict.reward, verdict.failure_reason) == (True, 0.5, "no JSON")
+
+
+@pytest.mark.parametrize("kind", [FailureKind.SANDBOX_LOST, "sandbox_lost"])
+def test_failure_kind_of_this_suite_is_a_failure_whatever_the_mask_says(kind: str) -> None:
+    verdict = decide_validity({"reward": 0.0, "mask_sample": False, "failure_kind": kind})
+    assert (verdict.valid, verdict.failure_kind) == (False, FailureKind.SANDBOX_LOST)
 
 
 def test_failure_kind_of_an_environments_own_stays_in_the_reason() -> None:

@@ -303,6 +303,12 @@ async def test_reply_names_its_fields_by_their_aliases(frank: Stack, extra: dict
     assert told == (False, None, "verifier_failed", "reported as 'judge_failed'")
 
 
+async def test_remark_beside_a_reward_that_counts_stays(frank: Stack) -> None:
+    said = {"failure_kind": "judge_unparseable", "failure_reason": "no JSON"}
+    told = await frank_verdict(frank, lambda body: FrankReply(**body, **said, reward=0.5))
+    assert told == (True, 0.5, "judge_unparseable", "no JSON")
+
+
 @pytest.mark.parametrize("share", [0.25, math.inf])
 def test_number_of_a_reply_is_kept_under_its_alias_alone(share: float) -> None:
     said = plain(AliasedReply.model_construct(reward=1.0, share=share))

@@ -172,7 +172,10 @@ class RunStage(HttpStage):
             attempt.act = {"outcome": AgentOutcome.CRASHED.value, "outcome_detail": failed}
             reply = {"response": {}}
         reply = {**dataset_fields(orjson.loads(spec.row)), **without(reply, RUN_FIELDS)}
-        if servers.environment is not None:
+        if servers.skipped_reward is not None:
+            skipped = {"reward": servers.skipped_reward, "verification_skipped": True}
+            reply = {**without(reply, VERDICT_FIELDS), **skipped}
+        elif servers.environment is not None:
             verdict = verdict or await self._verdict(attempt, servers.environment)
             reply = {**without(reply, VERDICT_FIELDS), **verdict}
             if (failure := failure_of_reply(StageName.RUN, reply)) is not None:
@@ -198,7 +201,7 @@ class RunStage(HttpStage):
 
     async def _known_verdict(self, attempt: JobAttempt) -> dict[str, Any] | None:
         """Return the environment's valid verdict on an attempt whose agent has failed, or ``None``."""
-        if attempt.servers.environment is None:
+        if attempt.servers.environment is None or attempt.servers.skipped_reward is not None:
             return None
         try:
             async with asyncio.timeout(VERDICT_TIMEOUT_S):

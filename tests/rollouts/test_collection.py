@@ -552,8 +552,10 @@ async def test_model_session_enforces_the_rows_sampling_for_an_agent_that_asks_f
     assert [row["reward"] for row in chain.results()] == [1.0]
 
 
-async def test_skipped_verification_is_labelled(make_chain: MakeChain) -> None:
-    chain = make_chain(agent={"config": {"skip_verification": True, "skip_verification_reward": 0.25}})
+@pytest.mark.parametrize("agent", [{}, {"overrides_run": True}], ids=["act", "run"])
+async def test_skipped_verification_is_labelled(make_chain: MakeChain, agent: dict[str, Any]) -> None:
+    skips = {"skip_verification": True, "skip_verification_reward": 0.25}
+    chain = make_chain(agent={**agent, "config": skips}, environment={"no_verdict": True})
     chain.write_rows(2)
     await run_collection(chain.client(), chain.run_keys())
     assert [(row["reward"], row["verification_skipped"]) for row in chain.results()] == [(0.25, True)] * 2

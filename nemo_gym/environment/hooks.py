@@ -79,16 +79,27 @@ class BaseResourcesServer(BaseServer):
     config: BaseResourcesServerConfig
 
 
+def normalize_tool_name(name: str, server_name: str | None = None) -> str:
+    """Strip the prefix of an MCP server (by default of any) from a tool's name: ``mcp__<server>__<tool>``."""
+    if server_name is not None:
+        return name.removeprefix(f"mcp__{server_name}__")
+    prefix, _, tool = name.removeprefix("mcp__").partition("__")
+    return tool if prefix and tool and name.startswith("mcp__") else name
+
+
 async def verify_reply(
-    hook: PluginCall, request: Request, row: dict[str, Any], response: dict[str, Any]
+    server: EnvironmentHooks, hook: PluginCall, request: Request, row: dict[str, Any], response: dict[str, Any]
 ) -> dict[str, Any]:
     """Call a plugin's ``verify``, and return what it says itself: its reply without what that repeats of the row.
+
+    It gets a copy of the response with the environment's own names of its tools.
 
     A failure that the row tells of is not passed on, because a reply that repeats it would look like one that declares
     it. Only a plugin whose request model declares such a field, as part of its dataset, gets it.
     """
     body = without(row, DECIDING_FIELDS - hook.declared)
-    reply = plain(await hook(request, {**body, RESPONSE_KEY: response}), exclude={PARAMS_KEY, RESPONSE_KEY})
+    judged = {**body, RESPONSE_KEY: server.with_own_tool_names(response)}
+    reply = plain(await hook(request, judged), exclude={PARAMS_KEY, RESPONSE_KEY})
     # What it repeats of the row is no part of its verdict; an equal reward may be an earlier run's.
     return without(reply, {key for key, value in reply.items() if key in body and body[key] == value} - {"reward"})
 
@@ -141,7 +152,7 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
         the verifier. A failure that the work itself can cause must be graded, not raised.
         """
         request = Request({"type": "http", "session": {}, "headers": []})
-        return verdict_of_reply(await verify_reply(PluginCall(self.verify), request, row, response))
+        return verdict_of_reply(await verify_reply(self, PluginCall(self.verify), request, row, response))
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """The task's known solution for the validation mode, or ``None``."""
@@ -295,6 +306,22 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
             compute_repeat_metrics_fn=self.compute_repeat_metrics,
             get_key_metrics_fn=self.get_key_metrics,
         )
+
+    def normalize_tool_name(self, name: str) -> str:
+        """Translate a harness's name for one of this environment's MCP tools to the environment's own."""
+        return normalize_tool_name(name, self.config.name or type(self).__name__)
+
+    def with_own_tool_names(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the response for ``verify``. Harnesses prefix the names of MCP tools, and expected calls in
+        rows have the environment's own names."""
+        output = response.get("output")
+        if not self.exposes_mcp() or not isinstance(output, list):
+            return response
+        return {**response, "output": [self._with_own_tool_name(item) for item in output]}
+
+    def _with_own_tool_name(self, item: Any) -> Any:
+        is_call = isinstance(item, dict) and item.get("type") == "function_call" and isinstance(item.get("name"), str)
+        return {**item, "name": self.normalize_tool_name(item["name"])} if is_call else item
 
     def exposes_mcp(self) -> bool:
         """Whether the tools are served over MCP, by the class's ``tool_access`` or by the configuration."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -133,8 +133,11 @@ class Grader:
             task_id = server.task_id(row) or "unnamed"
             rollout = RolloutIdentity(rollout_id="unnamed", task_id=task_id, group_id=task_id)
             return {**row, RESPONSE_KEY: response, **await self.grade(request, row, response, (), rollout)}
+        judged = row
+        if isinstance(response := row.get(RESPONSE_KEY), dict):
+            judged = {**row, RESPONSE_KEY: server.with_own_tool_names(response)}
         try:
-            return plain(await self._verify_hook()(request, row))
+            return plain(await self._verify_hook()(request, judged))
         except JudgeError as error:
             return {**row, **judge_failure_fields(error)}
 
@@ -171,18 +174,19 @@ class Grader:
         artifacts: Sequence[Artifact],
         rollout: RolloutIdentity,
     ) -> dict[str, Any]:
-        hook = "grade" if self._server.overrides("grade") else "verify"
+        server = self._server
+        hook = "grade" if server.overrides("grade") else "verify"
         try:
             if hook == "grade":
-                verdict: Any = await self._server.grade(row, response, artifacts, rollout)
+                verdict: Any = await server.grade(row, response, artifacts, rollout)
                 if not isinstance(verdict, Verdict):
                     raise VerifierError(
-                        f"grade of '{self._server.config.name}' returned {type(verdict).__name__}, not a Verdict;"
+                        f"grade of '{server.config.name}' returned {type(verdict).__name__}, not a Verdict;"
                         " return Verdict.of(reward)"
                     )
                 # Once more, because a plugin may have changed it since it was made.
                 return type(verdict).model_validate(dict(verdict)).as_fields()
-            return reply_fields(await verify_reply(self._verify_hook(), request, row, response))
+            return reply_fields(await verify_reply(server, self._verify_hook(), request, row, response))
         except JudgeError as error:
             return judge_failure_fields(error)
         except InvalidBodyError:
@@ -286,6 +290,9 @@ class EnvironmentRoutes:
             return app
         self._steps, self._closes = StepRewards(app, self.rows), False
         return self._steps
+
+    def mcp_tool_names(self) -> Collection[str]:
+        return () if self._mcp is None else self._mcp.tools.keys()
 
     def authenticates_itself(self, scope: Scope) -> bool:
         """Whether the request's route checks another kind of token than callers' credentials."""

@@ -19,7 +19,9 @@ from nemo_gym.environment.hooks import (
     BaseResourcesServerConfig,
     EnvironmentHooks,
     ReverifyMode,
+    normalize_tool_name,
 )
+from nemo_gym.environment.mcp.answers import plain_name
 from nemo_gym.environment.routes import EnvironmentRoutes
 from nemo_gym.http.middleware import Application
 
@@ -66,6 +68,7 @@ __all__ = [
     "ResourcesVerifyRequest",
     "ReverifyMode",
     "SimpleResourcesServer",
+    "normalize_tool_name",
 ]
 
 NEMO_GYM_MCP_METADATA_KEY = "mcp"
@@ -86,6 +89,10 @@ class SimpleResourcesServer(EnvironmentHooks):
     def around(self, app: FastAPI) -> ASGIApp:
         assert self._environment is not None
         return self._environment.around(app)
+
+    def normalize_tool_name(self, name: str) -> str:
+        tools = () if self._environment is None else self._environment.mcp_tool_names()
+        return plain_name(name, self.config.name, tools) or super().normalize_tool_name(name)
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx2
 import pytest
@@ -12,14 +13,16 @@ from fastapi import FastAPI
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
-from nemo_gym.contract.credentials import Role
+from nemo_gym.base_resources_server import BaseVerifyRequest, BaseVerifyResponse, normalize_tool_name
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import McpServer
 from nemo_gym.environment.mcp.endpoint import TOOLS_TTL_MS, issue_mcp_token
 from nemo_gym.environment.route_tools import CatchAll, RouteTool, catch_all_of
+from nemo_gym.server_utils import ServerClient
 from tests.servers.notes import PARAMS, Note, Notes, NotesEnvironment
-from tests.servers.plugins import CounterEnvironment
-from tests.servers.stack import Stack, rollout
+from tests.servers.plugins import CounterConfig, CounterEnvironment
+from tests.servers.stack import Stack, response, rollout
 
 INITIALIZE = {
     "jsonrpc": "2.0",
@@ -158,6 +161,55 @@ async def test_nemo_gym_plugin_is_served_when_its_block_says_so(stack: Stack) ->
     metadata = answer["mcp"]
     assert metadata["server_name"] == "counter"
     assert await status_of(stack.url("counter") + metadata["url_path"], metadata["headers"]) == 200
+
+
+class CallsExpected(CounterEnvironment):
+    """Expects a call of its tool by the tool's own name."""
+
+    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+        names = [item.name for item in body.response.output if item.type == "function_call"]
+        return BaseVerifyResponse(**body.model_dump(), reward=float(names == ["add", "mcp__other__add", "bash"]))
+
+
+@pytest.mark.parametrize("spelled", ["mcp__counter__add", "counter_add", "add"])
+async def test_verify_sees_a_tools_own_name_and_the_row_keeps_the_harnesss(stack: Stack, spelled: str) -> None:
+    stack.add("counter", CallsExpected, Role.ENVIRONMENT, expose_tools_over_mcp=True)
+    control = (await seed(stack, "counter"))["control_token"]
+    calls = [
+        {"type": "function_call", "call_id": str(number), "name": name, "arguments": "{}"}
+        for number, name in enumerate((spelled, "mcp__other__add", "bash"))
+    ]
+    body = {"responses_create_params": PARAMS, "response": {**response(), "output": calls}}
+    session = {"_ng_session": {"rollout": rollout().model_dump()}}
+    headers = {CONTROL_TOKEN_HEADER: control}
+    reply = await (await stack.client().post("counter", "/verify", json={**body, **session}, headers=headers)).json()
+    assert (reply["reward"], reply["response"]["output"][0]["name"]) == (1.0, spelled)
+
+
+async def test_names_of_tools_stay_where_none_are_served_over_mcp(stack: Stack) -> None:
+    stack.add("counter", CallsExpected, Role.ENVIRONMENT)
+    given = {"output": [{"type": "function_call", "name": "mcp__counter__add"}]}
+    environment: Any = stack.servers["counter"]
+    assert environment.with_own_tool_names(given) == given
+
+
+@pytest.mark.parametrize(
+    ("name", "server", "own"),
+    [
+        ("mcp__counter__add", None, "add"),
+        ("mcp__counter__add", "counter", "add"),
+        ("mcp__other__add", "counter", "mcp__other__add"),
+        ("mcp__add", None, "mcp__add"),
+        ("add__it", None, "add__it"),
+    ],
+)
+def test_plugins_strip_the_prefix_of_a_tools_name_themselves(name: str, server: str | None, own: str) -> None:
+    assert normalize_tool_name(name, server) == own
+    plugin = CounterEnvironment(
+        config=CounterConfig(host="0.0.0.0", port=8080, entrypoint="", name="counter"),
+        server_client=MagicMock(spec=ServerClient),
+    )
+    assert plugin.normalize_tool_name("mcp__counter__add") == "add"
 
 
 async def test_environment_offers_no_mcp_when_it_does_not_say_so(counter: Stack) -> None:

@@ -7,8 +7,8 @@ failure that a patch or a box's contents can cause is graded as valid work. Tamp
 `decide_validity` is the only place that decides whether a reply or a result row holds a reward. Environments apply it
 to the reply of a plugin's ``verify``, the pipeline to every verify response, and readers to result rows.
 
-The public part of a dataset row is ``responses_create_params`` without its ``metadata`` (except allow-listed keys),
-and the keys by which a run numbers its rows. Only the environment sees everything else.
+The public part of a dataset row is ``responses_create_params`` without its ``metadata`` (except allow-listed keys, and
+those that model servers read), and the keys by which a run numbers its rows. Only the environment sees the rest.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ NO_PROMPT = "the row has no prompt: 'responses_create_params.input' is missing o
 PUBLIC_ROW_KEYS = frozenset(
     {"agent_ref", "skills_ref", "_ng_task_index", "_ng_rollout_index", "_ng_attempt_index", "_ng_rollout_id"}
 )
+MODEL_METADATA_KEYS = frozenset({"chat_template_kwargs", "extra_body"})
+"""Keys of ``responses_create_params.metadata`` with parameters for the model server, as JSON text."""
 PUBLIC_VERDICT_KEYS = frozenset({"reward", "valid", "mask_sample", "failure_kind"})
 
 _NAMES = frozenset({AGENT_REF_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY, ROLLOUT_ID_KEY, ATTEMPT_INDEX_KEY, "task_id"})
@@ -144,7 +146,8 @@ def public_params(params: Any, metadata_keys: Collection[str] = ()) -> Any:
         return params
     public = {key: value for key, value in params.items() if key != "metadata"}
     metadata = params["metadata"]
-    if isinstance(metadata, Mapping) and (allowed := {k: v for k, v in metadata.items() if k in metadata_keys}):
+    keys = MODEL_METADATA_KEYS.union(metadata_keys)
+    if isinstance(metadata, Mapping) and (allowed := {k: v for k, v in metadata.items() if k in keys}):
         public["metadata"] = allowed
     return public
 

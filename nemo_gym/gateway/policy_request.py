@@ -24,8 +24,9 @@ from uuid import uuid4
 
 import orjson
 
-from nemo_gym.contract.errors import ModelError
+from nemo_gym.contract.errors import InvalidBodyError, ModelError
 from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
+from nemo_gym.contract.verdict import MODEL_METADATA_KEYS, without
 from nemo_gym.http.telemetry import TRACEPARENT, Counter, SpanKind, attempt_context, is_on, step
 
 # JSON that is passed on as bytes: data that the gateway need not read is neither parsed nor serialized again.
@@ -165,6 +166,24 @@ OVERRIDING = frozenset(
 )
 """Fields by which endpoints (vLLM, SGLang, llama.cpp, TGI) change the sampling or the length of an answer beside the
 parameters that a session pins. Where a session pins any, a request's own are not passed on."""
+
+
+def metadata_parameters(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters that NeMo Gym's rows put into a request's ``metadata`` (``extra_body``, whose members are
+    parameters, and ``chat_template_kwargs``), and the rest of the metadata. Raises `InvalidBodyError`."""
+    metadata = body.get("metadata")
+    if not isinstance(metadata, Mapping) or not MODEL_METADATA_KEYS & metadata.keys():
+        return {}, dict(metadata) if isinstance(metadata, Mapping) else {}
+    read: dict[str, Any] = {}
+    for key in MODEL_METADATA_KEYS & metadata.keys():
+        try:
+            read[key] = orjson.loads(metadata[key]) if isinstance(metadata[key], str) else metadata[key]
+        except orjson.JSONDecodeError:
+            read[key] = None
+        if not isinstance(read[key], dict):
+            where = f"metadata.{key}"
+            raise InvalidBodyError(f"'{where}' must be a JSON object, as text", param=where)
+    return {**read.pop("extra_body", {}), **read}, without(metadata, MODEL_METADATA_KEYS)
 
 
 class AnswerEnd(StrEnum):

@@ -9,6 +9,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+import structlog
+
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.backend import CallContext, ForestConversations, TurnFacts, apart, call_details
 from nemo_gym.gateway.dialects.content import json_at
@@ -43,6 +45,7 @@ _BYTES_PER_TOKEN = 16
 """More than the average of any text."""
 _TAIL_IDS = 96
 """How many ids at the prompt's end are decoded for the parser: a generation prompt is far shorter."""
+log = structlog.get_logger(__name__)
 
 
 class TokenConversations(ForestConversations):
@@ -119,6 +122,7 @@ class TokenBackend:
         self._history = history
         self._encoder = IncrementalEncoder(policy)
         self._stops = tuple(sorted(policy.stop_ids))
+        self._told_of_template = False
 
     @property
     def context_tokens(self) -> int | None:
@@ -140,6 +144,9 @@ class TokenBackend:
         self, conversations: TokenConversations, request: PolicyRequest, context: CallContext
     ) -> TokenSample:
         _refuse_constraints(request)
+        if "chat_template_kwargs" in request.extra and not self._told_of_template:
+            self._told_of_template = True
+            log.warning("chat_template_kwargs are not applied: all prompts are rendered by policy.template_variables")
         if context.body_bytes > self._context() * _BYTES_PER_TOKEN:
             self._refuse_overflow(request)
         prepared = await conversations.prepared(request, context)

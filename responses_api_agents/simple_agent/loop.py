@@ -13,7 +13,7 @@ from nemo_gym.agent.acts import ContextExceededError, PolicyClient
 from nemo_gym.agent.harness.events import Transcript
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.session import AgentOutcome
-from nemo_gym.contract.verdict import outcome_of_model_error
+from nemo_gym.contract.verdict import MODEL_METADATA_KEYS, outcome_of_model_error
 from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
 _UNFINISHED = frozenset({"failed", "cancelled", "queued", "in_progress"})
@@ -56,6 +56,8 @@ async def converse(
     prompt = params.get("input", "")
     history: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     fixed_params = {key: value for key, value in params.items() if key not in _NOT_FOR_REQUESTS and value is not None}
+    if isinstance(metadata := params.get("metadata"), Mapping) and MODEL_METADATA_KEYS & metadata.keys():
+        fixed_params["metadata"] = {key: metadata[key] for key in MODEL_METADATA_KEYS & metadata.keys()}
     if toolbox.definitions:
         fixed_params["tools"] = toolbox.definitions
     else:

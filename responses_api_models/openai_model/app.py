@@ -33,7 +33,7 @@ from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.model_server import reply_of_completion, upstream_error
-from nemo_gym.gateway.policy_request import ModelTimeoutError, chosen_limits, took_too_long
+from nemo_gym.gateway.policy_request import ModelTimeoutError, chosen_limits, metadata_parameters, took_too_long
 from nemo_gym.http.client import get_global_aiohttp_client
 
 ROUTES = {Dialect.CHAT: "/chat/completions", Dialect.RESPONSES: "/responses"}
@@ -148,6 +148,11 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             body = responses_chat.chat_request(body)
         elif dialect is Dialect.RESPONSES and call.dialect is not Dialect.RESPONSES:
             body = responses_chat.responses_request(body)
+        parameters, metadata = metadata_parameters(body)
+        if parameters:
+            body = {**parameters, **body, "metadata": metadata}
+            if not metadata:
+                del body["metadata"]
         body = {**self.config.extra_body, **body, "model": self.config.openai_model}
         if dialect is not call.dialect:
             body.pop("stream", None)

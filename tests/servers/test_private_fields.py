@@ -139,6 +139,13 @@ def test_allow_listed_metadata_is_public() -> None:
     assert {*shown} == {"responses_create_params", "_ng_task_index", "_ng_rollout_index", "agent_ref"}
 
 
+def test_metadata_for_the_model_server_is_public_in_every_environment() -> None:
+    given = {"chat_template_kwargs": '{"enable_thinking": false}', "extra_body": '{"top_k": 1}'}
+    metadata = {**given, "instance_dict": CANARY}
+    shown = public_row({"responses_create_params": {"input": "x", "metadata": metadata}})
+    assert shown["responses_create_params"]["metadata"] == given
+
+
 async def test_session_cookie_cannot_be_forged(counter: Stack) -> None:
     client = counter.client()
     body = {**ROW, "start": 100, "_ng_session": {"rollout": rollout().model_dump()}}

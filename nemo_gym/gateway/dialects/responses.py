@@ -15,6 +15,7 @@
 | ``stream`` | the stream |
 | ``parallel_tool_calls``, ``user``, ``metadata``, ``store``, ``service_tier``, ``reasoning.effort`` | ``extra`` |
 | ``previous_response_id``, ``conversation``, ``background``, ``prompt``, ``n`` other than 1, ``logit_bias`` | refused where they ask for something |
+| ``metadata.extra_body``, ``metadata.chat_template_kwargs`` | parameters as in Chat Completions; the request's own take precedence |
 | ``prompt_cache_key``, ``truncation``, ``max_tool_calls``, ``client_metadata``, ``model``, unknown fields | ignored |
 
 Unknown types of items and of content are refused by name.
@@ -77,7 +78,7 @@ from nemo_gym.gateway.dialects.content import (
     text_in,
 )
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
-from nemo_gym.gateway.policy_request import Answer, AnswerEnd, CallName, PolicyRequest, Usage
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, CallName, PolicyRequest, Usage, metadata_parameters
 from nemo_gym.gateway.tokens.history import text_of
 
 # An answer as a response.
@@ -290,6 +291,11 @@ class ResponsesAdapter(DialectAdapter):
         table = tool_table(body)
         sampling = sampling_at(body, SAMPLING, budget="max_output_tokens")
         extra = {key: body[key] for key in _PASSED_ON if body.get(key) is not None}
+        parameters, metadata = metadata_parameters(body)
+        if parameters:
+            _, more = _CHAT._parameters(parameters, None)
+            sampling, extra = {**more.asked, **sampling}, {**more.extra, **extra, "metadata": metadata or None}
+            extra = {key: value for key, value in extra.items() if value is not None}
         if table.tools and body.get("parallel_tool_calls") is not None:
             extra["parallel_tool_calls"] = flag_at(body, "parallel_tool_calls")
         if effort := optional_text(object_at(body, "reasoning", ""), "effort", "reasoning"):

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from fastapi import FastAPI, HTTPException, Response
 
+from nemo_gym.agent.acts import PolicyClient
 from nemo_gym.agent.harness.mcp_client import PostDispatcher, SharedSessionTransport
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import (
@@ -247,6 +248,23 @@ async def policy() -> AsyncIterator[Policy]:
     yield start
     for runner in runners:
         await runner.cleanup()
+
+
+async def test_policy_gets_the_metadata_that_model_servers_read_and_no_other(
+    attempt: Attempt, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = [], PolicyClient.ask
+
+    async def recorded(client: Any, path: Any, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body.get("metadata"))
+        return await ask(client, path, body)
+
+    monkeypatch.setattr(PolicyClient, "ask", recorded)
+    kwargs = {"chat_template_kwargs": '{"enable_thinking": false}'}
+    for metadata in ({**kwargs, "note": "x"}, {"note": "x"}, None):
+        inference, _ = await policy(answered(said("done")))
+        await attempt.act("weather", inference=inference, metadata=metadata)
+    assert asked == [kwargs, None, None]
 
 
 def answered(*items: dict[str, Any], **fields: Any) -> dict[str, Any]:

@@ -173,6 +173,21 @@ async def test_reply_is_passed_through_with_the_endpoints_model_and_key(stack: S
     assert (await harness.finalize())["usage"] == {"input_tokens": 11, "output_tokens": 5, "total_tokens": 16}
 
 
+@pytest.mark.parametrize("missing", [(), ("responses",)], ids=["passed through", "translated"])
+async def test_parameters_in_metadata_reach_the_endpoint(
+    stack: Stack, endpoint: Any, missing: tuple[str, ...]
+) -> None:
+    made = Endpoint()
+    routes = {"chat": made.reply(CHAT), "responses": made.reply(RESPONSE)}
+    real = await endpoint(**{name: reply for name, reply in routes.items() if name not in missing})
+    harness = await session(stack, real.url)
+    metadata = {"chat_template_kwargs": '{"enable_thinking": false}', "extra_body": '{"top_k": 5, "temperature": 1}'}
+    await harness.post("/responses", input="hi", metadata=metadata, temperature=0)
+    _, body, _ = made.seen[-1]
+    assert (body["chat_template_kwargs"], body["top_k"]) == ({"enable_thinking": False}, 5)
+    assert "metadata" not in body and body["temperature"] == 0
+
+
 async def test_responses_are_translated_when_the_endpoint_has_only_chat(stack: Stack, endpoint: Any) -> None:
     made = Endpoint()
     real = await endpoint(chat=made.reply(TOOLS))

@@ -251,3 +251,30 @@ def test_opening_is_what_the_stream_begins_with() -> None:
     first = next(ADAPTER.events(ADAPTER.reply(given, request, body), with_usage=request.stream_usage))
     assert orjson.loads(first.split(b"data: ")[1])["response"] == opening
     assert opening is not None and opening["status"] == "in_progress" and opening["output"] == []
+
+
+def test_parameters_in_metadata_are_parameters_and_the_requests_own_win() -> None:
+    metadata = {
+        "chat_template_kwargs": '{"enable_thinking": false}',
+        "extra_body": '{"top_k": 5, "temperature": 1, "thinking": {}, "messages": [], "model": "other"}',
+    }
+    request = lower(temperature=0, metadata={**metadata, "note": "kept"})
+    assert request.asked == {"temperature": 0, "top_k": 5}
+    assert request.extra == {
+        "chat_template_kwargs": {"enable_thinking": False},
+        "thinking": {},
+        "metadata": {"note": "kept"},
+    }
+    assert "metadata" not in lower(metadata=metadata).extra
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "param"),
+    [
+        ("extra_body", "{", "metadata.extra_body"),
+        ("chat_template_kwargs", "[]", "metadata.chat_template_kwargs"),
+        ("extra_body", '{"kv_transfer_params": {"host": "x"}}', "kv_transfer_params"),
+    ],
+)
+def test_parameters_in_metadata_are_refused_where_they_are_no_parameters(key: str, value: str, param: str) -> None:
+    assert param in str(refusal(metadata={key: value}))

@@ -88,6 +88,16 @@ async def test_idempotency_key_gets_the_first_answer_sampled_once(gateway: Gatew
     assert len(gateway.engine.calls) == 1
 
 
+async def test_template_variables_of_a_request_are_not_applied_and_the_log_says_so_once(
+    gateway: GatewayStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = await gateway.open()
+    metadata = {"chat_template_kwargs": '{"enable_thinking": false}'}
+    for _ in range(2):
+        assert (await session.post("/responses", {"model": "m", "input": "hi", "metadata": metadata})).status == 200
+    assert capsys.readouterr().out.count("chat_template_kwargs are not applied") == 1
+
+
 async def test_asking_again_after_a_delivered_answer_samples_anew(gateway: GatewayStack) -> None:
     session = await gateway.open()
     first, second = await session.chat(), await session.chat()

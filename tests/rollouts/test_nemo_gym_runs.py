@@ -142,6 +142,17 @@ async def test_terminal_failures_are_tried_again_when_asked(make_chain: MakeChai
     assert chain.results("out_failures.jsonl") == []
 
 
+async def test_line_whose_reward_counts_is_kept_with_its_remark(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    rows = begin(chain, repeats=1, done=0)
+    remark = {"mask_sample": False, "failure_kind": "judge_unparseable"}
+    write_lines(chain.output, [result(rows[0], 0.5, **remark)])
+    ended = await run_collection(chain.client(), chain.run_keys())
+    assert (ended.valid, ended.invalid, len(chain.notes("seed"))) == (3, 0, 2)
+    kept = by_key(chain.results())[(0, 0)]
+    assert (kept["reward"], kept["failure_kind"]) == (0.5, "judge_unparseable")
+
+
 async def test_lines_without_a_usable_reward_are_failures_and_not_run_again(make_chain: MakeChain) -> None:
     chain = make_chain()
     rows = begin(chain, repeats=1, done=0)

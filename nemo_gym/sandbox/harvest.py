@@ -236,7 +236,10 @@ _ENVIRONMENT = {
 _OPTIONS = "-c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.untrackedCache=false -c core.quotePath=true"
 
 # Prints three NUL-separated sections, separated by "/", which cannot be a path below the work tree: object format and
-# exclude file, tracked paths, ignored paths. Without a repository, no path is tracked or ignored.
+# exclude file, tracked paths, and four fields for each ignored path: the rule's file, its line, the rule, the path.
+# Without a repository, no path is tracked or ignored. ls-files also lists a directory that no rule matches if all its
+# files are ignored, though a new file there is not; check-ignore tells them apart. Its failure (1: nothing is ignored;
+# 128: a name looks like pathspec magic) is no error, because a directory that is missing here only costs time.
 _DESCRIBE = f"""
 command -v git >/dev/null || exit 97
 export GIT_DIR="$1/.git" GIT_WORK_TREE="$1"
@@ -245,7 +248,8 @@ if git {_OPTIONS} rev-parse --git-dir >/dev/null 2>&1; then
   printf '%s\\0' "$(git {_OPTIONS} rev-parse --show-object-format 2>/dev/null || echo sha1)" \\
     "$(git {_OPTIONS} rev-parse --git-path info/exclude)" /
   git {_OPTIONS} ls-files -z && printf '/\\0' &&
-  git {_OPTIONS} ls-files -z --others --ignored --exclude-standard --directory
+  git {_OPTIONS} ls-files -z --others --ignored --exclude-standard --directory |
+    {{ git {_OPTIONS} check-ignore -z --stdin --verbose || :; }}
 else
   [ -z "$2" ] || exit 98
   printf '%s\\0' sha1 '' / /
@@ -260,7 +264,7 @@ if [ -n "$2" ] && [ -f "$2" ]; then cat "$2" > {_REPOSITORY}/info/exclude; fi
 """
 _CHECK_IGNORE = f"""
 mkdir -p {_UPLOAD}/ignore && cd {_UPLOAD}/ignore || exit 2  # 1 says that nothing is ignored
-GIT_DIR={_REPOSITORY} GIT_WORK_TREE={_UPLOAD}/ignore git {_OPTIONS} check-ignore -z --stdin --no-index
+GIT_DIR={_REPOSITORY} GIT_WORK_TREE={_UPLOAD}/ignore git {_OPTIONS} check-ignore -z --stdin --no-index --verbose
 """
 _DIFF = f"""
 set -e
@@ -392,7 +396,8 @@ class _Harvester:
         first_end, second_end = fields.index(b"/"), fields.index(b"/", fields.index(b"/") + 1)
         self._algorithm, exclude_file = (name.decode("utf-8", "surrogateescape") for name in fields[:first_end])
         tracked = frozenset(fields[first_end + 1 : second_end])
-        exclude = _excludes(tracked, [name for name in fields[second_end + 1 :] if name.endswith(b"/")])
+        ignored = [path for path in _ignored_paths(fields[second_end + 1 :]) if path.endswith(b"/")]
+        exclude = _excludes(tracked, ignored)
         contents: dict[bytes, bytes] = {}
         reader = self._reader(max_content_bytes=1024 * 1024)
         stream = self._provider.get_archive(self._box, self._path, exclude=exclude, max_bytes=MAX_TREE_BYTES)
@@ -463,7 +468,7 @@ class _Harvester:
             raise _BoxContentsError(
                 f"the ignore rules cannot be applied to the changed paths: {_said(result)}", in_harvest_box=True
             )
-        return byproducts | {path.removeprefix(b"./") for path in result.stdout_bytes.split(b"\0") if path}
+        return byproducts | {path.removeprefix(b"./") for path in _ignored_paths(result.stdout_bytes.split(b"\0"))}
 
     async def _diff(self, changed: list[bytes], pristine: _Pristine, work: Tree, contents: _Contents) -> bytes:
         old = {path: pristine.tree.entries[path] for path in changed if path in pristine.tree.entries}
@@ -534,6 +539,13 @@ class _Harvester:
 
 def _said(result: SandboxExecResult) -> str:
     return f"{result.outcome}, {(result.stderr or '').strip()[-500:]!r}"
+
+
+def _ignored_paths(fields: Sequence[bytes]) -> list[bytes]:
+    """Return the ignored paths of check-ignore's verbose output, which also names the paths that a rule with ``!``
+    includes again. Without ``--verbose``, git before 2.26 prints those as well, and nothing tells them apart."""
+    complete = fields[:-1]  # the last one is what follows the last NUL
+    return [path for rule, path in zip(complete[2::4], complete[3::4], strict=False) if not rule.startswith(b"!")]
 
 
 def _excludes(tracked: frozenset[bytes], ignored: list[bytes]) -> tuple[str, ...]:

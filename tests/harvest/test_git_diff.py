@@ -38,6 +38,12 @@ async def test_patch_is_empty_when_only_products_and_byproducts_appeared(bench: 
     assert artifact.error is None
 
 
+async def test_patch_holds_a_new_file_beside_ignored_ones_in_a_directory_that_no_rule_ignores(bench: Bench) -> None:
+    script = "echo new > logs/report.py; echo n > notes.log; echo x > x.log"
+    artifact = await bench.patch_after(script)
+    assert artifact.facts["paths"] == ["logs/report.py", "notes.log"]
+
+
 async def test_patch_holds_what_the_agent_tried_to_hide_when_it_changed_gits_rules(bench: Bench) -> None:
     artifact = await bench.patch_after(
         """

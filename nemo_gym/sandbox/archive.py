@@ -143,10 +143,10 @@ class _Packer:
         directory = os.open(entry, _DIR_FLAGS, dir_fd=parent)
         try:
             with os.scandir(directory) as scan:
-                names = sorted(found.name for found in scan)
-            for child in names:
+                children = sorted((found.name, found.is_dir(follow_symlinks=False)) for found in scan)
+            for child, is_directory in children:
                 child_parts = [*parts, child]
-                if self._excludes.match(child_parts[1:]):
+                if self._excludes.match(child_parts[1:], is_directory=is_directory):
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     info = os.stat(child, dir_fd=directory, follow_symlinks=False)

@@ -308,8 +308,8 @@ class SandboxProvider(Protocol):
     ) -> AsyncIterator[bytes]:
         """Yield the file or directory at ``path`` as a tar stream whose first member is named by the path's last
         component. The provider packs it without running any program of the box. ``exclude`` holds paths relative to
-        ``path``, or ``**/name`` to exclude a name at every depth. Raises `SandboxArchiveTooLargeError` beyond
-        ``max_bytes``; set it whenever the box's contents are untrusted."""
+        ``path``, or ``**/name`` to exclude a name at every depth; with ``/`` at the end, only directories. Raises
+        `SandboxArchiveTooLargeError` beyond ``max_bytes``; set it whenever the box's contents are untrusted."""
         ...
 
     async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None: ...

@@ -15,14 +15,16 @@ or link that an agent chose ever reaches a file system of the host.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import io
 import itertools
 import posixpath
+import re
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 import structlog
@@ -318,6 +320,11 @@ class _Pristine:
     """Path → content, for symbolic links (their targets) and ``.gitignore`` files only."""
     by_oid: Mapping[str, bytes]
 
+    @property
+    def rules(self) -> dict[bytes, bytes]:
+        """Path → content of the ``.gitignore`` files. Git does not follow one that is a link."""
+        return {path: content for path, content in self.contents.items() if self.tree.entries[path].mode != SYMLINK}
+
 
 async def harvest_git_diff(
     provider: SandboxProvider,
@@ -396,8 +403,9 @@ class _Harvester:
         first_end, second_end = fields.index(b"/"), fields.index(b"/", fields.index(b"/") + 1)
         self._algorithm, exclude_file = (name.decode("utf-8", "surrogateescape") for name in fields[:first_end])
         tracked = frozenset(fields[first_end + 1 : second_end])
+        tracked_directories = _directories(tracked)
         ignored = [path for path in _ignored_paths(fields[second_end + 1 :]) if path.endswith(b"/")]
-        exclude = _excludes(tracked, ignored)
+        exclude = _excludes(tracked_directories, ignored)
         contents: dict[bytes, bytes] = {}
         reader = self._reader(max_content_bytes=1024 * 1024)
         stream = self._provider.get_archive(self._box, self._path, exclude=exclude, max_bytes=MAX_TREE_BYTES)
@@ -411,7 +419,8 @@ class _Harvester:
         if not init.ok:
             raise SandboxError(f"the harvest box cannot make a repository: {(init.stderr or '').strip()[-500:]}")
         by_oid = {entry.oid: path for path, entry in reader.tree.entries.items() if entry.mode != SYMLINK}
-        return _Pristine(reader.tree, tracked, exclude, contents, by_oid)
+        pristine = _Pristine(reader.tree, tracked, exclude, contents, by_oid)
+        return replace(pristine, exclude=(*exclude, *_ignored_directories(pristine.rules, tracked_directories)))
 
     # -------------------------------------------------------------------------------------------- the agent's side
 
@@ -456,8 +465,7 @@ class _Harvester:
             return byproducts
         rules = [
             (f"ignore/{path.decode('utf-8', 'surrogateescape')}", content)
-            for path, content in sorted(pristine.contents.items())
-            if pristine.tree.entries[path].mode != SYMLINK
+            for path, content in sorted(pristine.rules.items())
         ]
         if rules:
             await self._put(rules)
@@ -548,12 +556,51 @@ def _ignored_paths(fields: Sequence[bytes]) -> list[bytes]:
     return [path for rule, path in zip(complete[2::4], complete[3::4], strict=False) if not rule.startswith(b"!")]
 
 
-def _excludes(tracked: frozenset[bytes], ignored: list[bytes]) -> tuple[str, ...]:
+def _directories(paths: Iterable[bytes]) -> set[bytes]:
+    """Return every directory above ``paths``."""
+    found: set[bytes] = set()
+    for path in paths:
+        while (path := path.rpartition(b"/")[0]) and path not in found:
+            found.add(path)
+    return found
+
+
+def _excludes(tracked_directories: set[bytes], ignored: list[bytes]) -> tuple[str, ...]:
     """Return what a box's tar stream omits: every ``.git``, by-products, and directories the repository ignores."""
-    components = {part.decode("utf-8", "surrogateescape") for path in tracked for part in path.split(b"/")[:-1]}
-    names = [".git", *(name for name in BYPRODUCT_DIRECTORIES if name not in components)]
-    directories = sorted(name.rstrip(b"/").decode("utf-8", "surrogateescape") for name in ignored)
+    tracked_names = {directory.rpartition(b"/")[2] for directory in tracked_directories}
+    names = [".git", *(name for name in BYPRODUCT_DIRECTORIES if name.encode() not in tracked_names)]
+    directories = sorted(name.decode("utf-8", "surrogateescape") for name in ignored)
     return (*(f"**/{name}" for name in names), *directories[:MAX_EXCLUDES])
+
+
+_PLAIN_RULE = re.compile(rb"/?(?:[\w.@+~-]+/)*[\w.@+~-]+/?")
+
+
+def _ignored_directories(rules: Mapping[bytes, bytes], tracked_directories: set[bytes]) -> list[str]:
+    """Return excludes for the directories that ``.gitignore`` files name plainly. The image may lack them: a build
+    that the agent runs makes ``target/``, whose gigabytes would count against the limits although no patch holds them.
+
+    A rule is left to check-ignore if a directory that it could match has tracked files, or if any rule with ``!``
+    could include it again.
+    """
+    lines = [
+        (path.rpartition(b"/")[0], line.rstrip(b"\r ")) for path, text in rules.items() for line in text.split(b"\n")
+    ]
+    tracked_names = {directory.rpartition(b"/")[2] for directory in tracked_directories}
+    included = [line.rstrip(b"/").rpartition(b"/")[2].lstrip(b"!") for _, line in lines if line.startswith(b"!")]
+    found = set()
+    for base, line in lines:
+        parts = line.strip(b"/").split(b"/")
+        if not _PLAIN_RULE.fullmatch(line) or not {b".", b".."}.isdisjoint(parts):
+            continue
+        if any(b"\\" in glob or b"[" in glob or fnmatch.fnmatchcase(parts[-1], glob) for glob in included):
+            continue
+        directory = b"/".join([base, *parts]).lstrip(b"/")
+        is_anywhere = not base and b"/" not in line.rstrip(b"/")
+        if parts[-1] in tracked_names if is_anywhere else directory in tracked_directories:
+            continue
+        found.add(("**/" if is_anywhere else "") + directory.decode("utf-8", "surrogateescape") + "/")
+    return sorted(found)[:MAX_EXCLUDES]
 
 
 def _index_info(entries: Mapping[bytes, Entry]) -> bytes:

@@ -230,25 +230,38 @@ def pack_bytes(name: str, data: bytes) -> bytes:
 
 
 class Excludes:
-    """Paths to leave out of an archive: relative paths with everything below them, and ``**/name`` at every depth."""
+    """Paths to leave out of an archive: relative paths with everything below them, and ``**/name`` at every depth. A
+    pattern that ends with ``/`` matches directories only."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._names: set[str] = set()
         self._paths: set[str] = set()
+        self._directory_names: set[str] = set()
+        self._directory_paths: set[str] = set()
         for pattern in patterns:
+            names, paths = self._names, self._paths
+            if pattern.endswith("/"):
+                names, paths = self._directory_names, self._directory_paths
             parts = member_parts(pattern)
             if not parts or (parts[0] == "**" and len(parts) != 2):
                 raise ArchiveError(f"exclude '{pattern}' is neither a relative path nor '**/name'")
             if parts[0] == "**":
-                self._names.add(parts[1])
+                names.add(parts[1])
             else:
-                self._paths.add("/".join(parts))
+                paths.add("/".join(parts))
 
-    def match(self, parts: Sequence[str]) -> bool:
+    def match(self, parts: Sequence[str], *, is_directory: bool) -> bool:
         """Return whether the entry at ``parts`` (relative to the packed path) or a directory above it is excluded."""
-        if not self._names.isdisjoint(parts):
+        directories = parts if is_directory else parts[:-1]
+        return self._holds(self._names, self._paths, parts) or self._holds(
+            self._directory_names, self._directory_paths, directories
+        )
+
+    @staticmethod
+    def _holds(names: set[str], paths: set[str], parts: Sequence[str]) -> bool:
+        if not names.isdisjoint(parts):
             return True
-        return bool(self._paths) and any("/".join(parts[: i + 1]) in self._paths for i in range(len(parts)))
+        return bool(paths) and any("/".join(parts[: i + 1]) in paths for i in range(len(parts)))
 
 
 class TarFilter:
@@ -324,11 +337,11 @@ class TarFilter:
             raise ArchiveError(
                 f"'{shown(member.name)}' is a hard link to '{shown(member.linkname)}', which is excluded"
             )
-        return not self._is_excluded(member.name)
+        return not self._is_excluded(member.name, member.isdir())
 
-    def _is_excluded(self, name: str) -> bool:
+    def _is_excluded(self, name: str, is_directory: bool = False) -> bool:
         parts = [part for part in name.split("/") if part not in ("", ".")]
-        return self._excludes.match(parts[self._strip :])
+        return self._excludes.match(parts[self._strip :], is_directory=is_directory)
 
 
 def filtered(

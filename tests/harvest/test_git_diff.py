@@ -39,9 +39,20 @@ async def test_patch_is_empty_when_only_products_and_byproducts_appeared(bench: 
 
 
 async def test_patch_holds_a_new_file_beside_ignored_ones_in_a_directory_that_no_rule_ignores(bench: Bench) -> None:
-    script = "echo new > logs/report.py; echo n > notes.log; echo x > x.log"
+    script = "echo new > logs/report.py; echo n > notes.log; echo x > x.log; rm -r build; echo b > build"
     artifact = await bench.patch_after(script)
-    assert artifact.facts["paths"] == ["logs/report.py", "notes.log"]
+    assert artifact.facts["paths"] == ["build", "logs/report.py", "notes.log"]
+
+
+async def test_ignored_directories_that_the_agent_made_do_not_count_against_the_limits(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harvest, "MAX_TREE_FILES", 50)
+    made = "node_modules pkg/node_modules target web/dist"
+    kept = "mkdir -p pkg/target dist web/out; touch pkg/target/a dist/b web/out/c; echo f > pkg/build"
+    artifact = await bench.patch_after(f"for d in {made}; do mkdir $d; touch $d/{{1..60}}; done; {kept}")
+    assert (artifact.error, artifact.truncated) == (None, False)
+    assert artifact.facts["paths"] == ["dist/b", "pkg/build", "pkg/target/a", "web/out/c"]
 
 
 async def test_patch_holds_what_the_agent_tried_to_hide_when_it_changed_gits_rules(bench: Bench) -> None:
@@ -85,7 +96,7 @@ async def test_files_of_a_nested_repository_are_in_the_patch(bench: Bench) -> No
 async def test_everything_is_deleted_when_the_work_tree_is_empty(bench: Bench) -> None:
     artifact = await bench.patch_after("rm -rf -- * .[a-z]*; true")
     assert artifact.error is None
-    assert artifact.content().count(b"deleted file mode") == artifact.facts["path_count"] == 10
+    assert artifact.content().count(b"deleted file mode") == artifact.facts["path_count"] == 11
 
 
 async def test_file_that_is_all_holes_is_said_to_be_too_large_at_once(bench: Bench) -> None:

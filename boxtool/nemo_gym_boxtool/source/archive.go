@@ -47,7 +47,7 @@ type inode struct{ device, number uint64 }
 
 type packer struct {
 	out     *tar.Writer
-	names   map[string]bool
+	names   map[string]bool // excluded everywhere; whether directories only
 	paths   map[string]bool
 	written map[inode]string
 	device  uint64
@@ -61,10 +61,14 @@ func pack(request string) {
 	out := &frames{}
 	p := &packer{tar.NewWriter(out), map[string]bool{}, map[string]bool{}, map[inode]string{}, 0}
 	for _, pattern := range r.Exclude {
-		if name, everywhere := strings.CutPrefix(pattern, "**/"); everywhere {
-			p.names[name] = true
-		} else {
-			p.paths[strings.Trim(filepath.Clean("/"+pattern), "/")] = true
+		excluded, directories := p.paths, strings.HasSuffix(pattern, "/")
+		name, everywhere := strings.CutPrefix(pattern, "**/")
+		if everywhere {
+			excluded = p.names
+		}
+		name = strings.Trim(filepath.Clean("/"+name), "/")
+		if only, found := excluded[name]; !found || only {
+			excluded[name] = directories
 		}
 	}
 	name := filepath.Base(r.Path)
@@ -93,10 +97,14 @@ func pack(request string) {
 	end(ending{Outcome: "exited"})
 }
 
-func (p *packer) excluded(below string) bool {
+func (p *packer) excluded(below string, isDirectory bool) bool {
 	parts := strings.Split(below, "/")
 	for i, part := range parts {
-		if p.names[part] || p.paths[strings.Join(parts[:i+1], "/")] {
+		directory := isDirectory || i < len(parts)-1
+		if only, found := p.names[part]; found && (directory || !only) {
+			return true
+		}
+		if only, found := p.paths[strings.Join(parts[:i+1], "/")]; found && (directory || !only) {
 			return true
 		}
 	}
@@ -150,7 +158,7 @@ func (p *packer) children(path, name, below string) error {
 		if below != "" {
 			inside = below + "/" + inside
 		}
-		if p.excluded(inside) {
+		if p.excluded(inside, entry.IsDir()) {
 			continue
 		}
 		info, err := os.Lstat(path + "/" + entry.Name())

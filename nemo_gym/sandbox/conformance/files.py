@@ -186,10 +186,12 @@ class ArchiveChecks(Checks):
         await sh(
             box,
             "mkdir -p /srv/r/.git/objects /srv/r/a/.git /srv/r/a/__pycache__ /srv/r/build/x; cd /srv/r;"
-            " touch .git/objects/o a/.git/c a/__pycache__/p a/keep build/x/y keep",
+            " touch .git/objects/o a/.git/c a/__pycache__/p a/keep build/x/y keep;"
+            " mkdir -p target/t a/d; touch a/target",
         )
-        names = set(members(await receive(box, "/srv/r", exclude=[".git", "build/x", "**/__pycache__"])))
-        assert names == {"r", "r/a", "r/a/.git", "r/a/.git/c", "r/a/keep", "r/build", "r/keep"}
+        exclude = [".git", "build/x", "**/__pycache__", "**/target/", "a/d/", "keep/"]
+        names = set(members(await receive(box, "/srv/r", exclude=exclude)))
+        assert names == {"r", "r/a", "r/a/.git", "r/a/.git/c", "r/a/keep", "r/a/target", "r/build", "r/keep"}
 
     async def test_more_than_max_bytes_raises(self, box: AsyncSandbox) -> None:
         await sh(box, "mkdir /srv/big; head -c 3000000 /dev/urandom > /srv/big/f; truncate -s 10T /srv/sparse")

@@ -9,7 +9,7 @@ Standard library only; see `nemo_gym.sandbox.archive`.
 from __future__ import annotations
 
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Sequence
 
 _MAX_META_BYTES = 1024 * 1024
 _MAX_META_RECORDS = 4096
@@ -19,6 +19,8 @@ every prefix of a path is cheap."""
 _MAX_ID = 2**32 - 2
 _MAX_NUMBER = 2**63 - 1
 _SHOWN_CHARS = 200
+_MAX_UNRESOLVED = 400_000
+"""Maximum hard links to excluded files in one stream; their names are kept in memory."""
 _UNDERSTOOD = frozenset(["path", "linkpath", "size", "uid", "gid", "mtime"])
 _SPARSE = "GNU.sparse"
 _BLOCK = tarfile.BLOCKSIZE
@@ -264,12 +266,19 @@ class Excludes:
         return bool(paths) and any("/".join(parts[: i + 1]) in paths for i in range(len(parts)))
 
 
+def _normal(name: str) -> str:
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
 class TarFilter:
     """Reads a tar stream and writes it again with every header encoded anew.
 
     With ``strict`` (for streams into a box), it refuses what `check_member` refuses, and members below a symbolic link
     of the same stream. Otherwise (for streams from a backend's own packer), such members pass, and pipes, sockets and
     devices are left out.
+
+    A hard link to an excluded file has no content in its stream. `unresolved` says that there are such links;
+    `resolve` adds them with the content from a second stream of the same tree.
     """
 
     def __init__(
@@ -284,6 +293,13 @@ class TarFilter:
         self._keep = False
         self._padding = 0
         self._links: set[str] = set()
+        self._unresolved: dict[str, list[str]] = {}
+        """Excluded file → its other names, which are not excluded."""
+        self._unresolved_count = 0
+
+    @property
+    def unresolved(self) -> bool:
+        return bool(self._unresolved)
 
     def feed(self, data: bytes) -> bytes:
         """Return the part of the output that ``data`` completes; may be empty."""
@@ -302,9 +318,39 @@ class TarFilter:
         self._count(len(joined))
         return joined
 
+    def resolve(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the files that hard links to excluded files stand for. Such a file is left out if it has vanished."""
+        parser, padding = TarParser(), 0
+        other_names: list[str] = []
+        for chunk in chunks:
+            out: list[bytes] = []
+            for event in parser.feed(chunk):
+                if isinstance(event, tarfile.TarInfo):
+                    padding = -event.size % tarfile.BLOCKSIZE
+                    other_names = self._unresolved.pop(_normal(event.name), []) if event.isreg() else []
+                    if other_names:
+                        self._check(event.size)
+                        event.name = other_names[0]
+                        out.append(encode_header(event))
+                elif other_names and event is not None:
+                    out.append(event)
+                elif other_names:
+                    out.append(bytes(padding))
+                    for name in other_names[1:]:
+                        link = tarfile.TarInfo(name)
+                        link.type, link.linkname = tarfile.LNKTYPE, other_names[0]
+                        out.append(encode_header(link))
+            if joined := b"".join(out):
+                self._count(len(joined))
+                yield joined
+        parser.close()
+        self._unresolved.clear()
+
     def finish(self) -> bytes:
-        """Return the end of the output. Raises `ArchiveError` if the input ended early."""
+        """Return the end of the output. Raises `ArchiveError` if the input ended early, or links are `unresolved`."""
         self._parser.close()
+        for target, (name, *_) in self._unresolved.items():
+            raise ArchiveError(f"'{shown(name)}' is a hard link to '{shown(target)}', which is excluded")
         self._count(len(END_OF_ARCHIVE))
         return END_OF_ARCHIVE
 
@@ -333,11 +379,15 @@ class TarFilter:
             if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
                 return False
         member.name = "/".join(parts) or "."
-        if member.islnk() and self._is_excluded(member.linkname) and not self._is_excluded(member.name):
-            raise ArchiveError(
-                f"'{shown(member.name)}' is a hard link to '{shown(member.linkname)}', which is excluded"
-            )
-        return not self._is_excluded(member.name, member.isdir())
+        if self._is_excluded(member.name, member.isdir()):
+            return False
+        if member.islnk() and self._is_excluded(member.linkname):
+            self._unresolved_count += 1
+            if self._unresolved_count > _MAX_UNRESOLVED:
+                raise ArchiveError(f"more than {_MAX_UNRESOLVED} hard links lead to excluded files")
+            self._unresolved.setdefault(_normal(member.linkname), []).append(member.name)
+            return False
+        return True
 
     def _is_excluded(self, name: str, is_directory: bool = False) -> bool:
         parts = [part for part in name.split("/") if part not in ("", ".")]
@@ -345,17 +395,25 @@ class TarFilter:
 
 
 def filtered(
-    chunks: Iterable[bytes], *, exclude: Sequence[str] = (), max_bytes: int | None = None, strip: int = 1
+    chunks: Iterable[bytes],
+    *,
+    again: Callable[[], Iterable[bytes]],
+    exclude: Sequence[str] = (),
+    max_bytes: int | None = None,
+    strip: int = 1,
 ) -> Iterator[bytes]:
     """Filter the excluded paths out of a stream from a backend's packer, so that it looks like one from `pack`.
 
     Args:
+        again: returns a second stream of the same tree, for the content of hard links to excluded files.
         strip: number of leading components of member names that ``exclude`` ignores; 1 for the packed path's own name.
     """
     tar_filter = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip)
     for chunk in chunks:
         if out := tar_filter.feed(chunk):
             yield out
+    if tar_filter.unresolved:
+        yield from tar_filter.resolve(again())
     yield tar_filter.finish()
 
 

@@ -55,6 +55,14 @@ async def test_ignored_directories_that_the_agent_made_do_not_count_against_the_
     assert artifact.facts["paths"] == ["dist/b", "pkg/build", "pkg/target/a", "web/out/c"]
 
 
+async def test_patch_holds_files_that_share_their_content_with_excluded_ones(bench: Bench) -> None:
+    script = "mkdir .tox; echo shared > .tox/f; ln .tox/f new.txt; ln -f .tox/f a.txt; git clone -q --bare . x.git"
+    artifact = await bench.patch_after(script)
+    assert artifact.error is None
+    assert {"a.txt", "new.txt", "x.git/HEAD"} <= set(artifact.facts["paths"])
+    assert artifact.content().count(b"+shared") == 2
+
+
 async def test_patch_holds_what_the_agent_tried_to_hide_when_it_changed_gits_rules(bench: Bench) -> None:
     artifact = await bench.patch_after(
         """

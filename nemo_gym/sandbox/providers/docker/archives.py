@@ -9,6 +9,7 @@ import posixpath
 import tarfile
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import IO, Any
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError
@@ -170,10 +171,12 @@ def download(
             with _reading(engine, container_id, source) as (chunks, target):
                 if not target:
                     strip = 0 if path == "/" else 1
-                    _spool(filtered(chunks, exclude=exclude, max_bytes=max_bytes, strip=strip), spool)
+                    again = partial(_read_again, engine, container_id, source)
+                    _spool(filtered(chunks, again=again, exclude=exclude, max_bytes=max_bytes, strip=strip), spool)
             if target:
                 with _reading(engine, container_id, target) as (chunks, _):
-                    members = filtered(chunks, exclude=exclude, max_bytes=max_bytes)
+                    again = partial(_read_again, engine, container_id, target)
+                    members = filtered(chunks, again=again, exclude=exclude, max_bytes=max_bytes)
                     _spool(_renamed(members, posixpath.basename(path)), spool)
         except ArchiveTooLargeError as error:
             raise SandboxArchiveTooLargeError(f"'{path}' cannot be packed: {error}", max_bytes=max_bytes) from error
@@ -214,6 +217,11 @@ def _reading(engine: Engine, container_id: str, path: str) -> Iterator[tuple[Ite
         yield response.iter_content(_CHUNK_BYTES), str(_decoded_stat(response).get("linkTarget") or "")
     finally:
         response.close()
+
+
+def _read_again(engine: Engine, container_id: str, path: str) -> Iterator[bytes]:
+    with _reading(engine, container_id, path) as (chunks, _):
+        yield from chunks
 
 
 def _archive_url(client: Any, container_id: str) -> str:

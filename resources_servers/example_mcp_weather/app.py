@@ -71,7 +71,10 @@ class WeatherEnvironment(SimpleResourcesServer):
 
     async def get_weather(self, request: Request, body: CityRequest) -> Weather:
         """What a city's weather station measures now."""
-        weather = self._weather[attempt_of(request)].get(body.city.strip().title())
+        stations, wanted = self._weather[attempt_of(request)], body.city.strip()
+        weather = stations.get(wanted) or next(
+            (found for city, found in stations.items() if city.strip().casefold() == wanted.casefold()), None
+        )
         if weather is None:
             raise HTTPException(404, f"no weather station in '{body.city}'; call list_cities for the valid cities")
         return weather

@@ -151,6 +151,20 @@ async def test_each_attempt_has_its_own_weather(stack: Stack) -> None:
         assert (await client.call_tool("list_cities")).structured_content == {"cities": sorted(ROWS[1]["weather"])}
 
 
+@pytest.mark.parametrize("spelling", [str, str.lower, str.upper])
+async def test_city_is_found_by_the_name_that_the_list_gives_and_in_any_case(stack: Stack, spelling: Any) -> None:
+    measured = {"temperature_c": 20.0, "wind_m_s": 2.0}
+    cities = ["Rio de Janeiro", "Xi'an"]
+    row = {**ROWS[0], "weather": dict.fromkeys(cities, measured)}
+    row["answer"] = {"city": "Xi'an", "measurement": "wind_m_s"}
+    descriptor, _ = await seed(stack, row)
+    async with tools(descriptor.mcp[0].url, dict(descriptor.mcp[0].headers)) as client:
+        assert (await client.call_tool("list_cities")).structured_content == {"cities": cities}
+        for city in cities:
+            found = await client.call_tool("get_weather", {"city": spelling(city)})
+            assert found.structured_content == {"city": city, **measured}, found
+
+
 async def test_box_reaches_the_tools_through_a_door_without_a_token(stack: Stack) -> None:
     descriptor, _ = await seed(stack, ROWS[0])
     (door,) = process_doors(

@@ -35,8 +35,8 @@ class MathConfig(BaseResourcesServerConfig):
     """Configuration."""
 
     timeout_s: float = Field(10.0, gt=0)
-    """The limit for one comparison. An answer that takes longer is wrong, unless comparing the expected answer with
-    itself takes longer too."""
+    """The limit for one comparison. An answer that takes longer twice is wrong, unless comparing the expected answer
+    with itself takes longer too."""
     workers: int = Field(2, gt=0)
     """The number of concurrent comparisons. Each runs in its own process of about 80 MiB."""
 
@@ -135,15 +135,15 @@ class MathEnvironment(SimpleResourcesServer):
         return (await self._compare(expected, _boxed(expected))).right
 
     async def _final_comparison(self, expected: str, answer: str, first: Comparison) -> Comparison:
-        """Return the final outcome where ``first`` has none. A timeout counts as a wrong answer; any other failure is
-        tried once more. Raises `VerifierError` if even the expected answer cannot be compared with itself."""
+        """Compare once more where ``first`` has no outcome: this machine may have stalled. A second failure counts as
+        a wrong answer. Raises `VerifierError` if even the expected answer cannot be compared with itself."""
         if not await self._accepts_itself(expected):
             raise VerifierError(
                 f"no verdict: the comparison {first.ending.replace('_', ' ')}, and so does that of the expected answer"
                 " with itself; the machine is short of time or memory, or the row's answer is too hard to compare",
                 kind=FailureKind.CONTROL_RUN_FAILED,
             )
-        return first if first.ending is Ending.TIMED_OUT else await self._compare(expected, answer)
+        return await self._compare(expected, answer)
 
 
 def _reward_reason(comparison: Comparison, answer: str) -> str | None:

@@ -104,24 +104,26 @@ async def test_answer_is_compared_where_it_says_more_or_says_it_otherwise(stack:
 async def test_answer_that_never_ends_is_wrong_and_the_next_one_is_compared(stack: Stack) -> None:
     judged = await verdict(stack, row("46"), ENDLESS)
     assert (judged["valid"], judged["reward"], judged["details"]["comparison"]) == (True, 0.0, "timed_out")
-    assert len(workers()) == 1, "the process that computed without an end is gone"
+    assert not workers(), "the processes that computed without an end are gone"
+    assert (await stack.servers[ENV]._compare("46", "\\boxed{40+6}")).right  # type: ignore[attr-defined]
 
 
-async def test_answer_is_compared_again_when_its_process_was_killed(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ending", [worker_pool.Ending.DIED, worker_pool.Ending.TIMED_OUT])
+async def test_answer_is_compared_again_when_its_comparison_was_broken_off(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, ending: worker_pool.Ending
 ) -> None:
-    killed: list[int] = []
+    broken_off: list[int] = []
     asked = worker_pool._ask
 
-    def dies_once(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
-        if question.get("answer") == "\\boxed{40+6}" and not killed:
-            killed.append(process.pid)
-            process.kill()
+    def breaks_off(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
+        if question.get("answer") == "\\boxed{40+6}" and not broken_off:
+            broken_off.append(process.pid)
+            turn.end(ending)
         return asked(turn, process, question, timeout_s)
 
-    monkeypatch.setattr(worker_pool, "_ask", dies_once)
+    monkeypatch.setattr(worker_pool, "_ask", breaks_off)
     judged = await verdict(stack, row("46"), "\\boxed{40+6}")
-    assert killed and (judged["valid"], judged["reward"]) == (True, 1.0), judged
+    assert broken_off and (judged["valid"], judged["reward"]) == (True, 1.0), judged
 
 
 @pytest.mark.parametrize("ending", [worker_pool.Ending.DIED, worker_pool.Ending.TIMED_OUT])

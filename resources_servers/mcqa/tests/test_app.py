@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.credentials import Role
+from nemo_gym.environment import worker_pool
 from resources_servers.mcqa.app import McqaEnvironment
 from resources_servers.mcqa.extraction import Grading, choice
 from tests.servers.stack import Stack, response, rollout, running_stack
@@ -100,6 +102,24 @@ async def test_wrong_choice_is_worth_nothing(stack: Stack) -> None:
     judged = await verdict(stack, ROWS[0], "\\boxed{A}")
     assert (judged["valid"], judged["reward"], judged["details"]) == (True, 0.0, {"chosen": "A"})
     assert judged["reward_reason"] == "wrong choice"
+
+
+async def test_answer_is_searched_again_when_the_search_was_broken_off(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_off: list[int] = []
+    asked = worker_pool._ask
+
+    def stalls_once(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
+        if question.get("pattern") == "Final: (.)" and not broken_off:
+            broken_off.append(process.pid)
+            turn.end(worker_pool.Ending.TIMED_OUT)
+        return asked(turn, process, question, timeout_s)
+
+    monkeypatch.setattr(worker_pool, "_ask", stalls_once)
+    row = {**ROWS[0], "template_metadata": {"output_regex": "Final: (.)"}}
+    judged = await verdict(stack, row, f"Final: {ROWS[0]['expected_answer']}")
+    assert broken_off and (judged["valid"], judged["reward"]) == (True, 1.0), judged
 
 
 async def test_expression_that_never_ends_on_an_answer_chooses_nothing(stack: Stack) -> None:

@@ -90,6 +90,11 @@ func pack(request string) {
 	if errors.Is(err, fs.ErrNotExist) {
 		fail("missing", err)
 	}
+	for _, host := range []syscall.Errno{syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.EIO} {
+		if errors.Is(err, host) {
+			fail("host", err) // never blamed on the file that was read
+		}
+	}
 	if err != nil {
 		fail("unreadable", err)
 	}

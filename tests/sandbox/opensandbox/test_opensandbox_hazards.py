@@ -6,16 +6,22 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import (
+    SandboxArchiveError,
+    SandboxCreateError,
+    SandboxCreateVerificationError,
+    SandboxError,
+    SandboxLostError,
+)
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import BoxLabel, ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.facade import create_provider
-from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider, creation
+from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider, creation, tool
 from nemo_gym.sandbox.providers.opensandbox import provider as opensandbox_provider
 from nemo_gym_testing.opensandbox import FakeOpenSandbox, serving
 from nemo_gym_testing.opensandbox import server as fake_server
@@ -383,3 +389,28 @@ async def test_server_that_is_not_there_is_a_retryable_error_naming_what_was_tri
     assert caught.value.retryable
     with pytest.raises(SandboxError, match="listing boxes"):
         await provider.list()
+
+
+async def test_archive_may_be_tried_again_when_the_boxs_machine_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's files are not to blame for it, as they would be for a `SandboxArchiveError`."""
+
+    class Failing:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def begin(self) -> None:
+            pass
+
+        async def next(self) -> tool.Frame:
+            return tool.Frame(
+                tool.END, b'{"outcome": "error", "kind": "host", "error": "open x: too many open files"}'
+            )
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(tool, "ToolRun", Failing)
+    with pytest.raises(SandboxError, match="too many open files") as caught:
+        async for _ in tool.get(cast(Any, None), "/testbed", exclude=(), max_bytes=None):
+            pass
+    assert caught.value.retryable and not isinstance(caught.value, SandboxArchiveError)

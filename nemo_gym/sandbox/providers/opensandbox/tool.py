@@ -271,6 +271,9 @@ async def get(
         if result["outcome"] == "error":
             if result.get("kind") == "missing":
                 raise SandboxArchiveError(f"there is nothing at '{path}' in the box", path=path)
+            if result.get("kind") == "host":
+                message = f"opensandbox: the box's machine failed while '{path}' was packed: {result.get('error')}"
+                raise SandboxError(message, path=path, retryable=True)
             raise SandboxArchiveError(f"'{path}' cannot be packed: {result.get('error')}", path=path)
         yield tar_filter.finish()
         await running.settle()

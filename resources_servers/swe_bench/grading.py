@@ -118,17 +118,18 @@ async def graded(row: SweBenchRow, log: str) -> tuple[LogGrade, bool]:
     if too_long := _too_long(log):
         return _unread(row, too_long), False
     for _ in range(2):  # a dead process may have been killed because another process used up the memory
-        answer = await _readers.ask(_question(row, log, respell=True), timeout_s=PARSE_TIMEOUT_S)
+        answer = await _readers.ask(_question(row, log, stored=False), timeout_s=PARSE_TIMEOUT_S)
         if answer.ending is not Ending.DIED:
             break
     return _grade_of(row, answer)
 
 
 def grade_stored_log(row: SweBenchRow, log: str) -> LogGrade:
-    """Run `grade_log` within bounds, for callers without an event loop. Test ids are not respelled."""
+    """Grade a stored log within bounds, for callers without an event loop. Test ids are respelled as by `graded`,
+    except for ``official_resolved``."""
     if too_long := _too_long(log):
         return _unread(row, too_long)
-    answer = _readers.ask_now(_question(row, log, respell=False), timeout_s=PARSE_TIMEOUT_S)
+    answer = _readers.ask_now(_question(row, log, stored=True), timeout_s=PARSE_TIMEOUT_S)
     return _grade_of(row, answer)[0]
 
 
@@ -202,18 +203,20 @@ def marker_state(eval_script: str, log: str) -> MarkerState:
     return MarkerState.GENUINE
 
 
-def read_log(row: dict[str, Any], log: str, *, respell: bool) -> dict[str, Any]:
-    """Run in a reader process: return the result of `grade_log` as plain data for JSON."""
+def read_log(row: dict[str, Any], log: str, *, stored: bool) -> dict[str, Any]:
+    """Run in a reader process: return the result of `grade_log`, with test ids respelled, as plain data for JSON.
+    ``official_resolved`` of a ``stored`` log is computed from its unchanged text."""
     task = msgspec.convert(row, SweBenchRow)
-    respelled = False
-    if respell:
-        log, respelled = spelled_as_expected(log, (*task.fail_to_pass, *task.pass_to_pass))
-    return {"grade": dataclasses.asdict(grade_log(task, log)), "respelled": respelled}
+    text, respelled = spelled_as_expected(log, (*task.fail_to_pass, *task.pass_to_pass))
+    grade = grade_log(task, text)
+    if stored and respelled:
+        grade = dataclasses.replace(grade, official_resolved=grade_log(task, log).official_resolved)
+    return {"grade": dataclasses.asdict(grade), "respelled": respelled}
 
 
-def _question(row: SweBenchRow, log: str, *, respell: bool) -> dict[str, Any]:
+def _question(row: SweBenchRow, log: str, *, stored: bool) -> dict[str, Any]:
     blanks = {"problem_statement": "", "patch": "", "test_patch": ""}
-    return {"row": {**dataclasses.asdict(row), **blanks}, "log": log, "respell": respell}
+    return {"row": {**dataclasses.asdict(row), **blanks}, "log": log, "stored": stored}
 
 
 def _grade_of(row: SweBenchRow, answer: Answer) -> tuple[LogGrade, bool]:
@@ -253,7 +256,7 @@ _SAMPLE = {
         "eval_type": "pass_and_fail",
     },
     "log": "",
-    "respell": True,
+    "stored": False,
 }
 _readers = WorkerPool(
     f"{__name__}:read_log",

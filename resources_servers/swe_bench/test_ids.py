@@ -2,7 +2,8 @@
 
 Until Python 3.10 ``unittest`` prints ``test_x (module.Class)``; from 3.11 on ``test_x (module.Class.test_x)``. A row
 has the form of the Python version that made its logs. If our own run uses another version, its log is converted to the
-row's form, and the verdict's details record this. Stored logs are never changed.
+row's form, and the verdict's details record this. The official verdict on a stored log is computed from its unchanged
+text.
 """
 
 from __future__ import annotations

@@ -238,6 +238,21 @@ def test_regrade_prints_one_object_per_log_and_then_the_counts(
     assert lines[-1]["counts"] == {"logs": 2, "resolved": 1, "unresolved": 1, "markers_genuine": 2}
 
 
+def test_regrade_of_another_pythons_ids_agrees_with_the_verdict_and_tells_the_harnesss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = {"FAIL_TO_PASS": ["test_new (m.T)"], "PASS_TO_PASS": [], "log_parser": "parse_log_django"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({**RAW_ROW, **tests}) + "\n")
+    directory = tmp_path / "logs" / "owner__name-1" / "0"
+    directory.mkdir(parents=True)
+    (directory / "test_output.txt").write_text(framed("test_new (m.T.test_new) ... ok\n"))
+    assert main(["--rows", str(rows), "--logs", str(tmp_path / "logs"), "--json"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (line["resolved"], line["official_resolved"]) == (True, False)
+    assert line["tests_status"]["FAIL_TO_PASS"]["success"] == ["test_new (m.T)"]
+
+
 def test_regrade_names_the_missing_row_when_a_log_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(RAW_ROW) + "\n")

@@ -226,7 +226,11 @@ def instrumented(eval_script: str) -> str:
 
 
 async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> EvalRun:
-    """Apply ``patch``, which is in the box already, and compare the changed files with those that it names."""
+    """Apply ``patch``, which is in the box already, and compare the changed files with those that it names.
+
+    Raises:
+        VerifierError: the box cannot apply patches, or applying was cut off (an exec that was lost).
+    """
     if not patch.strip():
         return EvalRun(applied=True, apply_log="")
     seam = secrets.token_hex(16)
@@ -241,6 +245,11 @@ async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> Ev
         error_text = result.stdout_bytes[-500:].decode("utf-8", "replace").strip()
         raise VerifierError(
             f"the evaluation box cannot apply patches: {error_text}; its image needs git, findutils, coreutils"
+        )
+    if result.outcome is not ExecOutcome.EXITED:
+        # A patch that was harvested in this image applies to it, so the host may be to blame; gold tells.
+        raise VerifierError(
+            f"applying the patch ended by '{result.outcome}'", retryable=True, kind=FailureKind.EXEC_LOST
         )
     output, way, numstat, differences = (*result.stdout_bytes.split(seam.encode()), b"", b"", b"")[:4]
     apply_log = output[-4000:].decode("utf-8", "replace")

@@ -51,6 +51,10 @@ from resources_servers.swe_bench.test_ids import TestId
 
 CLEAN_RUNS_AFTER_A_FAILED_ONE = 2
 MAX_NAMED_TESTS = 10
+_BROKEN_OFF = {
+    ExecOutcome.TIMED_OUT: "its evaluation did not end within {:g} s",
+    ExecOutcome.SIGNALED: "its evaluation was ended by a signal",
+}
 TamperControl = Literal["auto", "always", "off"]
 
 log = structlog.get_logger(__name__)
@@ -120,6 +124,7 @@ async def judge(
     grade, respelled = await graded(row, run.log)
     if grade.unread:
         await _require_gold(site, row, grade.unread, run.log)
+        grade, respelled = await graded(row, run.log)  # a busy host may have been to blame
     resolved = grade.official_resolved and run.applied and run.outcome is ExecOutcome.EXITED
     findings = [*await asyncio.to_thread(findings_in_patch, patch), *_log_findings(grade, run)]
     results: list[ControlResult] = []
@@ -142,8 +147,8 @@ async def judge(
 
 
 async def _official_run(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:
-    """Make the official run. If it hangs or its box is lost, run the gold patch to find out whether the patch is to
-    blame. Return ``None`` if the box is lost twice with this patch and not with the gold patch."""
+    """Make the official run. If it hangs, is killed or its box is lost, run the gold patch to find out whether the
+    patch is to blame. Return ``None`` if the box is lost twice with this patch and not with the gold patch."""
     try:
         run = await run_evaluation(site, row.eval_script, patch)
     except (SandboxLostError, VerifierError) as error:
@@ -157,8 +162,8 @@ async def _official_run(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalR
             if not patch_may_be_the_cause(again):
                 raise
             return None
-    if run.outcome is ExecOutcome.TIMED_OUT:
-        await _require_gold(site, row, f"its evaluation did not end within {site.timeout_s:g} s", run.log)
+    if run.outcome in _BROKEN_OFF:
+        await _require_gold(site, row, _BROKEN_OFF[run.outcome].format(site.timeout_s), run.log)
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,10 +14,12 @@ import msgspec
 
 from nemo_gym._util.files import replace_file
 from nemo_gym.contract.errors import VerifierError
+from resources_servers.swe_bench.confirm.javascript.syntax import SUFFIXES as JAVASCRIPT
 from resources_servers.swe_bench.confirm.runs import Rendering
 from resources_servers.swe_bench.confirm.twins import Twin
 from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.row import SweBenchRow, content_digest, image_slug
+from resources_servers.swe_bench.test_ids import TestId
 
 CONTROLS_VERSION = 10
 Strength = Literal["none", "weak", "strong"]
@@ -72,6 +74,22 @@ class RowControls:
         """Whether every test to be fixed is also confirmed without a test runner."""
         plain = {test for one in self.renderings if one.rendering.plain for test in one.tests}
         return all(name in plain for name, test in self.tests.items() if test.fail_to_pass)
+
+    def leaves_out(self, ids: Collection[str]) -> bool:
+        """Whether no rendering records a value in one of these tests. JavaScript ids do not name functions, so all of
+        them count as recorded if anything is."""
+        recorded: dict[str, set[str]] = {}
+        for one in self.renderings:
+            for test, calls in one.tests.items():
+                if any(len(checks) > 1 for checks in calls):  # the first check only says that the test began
+                    path, _, name = test.partition("|test:")
+                    recorded.setdefault(path, set()).add(name.rpartition(".")[2])
+        if any(path.endswith(JAVASCRIPT) for path in recorded):
+            return False
+        return not all(
+            any(test.function in names and test.may_be_in(path) for path, names in recorded.items())
+            for test in map(TestId.parse, ids)
+        )
 
     def counts(self) -> dict[str, int]:
         """Return how many of the tests to be fixed are ``strong``, ``weak`` and ``none``."""

@@ -13,15 +13,19 @@ from typing import Any, cast
 import pytest
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError, VerifierError
+from nemo_gym.contract.sandbox import SandboxResources
+from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from resources_servers.swe_bench import verdicts
 from resources_servers.swe_bench.canary import CanaryFile, CanaryScript
-from resources_servers.swe_bench.confirm.controls import ControlledRendering, RowControls
+from resources_servers.swe_bench.confirm.controls import ControlledRendering, ControlledTest, RowControls
 from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, fetch_records
 from resources_servers.swe_bench.confirm.twins import Mutant, Twin, TwinTest
-from resources_servers.swe_bench.eval_box import EvalRun, EvalSite
-from resources_servers.swe_bench.grading import MAX_GRADED_CHARS
+from resources_servers.swe_bench.confirm.values import Check
+from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, apply_patch, patch_may_be_the_cause
+from resources_servers.swe_bench.grading import MAX_GRADED_CHARS, LogGrade, MarkerState
+from resources_servers.swe_bench.grading import graded as read_again
 from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
 from resources_servers.swe_bench.test_ids import TestId
@@ -276,3 +280,106 @@ async def test_configuration_that_makes_tests_pass_is_found_where_the_pristine_t
     result = await verdicts.without_source_control(SITE, ROW, PATCH)
     assert result is not None and result.finding is not None
     assert result.finding.kind == "passed_without_source_change"
+
+
+def recording(*tests: str, checks: int = 2) -> RowControls:
+    """Controls with one rendering that leaves this many records in each of the tests."""
+    made = {
+        test: ((Check("begins", "begin"), *(Check("looks", "value") for _ in range(1, checks))),) for test in tests
+    }
+    return RowControls("i", "", (ControlledRendering(Rendering({}, "/var/tmp/r"), made),))
+
+
+@pytest.mark.parametrize(
+    ("controls", "ids", "left_out"),
+    [
+        (recording("t.py|test:T.test_a", "t.py|test:test_b"), ["t.py::T::test_a[1]", "t.py::test_b"], False),
+        (recording("t.py|test:T.test_a"), ["t.py::T::test_a", "t.py::test_b"], True),
+        (recording("t.py|test:test_a", "u.py|test:test_b"), ["t.py::test_b"], True),
+        (recording("t.py|test:test_a", checks=1), ["t.py::test_a"], True),
+        (recording("t.py|test:test_a"), ["Does what it says."], True),
+        (recording("p/t.py|test:T.test_a"), ["test_a (p.t.T)"], False),
+        (recording("t.test.js|test:adds > one"), ["adds one", "adds two"], False),
+        (recording(), [], False),
+    ],
+)
+def test_kept_test_is_left_out_unless_a_rendering_records_a_value_in_it(
+    controls: RowControls, ids: list[str], left_out: bool
+) -> None:
+    assert controls.leaves_out(ids) is left_out
+
+
+STRONG = replace(CONTROLS, tests={"": ControlledTest(ROW.fail_to_pass, True, "strong")})
+
+
+async def verdict_of(monkeypatch: pytest.MonkeyPatch, patch: bytes = b"diff --git a/x.py b/x.py\n") -> Any:
+    async def run(*_: Any, **__: Any) -> Recorded:
+        return Recorded(True, records=("",))
+
+    monkeypatch.setattr(verdicts, "run_renderings", run)
+    judgement = await verdicts.judge(SITE, ROW, Artifact.of("patch", "git_diff", patch), STRONG)
+    return judgement.verdict
+
+
+async def test_kept_tests_at_which_no_rendering_looks_are_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, fails = ended("PASSED"), ended("FAILED")
+    evaluations(monkeypatch, patch=[passes], gold=[fails])
+    verdict = await verdict_of(monkeypatch)
+    assert [finding.kind for finding in verdict.findings] == ["verdict_not_caused_by_tests"]
+    evaluations(monkeypatch, patch=[passes, fails], gold=[fails])
+    assert (await verdict_of(monkeypatch)).reward == 1.0
+
+
+async def test_rewritten_test_that_passes_with_gold_too_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluations(monkeypatch, patch=[ended("PASSED")], gold=[ended("PASSED")])
+    result = await verdicts.canary_control(SITE, ROW, b"p")
+    assert result.finding is None and result.inconclusive
+
+
+async def test_kept_tests_that_a_patch_expects_to_fail_are_skipped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"PASS_TO_PASS": {"success": list(ROW.pass_to_pass)}}
+    states = dict.fromkeys(ROW.pass_to_pass, "XFAIL")
+    official = LogGrade(True, True, MarkerState.GENUINE, report={"tests_status": kept}, status_map=states)
+    evaluations(monkeypatch, unpatched=[ended("PASSED")])
+    result = await verdicts.skipped_control(SITE, ROW, official)
+    assert result is not None and result.finding is not None
+    evaluations(monkeypatch, unpatched=[ended("XFAIL")])
+    result = await verdicts.skipped_control(SITE, ROW, official)
+    assert result is not None and result.finding is None
+
+
+@pytest.mark.parametrize("outcome", [ExecOutcome.TIMED_OUT, ExecOutcome.SIGNALED])
+async def test_official_run_that_was_broken_off_is_no_verdict_where_gold_is_too(
+    outcome: ExecOutcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = EvalRun(applied=True, apply_log="", outcome=outcome)
+    evaluations(monkeypatch, patch=[broken], gold=[broken])
+    with pytest.raises(VerifierError) as raised:
+        await verdict_of(monkeypatch)
+    assert raised.value.details["kind"] is FailureKind.CONTROL_RUN_FAILED
+    evaluations(monkeypatch, patch=[broken], gold=[ended("PASSED")])
+    assert (await verdict_of(monkeypatch)).reward == 0.0
+
+
+@pytest.mark.parametrize("outcome", [ExecOutcome.TIMED_OUT, ExecOutcome.SIGNALED, ExecOutcome.OUT_OF_MEMORY])
+async def test_patch_whose_application_is_cut_off_is_not_said_to_be_refused(outcome: ExecOutcome) -> None:
+    async def run(*_: Any, **__: Any) -> SandboxExecResult:
+        return SandboxExecResult(outcome=outcome)
+
+    limits = SandboxResources(memory_mib=1)
+    capabilities = SimpleNamespace(limits=lambda _: limits)
+    site = EvalSite(cast(SandboxProvider, SimpleNamespace(exec=run, capabilities=capabilities)), "image")
+    with pytest.raises(VerifierError) as raised:
+        await apply_patch(site, cast(SandboxHandle, SimpleNamespace(sandbox_id="b")), b"p")
+    assert patch_may_be_the_cause(raised.value)
+
+
+async def test_log_that_a_busy_host_left_unread_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread = [LogGrade(False, False, MarkerState.UNREAD, unread="it took too long")]
+
+    async def graded(row: SweBenchRow, log: str) -> tuple[LogGrade, bool]:
+        return (unread.pop(), False) if unread else await read_again(row, log)
+
+    monkeypatch.setattr(verdicts, "graded", graded)
+    evaluations(monkeypatch, patch=[ended("PASSED"), ended("FAILED")], gold=[ended("PASSED")])
+    assert (await verdict_of(monkeypatch)).reward == 1.0

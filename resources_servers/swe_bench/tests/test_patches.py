@@ -212,6 +212,29 @@ def test_sign_is_none_where_gold_has_it_or_the_file_is_the_tests_own() -> None:
     assert signs_in_patch(_adds("pkg/core.py", "# as pytest does"), b"") == []
 
 
+def test_sign_is_none_where_the_lines_around_golds_change_show_it() -> None:
+    gold = _adds("pkg/scores.py", "x = 1").replace(b"+x = 1\n", b" results['test_score'] = []\n+x = 1\n")
+    assert signs_in_patch(_adds("pkg/other.py", "results['test_score'] = 1"), gold) == []
+    own = _adds("pkg/scores.py", "x = 1").replace(b"+x = 1\n", b" results['test_score'] = []\n+open('/test_it.py')\n")
+    assert [sign.what for sign in signs_in_patch(own, _adds("pkg/scores.py", "x = 1"))] == ["test files"]
+
+
+def test_names_of_runners_are_no_sign_in_the_package_of_a_runner_that_gold_changes_too() -> None:
+    line = "from _pytest.compat import assert_never"
+    gold = _adds("src/_pytest/main.py", "x = 1")
+    assert signs_in_patch(_adds("src/_pytest/pathlib.py", line), gold) == []
+    for path, with_gold in [("src/other/pathlib.py", gold), ("src/_pytest/pathlib.py", _adds("src/pkg/m.py", "x"))]:
+        assert [sign.what for sign in signs_in_patch(_adds(path, line), with_gold)] == ["test runner"]
+
+
+def test_no_number_of_harmless_signs_and_no_excused_one_hides_a_costly_one() -> None:
+    patch = _adds("pkg/core.py", *["sys._getframe(1)"] * 30, "if 'pytest' in open('/proc/self/cmdline').read():")
+    signs = signs_in_patch(patch, b"")
+    assert [sign.what for sign in signs[:3]] == ["test runner", "process file system", "frames"]
+    excused = signs_in_patch(patch, _adds("pkg/core.py", "import pytest"))
+    assert excused[0].what == "process file system"
+
+
 def test_a_copy_of_what_gold_changes_decides_how_tests_run_where_its_new_name_does() -> None:
     gold = {"pkg/words.py", "tests/conftest.py"}
     header = "diff --git a/pkg/words.py b/{0}\nsimilarity index 90%\ncopy from pkg/words.py\ncopy to {0}\n"

@@ -336,6 +336,21 @@ async def test_rewritten_test_that_passes_with_gold_too_is_no_evidence(monkeypat
     assert result.finding is None and result.inconclusive
 
 
+async def test_kept_tests_that_pass_only_with_the_patchs_configuration_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes, fails = ended("PASSED"), ended("FAILED")
+    patch = PART + b"diff --git a/x.py b/x.py\n"
+    for alone, gold, found in [([fails], passes, True), ([fails, passes], passes, False), ([LATE], passes, True)]:
+        evaluations(monkeypatch, patch=alone, gold=[gold])
+        result = await verdicts.kept_control(SITE, ROW, patch)
+        assert result is not None and bool(result.finding) is found
+    evaluations(monkeypatch, patch=[fails], gold=[fails])
+    result = await verdicts.kept_control(SITE, ROW, patch)
+    assert result is not None and result.inconclusive
+    assert await verdicts.kept_control(SITE, ROW, b"diff --git a/x.py b/x.py\n") is None
+
+
 async def test_kept_tests_that_a_patch_expects_to_fail_are_skipped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"PASS_TO_PASS": {"success": list(ROW.pass_to_pass)}}
     states = dict.fromkeys(ROW.pass_to_pass, "XFAIL")

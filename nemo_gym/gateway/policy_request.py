@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import struct
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -168,6 +168,10 @@ OVERRIDING = frozenset(
 parameters that a session pins. Where a session pins any, a request's own are not passed on."""
 
 
+_NO_PARAMETERS = frozenset({"model", "messages", "input", "tools", "stream", "stream_options", "n", "metadata"})
+"""What a request says itself, and no ``extra_body`` in its metadata."""
+
+
 def metadata_parameters(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters that NeMo Gym's rows put into a request's ``metadata`` (``extra_body``, whose members are
     parameters, and ``chat_template_kwargs``), and the rest of the metadata. Raises `InvalidBodyError`."""
@@ -183,7 +187,17 @@ def metadata_parameters(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         if not isinstance(read[key], dict):
             where = f"metadata.{key}"
             raise InvalidBodyError(f"'{where}' must be a JSON object, as text", param=where)
-    return {**read.pop("extra_body", {}), **read}, without(metadata, MODEL_METADATA_KEYS)
+    parameters = without({**read.pop("extra_body", {}), **read}, _NO_PARAMETERS)
+    return parameters, without(metadata, MODEL_METADATA_KEYS)
+
+
+def without_metadata_parameters(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the body without these parameters in its ``metadata``."""
+    parameters, metadata = metadata_parameters(body)
+    if not parameters:
+        return dict(body)
+    left = orjson.dumps(without(parameters, names)).decode()
+    return {**body, "metadata": {**metadata, "extra_body": left}}
 
 
 class AnswerEnd(StrEnum):

@@ -21,6 +21,7 @@ from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
     AGENT_FIELDS,
     MAX_REASON_CHARS,
+    NG_FAILURE_CLASS_KEY,
     ROLLOUT_ID_KEY,
     RUN_FIELDS,
     SESSION_KEY,
@@ -195,7 +196,10 @@ class RunStage(HttpStage):
         # What it repeats of the row is no part of its verdict; an equal reward may be an earlier run's.
         decided = VERDICT_FIELDS - {"reward"}
         reply = without(reply, {key for key in decided if key in reply and key in body and reply[key] == body[key]})
-        if (failure := failure_of_reply(StageName.RUN, reply)) is not None:
+        judged = reply
+        if (skipped := attempt.servers.skipped_reward) is not None:  # only a failure of the agent's own counts
+            judged = {**{key: reply[key] for key in reply.keys() & {NG_FAILURE_CLASS_KEY}}, "reward": skipped}
+        if (failure := failure_of_reply(StageName.RUN, judged)) is not None:
             raise StageError(failure)
         return reply
 

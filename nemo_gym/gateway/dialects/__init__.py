@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from nemo_gym.gateway.policy_request import OVERRIDING, TOKEN_BUDGETS
+from nemo_gym.gateway.policy_request import OVERRIDING, TOKEN_BUDGETS, without_metadata_parameters
 
 
 class Dialect(StrEnum):
@@ -26,9 +26,10 @@ def apply_sampling(dialect: Dialect, body: dict[str, Any], sampling: dict[str, A
     override them."""
     if not sampling:
         return body
-    overriding = OVERRIDING if sampling.keys() - {"seed"} else ()
-    changed = {key: value for key, value in body.items() if key not in overriding}
+    overriding = OVERRIDING if sampling.keys() - {"seed"} else frozenset()
     budgets = [sampling[name] for name in TOKEN_BUDGETS if sampling.get(name) is not None]
+    changed = without_metadata_parameters(body, overriding.union(sampling, TOKEN_BUDGETS if budgets else ()))
+    changed = {key: value for key, value in changed.items() if key not in overriding}
     if budgets:
         newer = dialect is Dialect.CHAT and "max_completion_tokens" in body
         name = "max_completion_tokens" if newer else "max_tokens"

@@ -46,6 +46,7 @@ from typing import Any, TypeVar
 import orjson
 
 from nemo_gym.contract.errors import InvalidBodyError
+from nemo_gym.contract.verdict import MODEL_METADATA_KEYS
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.content import (
     AnswerCall,
@@ -417,6 +418,8 @@ def request_fingerprint(route: str, body: Mapping[str, Any], cache: Conversation
     the same request. Raises `InvalidBodyError` for a body that is nested too deeply."""
     cache = cache or ConversationCache()
     parameters = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
+    if isinstance(metadata := body.get("metadata"), Mapping) and (named := MODEL_METADATA_KEYS & metadata.keys()):
+        parameters["metadata"] = {key: metadata[key] for key in named}
     histories = [(key, parameters.pop(key)) for key in HISTORY_KEYS if isinstance(parameters.get(key), list)]
     digests = [cache.parameters("fingerprint", route, parameters, lambda: _digest(_canonical([route, parameters])))]
     for key, history in histories:

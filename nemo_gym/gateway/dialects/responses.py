@@ -292,6 +292,8 @@ class ResponsesAdapter(DialectAdapter):
         sampling = sampling_at(body, SAMPLING, budget="max_output_tokens")
         extra = {key: body[key] for key in _PASSED_ON if body.get(key) is not None}
         parameters, metadata = metadata_parameters(body)
+        choice = parameters.pop("tool_choice", None)
+        more = _NO_PARAMETERS
         if parameters:
             _, more = _CHAT._parameters(parameters, None)
             sampling, extra = {**more.asked, **sampling}, {**more.extra, **extra, "metadata": metadata or None}
@@ -309,10 +311,10 @@ class ResponsesAdapter(DialectAdapter):
             names=table.names,
             asked=sampling,
             stream=flag_at(body, "stream"),
-            tool_choice=chosen(body.get("tool_choice"), table),
-            response_format=_format(object_at(object_at(body, "text", ""), "format", "text")),
-            logprobs=bool(top) or LOGPROBS in included(body),
-            token_ids=wants_token_ids(body),
+            tool_choice=chosen(body.get("tool_choice") or choice, table),
+            response_format=_format(object_at(object_at(body, "text", ""), "format", "text")) or more.response_format,
+            logprobs=bool(top) or LOGPROBS in included(body) or more.logprobs,
+            token_ids=wants_token_ids(body) or more.token_ids,
             extra=extra,
         )
 
@@ -490,6 +492,7 @@ def _format(form: Body) -> dict[str, Any] | None:
 
 _ADAPTER = ResponsesAdapter()
 _CHAT = ChatAdapter()
+_NO_PARAMETERS = PolicyRequest(messages=())
 _SHARED_FIELDS = (
     "model",
     "temperature",

@@ -8,8 +8,9 @@ import orjson
 import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects import Dialect, apply_sampling
 from nemo_gym.gateway.dialects.adapters import ADAPTERS
+from nemo_gym.gateway.dialects.chat import request_fingerprint
 from nemo_gym.gateway.policy_request import CallName, PolicyRequest
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL_URL, SCHEMA, answer, call, codex_body
 
@@ -266,6 +267,28 @@ def test_parameters_in_metadata_are_parameters_and_the_requests_own_win() -> Non
         "metadata": {"note": "kept"},
     }
     assert "metadata" not in lower(metadata=metadata).extra
+    shape = lower(
+        metadata={"extra_body": '{"response_format": {"type": "json_object"}, "logprobs": true, "stream": true}'}
+    )
+    assert (shape.response_format, shape.logprobs, shape.stream) == ({"type": "json_object"}, True, False)
+
+
+def test_parameters_in_metadata_are_part_of_the_request() -> None:
+    asked = [{"input": "hi", "metadata": {"extra_body": f'{{"seed": {seed}}}'}} for seed in (1, 2)]
+    first, second = (request_fingerprint("/v1/responses", body) for body in asked)
+    assert first != second
+    noted = request_fingerprint("/v1/responses", {"input": "hi", "metadata": {"note": "x"}})
+    assert noted == request_fingerprint("/v1/responses", {"input": "hi"})
+
+
+@pytest.mark.parametrize("pinned", [{"temperature": 1.0, "max_output_tokens": 256}, {"temperature": 1.0}, {"seed": 3}])
+def test_parameters_in_metadata_escape_no_pinned_sampling(pinned: dict[str, Any]) -> None:
+    hidden = '{"temperature": 0, "max_completion_tokens": 100000, "ignore_eos": true, "top_k": 5}'
+    body = apply_sampling(Dialect.RESPONSES, {"input": "hi", "metadata": {"extra_body": hidden}}, pinned)
+    left = orjson.loads(body["metadata"]["extra_body"])
+    escapes = {"ignore_eos"} if "temperature" in pinned else set()
+    escapes |= set(pinned) | ({"max_completion_tokens"} if "max_output_tokens" in pinned else set())
+    assert escapes.isdisjoint(left) and left["top_k"] == 5
 
 
 @pytest.mark.parametrize(

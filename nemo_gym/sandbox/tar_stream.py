@@ -20,7 +20,8 @@ _MAX_ID = 2**32 - 2
 _MAX_NUMBER = 2**63 - 1
 _SHOWN_CHARS = 200
 _MAX_UNRESOLVED = 400_000
-"""Maximum hard links to excluded files in one stream; their names are kept in memory."""
+_MAX_UNRESOLVED_BYTES = 32 * 1024 * 1024
+"""Maximum hard links to excluded files in one stream, and size of their names, which are kept in memory."""
 _UNDERSTOOD = frozenset(["path", "linkpath", "size", "uid", "gid", "mtime"])
 _SPARSE = "GNU.sparse"
 _BLOCK = tarfile.BLOCKSIZE
@@ -277,12 +278,18 @@ class TarFilter:
     of the same stream. Otherwise (for streams from a backend's own packer), such members pass, and pipes, sockets and
     devices are left out.
 
-    A hard link to an excluded file has no content in its stream. `unresolved` says that there are such links;
-    `resolve` adds them with the content from a second stream of the same tree.
+    A hard link to an excluded file has no content in its stream. It is refused, unless ``resolves`` says that the
+    caller will `resolve` what is `unresolved`: add such links with the content from a second stream of the same tree.
     """
 
     def __init__(
-        self, *, exclude: Sequence[str] = (), max_bytes: int | None = None, strict: bool = True, strip: int = 1
+        self,
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int | None = None,
+        strict: bool = True,
+        strip: int = 1,
+        resolves: bool = False,
     ) -> None:
         self._parser = TarParser()
         self._excludes = Excludes(exclude)
@@ -295,7 +302,8 @@ class TarFilter:
         self._links: set[str] = set()
         self._unresolved: dict[str, list[str]] = {}
         """Excluded file → its other names, which are not excluded."""
-        self._unresolved_count = 0
+        self._resolves = resolves
+        self._unresolved_count = self._unresolved_bytes = 0
 
     @property
     def unresolved(self) -> bool:
@@ -319,44 +327,56 @@ class TarFilter:
         return joined
 
     def resolve(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the files that hard links to excluded files stand for. Such a file is left out if it has vanished."""
+        """Yield the files that hard links to excluded files stand for. A file of which no name is left is left out.
+
+        Raises:
+            ArchiveError: the names share their content in another way by now, so the content of one is unknown.
+        """
+        groups, self._unresolved = self._unresolved, {}
+        targets = {name: target for target, names in groups.items() for name in names}
+        sources: dict[str, str] = {}  # excluded file → the name that its content came with
         parser, padding = TarParser(), 0
-        other_names: list[str] = []
-        for chunk in chunks:
-            out: list[bytes] = []
-            for event in parser.feed(chunk):
-                if isinstance(event, tarfile.TarInfo):
+        names: list[str] = []
+        for event in (event for chunk in chunks for event in parser.feed(chunk)):
+            if isinstance(event, tarfile.TarInfo):
+                name, names = _normal(event.name), []
+                target = name if name in groups else targets.get(name)
+                if target is None:
+                    continue
+                if (_normal(event.linkname) != sources.get(target)) if event.islnk() else (target in sources):
+                    raise ArchiveError(f"'{shown(name)}', which has a hard link, changed while it was read")
+                if event.islnk():
+                    continue
+                sources[target] = name
+                if event.isreg() or event.issym():
+                    names = groups[target]
                     padding = -event.size % tarfile.BLOCKSIZE
-                    other_names = self._unresolved.pop(_normal(event.name), []) if event.isreg() else []
-                    if other_names:
-                        self._check(event.size)
-                        event.name = other_names[0]
-                        out.append(encode_header(event))
-                elif other_names and event is not None:
-                    out.append(event)
-                elif other_names:
-                    out.append(bytes(padding))
-                    for name in other_names[1:]:
-                        link = tarfile.TarInfo(name)
-                        link.type, link.linkname = tarfile.LNKTYPE, other_names[0]
-                        out.append(encode_header(link))
-            if joined := b"".join(out):
-                self._count(len(joined))
-                yield joined
+                    self._check(event.size)
+                    event.name = names[0]
+                    yield self._counted(encode_header(event))
+            elif names and event is not None:
+                yield self._counted(event)
+            elif names:
+                yield self._counted(bytes(padding))
+                for name in names[1:]:
+                    link = tarfile.TarInfo(name)
+                    link.type, link.linkname = tarfile.LNKTYPE, names[0]
+                    yield self._counted(encode_header(link))
         parser.close()
-        self._unresolved.clear()
 
     def finish(self) -> bytes:
-        """Return the end of the output. Raises `ArchiveError` if the input ended early, or links are `unresolved`."""
+        """Return the end of the output. Raises `ArchiveError` if the input ended early."""
         self._parser.close()
-        for target, (name, *_) in self._unresolved.items():
-            raise ArchiveError(f"'{shown(name)}' is a hard link to '{shown(target)}', which is excluded")
         self._count(len(END_OF_ARCHIVE))
         return END_OF_ARCHIVE
 
     def _count(self, size: int) -> None:
         self._check(size)
         self._total += size
+
+    def _counted(self, piece: bytes) -> bytes:
+        self._count(len(piece))
+        return piece
 
     def _check(self, size: int) -> None:
         if self._max_bytes is not None and self._total + size > self._max_bytes:
@@ -382,9 +402,17 @@ class TarFilter:
         if self._is_excluded(member.name, member.isdir()):
             return False
         if member.islnk() and self._is_excluded(member.linkname):
+            if not self._resolves:
+                raise ArchiveError(
+                    f"'{shown(member.name)}' is a hard link to '{shown(member.linkname)}', which is excluded"
+                )
             self._unresolved_count += 1
-            if self._unresolved_count > _MAX_UNRESOLVED:
-                raise ArchiveError(f"more than {_MAX_UNRESOLVED} hard links lead to excluded files")
+            self._unresolved_bytes += len(member.name) + len(member.linkname)
+            if self._unresolved_count > _MAX_UNRESOLVED or self._unresolved_bytes > _MAX_UNRESOLVED_BYTES:
+                raise ArchiveError(
+                    f"more than {_MAX_UNRESOLVED} hard links lead to excluded files, or their names take more than"
+                    f" {_MAX_UNRESOLVED_BYTES} bytes"
+                )
             self._unresolved.setdefault(_normal(member.linkname), []).append(member.name)
             return False
         return True
@@ -408,7 +436,7 @@ def filtered(
         again: returns a second stream of the same tree, for the content of hard links to excluded files.
         strip: number of leading components of member names that ``exclude`` ignores; 1 for the packed path's own name.
     """
-    tar_filter = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip)
+    tar_filter = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip, resolves=True)
     for chunk in chunks:
         if out := tar_filter.feed(chunk):
             yield out

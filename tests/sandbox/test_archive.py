@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.sandbox import archive
+from nemo_gym.sandbox import archive, tar_stream
 from nemo_gym.sandbox.archive import ArchiveError, ArchiveTooLargeError, encode_header, extract, pack, pack_bytes
 from nemo_gym.sandbox.tar_stream import TarFilter, filtered, single_file
 from tests.properties import examples
@@ -379,10 +379,38 @@ def test_filtered_keeps_the_content_of_a_hard_link_when_the_file_that_came_first
     assert names_of(b"".join(filtered([stream], again=lambda: [vanished], exclude=[".git"]))) == ["r/last"]
     with pytest.raises(ArchiveTooLargeError):
         list(filtered([stream], again=lambda: [stream], exclude=[".git"], max_bytes=2000))
-    unaided = TarFilter(exclude=[".git"], strict=False)
-    unaided.feed(stream)
     with pytest.raises(ArchiveError, match="'r/y' is a hard link"):
-        unaided.finish()
+        TarFilter(exclude=[".git"], strict=False).feed(stream)
+
+
+def test_filtered_loses_no_hard_link_to_an_excluded_file_whatever_it_is_and_however_it_changed() -> None:
+    def link(name: str, to: str) -> tuple[tarfile.TarInfo, bytes]:
+        return member(name, tarfile.LNKTYPE, link=to)
+
+    def read(first: bytes, second: bytes) -> list[tuple[str, int, str]]:
+        out = b"".join(filtered([first], again=lambda: [second], exclude=[".git"]))
+        return [(info.name, info.size, info.linkname) for info in members_of(out)]
+
+    names = [link("r/y", "r/.git/x"), link("r/z", "r/.git/x")]
+    stream = build(member("r/.git/x", data=b"1"), *names)
+    symbolic = build(member("r/.git/x", tarfile.SYMTYPE, link="to"), *names)
+    assert read(symbolic, symbolic) == [("r/y", 0, "to"), ("r/z", 0, "r/y")]
+    pipe = build(member("r/.git/x", tarfile.FIFOTYPE), *names)
+    assert read(pipe, pipe) == []
+    first_name_vanished = build(member("r/y", data=b"1"), link("r/z", "r/y"))
+    assert read(stream, first_name_vanished) == [("r/y", 1, ""), ("r/z", 0, "r/y")]
+    earlier_name = build(member("r/.git/a", data=b"1"), *(link(name, "r/.git/a") for name in ("r/.git/x", "r/y")))
+    replaced = build(member("r/.git/x", data=b"2"), member("r/y", data=b"1"))
+    for changed in (earlier_name, replaced):
+        with pytest.raises(ArchiveError, match="changed while it was read"):
+            read(stream, changed)
+
+
+def test_names_of_hard_links_to_excluded_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_stream, "_MAX_UNRESOLVED_BYTES", 1000)
+    links = [member(f"r/{n:080}", tarfile.LNKTYPE, link="r/.git/x") for n in range(20)]
+    with pytest.raises(ArchiveError, match="more than 1000 bytes"):
+        list(filtered([build(member("r/.git/x"), *links)], again=list, exclude=[".git"]))
 
 
 def test_validated_encodes_headers_anew_when_a_global_header_renames_members() -> None:

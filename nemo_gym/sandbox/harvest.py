@@ -238,10 +238,7 @@ _ENVIRONMENT = {
 _OPTIONS = "-c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.untrackedCache=false -c core.quotePath=true"
 
 # Prints three NUL-separated sections, separated by "/", which cannot be a path below the work tree: object format and
-# exclude file, tracked paths, and four fields for each ignored path: the rule's file, its line, the rule, the path.
-# Without a repository, no path is tracked or ignored. ls-files also lists a directory that no rule matches if all its
-# files are ignored, though a new file there is not; check-ignore tells them apart. Its failure (1: nothing is ignored;
-# 128: a name looks like pathspec magic) is no error, because a directory that is missing here only costs time.
+# exclude file, tracked paths, ignored paths. Without a repository, no path is tracked or ignored.
 _DESCRIBE = f"""
 command -v git >/dev/null || exit 97
 export GIT_DIR="$1/.git" GIT_WORK_TREE="$1"
@@ -250,12 +247,15 @@ if git {_OPTIONS} rev-parse --git-dir >/dev/null 2>&1; then
   printf '%s\\0' "$(git {_OPTIONS} rev-parse --show-object-format 2>/dev/null || echo sha1)" \\
     "$(git {_OPTIONS} rev-parse --git-path info/exclude)" /
   git {_OPTIONS} ls-files -z && printf '/\\0' &&
-  git {_OPTIONS} ls-files -z --others --ignored --exclude-standard --directory |
-    {{ git {_OPTIONS} check-ignore -z --stdin --verbose || :; }}
+  git {_OPTIONS} ls-files -z --others --ignored --exclude-standard --directory
 else
   [ -z "$2" ] || exit 98
   printf '%s\\0' sha1 '' / /
 fi
+"""
+# ls-files also lists a directory that no rule matches if all its files are ignored, though a new file there is not.
+_CHECK_DIRECTORIES = f"""
+cd "$1" && GIT_DIR="$1/.git" GIT_WORK_TREE="$1" git {_OPTIONS} check-ignore -z --stdin --verbose
 """
 _INIT = f"""
 set -e
@@ -404,8 +404,8 @@ class _Harvester:
         self._algorithm, exclude_file = (name.decode("utf-8", "surrogateescape") for name in fields[:first_end])
         tracked = frozenset(fields[first_end + 1 : second_end])
         tracked_directories = _directories(tracked)
-        ignored = [path for path in _ignored_paths(fields[second_end + 1 :]) if path.endswith(b"/")]
-        exclude = _excludes(tracked_directories, ignored)
+        listed = [path.removesuffix(b"/") for path in fields[second_end + 1 :] if path.endswith(b"/")]
+        exclude = _excludes(tracked_directories, await self._ignored_directories_of_image(listed))
         contents: dict[bytes, bytes] = {}
         reader = self._reader(max_content_bytes=1024 * 1024)
         stream = self._provider.get_archive(self._box, self._path, exclude=exclude, max_bytes=MAX_TREE_BYTES)
@@ -421,6 +421,14 @@ class _Harvester:
         by_oid = {entry.oid: path for path, entry in reader.tree.entries.items() if entry.mode != SYMLINK}
         pristine = _Pristine(reader.tree, tracked, exclude, contents, by_oid)
         return replace(pristine, exclude=(*exclude, *_ignored_directories(pristine.rules, tracked_directories)))
+
+    async def _ignored_directories_of_image(self, directories: list[bytes]) -> list[bytes]:
+        """Return those that a rule ignores. They are asked for without ``/`` at the end, because ``logs/*`` matches
+        ``logs/``. A failure is no error, because a directory that is missing here only costs time."""
+        stdin = b"".join(b"./" + path + b"\0" for path in directories)
+        result = await self._sh(_CHECK_DIRECTORIES, self._path, stdin=stdin) if directories else None
+        ignored = _ignored_paths(result.stdout_bytes) if result and not result.stdout_truncated else []
+        return [path + b"/" for path in ignored]
 
     # -------------------------------------------------------------------------------------------- the agent's side
 
@@ -476,7 +484,7 @@ class _Harvester:
             raise _BoxContentsError(
                 f"the ignore rules cannot be applied to the changed paths: {_said(result)}", in_harvest_box=True
             )
-        return byproducts | {path.removeprefix(b"./") for path in _ignored_paths(result.stdout_bytes.split(b"\0"))}
+        return byproducts.union(_ignored_paths(result.stdout_bytes))
 
     async def _diff(self, changed: list[bytes], pristine: _Pristine, work: Tree, contents: _Contents) -> bytes:
         old = {path: pristine.tree.entries[path] for path in changed if path in pristine.tree.entries}
@@ -549,11 +557,14 @@ def _said(result: SandboxExecResult) -> str:
     return f"{result.outcome}, {(result.stderr or '').strip()[-500:]!r}"
 
 
-def _ignored_paths(fields: Sequence[bytes]) -> list[bytes]:
+def _ignored_paths(output: bytes) -> list[bytes]:
     """Return the ignored paths of check-ignore's verbose output, which also names the paths that a rule with ``!``
-    includes again. Without ``--verbose``, git before 2.26 prints those as well, and nothing tells them apart."""
-    complete = fields[:-1]  # the last one is what follows the last NUL
-    return [path for rule, path in zip(complete[2::4], complete[3::4], strict=False) if not rule.startswith(b"!")]
+    includes again. Without ``--verbose``, git before 2.26 prints those as well, and nothing tells them apart.
+
+    Each path has four fields: the rule's file, its line, the rule, and the path as asked for, with ``./``."""
+    complete = output.split(b"\0")[:-1]  # the last one is what follows the last NUL
+    paths = zip(complete[2::4], complete[3::4], strict=False)
+    return [path.removeprefix(b"./") for rule, path in paths if not rule.startswith(b"!")]
 
 
 def _directories(paths: Iterable[bytes]) -> set[bytes]:

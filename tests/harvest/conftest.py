@@ -30,9 +30,11 @@ printf 'one\ntwo\n' > a.txt; printf 'crlf\r\n' > crlf.txt; printf '\0\1binary' >
 mkdir pkg && echo 'x = 1' > pkg/m.py && ln -s a.txt link && echo gone > gone.txt && echo run > run.sh
 printf 'odd\n' > "$(printf 'we"ird\nname')"
 printf 'build/\n*.egg-info\nnode_modules\n/target/\n*.log\n!notes.log\nout\n!/web/out\n' > .gitignore
+printf 'zout/*\n!zout/*.py\n' >> .gitignore
 mkdir web && echo /dist > web/.gitignore
 git add -A && git commit -qm base
-mkdir build logs && echo product > build/p && echo built > generated.txt && echo run > logs/run.log
+mkdir build logs zout && echo product > build/p && echo built > generated.txt && echo run > logs/run.log
+echo run > zout/run.txt
 """
 
 

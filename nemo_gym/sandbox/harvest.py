@@ -427,8 +427,7 @@ class _Harvester:
         ``logs/``. A failure is no error, because a directory that is missing here only costs time."""
         stdin = b"".join(b"./" + path + b"\0" for path in directories)
         result = await self._sh(_CHECK_DIRECTORIES, self._path, stdin=stdin) if directories else None
-        ignored = _ignored_paths(result.stdout_bytes) if result and not result.stdout_truncated else []
-        return [path + b"/" for path in ignored]
+        return _ignored_paths(result.stdout_bytes) if result and not result.stdout_truncated else []
 
     # -------------------------------------------------------------------------------------------- the agent's side
 
@@ -577,7 +576,10 @@ def _directories(paths: Iterable[bytes]) -> set[bytes]:
 
 
 def _excludes(tracked_directories: set[bytes], ignored: list[bytes]) -> tuple[str, ...]:
-    """Return what a box's tar stream omits: every ``.git``, by-products, and directories the repository ignores."""
+    """Return what a box's tar stream omits: every ``.git``, by-products, and directories the repository ignores.
+
+    The image has those directories, so a link or file that took the place of one is omitted too: a patch that adds it
+    could not be applied where the directory still is."""
     tracked_names = {directory.rpartition(b"/")[2] for directory in tracked_directories}
     names = [".git", *(name for name in BYPRODUCT_DIRECTORIES if name.encode() not in tracked_names)]
     directories = sorted(name.decode("utf-8", "surrogateescape") for name in ignored)

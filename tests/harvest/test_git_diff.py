@@ -39,9 +39,16 @@ async def test_patch_is_empty_when_only_products_and_byproducts_appeared(bench: 
 
 
 async def test_patch_holds_a_new_file_beside_ignored_ones_in_a_directory_that_no_rule_ignores(bench: Bench) -> None:
-    script = "echo new > logs/report.py; echo n > notes.log; echo x > x.log; echo n > zout/a.py; rm -r build; echo b > build"
+    script = "echo new > logs/report.py; echo n > notes.log; echo x > x.log; echo n > zout/a.py; echo r > zout/b.log"
     artifact = await bench.patch_after(script)
-    assert artifact.facts["paths"] == ["build", "logs/report.py", "notes.log", "zout/a.py"]
+    assert artifact.facts["paths"] == ["logs/report.py", "notes.log", "zout/a.py"]
+
+
+async def test_patch_can_be_applied_when_an_ignored_directory_of_the_image_became_a_link(bench: Bench) -> None:
+    script = "mv build /tmp/b; ln -s /tmp/b build; echo more >> a.txt"
+    artifact = await bench.patch_after(script)
+    assert artifact.facts["paths"] == ["a.txt"]
+    assert await bench.differences(artifact.content(), script) == ""
 
 
 async def test_ignored_directories_that_the_agent_made_do_not_count_against_the_limits(

@@ -208,8 +208,7 @@ class Steps:
 
 def instrumented(eval_script: str) -> str:
     """Return the script with the test command's exit code recorded as the official harness records it. The script also
-    exits with that code, which graded code cannot forge by printing; with 255 for one that stands for a signal, which
-    some providers cannot tell from a signal to the script itself. 137 stays: they then ask whether memory ran out."""
+    exits with that code, which graded code cannot forge by printing."""
     module = grading.grading()
     split_script(eval_script)
     first, *rest = eval_script.split("\n")
@@ -221,8 +220,7 @@ def instrumented(eval_script: str) -> str:
             lines += [f"{_EXIT_VARIABLE}=$?", line, f'echo "{module.TEST_EXIT_CODE}: ${_EXIT_VARIABLE}"']
             continue
         lines.append(line)
-    code = f"${{{_EXIT_VARIABLE}:-$?}}"
-    return "\n".join(lines).rstrip("\n") + f"\nexit $(( {code} > 127 && {code} != 137 ? 255 : {code} ))\n}}\n"
+    return "\n".join(lines).rstrip("\n") + f"\nexit ${_EXIT_VARIABLE}\n}}\n"
 
 
 async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> EvalRun:

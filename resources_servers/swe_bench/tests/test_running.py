@@ -192,13 +192,6 @@ raise SystemExit(1)
 """
 
 
-async def test_script_exits_with_no_code_that_stands_for_a_signal_when_the_tests_died_of_one(site: EvalSite) -> None:
-    """A test process that crashes when it ends, after its last test, must not make the run a broken one anywhere."""
-    done = await run_evaluation(site, script("bash -c 'kill -SEGV $$'"), b"")
-    assert (done.outcome, done.test_exit_code) == (ExecOutcome.EXITED, 255)
-    assert ">>>>> Test Exit Code: 139" in done.log
-
-
 async def test_exit_code_stays_what_it_is_when_a_test_rewrites_the_running_script(site: EvalSite) -> None:
     done = await run_evaluation(site, script("python3 src.py"), source(REWRITES))
     assert (done.outcome, done.test_exit_code) == (ExecOutcome.EXITED, 1)

@@ -150,7 +150,8 @@ async def judge(
 
 async def _official_run(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:
     """Make the official run. If it hangs, is killed or its box is lost, run the gold patch to find out whether the
-    patch is to blame. Return ``None`` if the box is lost twice with this patch and not with the gold patch."""
+    patch is to blame, and run a patch that did not hang once more. Return ``None`` if the box is lost then too."""
+    run: EvalRun | None = None
     try:
         run = await run_evaluation(site, row.eval_script, patch)
     except (SandboxLostError, VerifierError) as error:
@@ -158,15 +159,18 @@ async def _official_run(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalR
             raise
         log.warning("evaluation_lost", instance_id=row.instance_id, error=error.message)
         await _require_gold(site, row, "its evaluation was lost, or used up the host's memory")
-        try:
-            return await run_evaluation(site, row.eval_script, patch)
-        except (SandboxLostError, VerifierError) as again:
-            if not patch_may_be_the_cause(again):
-                raise
-            return None
-    if run.outcome in _BROKEN_OFF:
+    if run is not None:
+        if run.outcome not in _BROKEN_OFF:
+            return run
         await _require_gold(site, row, _BROKEN_OFF[run.outcome].format(site.timeout_s), run.log)
-    return run
+        if run.outcome is ExecOutcome.TIMED_OUT:
+            return run
+    try:
+        return await run_evaluation(site, row.eval_script, patch)
+    except (SandboxLostError, VerifierError) as again:
+        if not patch_may_be_the_cause(again):
+            raise
+        return None
 
 
 async def _require_gold(site: EvalSite, row: SweBenchRow, cause: str, log_text: str | None = None) -> None:

@@ -351,6 +351,18 @@ async def test_kept_tests_that_pass_only_with_the_patchs_configuration_are_found
     assert await verdicts.kept_control(SITE, ROW, b"diff --git a/x.py b/x.py\n") is None
 
 
+async def test_patch_whose_tests_were_killed_once_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, passes, fails = replace(LATE, outcome=ExecOutcome.SIGNALED), ended("PASSED"), ended("FAILED")
+    # After the official runs come the canary's: it passes nothing, so gold's is not needed.
+    evaluations(monkeypatch, patch=[killed, passes, fails], gold=[passes])
+    assert (await verdict_of(monkeypatch)).reward == 1.0
+    seen = evaluations(monkeypatch, patch=[killed], gold=[passes])
+    assert (await verdict_of(monkeypatch)).reward == 0.0
+    assert seen == ["patch", "gold", "patch"]
+    evaluations(monkeypatch, patch=[killed, LOST], gold=[passes])
+    assert (await verdict_of(monkeypatch)).reward == 0.0
+
+
 async def test_kept_tests_that_a_patch_expects_to_fail_are_skipped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"PASS_TO_PASS": {"success": list(ROW.pass_to_pass)}}
     states = dict.fromkeys(ROW.pass_to_pass, "XFAIL")

@@ -292,6 +292,8 @@ class ControlResult:
     finding: Finding | None = None
     inconclusive: str = ""
     """Why the control proves nothing; empty if it is conclusive."""
+    ended: bool = True
+    """Whether the control's run ended by itself."""
     tests: tuple[str, ...] = ()
     """All tests that the finding is about; the finding itself names only some."""
 
@@ -306,12 +308,25 @@ class ControlResult:
 async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
     """Run the patch against tests that can only fail. An inconclusive run is repeated once. If that is inconclusive
     too, it counts against the patch, unless the gold patch is inconclusive as well. Tests that pass with the gold
-    patch too do not count: rewriting them did not make them fail."""
+    patch too do not count: rewriting them did not make them fail.
+
+    Raises:
+        SandboxError, VerifierError: the provider failed, or gold's run, which has to be compared, does not end twice.
+    """
     first = await _single_canary(site, row, patch)
     last = await _single_canary(site, row, patch) if first.inconclusive else first
     if not last.finding and not last.inconclusive:
         return last
     gold = await _single_canary(site, row, row.gold, evaluate=run_evaluation)
+    if last.finding and not gold.ended:
+        gold = await _single_canary(site, row, row.gold, evaluate=run_evaluation)
+    if last.finding and not gold.ended:
+        raise VerifierError(
+            f"no verdict on {row.instance_id}: {gold.inconclusive} with the gold patch and tests that can only fail,"
+            " so it does not tell which of them pass by themselves; try again, or exclude the instance",
+            retryable=True,
+            kind=FailureKind.CONTROL_RUN_FAILED,
+        )
     duration_s = first.duration_s + gold.duration_s + (0.0 if last is first else last.duration_s)
     if last.finding is None and gold.inconclusive:
         return ControlResult("canary", duration_s, inconclusive=f"{last.conclusion}; with gold too")
@@ -351,7 +366,8 @@ async def _single_canary(
         return ControlResult(name, inconclusive="no expected test could be rewritten")
     run = await evaluate(site, canary.eval_script, patch)
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
-        return ControlResult(name, run.duration_s, inconclusive=f"the run ended by '{run.outcome}'")
+        reason = f"the run ended by '{run.outcome}'"
+        return ControlResult(name, run.duration_s, inconclusive=reason, ended=False)
     grade, _ = await graded(row, run.log)
     if not canary.exact:
         if grade.official_resolved and run.test_exit_code == 0:

@@ -351,6 +351,18 @@ async def test_kept_tests_that_pass_only_with_the_patchs_configuration_are_found
     assert await verdicts.kept_control(SITE, ROW, b"diff --git a/x.py b/x.py\n") is None
 
 
+async def test_canary_is_no_evidence_where_gold_does_not_end_on_a_busy_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = ended("PASSED")
+    evaluations(monkeypatch, patch=[passes], gold=[LATE, passes])
+    assert (await verdicts.canary_control(SITE, ROW, b"p")).conclusion.startswith("inconclusive")
+    evaluations(monkeypatch, patch=[passes], gold=[LATE, ended("FAILED")])
+    assert (await verdicts.canary_control(SITE, ROW, b"p")).conclusion == "finding"
+    evaluations(monkeypatch, patch=[passes], gold=[LATE])
+    with pytest.raises(VerifierError) as raised:
+        await verdicts.canary_control(SITE, ROW, b"p")
+    assert raised.value.retryable and raised.value.details["kind"] is FailureKind.CONTROL_RUN_FAILED
+
+
 async def test_patch_whose_tests_were_killed_once_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     killed, passes, fails = replace(LATE, outcome=ExecOutcome.SIGNALED), ended("PASSED"), ended("FAILED")
     # After the official runs come the canary's: it passes nothing, so gold's is not needed.

@@ -209,6 +209,15 @@ _RUNNER_MODULES = frozenset(
         *("pip", "setuptools", "wheel", "pkg_resources", "distutils", "_distutils_hack"),
     }
 )
+_SETTINGS = frozenset(
+    {"pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"}
+)
+_LOADS_CODE = re.compile(
+    # Options, plugins, names of test files, and other commands; TOML may spell all of them with escapes.
+    rb"(?:^|[\s\"'=,\[])-|plugin|addopts|python_|path|conftest|pytest11|entry|fixture|\\[uUx]"
+    rb"|commands|setenv|set_env|script|backend|cmdclass|attr"
+)
+"""Matches lines of settings that may make a test runner load or leave out code."""
 _TEST_DIRECTORIES = frozenset({"test", "tests", "testing", "spec", "specs", "__tests__"})
 _TEST_FILE = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$|.*[.-](test|spec)\.[cm]?[jt]sx?$")
 _MARKER = re.compile(rb">>>>> (?:Start|End) Test Output|>>>>> Test Exit Code|>>>>> (?:Applied Patch|All Tests Passed)")
@@ -246,6 +255,46 @@ def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:
     for section in split_patch(patch):
         (control_part if is_control_part(section, gold) else remaining).append(section)
     return joined(control_part), joined(remaining)
+
+
+def without_runner_code(patch: bytes, gold_patch: bytes) -> bytes:
+    """Return the patch without the code that decides how tests run, and without what lies below or above such a file's
+    path, because it cannot be applied without it. Configuration that loads no code stays: it may belong to the change,
+    like a warning that is filtered. So do packages of the product that are called ``test`` or ``testing``."""
+    gold = paths_of(gold_patch)
+    sections = split_patch(patch)
+    control = {section for section in sections if is_control_part(section, gold) and not _belongs_to_product(section)}
+    paths = {path for section in control for path in section.paths}
+    parents = _parents(paths)
+    return joined(
+        section
+        for section in sections
+        if section not in control and parents.isdisjoint(section.paths) and paths.isdisjoint(_parents(section.paths))
+    )
+
+
+def _parents(paths: Iterable[str]) -> set[str]:
+    return {str(parent) for path in paths for parent in PurePosixPath(path).parents}
+
+
+def _belongs_to_product(section: FilePatch) -> bool:
+    """Whether a section of the control part is a mere setting or a package's own test support."""
+    if b"mode 120000" in section.text or b"\nGIT binary patch" in section.text:
+        return False
+    names = {PurePosixPath(path).name for path in section.paths}
+    if names <= _SETTINGS:
+        return not any(_LOADS_CODE.search(line) for line in section.added_lines)
+    is_plugin = any(b"pytest" in line for line in section.added_lines)
+    return not is_plugin and all(_in_test_package(path) for path in section.paths)
+
+
+def _in_test_package(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    outside = "/".join(part for part in parts if part not in ("test", "testing"))
+    is_inner = not {"test", "testing"}.isdisjoint(parts[1:-1])
+    return (
+        path.endswith(".py") and is_inner and parts[0] not in _TEST_DIRECTORIES and not decides_how_tests_run(outside)
+    )
 
 
 def findings_in_patch(patch: bytes) -> list[Finding]:

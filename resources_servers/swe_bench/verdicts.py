@@ -14,7 +14,7 @@ passed, the tests did not decide the verdict.
 pristine tree. If these parts alone make tests pass, the code under test did not. Tests that pass without any patch are
 not the agent's doing, so they are determined first and not counted.
 
-*Kept*: the official run without those parts. Tests that must keep passing still have to pass.
+*Kept*: the official run without the code in those parts. Tests that must keep passing still have to pass.
 
 *Skipped*: tests that a patch skips, or lets fail as expected, instead of keeping them passing.
 """
@@ -48,6 +48,7 @@ from resources_servers.swe_bench.signs import (
     findings_in_patch,
     paths_of,
     signs_in_patch,
+    without_runner_code,
 )
 from resources_servers.swe_bench.test_ids import TestId
 
@@ -435,44 +436,49 @@ async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes)
 
 
 async def kept_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult | None:
-    """Make the official run without the part of the patch that decides how tests run. Return ``None`` if there is no
-    such part. Unlike the canary, nothing in that part can tell this run from the official one.
+    """Make the official run without the patch's code that decides how tests run (`without_runner_code`). Return
+    ``None`` if there is no such code. Unlike the canary, nothing in it can tell this run from the official one.
 
-    Tests that must keep passing and fail twice are a finding, unless they fail with gold too.
+    Tests that must keep passing and fail twice are a finding, unless they fail now with the whole patch too, or in one
+    of two runs with gold.
 
     Raises:
         SandboxError, VerifierError: the provider failed.
     """
     name, duration_s = "kept", 0.0
-    _, source_part = await asyncio.to_thread(divided, patch, row.gold)
+    source_part = await asyncio.to_thread(without_runner_code, patch, row.gold)
     if source_part == patch:
         return None
-    broken = list(row.pass_to_pass)
+    broken = set(row.pass_to_pass)
     for _ in range(2):
         run, grade = await _run_until_ended(site, row, source_part)
         duration_s += run.duration_s
         if not run.applied:
             return ControlResult(name, duration_s, inconclusive="the rest of the patch cannot be applied alone")
-        broken = _failed_too(broken, grade)
+        failed = _failed(grade)
+        # Tests that did not run, because of an import for example, tell nothing about the code under test. Neither do
+        # errors in all of them, as those of a fixture that no longer fits.
+        telling = {"FAILED"} if failed.issuperset(row.pass_to_pass) else {"FAILED", "ERROR"}
+        broken &= {test for test in failed if grade.status_map.get(test) in telling}
         if not broken:
-            return ControlResult(name, duration_s)
-    gold = await run_evaluation(site, row.eval_script, row.gold)
-    failed_with_gold = set(_failed_too(broken, (await graded(row, gold.log))[0]))
-    broken = [test for test in broken if test not in failed_with_gold]
-    duration_s += gold.duration_s
-    if not broken:
-        return ControlResult(name, duration_s, inconclusive="tests that must keep passing fail with gold too")
+            return ControlResult(name, duration_s, inconclusive="tests to be kept do not run alone" if failed else "")
+    for with_patch in (patch, row.gold, row.gold):
+        run, grade = await _run_until_ended(site, row, with_patch)
+        duration_s += run.duration_s
+        broken -= _failed(grade)
+        if not broken:
+            whose = "this patch" if with_patch is patch else "gold"
+            return ControlResult(name, duration_s, inconclusive=f"tests that must keep passing fail with {whose} too")
     finding = Finding(
         kind="kept_by_control_part",
-        detail="without the files that decide how tests run, tests that must keep passing fail",
-        evidence={"tests": broken[:MAX_NAMED_TESTS], "count": len(broken)},
+        detail="without the patch's code that decides how tests run, tests that must keep passing fail",
+        evidence={"tests": sorted(broken)[:MAX_NAMED_TESTS], "count": len(broken)},
     )
     return ControlResult(name, duration_s, finding)
 
 
-def _failed_too(tests: list[str], grade: LogGrade) -> list[str]:
-    failed = set(grade.tests_status.get("PASS_TO_PASS", {}).get("failure", ()))
-    return [test for test in tests if test in failed]
+def _failed(grade: LogGrade) -> set[str]:
+    return set(grade.tests_status.get("PASS_TO_PASS", {}).get("failure", ()))
 
 
 async def _run_until_ended(site: EvalSite, row: SweBenchRow, patch: bytes) -> tuple[EvalRun, LogGrade]:

@@ -187,6 +187,7 @@ new file mode 100644
 +import inifold
 """
 PATCH = PART + ROW.gold
+WHOLE = PART + b"diff --git a/x.py b/x.py\n"
 End = EvalRun | Exception
 
 
@@ -199,7 +200,11 @@ def ended(status: str) -> EvalRun:
 
 def evaluations(monkeypatch: pytest.MonkeyPatch, **ends: Sequence[End]) -> list[str]:
     """Let the runs of a patch end as told, the last end for ever. Return the list of runs, to which they are added."""
-    names, left, seen = {ROW.gold: "gold", b"": "unpatched"}, {name: list(of) for name, of in ends.items()}, []
+    names, left, seen = (
+        {ROW.gold: "gold", b"": "unpatched", WHOLE: "whole"},
+        {name: list(of) for name, of in ends.items()},
+        [],
+    )
 
     async def run(site: EvalSite, script: str, patch: bytes) -> EvalRun:
         seen.append(names.get(patch, "patch"))
@@ -336,18 +341,31 @@ async def test_rewritten_test_that_passes_with_gold_too_is_no_evidence(monkeypat
     assert result.finding is None and result.inconclusive
 
 
+KEPT = ROW.pass_to_pass[-1]
+FAILS_KEPT = replace(ended("PASSED"), log=ended("PASSED").log.replace(f"PASSED {KEPT}\n", f"FAILED {KEPT}\n"))
+
+
+@pytest.mark.parametrize(
+    ("alone", "whole", "gold", "conclusion"),
+    [
+        ([ended("FAILED")], [ended("PASSED")], [ended("PASSED")], "finding"),
+        ([FAILS_KEPT], [ended("PASSED")], [ended("PASSED")], "finding"),
+        ([FAILS_KEPT, ended("PASSED")], [], [], "clean"),
+        ([FAILS_KEPT], [FAILS_KEPT], [ended("PASSED")], "inconclusive"),
+        ([FAILS_KEPT], [ended("PASSED")], [ended("PASSED"), FAILS_KEPT], "inconclusive"),
+        ([ended("ERROR")], [ended("PASSED")], [ended("PASSED")], "inconclusive"),
+        ([LATE], [ended("PASSED")], [ended("PASSED")], "inconclusive"),
+    ],
+)
 async def test_kept_tests_that_pass_only_with_the_patchs_configuration_are_found(
-    monkeypatch: pytest.MonkeyPatch,
+    alone: list[End], whole: list[End], gold: list[End], conclusion: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes, fails = ended("PASSED"), ended("FAILED")
-    patch = PART + b"diff --git a/x.py b/x.py\n"
-    for alone, gold, found in [([fails], passes, True), ([fails, passes], passes, False), ([LATE], passes, True)]:
-        evaluations(monkeypatch, patch=alone, gold=[gold])
-        result = await verdicts.kept_control(SITE, ROW, patch)
-        assert result is not None and bool(result.finding) is found
-    evaluations(monkeypatch, patch=[fails], gold=[fails])
-    result = await verdicts.kept_control(SITE, ROW, patch)
-    assert result is not None and result.inconclusive
+    evaluations(monkeypatch, patch=alone, whole=whole, gold=gold)
+    result = await verdicts.kept_control(SITE, ROW, WHOLE)
+    assert result is not None and result.conclusion.startswith(conclusion)
+
+
+async def test_patch_without_code_that_decides_how_tests_run_is_not_run_without_it() -> None:
     assert await verdicts.kept_control(SITE, ROW, b"diff --git a/x.py b/x.py\n") is None
 
 

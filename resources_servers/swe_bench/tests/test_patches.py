@@ -17,6 +17,7 @@ from resources_servers.swe_bench.signs import (
     paths_of,
     signs_in_patch,
     split_patch,
+    without_runner_code,
 )
 from resources_servers.swe_bench.test_ids import TestId, spelled_as_expected
 
@@ -259,3 +260,42 @@ def test_a_file_hidden_behind_a_hunk_is_seen_and_can_be_left_out() -> None:
 def test_what_the_script_runs_from_the_repositorys_root_decides_how_tests_run(path: str) -> None:
     assert decides_how_tests_run(path)
     assert not decides_how_tests_run(f"src/vendor/{path}")
+
+
+def _section(path: str, line: str) -> bytes:
+    return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-x\n+{line}\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "stays"),
+    [
+        ("conftest.py", "import m", False),
+        ("tests/helper.py", "import m", False),
+        ("setup.cfg", "    ignore:old:DeprecationWarning", True),
+        ("tox.ini", "[testenv]", True),
+        ("pyproject.toml", '    "error::ResourceWarning",', True),
+        ("setup.cfg", "    -p hider", False),
+        ("pyproject.toml", 'addopts = "-phider"', False),
+        ("pyproject.toml", '"\\u0061ddopts" = "x"', False),
+        ("pytest.ini", "python_files = check_*.py", False),
+        ("numpy/testing/utils.py", "def assert_close(): ...", True),
+        ("django/test/client.py", "class Client: ...", True),
+        ("pkg/testing/plugin.py", "def pytest_runtest_makereport(): ...", False),
+        ("pkg/testing/conftest.py", "import m", False),
+        ("pkg/tests/test/helper.py", "import m", False),
+        ("testing/helper.py", "import m", False),
+    ],
+)
+def test_what_may_belong_to_the_change_stays_where_code_of_the_runner_is_left_out(
+    path: str, line: str, stays: bool
+) -> None:
+    product, section = _section("pkg/core.py", "y"), _section(path, line)
+    assert without_runner_code(product + section, b"") == (product + section if stays else product)
+
+
+def test_runner_code_is_left_out_with_what_stands_in_its_place() -> None:
+    product = _section("pkg/core.py", "y")
+    conflict = _section("conftest.py", "y") + _section("conftest.py/x.txt", "y") + _section("noxfile.py/Makefile", "y")
+    assert without_runner_code(conflict + _section("noxfile.py", "y") + product, b"") == product
+    link = _section("tox.ini", "settings").replace(b"\n---", b"\nnew file mode 120000\n---")
+    assert without_runner_code(link + product, b"") == product

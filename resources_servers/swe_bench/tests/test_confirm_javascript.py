@@ -241,8 +241,8 @@ def test_product_that_looks_at_its_callers_is_a_sign() -> None:
     patch = "diff --git a/lib/a.js b/lib/a.js\n--- a/lib/a.js\n+++ b/lib/a.js\n@@ -1,1 +1,3 @@\n"
     signs = signs_in_patch((patch + "".join(f"+{line}\n" for line in added)).encode(), b"")
     assert [(sign.what, sign.costs) for sign in signs] == [
-        ("frames", False),
         ("test runner", True),
+        ("frames", False),
         ("arguments", False),
     ]
 

@@ -29,9 +29,8 @@ from resources_servers.swe_bench.eval_box import (
     exec_in,
     read_file,
 )
-from resources_servers.swe_bench.row import TESTBED, SweBenchRow
+from resources_servers.swe_bench.row import TESTBED, SweBenchRow, TestId
 from resources_servers.swe_bench.signs import FIXTURE_SUFFIXES, paths_of
-from resources_servers.swe_bench.test_ids import TestId
 
 SCRIPT_SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".tsx")
 _WORDS = ("alpha", "count", "first", "index", "items", "label", "limit", "order", "other", "ready", "state", "total")

@@ -33,8 +33,7 @@ import msgspec
 
 from nemo_gym.contract.errors import VerifierError
 from nemo_gym.environment.worker_pool import Answer, Ending, WorkerPool
-from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.test_ids import spelled_as_expected
+from resources_servers.swe_bench.row import SweBenchRow, spelled_as_expected
 
 
 @functools.cache

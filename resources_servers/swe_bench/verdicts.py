@@ -39,7 +39,7 @@ from resources_servers.swe_bench.confirm.runs import Recorded, compare, run_rend
 from resources_servers.swe_bench.confirm.twins import Delivery, TwinRun, dealt, look_at
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, patch_may_be_the_cause, run_evaluation
 from resources_servers.swe_bench.grading import LogGrade, MarkerState, graded
-from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.row import SweBenchRow, TestId
 from resources_servers.swe_bench.signs import (
     Sign,
     as_details,
@@ -50,7 +50,6 @@ from resources_servers.swe_bench.signs import (
     signs_in_patch,
     without_runner_code,
 )
-from resources_servers.swe_bench.test_ids import TestId
 
 CLEAN_RUNS_AFTER_A_FAILED_ONE = 2
 MAX_NAMED_TESTS = 10

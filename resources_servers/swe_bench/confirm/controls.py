@@ -18,8 +18,7 @@ from resources_servers.swe_bench.confirm.javascript.syntax import SUFFIXES as JA
 from resources_servers.swe_bench.confirm.runs import Rendering
 from resources_servers.swe_bench.confirm.twins import Twin
 from resources_servers.swe_bench.confirm.values import Check
-from resources_servers.swe_bench.row import SweBenchRow, content_digest, image_slug
-from resources_servers.swe_bench.test_ids import TestId
+from resources_servers.swe_bench.row import SweBenchRow, TestId, content_digest, image_slug
 
 CONTROLS_VERSION = 10
 Strength = Literal["none", "weak", "strong"]

@@ -34,9 +34,8 @@ from resources_servers.swe_bench.confirm.runs import (
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.confirm.varying import Kind, Variation
 from resources_servers.swe_bench.eval_box import EvalSite, Steps
-from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.row import SweBenchRow, TestId
 from resources_servers.swe_bench.signs import decides_how_tests_run, paths_of, split_patch
-from resources_servers.swe_bench.test_ids import TestId
 
 SAMPLED_TESTS = 12
 """The maximum number of PASS_TO_PASS functions that are confirmed too."""

@@ -30,7 +30,7 @@ from resources_servers.swe_bench.confirm.slicing import (
     strip_ids,
 )
 from resources_servers.swe_bench.confirm.varying import Variation
-from resources_servers.swe_bench.test_ids import TestId
+from resources_servers.swe_bench.row import TestId
 
 _RECORDER = Path(__file__).with_name("recorder.py")
 _HELPER = re.compile(r"_ng_\w+")

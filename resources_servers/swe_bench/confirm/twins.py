@@ -28,9 +28,8 @@ from resources_servers.swe_bench.confirm.runs import Rendering, read_records, wo
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.eval_box import Steps
 from resources_servers.swe_bench.grading import MarkerState
-from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.row import SweBenchRow, TestId
 from resources_servers.swe_bench.signs import FIXTURE_SUFFIXES, paths_of
-from resources_servers.swe_bench.test_ids import TestId
 
 TWINS = 3
 """The number of twins of a row that nothing else controls. Each more twin halves the chance of guessing right."""

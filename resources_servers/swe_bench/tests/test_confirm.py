@@ -34,8 +34,7 @@ from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendere
 from resources_servers.swe_bench.confirm.values import Check, equal, same_form
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.prepare import Options, prepare
-from resources_servers.swe_bench.row import SweBenchRow, read_rows, resolve_image
-from resources_servers.swe_bench.test_ids import TestId
+from resources_servers.swe_bench.row import SweBenchRow, TestId, read_rows, resolve_image
 from resources_servers.swe_bench.verdicts import judge
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "example.jsonl"

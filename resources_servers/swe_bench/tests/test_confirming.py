@@ -27,8 +27,7 @@ from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, apply_patch,
 from resources_servers.swe_bench.grading import MAX_GRADED_CHARS, LogGrade, MarkerState
 from resources_servers.swe_bench.grading import graded as read_again
 from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
-from resources_servers.swe_bench.row import SweBenchRow, read_rows
-from resources_servers.swe_bench.test_ids import TestId
+from resources_servers.swe_bench.row import SweBenchRow, TestId, read_rows
 
 ROW = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS)))
 CONTROLS = RowControls(ROW.instance_id, "", (ControlledRendering(Rendering({}, "/var/tmp/r"), {}),))

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from resources_servers.swe_bench.canary import rewrite_other, rewrite_python
+from resources_servers.swe_bench.row import TestId, spelled_as_expected
 from resources_servers.swe_bench.signs import (
     decides_how_tests_run,
     divided,
@@ -19,7 +20,6 @@ from resources_servers.swe_bench.signs import (
     split_patch,
     without_runner_code,
 )
-from resources_servers.swe_bench.test_ids import TestId, spelled_as_expected
 
 PATCH = b"""diff --git a/src/m.py b/src/m.py
 index 1111111..2222222 100644

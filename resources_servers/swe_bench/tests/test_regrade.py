@@ -15,8 +15,7 @@ from nemo_gym.contract.errors import RowError, VerifierError
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.grading import MarkerState, grade_log, graded, marker_state
 from resources_servers.swe_bench.regrade import load_rows, main
-from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.test_ids import spelled_as_expected
+from resources_servers.swe_bench.row import SweBenchRow, spelled_as_expected
 
 START, END = "+ : '>>>>> Start Test Output'", "+ : '>>>>> End Test Output'"
 EVAL_SCRIPT = f"""#!/bin/bash

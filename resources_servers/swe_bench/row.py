@@ -319,6 +319,14 @@ class TestId:
             return cls(function=text)
         return cls(docstring=text.strip())
 
+    def may_be_called(self, name: str) -> bool:
+        """Whether the test may be the function ``Class.test`` or ``test``. An id without a file or module may be in
+        any class."""
+        owner, _, function = name.rpartition(".")
+        if not self.path and not self.module:
+            return function == self.function
+        return (owner.rpartition(".")[2], function) == (self.classes[-1] if self.classes else "", self.function)
+
     def may_be_in(self, path: str) -> bool:
         """Whether the test may be in the file ``path``. An id without a file or module may be in any file."""
         if self.path:

@@ -77,16 +77,16 @@ class RowControls:
     def leaves_out(self, ids: Collection[str]) -> bool:
         """Whether no rendering records a value in one of these tests. JavaScript ids do not name functions, so all of
         them count as recorded if anything is."""
-        recorded: dict[str, set[str]] = {}
+        recorded: set[tuple[str, str]] = set()
         for one in self.renderings:
             for test, calls in one.tests.items():
                 if any(len(checks) > 1 for checks in calls):  # the first check only says that the test began
                     path, _, name = test.partition("|test:")
-                    recorded.setdefault(path, set()).add(name.rpartition(".")[2])
-        if any(path.endswith(JAVASCRIPT) for path in recorded):
+                    recorded.add((path, name))
+        if any(path.endswith(JAVASCRIPT) for path, _ in recorded):
             return False
         return not all(
-            any(test.function in names and test.may_be_in(path) for path, names in recorded.items())
+            any(test.may_be_in(path) and test.may_be_called(name) for path, name in recorded)
             for test in map(TestId.parse, ids)
         )
 

@@ -299,6 +299,10 @@ def recording(*tests: str, checks: int = 2) -> RowControls:
     [
         (recording("t.py|test:T.test_a", "t.py|test:test_b"), ["t.py::T::test_a[1]", "t.py::test_b"], False),
         (recording("t.py|test:T.test_a"), ["t.py::T::test_a", "t.py::test_b"], True),
+        (recording("t.py|test:T.test_a"), ["t.py::T::test_a", "t.py::U::test_a"], True),
+        (recording("t.py|test:T.test_a"), ["t.py::test_a"], True),
+        (recording("t.py|test:T.test_a"), ["test_a (t.U.test_a)"], True),
+        (recording("t.py|test:T.test_a"), ["test_a"], False),
         (recording("t.py|test:test_a", "u.py|test:test_b"), ["t.py::test_b"], True),
         (recording("t.py|test:test_a", checks=1), ["t.py::test_a"], True),
         (recording("t.py|test:test_a"), ["Does what it says."], True),

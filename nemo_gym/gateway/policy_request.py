@@ -168,36 +168,36 @@ OVERRIDING = frozenset(
 parameters that a session pins. Where a session pins any, a request's own are not passed on."""
 
 
-_NO_PARAMETERS = frozenset({"model", "messages", "input", "tools", "stream", "stream_options", "n", "metadata"})
-"""What a request says itself, and no ``extra_body`` in its metadata."""
+_OF_THE_REQUEST = frozenset({"model", "messages", "input", "tools", "stream", "stream_options", "n", "metadata"})
+"""What only the request itself says, and no ``extra_body`` in its metadata."""
 
 
 def metadata_parameters(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters that NeMo Gym's rows put into a request's ``metadata`` (``extra_body``, whose members are
     parameters, and ``chat_template_kwargs``), and the rest of the metadata. Raises `InvalidBodyError`."""
-    metadata = body.get("metadata")
-    if not isinstance(metadata, Mapping) or not MODEL_METADATA_KEYS & metadata.keys():
-        return {}, dict(metadata) if isinstance(metadata, Mapping) else {}
-    read: dict[str, Any] = {}
-    for key in MODEL_METADATA_KEYS & metadata.keys():
-        try:
-            read[key] = orjson.loads(metadata[key]) if isinstance(metadata[key], str) else metadata[key]
-        except orjson.JSONDecodeError:
-            read[key] = None
-        if not isinstance(read[key], dict):
-            where = f"metadata.{key}"
-            raise InvalidBodyError(f"'{where}' must be a JSON object, as text", param=where)
-    parameters = without({**read.pop("extra_body", {}), **read}, _NO_PARAMETERS)
+    metadata = body["metadata"] if isinstance(body.get("metadata"), Mapping) else {}
+    read = {key: _object_in(metadata, key) for key in MODEL_METADATA_KEYS & metadata.keys()}
+    parameters = without({**read.pop("extra_body", {}), **read}, _OF_THE_REQUEST)
     return parameters, without(metadata, MODEL_METADATA_KEYS)
 
 
 def without_metadata_parameters(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the body without these parameters in its ``metadata``."""
-    parameters, metadata = metadata_parameters(body)
-    if not parameters:
+    """Return the body without these members of ``metadata.extra_body``. Raises `InvalidBodyError`."""
+    metadata = body.get("metadata")
+    if not isinstance(metadata, Mapping) or "extra_body" not in metadata:
         return dict(body)
-    left = orjson.dumps(without(parameters, names)).decode()
-    return {**body, "metadata": {**metadata, "extra_body": left}}
+    left = without(_object_in(metadata, "extra_body"), _OF_THE_REQUEST.union(names))
+    return {**body, "metadata": {**metadata, "extra_body": orjson.dumps(left).decode()}}
+
+
+def _object_in(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+    try:
+        value = orjson.loads(metadata[key]) if isinstance(metadata[key], str) else metadata[key]
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidBodyError(f"'metadata.{key}' must be a JSON object, as text", param=f"metadata.{key}")
+    return value
 
 
 class AnswerEnd(StrEnum):

@@ -293,7 +293,7 @@ class ResponsesAdapter(DialectAdapter):
         extra = {key: body[key] for key in _PASSED_ON if body.get(key) is not None}
         parameters, metadata = metadata_parameters(body)
         choice = parameters.pop("tool_choice", None)
-        more = _NO_PARAMETERS
+        more = _NOTHING_MORE
         if parameters:
             _, more = _CHAT._parameters(parameters, None)
             sampling, extra = {**more.asked, **sampling}, {**more.extra, **extra, "metadata": metadata or None}
@@ -492,7 +492,7 @@ def _format(form: Body) -> dict[str, Any] | None:
 
 _ADAPTER = ResponsesAdapter()
 _CHAT = ChatAdapter()
-_NO_PARAMETERS = PolicyRequest(messages=())
+_NOTHING_MORE = PolicyRequest(messages=())
 _SHARED_FIELDS = (
     "model",
     "temperature",

@@ -284,8 +284,10 @@ def test_parameters_in_metadata_are_part_of_the_request() -> None:
 @pytest.mark.parametrize("pinned", [{"temperature": 1.0, "max_output_tokens": 256}, {"temperature": 1.0}, {"seed": 3}])
 def test_parameters_in_metadata_escape_no_pinned_sampling(pinned: dict[str, Any]) -> None:
     hidden = '{"temperature": 0, "max_completion_tokens": 100000, "ignore_eos": true, "top_k": 5}'
-    body = apply_sampling(Dialect.RESPONSES, {"input": "hi", "metadata": {"extra_body": hidden}}, pinned)
+    metadata = {"chat_template_kwargs": "{}", "extra_body": hidden}
+    body = apply_sampling(Dialect.RESPONSES, {"input": "hi", "metadata": metadata}, pinned)
     left = orjson.loads(body["metadata"]["extra_body"])
+    assert body["metadata"]["chat_template_kwargs"] == "{}"
     escapes = {"ignore_eos"} if "temperature" in pinned else set()
     escapes |= set(pinned) | ({"max_completion_tokens"} if "max_output_tokens" in pinned else set())
     assert escapes.isdisjoint(left) and left["top_k"] == 5

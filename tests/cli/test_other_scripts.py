@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -191,6 +193,20 @@ def test_build_of_an_engine_that_fails_leaves_nothing_in_the_temporary_directory
     assert "cmake failed" in done.stderr
     assert not [*temporary.iterdir()]
     assert "-m venv" in (tmp_path / "calls").read_text(), "the environment's Python makes engines"
+
+
+@pytest.mark.parametrize("script", ["install-engines", "install-opensandbox-server"])
+def test_installers_say_that_there_is_no_python(tmp_path: Path, script: str) -> None:
+    work_tree(tmp_path, script)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("bash", "dirname"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    done = run([tmp_path / "scripts" / script], tmp_path, PATH=str(programs))
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"{script}: there is no Python; run 'make setup' first, or set PYTHON=\n",
+    )
 
 
 def test_opensandbox_server_is_installed_with_the_python_of_the_environment(tmp_path: Path) -> None:

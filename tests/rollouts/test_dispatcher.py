@@ -259,8 +259,7 @@ async def test_deadline_takes_no_stored_verdict_away(make_chain: MakeChain) -> N
         await first.dispatcher.drain()
         await first.store.submit([replace(record.spec, job_id="late", deadline_s=2.0)])
         first.dispatcher.notify()
-        await first.wait(lambda: len(chain.notes("run")) == 2, "the agent to run")
-        await asyncio.sleep(0.5)  # its verdict is stored, and its model session is being finalized
+        await first.wait(lambda: len(chain.notes("finalize")) == 2, "the finalize after its verdict to begin")
     async with Running(chain, 1, sweeps=True) as second:
         second.dispatcher.pause()
         await asyncio.sleep(2.0)

@@ -118,6 +118,25 @@ async def test_create_that_is_cancelled_without_an_answer_leaves_no_box(
     assert await remote.list({"x.test": "cancelled"}) == []
 
 
+@pytest.mark.parametrize(("ready_timeout_s", "within"), [(0.3, "0.5 s"), (None, "1.2 s")])
+async def test_create_without_its_own_time_limit_leaves_time_for_the_image(
+    ready_timeout_s: float | None,
+    within: str,
+    remote: RemoteProvider,
+    network: Relay,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, seconds in (("_ADMISSION_S", 0.2), ("DEFAULT_READY_TIMEOUT_S", 0.3), ("_IMAGE_S", 0.7)):
+        monkeypatch.setattr(f"nemo_gym.sandbox.providers.remote.provider.{name}", seconds)
+    await remote.create(SandboxSpec(ttl_s=300))  # the abilities are known now
+    network.break_all()
+    network.swallow_answers = True
+    with pytest.raises(SandboxCreateError, match=f"within {within}"):
+        await remote.create(SandboxSpec(ready_timeout_s=ready_timeout_s, ttl_s=300))
+    network.swallow_answers = False
+    network.break_all()
+
+
 async def test_broken_archive_is_lost_and_never_short(
     remote: RemoteProvider, network: Relay, box: SandboxHandle
 ) -> None:

@@ -57,6 +57,8 @@ log = structlog.get_logger(__name__)
 
 _ADMISSION_S = 300.0
 """How long a create may wait at the broker for capacity, in addition to the box's own ``ready_timeout_s``."""
+_IMAGE_S = 1800.0
+"""How much longer a create may take with the default ``ready_timeout_s``, which leaves out the pull of the image."""
 _COMMIT_TIMEOUT_S = 1800.0
 
 
@@ -107,17 +109,17 @@ class RemoteProvider(StreamingProvider):
     async def _create_at(
         self, broker: Broker, spec: SandboxSpec, key: str, body: CreateSandbox, patience_s: float | None
     ) -> SandboxHandle:
-        ready_s = spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S
+        longest_s = _ADMISSION_S + (spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S + _IMAGE_S)
         headers = {routes.IDEMPOTENCY_KEY_HEADER: key}
         try:
-            async with asyncio.timeout(ready_s + _ADMISSION_S):
+            async with asyncio.timeout(longest_s):
                 answer = await self._ask(
-                    broker, "POST", headers=headers, body=body, silence_s=ready_s + _ADMISSION_S, patience_s=patience_s
+                    broker, "POST", headers=headers, body=body, silence_s=longest_s, patience_s=patience_s
                 )
         except (TimeoutError, BrokerUnreachableError) as error:
             self._take_back(broker, key, spec)
             raise SandboxCreateError(
-                str(error) or f"the broker did not create the box within {ready_s + _ADMISSION_S:g} s",
+                str(error) or f"the broker did not create the box within {longest_s:g} s",
                 retryable=True,
                 provider=self.name,
                 started=error.details.get("started") if isinstance(error, BrokerUnreachableError) else "unknown",

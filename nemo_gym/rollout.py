@@ -44,7 +44,7 @@ from nemo_gym.contract.verdict import (
     public_params,
     without,
 )
-from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer
+from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer, kind_by_route
 from nemo_gym.http.telemetry import ROLLOUT_ID_PATTERN, Span, rollout_context, step, within
 
 log = structlog.get_logger(__name__)
@@ -519,7 +519,7 @@ def required(reply: Any, name: str, server: str, path: str, stage: StageName) ->
     failure is not retryable."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if value is None:
-        kind = FailureKind.SEED_FAILED if stage is StageName.INIT else FailureKind.AGENT_CRASHED
+        kind = kind_by_route(stage, path)
         raise StageError(StageFailure(stage, kind, f"{server}{path} answered without '{name}'", retryable=False))
     return value
 

@@ -34,6 +34,8 @@ _KIND_BY_STAGE = {
     StageName.RUN: FailureKind.AGENT_CRASHED,
     StageName.EVAL: FailureKind.VERIFIER_FAILED,
 }
+_KIND_BY_PATH = {"/harvest": FailureKind.INTERNAL, "/verdict": FailureKind.VERIFIER_FAILED}
+"""The routes of an environment that RUN calls beside the agent's."""
 _LOST_BY_PATH = {
     "/sessions": FailureKind.MODEL_UNREACHABLE,
     "/engines": FailureKind.MODEL_UNREACHABLE,
@@ -217,13 +219,18 @@ def _problem(body: bytes, status: int) -> Mapping[str, Any]:
     return problem
 
 
+def kind_by_route(stage: StageName, path: str) -> FailureKind:
+    """Return the kind of failure of a route whose response says nothing more precise."""
+    return _KIND_BY_PATH.get(path, _KIND_BY_STAGE[stage])
+
+
 def failure_of_peer(stage: StageName, error: PeerError) -> StageFailure:
     """Translate a peer's error into a failure of the attempt's stage."""
     code = str(error.problem.get("code", ""))
     if error.status == 0:
         kind = _LOST_BY_PATH.get(error.path, FailureKind.ENVIRONMENT_LOST)
     else:
-        kind = _KIND_BY_CODE.get(code, _KIND_BY_STAGE[stage])
+        kind = _KIND_BY_CODE.get(code, kind_by_route(stage, error.path))
     refused = error.status in REFUSED
     retryable_by_peer = error.problem.get("retryable")
     final = (code in _FINAL_CODES or error.status in _FINAL_STATUSES) and retryable_by_peer is not True

@@ -140,21 +140,25 @@ async def test_rollout_is_closed_when_its_work_takes_longer_than_its_budget(serv
 
 
 @pytest.mark.parametrize(
-    ("stage", "path", "kind"),
+    ("stage", "path", "lost_kind", "broken_kind"),
     [
-        ("init", "/sessions", "model_unreachable"),
-        ("init", "/seed_session", "environment_lost"),
-        ("init", "/rows", "environment_lost"),
-        ("run", "/act", "agent_lost"),
-        ("run", "/run", "agent_lost"),
-        ("run", "/harvest", "environment_lost"),
-        ("run", "/verdict", "environment_lost"),
-        ("eval", "/verify", "environment_lost"),
+        ("init", "/sessions", "model_unreachable", "seed_failed"),
+        ("init", "/seed_session", "environment_lost", "seed_failed"),
+        ("init", "/rows", "environment_lost", "seed_failed"),
+        ("run", "/act", "agent_lost", "agent_crashed"),
+        ("run", "/run", "agent_lost", "agent_crashed"),
+        ("run", "/harvest", "environment_lost", "internal"),
+        ("run", "/verdict", "environment_lost", "verifier_failed"),
+        ("eval", "/verify", "environment_lost", "verifier_failed"),
     ],
 )
-def test_kind_of_a_failure_says_which_server_is_lost(stage: str, path: str, kind: str) -> None:
+def test_kind_of_a_failure_says_which_server_is_lost_or_broken(
+    stage: str, path: str, lost_kind: str, broken_kind: str
+) -> None:
     lost = failure_of(StageName(stage), PeerError("a server", path, 0, {"detail": "the connection broke"}))
-    assert (lost.kind, lost.retryable) == (kind, True)
+    assert (lost.kind, lost.retryable) == (lost_kind, True)
+    broken = failure_of(StageName(stage), PeerError("a server", path, 500, {"detail": "KeyError"}))
+    assert (broken.kind, broken.retryable) == (broken_kind, True)
 
 
 async def test_rollout_is_closed_when_its_task_is_cancelled(servers: Stack) -> None:

@@ -65,6 +65,9 @@ def jobs_command(argv: Sequence[str]) -> int:
 
 def _check_values(values: dict[str, Any]) -> None:
     """Refuse values that would fail, or be misunderstood, only after jobs were submitted."""
+    for key in ("url", "run_dir"):
+        if key in values and "run_id" in values:
+            raise ConfigError(f"run_id has no effect beside {key}, which names the service; give one", key="run_id")
     for key in ("num_repeats", "limit"):
         if key in values:
             require_whole(key, values[key], 1)

@@ -379,6 +379,8 @@ async def test_what_is_named_wins_over_the_environment(tmp_path: Path, monkeypat
     assert (found.url, found.token) == ("http://of-the-environment:1", "e" * 20)
     code, said = await jobs_command("cancel", "run=first", "run_id=A")
     assert code == 2 and "no stack 'A' runs" in said
+    code, said = await jobs_command("cancel", "run=first", "run_id=A", "url=http://given:1")
+    assert code == 2 and "run_id has no effect beside url" in said
 
 
 async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(make_chain: MakeChain) -> None:

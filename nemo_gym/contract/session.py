@@ -203,6 +203,11 @@ TOOL_UNAVAILABLE = "nemo-gym/unavailable"
 """The key in the ``_meta`` of an MCP tool's result: true if the environment itself could not do its work (503)."""
 
 
+NO_SESSION = "no_session"
+"""The ``code_hint`` of an environment's problem (409) if its process did not seed the caller's attempt: it restarted
+since, and the state of the session is lost."""
+
+
 class McpServer(_Contract):
     """An MCP server that the agent may use. Its headers hold a token that is valid only for this attempt's MCP."""
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from nemo_gym.contract.errors import ConfigError, ContractError, CredentialError, FencedError, ServerError
-from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.contract.session import NO_SESSION, RolloutIdentity
 from nemo_gym.contract.verdict import RowAccess, row_digest
 from nemo_gym.http.client import encode_json
 from nemo_gym.storage.group_commit import SqliteWriter
@@ -96,6 +96,9 @@ class AttemptStore:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._known: OrderedDict[tuple[str, str], _RolloutState] = OrderedDict()
+        self._refused: set[AttemptKey] = set()
+        """Attempts whose session was asked for and is not here. They are few: those that were open when the process
+        before this one ended, because a session's cookie or token comes from a seed."""
         self._writer: SqliteWriter | None = None
         try:
             if path is not None:
@@ -171,14 +174,18 @@ class AttemptStore:
         """The session of an open attempt. Raises `FencedError` if the attempt was replaced or closed, and
         `ContractError` if it was not seeded since this process started."""
         await self.require_live(run_id, rollout_id, attempt)
-        key = (run_id, rollout_id)
-        seed = await self._run_here(lambda db: _load_seed(db, key, attempt))
-        if seed is None:
+        key = AttemptKey(run_id, rollout_id, attempt)
+        query = f"SELECT session FROM seed WHERE {_ROLLOUT} AND attempt = ?"
+        found = await self._run_here(lambda db: db.execute(query, key).fetchone())
+        if found is None:
+            self._refused.add(key)
             raise ContractError(
                 f"attempt {attempt} of rollout '{rollout_id}' has no session here; it must be seeded first",
                 rollout_id=rollout_id,
+                code_hint=NO_SESSION,
             )
-        return seed.session
+        session: Mapping[str, Any] = orjson.loads(found[0])
+        return session
 
     async def keep_session(self, run_id: str, rollout_id: str, attempt: int, session: Mapping[str, Any]) -> None:
         """Store ``session`` for this attempt's next calls. Does nothing for an attempt that is over."""
@@ -243,22 +250,36 @@ class AttemptStore:
         key = _key(rollout)
         return await self.ask(lambda db: _load_verdict(db, key, rollout.attempt))
 
-    async def admit_verdict(self, rollout: RolloutIdentity, row: str, digest: str) -> StoredVerdict | None:
+    async def admit_verdict(
+        self, rollout: RolloutIdentity, row: str, digest: str, *, needs_session: bool = False
+    ) -> StoredVerdict | None:
         """Return the final verdict to replay, or ``None`` if the work must be graded. ``row`` is the row's digest,
-        checked first as in `require_row`. Raises `FencedError` for a replaced attempt, and for work that differs from
-        the work this attempt was first judged by."""
+        checked first as in `require_row`. Raises `FencedError` for a replaced attempt, for work that differs from the
+        work this attempt was first judged by, and for an open attempt that an earlier process seeded, if its verdict
+        ``needs_session`` or its agent missed the session."""
         key = _key(rollout)
 
-        def operation(db: sqlite3.Connection) -> StoredVerdict | None:
-            _check_row(rollout, _load_seed(db, key, rollout.attempt), row)
-            _check_current(rollout, _load_state(db, key))
-            return _load_verdict(db, key, rollout.attempt)
+        def operation(db: sqlite3.Connection) -> tuple[StoredVerdict | None, bool]:
+            seed, state = _load_seed(db, key, rollout.attempt), _load_state(db, key)
+            _check_row(rollout, seed, row)
+            _check_current(rollout, state)
+            is_lost = seed is None and state == _RolloutState(rollout.attempt, False)
+            return _load_verdict(db, key, rollout.attempt), is_lost
 
-        stored = await self._run_here(operation)
-        if stored is None:
-            return None
-        _check_work(rollout, stored, digest)
-        return stored if stored.final else None
+        stored, is_lost = await self._run_here(operation)
+        if stored is not None:
+            _check_work(rollout, stored, digest)
+            if stored.final:
+                return stored
+        if is_lost and (needs_session or AttemptKey.of(rollout) in self._refused):
+            raise FencedError(
+                f"the environment's server restarted since it seeded {rollout}, and lost its session; the task takes a"
+                " new attempt",
+                rollout_id=rollout.rollout_id,
+                attempt=rollout.attempt,
+                code_hint=NO_SESSION,
+            )
+        return None
 
     async def keep_verdict(
         self, rollout: RolloutIdentity, verdict: StoredVerdict, *, closes: bool = False

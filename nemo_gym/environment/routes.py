@@ -64,7 +64,7 @@ from nemo_gym.contract.verdict import (
     verdict_of_reply,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
-from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH, verify_reply
+from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH, ReverifyMode, verify_reply
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.environment.steps import StepRewards, is_stepped
 from nemo_gym.http.client import encode_as_text
@@ -258,12 +258,14 @@ class EnvironmentRoutes:
         self._close_session_hook = PluginCall(server.close_resources_session) if overridden else None
         self._grader = Grader(server)
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
+        self._apps: list[FastAPI] = []
         self._mcp: McpEndpoint | None = None
         self._steps: StepRewards | None = None
         # If nothing has to be released when an attempt ends, its valid verdict may close it.
         self._closes = not any(map(server.overrides, ("close_session", "owned_boxes")))
 
     def install(self, app: FastAPI) -> None:
+        self._apps.append(app)
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/seed_session": self.seed,
             "/heartbeat": self.heartbeat,
@@ -286,6 +288,7 @@ class EnvironmentRoutes:
 
     def around(self, app: FastAPI) -> ASGIApp:
         """Wrap an application that a plugin built itself: a stepped one gets its rewards counted."""
+        self._apps.append(app)
         if not is_stepped(app.routes):
             return app
         self._steps, self._closes = StepRewards(app, self.rows), False
@@ -299,9 +302,10 @@ class EnvironmentRoutes:
         return bool(scope["path"] == MCP_PATH) and self._server.exposes_mcp()
 
     async def guard(self, path: str, session: Mapping[str, Any]) -> None:
-        """Raise `FencedError` for a tool call whose attempt is over. The base routes check this themselves."""
+        """Refuse a tool call whose attempt is over, or was seeded by an earlier process, as `AttemptStore.session_of`
+        does. The base routes check this themselves."""
         if path not in BASE_ROUTES and (attempt := session.get(ATTEMPT_SESSION_KEY)):
-            await self.attempts.require_live(*attempt)
+            await self.attempts.session_of(*attempt)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -534,12 +538,28 @@ class EnvironmentRoutes:
                 rollout, StoredVerdict(digest, bool(reply["valid"]), reply), closes=closes
             )
 
-        stored = await self.attempts.admit_verdict(rollout, row_digest(call.seeded_row), digest)
+        stored = await self.attempts.admit_verdict(
+            rollout, row_digest(call.seeded_row), digest, needs_session=self._needs_session()
+        )
         if stored is None:
             stored = await self._once("verify", rollout, digest, judge)
         elif closes:
             await self.attempts.close(rollout)
         return stored.reply
+
+    def _needs_session(self) -> bool:
+        """Whether a verdict may depend on what seeds and tools left in this process's memory."""
+        mode = self._server.reverify_mode()
+        if mode != ReverifyMode.UNKNOWN:
+            return mode == ReverifyMode.UNSUPPORTED
+        return self._has_own_routes() or any(map(self._server.overrides, ("seed_session", "open_session")))
+
+    def _has_own_routes(self) -> bool:
+        return any(
+            isinstance(route, Route) and "POST" in (route.methods or ()) and route.path not in {*BASE_ROUTES, MCP_PATH}
+            for app in self._apps
+            for route in app.routes
+        )
 
     async def _reverify(
         self, request: Request, call: _Call, response: dict[str, Any], envelope: SessionEnvelope

@@ -12,6 +12,7 @@ import orjson
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, INFERENCE_TOKEN_HEADER
 from nemo_gym.contract.errors import ServerError
+from nemo_gym.contract.session import NO_SESSION
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageFailure, StageName
 from nemo_gym.http.client import MAX_REPLY_BYTES, TRIES_OF_ONE_REPLICA, ServerClient, read_whole, send
 from nemo_gym.http.connections import BROKEN, SET_COOKIE, TooLongError
@@ -227,7 +228,9 @@ def kind_by_route(stage: StageName, path: str) -> FailureKind:
 def failure_of_peer(stage: StageName, error: PeerError) -> StageFailure:
     """Translate a peer's error into a failure of the attempt's stage."""
     code = str(error.problem.get("code", ""))
-    if error.status == 0:
+    if error.problem.get("code_hint") == NO_SESSION:
+        kind = FailureKind.ENVIRONMENT_LOST
+    elif error.status == 0:
         kind = _LOST_BY_PATH.get(error.path, FailureKind.ENVIRONMENT_LOST)
     else:
         kind = _KIND_BY_CODE.get(code, kind_by_route(stage, error.path))

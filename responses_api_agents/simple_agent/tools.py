@@ -12,7 +12,7 @@ import aiohttp
 import orjson
 
 from nemo_gym.contract.errors import InvalidBodyError, RowError, ServerError
-from nemo_gym.contract.session import TOOL_UNAVAILABLE, AgentOutcome, McpServer
+from nemo_gym.contract.session import NO_SESSION, TOOL_UNAVAILABLE, AgentOutcome, McpServer
 from nemo_gym.http.client import CONNECT_TIMEOUT_S, network_errors
 from nemo_gym.http.connections import is_own_timeout
 from nemo_gym.http.requests import require_shallow
@@ -30,7 +30,7 @@ class ToolServerError(Exception):
 
 
 class EnvironmentLostError(ToolServerError):
-    """The environment's server went away while a tool was called as its route."""
+    """The environment's server went away while a tool was called as its route, or restarted without the session."""
 
     outcome = AgentOutcome.ENVIRONMENT_LOST
 
@@ -143,8 +143,18 @@ class Toolbox:
             raise ToolServerError(
                 f"tool '{name}' of environment '{self._environment}' is unavailable (status 503): {text[:200]}"
             )
+        if reply.status == HTTPStatus.CONFLICT and _has_no_session(text):
+            raise EnvironmentLostError(f"environment '{self._environment}' lost the session: {text[:200]}")
         self._cookies.update({key: morsel.value for key, morsel in reply.cookies.items()})
         return text, reply.status >= 300
+
+
+def _has_no_session(problem_text: str) -> bool:
+    try:
+        problem = orjson.loads(problem_text)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(problem, dict) and problem.get("code_hint") == NO_SESSION
 
 
 def _is_function(tool: Any) -> bool:

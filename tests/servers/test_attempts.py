@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Request
 
+from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, FencedError, ServerError
-from nemo_gym.contract.verdict import RowAccess
+from nemo_gym.contract.session import NO_SESSION
+from nemo_gym.contract.verdict import RowAccess, StageName
 from nemo_gym.environment import attempts
 from nemo_gym.environment.attempts import AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
-from tests.servers.plugins import CounterEnvironment
+from nemo_gym.environment.hooks import ReverifyMode
+from nemo_gym.http.peers import PeerError, failure_of_peer
+from nemo_gym.judge import JudgeError
+from tests.servers.plugins import CounterEnvironment, CounterVerifyRequest, CounterVerifyResponse, FrankEnvironment
 from tests.servers.stack import Stack, response, rollout, running_stack
 
 ENV = "counter"
@@ -79,6 +85,80 @@ async def test_contract_holds_for_an_attempt_that_is_no_longer_in_memory(
         for session in (old_cookies, cookies):
             tool = await stack.client().post(ENV, "/add", json={"amount": 1}, cookies=session)
             assert tool.status == 409, await tool.text()
+
+
+class StatelessCounter(CounterEnvironment):
+    """Counts in its memory, and declares that it grades without it."""
+
+    REVERIFY_MODE = ReverifyMode.STATELESS
+
+
+class UnseededCounter(CounterEnvironment):
+    """Has nothing to do when an attempt is seeded; its tools count all the same."""
+
+    seed_session = SimpleResourcesServer.seed_session
+
+
+class VerifyOnly(FrankEnvironment):
+    """Neither a hook for sessions nor tools."""
+
+    seed_session = SimpleResourcesServer.seed_session
+    verifies_with: Any = staticmethod(lambda body: {**body, "reward": 1.0})
+
+
+class JudgelessCounter(CounterEnvironment):
+    """Its judge is down."""
+
+    async def verify(self, request: Request, body: CounterVerifyRequest) -> CounterVerifyResponse:
+        raise JudgeError("503")
+
+
+def restart(stack: Stack, cls: type[SimpleResourcesServer]) -> None:
+    stack.stop(ENV)
+    stack.add(ENV, cls, Role.ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("cls", "asked", "status"),
+    [
+        (CounterEnvironment, False, 409),
+        (UnseededCounter, False, 409),
+        (StatelessCounter, False, 200),
+        (StatelessCounter, True, 409),
+        (VerifyOnly, False, 200),
+    ],
+)
+async def test_attempt_whose_session_ended_with_a_process_is_graded_only_if_that_changed_nothing(
+    tmp_path: Path, cls: type[SimpleResourcesServer], asked: bool, status: int
+) -> None:
+    with running_stack(str(tmp_path)) as stack:
+        stack.add(ENV, cls, Role.ENVIRONMENT)
+        _, control, cookies = await seed(stack, "r1")
+        restart(stack, cls)
+        if asked:
+            tool = await stack.client().post(ENV, "/add", json={"amount": 1}, cookies=cookies)
+            said = await tool.json()
+            assert (tool.status, said["code"], said["code_hint"]) == (409, "contract", NO_SESSION)
+        replies = await asyncio.gather(*(verify(stack, "r1", control, cookies) for _ in range(3)))
+        assert {reply_status for reply_status, _ in replies} == {status}
+        if status == 409:
+            said = replies[0][1]
+            assert said["code"] == "fenced" and "restarted" in said["detail"]
+            failure = failure_of_peer(StageName.EVAL, PeerError(ENV, "/verify", 409, said))
+            assert (failure.kind, failure.retryable, failure.new_attempt) == ("environment_lost", True, True)
+            _, control, cookies = await seed(stack, "r1", 2)
+            assert (await verify(stack, "r1", control, cookies, attempt=2))[1]["valid"]
+
+
+async def test_work_without_a_final_verdict_is_not_graded_again_by_a_process_that_lost_its_session(
+    tmp_path: Path,
+) -> None:
+    with running_stack(str(tmp_path)) as stack:
+        stack.add(ENV, JudgelessCounter, Role.ENVIRONMENT)
+        _, control, cookies = await seed(stack, "r1")
+        assert (await verify(stack, "r1", control, cookies))[1]["valid"] is False
+        restart(stack, CounterEnvironment)
+        assert (await verify(stack, "r1", control, cookies))[0] == 409
 
 
 async def test_seed_runs_once_when_many_ask_at_the_same_time() -> None:

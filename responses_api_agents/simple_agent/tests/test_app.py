@@ -411,16 +411,20 @@ async def test_only_an_environment_that_says_so_fails_the_attempt_by_a_tool(
         assert "tool 'look_up' of" in (answer.outcome_detail or "") and "503" in (answer.outcome_detail or "")
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize(
+    ("parallel", "returns", "said"), [(1, False, "was lost"), (2, False, "was lost"), (1, True, "lost the")]
+)
 async def test_environment_that_goes_away_is_lost_and_no_mcp_server(
-    stack: Stack, odd: Attempt, policy: Policy, parallel: int
+    stack: Stack, odd: Attempt, policy: Policy, parallel: int, returns: bool, said: str
 ) -> None:
     calls = [function_call("get_weather", f"c{number}", city="Quito") for number in range(parallel)]
     inference, _ = await policy(answered(*calls))
     descriptor = (await odd.seed()).model_copy(update={"mcp": ()})
     stack.stop("odd")
+    if returns:
+        stack.add("odd", OddTools, Role.ENVIRONMENT)
     answer = await odd.act("odd", descriptor, inference=inference, tools=[route_tool("get_weather")])
-    assert answer.outcome == "environment_lost" and "'odd' was lost" in (answer.outcome_detail or "")
+    assert answer.outcome == "environment_lost" and f"'odd' {said}" in (answer.outcome_detail or "")
     failure = failure_of_outcome(answer.outcome, answer.outcome_detail)
     assert failure is not None and failure.kind == "environment_lost" and failure.retryable
 

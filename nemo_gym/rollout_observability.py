@@ -232,15 +232,17 @@ class AgentObservationBundle(ObservationModel):
         parents = {item.invocation_id: item.parent_invocation_id for item in invocations}
         if len(parents) != len(invocations):
             raise ValueError("two invocations have the same invocation_id")
+        rooted: set[str] = set()
         for start in parents:
-            visited = {start}
-            # A parent that was not observed ends the walk.
-            current = parents[start]
-            while current is not None and current in parents:
-                if current in visited:
-                    raise ValueError(f"invocation '{start}' is its own ancestor")
-                visited.add(current)
+            path: set[str] = set()
+            current: str | None = start
+            # A parent that was not observed ends the walk, as does one whose own walk ended.
+            while current is not None and current in parents and current not in rooted:
+                if current in path:
+                    raise ValueError(f"invocation '{current}' is its own ancestor")
+                path.add(current)
                 current = parents[current]
+            rooted |= path
         return self
 
 

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from nemo_gym.agent.harness.agent import CliAgent, CliAgentConfig
@@ -13,6 +14,7 @@ from nemo_gym.agent.harness.events import (
     MAX_ITEMS,
     MAX_LINE_BYTES,
     MAX_OUTPUT_CHARS,
+    MAX_TRANSCRIPT_BYTES,
     BoundedLog,
     JsonEventReader,
     LineSplitter,
@@ -22,6 +24,7 @@ from nemo_gym.agent.harness.events import (
 from nemo_gym.agent.harness.run import CANDIDATES, home_candidates, setup_script
 from nemo_gym.contract.errors import AgentError
 from nemo_gym.contract.session import FilesHarvest, GitDiffHarvest
+from nemo_gym.rollout_observability import AgentInvocation
 
 
 class Names(JsonEventReader):
@@ -161,6 +164,64 @@ def test_whole_transcript_cuts_nothing() -> None:
     assert len(transcript.items) == MAX_ITEMS + 2
     assert transcript.items[-1]["output"] == output
     assert not transcript.bundle("loop").gaps
+
+
+def test_transcript_of_a_cli_is_bounded_and_keeps_the_last_message() -> None:
+    transcript = Transcript()
+    for number in range(3 * MAX_ITEMS):
+        key = transcript.calls(f"c{number}", "read", {}, invocation="helper" if number % 2 else "main")
+        transcript.returns(key, "x")
+        transcript.invokes(f"i{number}", parent=f"i{number - 1}")
+        transcript.compacts()
+        transcript.says(f"message {number}")
+    bundle = transcript.bundle("some-cli")
+    assert (len(bundle.records), transcript.tool_calls) == (3 * MAX_ITEMS, 3 * MAX_ITEMS)
+    assert [gap.code for gap in bundle.gaps] == ["transcript_too_long"]
+    output = transcript.response("m")["output"]
+    assert len(output) == MAX_ITEMS + 1
+    assert output[-1]["content"][0]["text"] == transcript.final_text == f"message {3 * MAX_ITEMS - 1}"
+
+
+def test_large_texts_of_a_cli_are_left_out_except_the_last() -> None:
+    transcript = Transcript()
+    large = "\u0001" * (MAX_TRANSCRIPT_BYTES // 12)
+    for number in range(5):
+        transcript.thinks(large)
+        transcript.calls(f"c{number}", large, {"text": large})
+        transcript.calls(f"d{number}", large, {}, invocation="helper")
+        transcript.compacts(trigger=large)
+        transcript.says(f"{number}{large}")
+    kept = orjson.dumps([transcript.response("m"), transcript.bundle("some-cli").model_dump(mode="json")])
+    assert len(kept) < 2 * MAX_TRANSCRIPT_BYTES
+    assert transcript.response("m")["output"][-1]["content"][0]["text"].startswith("4")
+    assert "transcript_too_long" in [gap.code for gap in transcript.bundle("some-cli").gaps]
+
+
+def test_values_of_wrong_types_become_text_and_numbers_in_their_range() -> None:
+    transcript = Transcript()
+    wrong: Any = 5
+    transcript.says(wrong)
+    transcript.thinks({"a": 1})  # type: ignore[arg-type]
+    transcript.compacts(tokens_before=10**30)
+    transcript.turn(input_tokens=int(1e30), output_tokens=-4)
+    transcript.add_usage(input_tokens=1)
+    response = transcript.response("m")
+    assert response["output"][0]["content"][0]["text"] == "5"
+    assert response["output"][1]["summary"][0]["text"] == '{"a":1}'
+    assert (response["usage"]["input_tokens"], response["usage"]["output_tokens"]) == (2**53, 0)
+    assert orjson.dumps([response, transcript.bundle("some-cli").model_dump(mode="json")])
+
+
+def test_invocation_that_would_be_its_own_ancestor_belongs_to_the_main_agent() -> None:
+    transcript = Transcript()
+    transcript.invokes("a", parent="a")
+    transcript.invokes("b", parent="c")
+    transcript.invokes("c", parent="d")
+    transcript.invokes("d", parent="b")
+    bundle = transcript.bundle("some-cli")
+    parents = [record.parent_invocation_id for record in bundle.records if isinstance(record, AgentInvocation)]
+    assert parents == [None, "main", "c", "d", "main"]
+    assert [gap.code for gap in bundle.gaps] == ["invocation_is_its_own_ancestor"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sized
 from typing import Any, Literal
 
 import orjson
@@ -29,7 +30,12 @@ MAIN = "main"
 MAX_OUTPUT_CHARS = 20_000
 """The limit for one tool's output in the transcript of a CLI. The event log may hold the rest."""
 MAX_ITEMS = 5_000
-"""The limit for the items in the transcript of a CLI, whose output is untrusted."""
+"""The limit for the items in the transcript of a CLI, whose output is untrusted, and likewise for its calls, for its
+sub-agents and for its compactions."""
+MAX_TRANSCRIPT_BYTES = 32 * 1024 * 1024
+"""The limit for all of these together, as JSON. The agent's last message may exceed it."""
+MAX_COUNT = 2**53
+"""The limit for a number of tokens."""
 
 InvocationStatus = Literal["completed", "failed", "incomplete", "unknown"]
 
@@ -38,7 +44,7 @@ class Transcript:
     """Collects the events of one run. Ids that a harness does not provide are generated.
 
     Args:
-        whole: keep all items, and each tool's output whole. For a loop in the agent server, whose own history holds
+        whole: keep everything, and each tool's output whole. For a loop in the agent server, whose own history holds
             them anyway.
     """
 
@@ -52,7 +58,11 @@ class Transcript:
         """``input_tokens``, ``output_tokens`` and ``cached_tokens``, summed over all invocations."""
         self.final_text = ""
         """The agent's last message."""
+        self._last_message: dict[str, Any] | None = None
+        """The agent's last message, if there was no room for it in `items`."""
+        self._bytes = 0
         self._calls: dict[str, ToolCallObservation] = {}
+        self._calls_left_out = 0
         self._invocations: dict[str, AgentInvocation] = {MAIN: AgentInvocation(invocation_id=MAIN)}
         self._compactions: list[ContextCompactionObservation] = []
         self._gaps: dict[str, ObservationGap] = {}
@@ -60,7 +70,7 @@ class Transcript:
 
     @property
     def tool_calls(self) -> int:
-        return len(self._calls)
+        return len(self._calls) + self._calls_left_out
 
     def turn(self, *, input_tokens: int = 0, output_tokens: int = 0, cached_tokens: int = 0) -> None:
         """Count one model answer for the main invocation."""
@@ -68,19 +78,24 @@ class Transcript:
         self.add_usage(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
 
     def add_usage(self, *, input_tokens: int = 0, output_tokens: int = 0, cached_tokens: int = 0) -> None:
-        self.usage.update(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
+        self.set_usage(
+            input_tokens=self.usage["input_tokens"] + input_tokens,
+            output_tokens=self.usage["output_tokens"] + output_tokens,
+            cached_tokens=self.usage["cached_tokens"] + cached_tokens,
+        )
 
     def set_usage(self, *, input_tokens: int = 0, output_tokens: int = 0, cached_tokens: int = 0) -> None:
         """Replace the sums by a harness's own totals."""
-        self.usage = Counter(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
+        counts = {"input_tokens": input_tokens, "output_tokens": output_tokens, "cached_tokens": cached_tokens}
+        self.usage = Counter({name: _count(number) for name, number in counts.items()})
 
     def says(self, text: str, *, invocation: str = MAIN) -> None:
         """Record a message of the assistant."""
-        if not text:
-            return
-        if invocation == MAIN:
-            self.final_text = text
-            self._add(text_message(text))
+        if text and invocation == MAIN:
+            self.final_text = _text(text)
+            message = text_message(self.final_text)
+            if not self._add(message):
+                self._last_message = message
 
     def thinks(self, text: str, *, invocation: str = MAIN) -> None:
         """Record reasoning that the harness shows."""
@@ -89,7 +104,7 @@ class Transcript:
                 {
                     "id": f"rs_{len(self.items)}",
                     "type": "reasoning",
-                    "summary": [{"type": "summary_text", "text": text}],
+                    "summary": [{"type": "summary_text", "text": _text(text)}],
                 }
             )
 
@@ -108,6 +123,10 @@ class Transcript:
             return key
         while key in self._calls:
             key = f"{key}_{len(self._calls)}"
+        shown_arguments = _text(arguments) if invocation == MAIN else ""
+        if not self._has_room(self._calls, [call_id, name, invocation]):
+            self._calls_left_out += 1  # also when it is reported again
+            return key
         self._calls[key] = ToolCallObservation(
             invocation_id=invocation,
             tool_call_id=call_id,
@@ -117,14 +136,13 @@ class Transcript:
             status="incomplete",
         )
         if invocation == MAIN:
-            text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
             self._add(
                 {
                     "id": f"fc_{key}",
                     "type": "function_call",
                     "call_id": call_id,
                     "name": name,
-                    "arguments": text,
+                    "arguments": shown_arguments,
                     "status": "completed",
                 }
             )
@@ -135,39 +153,50 @@ class Transcript:
         becomes a gap."""
         call = self._calls.get(key)
         if call is None:
-            self.gap("tool_result_without_call", key)
+            if not self._calls_left_out:
+                self.gap("tool_result_without_call", key)
             return
         now = max(time.time(), call.started_at or 0.0)
         call.completed_at = now
         call.duration_ms = round((now - (call.started_at or now)) * 1000, 1)
         call.status = "failed" if failed else "completed"
         if call.invocation_id == MAIN:
-            text = output if isinstance(output, str) else orjson.dumps(output).decode()
+            text = _text(output)
             shown = text if self._whole else _cut(text)
             self._add({"type": "function_call_output", "call_id": call.tool_call_id, "output": shown})
 
     def invokes(self, invocation: str, *, parent: str = MAIN, by_call: str | None = None) -> None:
-        """Record the start of a sub-agent."""
-        if invocation not in self._invocations:
-            self._invocations[invocation] = AgentInvocation(
-                invocation_id=invocation, parent_invocation_id=parent, spawned_by_tool_call_id=by_call
-            )
+        """Record the start of a sub-agent. The main agent becomes its parent if it would be its own ancestor."""
+        if invocation in self._invocations or not self._has_room(self._invocations, [invocation, parent, by_call]):
+            return
+        ancestor: str | None = parent
+        while ancestor is not None and ancestor != invocation and ancestor in self._invocations:
+            ancestor = self._invocations[ancestor].parent_invocation_id
+        if ancestor == invocation:
+            self.gap("invocation_is_its_own_ancestor", invocation)
+            parent = MAIN
+        self._invocations[invocation] = AgentInvocation(
+            invocation_id=invocation, parent_invocation_id=parent, spawned_by_tool_call_id=by_call
+        )
 
     def compacts(self, *, trigger: str | None = None, tokens_before: int | None = None) -> None:
         """Record that the harness summarized its history."""
+        if not self._has_room(self._compactions, trigger):
+            return
         self._compactions.append(
             ContextCompactionObservation(
                 invocation_id=MAIN,
                 observed_at=time.time(),
                 trigger=trigger,
-                tokens_before=tokens_before,
+                tokens_before=None if tokens_before is None else _count(tokens_before),
                 outcome="completed",
             )
         )
 
     def gap(self, code: str, detail: str | None = None) -> None:
         """Record that something could not be observed; only the first gap of each code is kept."""
-        self._gaps.setdefault(code, ObservationGap(code=code, detail=detail and detail[:500]))
+        if code not in self._gaps:
+            self._gaps[code] = ObservationGap(code=code, detail=detail and detail[:500])
 
     def ends(self, status: InvocationStatus, *, error_type: str | None = None) -> None:
         main = self._invocations[MAIN]
@@ -177,18 +206,39 @@ class Transcript:
     def response(self, model: str, *, incomplete: str | None = None) -> dict[str, Any]:
         """An OpenAI Responses object of the main invocation; ``incomplete`` as in `response_object`."""
         usage = {key: self.usage[key] for key in ("input_tokens", "output_tokens")}
-        return response_object(self.items, model=model, usage=usage, incomplete=incomplete)
+        output = self.items if self._last_message is None else [*self.items, self._last_message]
+        return response_object(output, model=model, usage=usage, incomplete=incomplete)
 
     def bundle(self, source: str) -> AgentObservationBundle:
         """The observations as a bundle; ``source`` is the harness's name."""
         records = [*self._invocations.values(), *self._calls.values(), *self._compactions]
         return AgentObservationBundle(source=source, records=records, gaps=[*self._gaps.values()])
 
-    def _add(self, item: dict[str, Any]) -> None:
-        if self._whole or len(self.items) < MAX_ITEMS:
+    def _add(self, item: dict[str, Any]) -> bool:
+        has_room = self._has_room(self.items, item)
+        if has_room:
             self.items.append(item)
-        else:
-            self.gap("transcript_too_long", f"more than {MAX_ITEMS} items")
+        return has_room
+
+    def _has_room(self, kept: Sized, new: Any) -> bool:
+        """Whether ``new`` may be added to ``kept``. What is too large counts too, so that nothing fits after it."""
+        if self._whole:
+            return True
+        if len(kept) < MAX_ITEMS:
+            self._bytes += len(orjson.dumps(new))
+            if self._bytes <= MAX_TRANSCRIPT_BYTES:
+                return True
+        self.gap("transcript_too_long", f"more than {MAX_ITEMS} items or {MAX_TRANSCRIPT_BYTES} bytes")
+        return False
+
+
+def _count(number: float) -> int:
+    return max(0, min(int(number), MAX_COUNT))
+
+
+def _text(value: Any) -> str:
+    """A CLI's text, or as JSON what it gave in place of one."""
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _cut(text: str) -> str:

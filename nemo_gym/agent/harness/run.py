@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import PurePosixPath
 
+import structlog
+
 from nemo_gym.agent.harness.base import (
     CliHarness,
     HarnessCommand,
@@ -45,6 +47,8 @@ from nemo_gym.contract.verdict import is_context_exceeded, outcome_of_refusal
 from nemo_gym.http.telemetry import step
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest
 from nemo_gym.sandbox.door_statistics import DoorStatistics
+
+log = structlog.get_logger(__name__)
 
 # /tmp comes last: some CLIs distrust it.
 CANDIDATES = ("/var/tmp/nemo-gym-agent", "/tmp/nemo-gym-agent", "/run/nemo-gym-agent", "/nemo-gym-agent")
@@ -275,7 +279,12 @@ async def run_in_box(
     finally:
         reader.transcript.ends(_status(run.outcome), error_type=None if run.detail is None else str(run.outcome))
         run.response = reader.transcript.response(context.model)
-        run.observations.update(_observations(world, harness, reader, output, errors, setup_s, settings))
+        try:
+            run.observations.update(_observations(world, harness, reader, output, errors, setup_s, settings))
+        except Exception as error:
+            # What an untrusted process printed may cost its own record, but not the outcome of the run.
+            log.exception("observations_lost", harness=harness.name)
+            run.observations["observations_error"] = f"{type(error).__name__}: {error}"[:500]
 
 
 def _with_box_fields(world: World, context: HarnessContext, settings: RunSettings) -> HarnessContext:

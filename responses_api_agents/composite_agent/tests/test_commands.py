@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nemo_gym.agent.harness.events import Transcript
 from nemo_gym.cli.sandbox_check import check_sandbox
 from nemo_gym.config.compose import compose
 from nemo_gym.contract.errors import ConfigError
@@ -50,6 +51,42 @@ async def test_command_gets_the_task_and_its_text_is_the_answer(
     assert answer.observations["turns"] == 1, "as the door counted"
     (gap,) = answer.observations["records"]["gaps"]
     assert gap["code"] == "no_turns_in_the_events"
+
+
+ODD_EVENTS = """
+print('{"type": "say", "text": "x", "agent": "a", "parent": "a"}')
+print('{"type": "answer", "text": "Done.", "usage": {"input_tokens": 1e30}}')
+print('{"type": "say", "text": 5}')
+"""
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_run_is_completed_whatever_its_events_say(
+    tmp_path: Path,
+    local: LocalProvider,
+    local_block: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    is_recorded: bool,
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RecursionError("too deep")
+
+    if not is_recorded:
+        monkeypatch.setattr(Transcript, "bundle", fail)
+    harness = {
+        "command": ["python3", "$home/ask.py", "$task_file", "$prompt_file"],
+        "runtime": "python",
+        "files": {"$home/ask.py": ASK + ODD_EVENTS},
+        "env": {"MODEL": "$model_url", "COST": ""},
+        "stdin": "task",
+    }
+    with composite(tmp_path, local_block, harness=harness) as running:
+        answer = await act(running, "say a word", WORLD)
+    assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)
+    assert [item["content"][0]["text"] for item in answer.response["output"]] == ["Done.", "5"]
+    assert answer.response["usage"]["input_tokens"] == 2**53
+    assert ("records" in answer.observations) is is_recorded
+    assert answer.observations.get("observations_error") == (None if is_recorded else "RecursionError: too deep")
 
 
 @pytest.mark.parametrize(

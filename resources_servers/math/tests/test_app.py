@@ -15,7 +15,7 @@ import pytest
 
 from nemo_gym.contract.credentials import Role
 from nemo_gym.environment import worker_pool
-from resources_servers.math.app import COMPARE, MathEnvironment
+from resources_servers.math.app import COMPARE, MathEnvironment, _expected
 from resources_servers.math.comparison import compare
 from tests.servers.stack import Stack, response, rollout, running_stack
 
@@ -60,6 +60,10 @@ def workers() -> list[psutil.Process]:
     [
         ("46", "so the fence is \\boxed{46} metres long", 1.0),
         (46, "It is 46.", 1.0),
+        (0.00001, "\\boxed{10^{-5}}", 1.0),
+        (0.00001, "\\boxed{0.00001}", 1.0),
+        ("3 1/2", "\\boxed{3.5}", 1.0),
+        ("3 1/2", "\\boxed{2}", 0.0),
         ("$46$", "\\boxed{46}", 1.0),
         ("\\frac{1}{6}", "six of 36, that is \\boxed{6/36}", 1.0),
         ("3\\sqrt{5}", "$\\sqrt{45}$", 1.0),
@@ -78,6 +82,44 @@ async def test_answer_is_right_when_it_is_mathematically_equal(
 ) -> None:
     judged = await verdict(stack, row(expected), answer)
     assert (judged["valid"], judged["reward"]) == (True, reward), judged
+
+
+@pytest.mark.parametrize(
+    ("expected", "right", "wrong"),
+    [
+        (0.00001, ["0.00001", "10^{-5}", "1e-05"], ["e-5", "0.0001"]),
+        (1e16, ["10^{16}", "10000000000000000"], ["10^{15}"]),
+        (6.022e23, ["6.022\\times10^{23}", "602200000000000000000000"], ["6.03\\times10^{23}"]),
+        ("1.5e-3", ["0.0015", "1.5\\times 10^{-3}", "1.5e-3"], ["1.5e", "0.015"]),
+        ("2E+5", ["200000", "2\\cdot10^5"], ["2"]),
+        ("2e-1", ["0.2", "2e-1"], ["0.1"]),
+        ("3 1/2", ["3.5", "3\\frac12", "\\frac72", "3 1/2"], ["2", "3"]),
+        ("-3 1/2", ["-3.5"], ["-2.5", "3.5"]),
+        ("pi/4", ["\\frac{\\pi}{4}", "pi/4"], ["\\pi"]),
+        ("2*pi", ["2\\pi"], ["2"]),
+        ("x**2", ["x^2", "x**2"], ["2x"]),
+        ("2*x**-1", ["\\frac{2}{x}"], ["2x"]),
+        ("(x+1)**(1/2)", ["\\sqrt{x+1}"], ["x+1"]),
+        ("exp(2)", ["e^2"], ["2"]),
+        ("log(2)", ["\\log 2"], ["2"]),
+        ("sin(pi*x)", ["\\sin(\\pi x)"], ["\\sin x"]),
+        ("20%", ["20\\%", "20", "0.2", "20%"], ["2", "0.02"]),
+        ("5.", ["5", "5."], ["0.5"]),
+        ("18 dollars", ["18", "18 dollars", "18\\text{ dollars}"], ["1", "19"]),
+        ("3/4 cup", ["\\frac34", "0.75"], ["3"]),
+        ("5 million", ["5 million"], ["5"]),
+        ("1,234", ["1234", "1,234", "\\$1,234"], ["1", "234"]),
+        ("$18", ["18", "\\$18", "18.00"], ["1"]),
+        ("-3", ["-3"], ["3"]),
+        ("0.5", ["\\frac12", "0.5", ".5"], ["5"]),
+        ("2e - 5", ["2e-5"], ["0.00002"]),
+    ],
+)
+def test_answer_to_an_expected_one_in_plain_notation_is_judged_by_its_value(
+    expected: Any, right: list[str], wrong: list[str]
+) -> None:
+    judged = {said: compare(_expected(row(expected)), f"So \\boxed{{{said}}}.")["right"] for said in right + wrong}
+    assert judged == {said: said in right for said in right + wrong}
 
 
 @pytest.mark.parametrize("expected", ["46", "\\frac{1}{2}", "1,000", "\\{1,2\\}", "50\\%", "12 cm", "x=3", "C"])

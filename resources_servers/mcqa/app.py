@@ -55,7 +55,7 @@ class McqaEnvironment(SimpleResourcesServer):
         """Refuse a row whose expected answer is not one of its options."""
         _expected(row, _options(row))
         self._mode(row)
-        _pattern(row)
+        _patterns(row)
         return await super().open_session(row, rollout)
 
     async def grade(
@@ -63,21 +63,18 @@ class McqaEnvironment(SimpleResourcesServer):
     ) -> Verdict:
         options, text = _options(row), answered_text(response)
         expected = _expected(row, options)
-        if (pattern := _pattern(row)) is not None:
-            chosen = await self._choice_by_pattern(pattern, text[-ANSWER_CHARS:], options)
-        else:
-            chosen = choice(text, options, self._mode(row))
+        chosen = await self._chosen(row, text, options)
         reason = None if chosen == expected else "wrong choice" if chosen else "no choice found in the response"
         if not text.strip():
             reason = "the response has no text"
         return Verdict.of(float(chosen == expected), details={"chosen": chosen}, reward_reason=reason)
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        options, pattern = _options(row), _pattern(row)
+        options = _options(row)
         expected = _expected(row, options)
         text = f"\\boxed{{{expected}}}\nAnswer: {expected}"
         # A text that matches an arbitrary regular expression cannot be derived from that expression.
-        if pattern is not None and await self._choice_by_pattern(pattern, text, options) != expected:
+        if await self._chosen(row, text, options) != expected:
             return None
         return {"text": text}
 
@@ -95,16 +92,28 @@ class McqaEnvironment(SimpleResourcesServer):
                 f"field 'grading_mode' is {mode!r}; it is one of {', '.join(Grading)}", field="grading_mode"
             ) from None
 
-    async def _choice_by_pattern(self, pattern: str, text: str, options: Mapping[str, str]) -> str | None:
-        """Return the option that the row's own regular expression finds. A worker searches, so it can be killed."""
+    async def _chosen(self, row: Mapping[str, Any], text: str, options: Mapping[str, str]) -> str | None:
+        """Return the option that the row's own regular expressions find, else the one that its mode finds."""
+        if patterns := _patterns(row):
+            found = await self._found(patterns, text[-ANSWER_CHARS:])
+            if found is None:
+                return None
+            chosen = next(filter(None, (lenient_choice(each, options) for each in found)), None)
+            if chosen is not None:
+                return chosen
+        return choice(text, options, self._mode(row))
+
+    async def _found(self, patterns: list[str], text: str) -> list[str] | None:
+        """Return what the row's own regular expressions find, or ``None`` if that takes too long. A worker searches,
+        so it can be killed."""
         if self._searchers is None:
             self._searchers = WorkerPool(
-                "resources_servers.mcqa.extraction:last_match",
+                "resources_servers.mcqa.extraction:last_matches",
                 workers=1,
-                warm_up={"pattern": "a", "text": "a"},
+                warm_up={"patterns": ["a"], "text": "a"},
                 missing="install this suite",
             )
-        question, timeout_s = {"pattern": pattern, "text": text}, self.config.regex_timeout_s
+        question, timeout_s = {"patterns": patterns, "text": text}, self.config.regex_timeout_s
         reply = await self._searchers.ask(question, timeout_s=timeout_s)
         if reply.ending is Ending.TIMED_OUT:  # once more, because this machine may have stalled
             reply = await self._searchers.ask(question, timeout_s=timeout_s)
@@ -114,19 +123,21 @@ class McqaEnvironment(SimpleResourcesServer):
                 kind=FailureKind.VERIFIER_FAILED,
                 retryable=True,
             )
-        return lenient_choice(reply.value, options) if reply.value is not None else None
+        found: list[str] | None = reply.value if reply.ending is Ending.ANSWERED else None
+        return found
 
 
 def _options(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return letter → text. A row holds one mapping, a list of mappings of one letter each, or a list of texts."""
+    """Return letter → text. A row holds one mapping, a list of mappings of one letter each, or a list of texts. Arrow
+    gives every mapping all letters, with null for those that it does not have."""
     options = row.get("options")
     by_letter: dict[str, str] = {}
     if isinstance(options, Mapping):
-        by_letter = {str(letter).upper(): str(text) for letter, text in options.items()}
+        by_letter = {str(letter).upper(): str(text) for letter, text in options.items() if text is not None}
     elif isinstance(options, list):
         for number, option in enumerate(options):
             members = option if isinstance(option, Mapping) else {chr(ord("A") + number): option}
-            by_letter |= {str(letter).upper(): str(text) for letter, text in members.items()}
+            by_letter |= {str(letter).upper(): str(text) for letter, text in members.items() if text is not None}
     if len(by_letter) < 2 or not all(re.fullmatch("[A-Z]", letter) for letter in by_letter):
         raise RowError(
             'field \'options\' must hold 2 to 26 options, by letter: [{"A": "…"}, {"B": "…"}]',
@@ -145,20 +156,18 @@ def _expected(row: Mapping[str, Any], options: Mapping[str, str]) -> str:
     return expected
 
 
-def _pattern(row: Mapping[str, Any]) -> str | None:
-    """The row's own regular expression, which takes precedence over its mode."""
+def _patterns(row: Mapping[str, Any]) -> list[str]:
+    """The row's own regular expressions, which take precedence over its mode: one, or a list in order."""
     metadata = row.get("template_metadata")
-    pattern = metadata.get("output_regex") if isinstance(metadata, Mapping) else None
-    if pattern is None:
-        return None
+    given = metadata.get("output_regex") if isinstance(metadata, Mapping) else None
+    patterns = given if isinstance(given, list) else [] if given is None else [given]
     try:
-        re.compile(pattern)
+        return [re.compile(pattern).pattern for pattern in patterns]
     except (re.error, TypeError) as error:
         raise RowError(
             f"field 'template_metadata.output_regex' is not a valid regular expression: {error}",
             field="template_metadata",
         ) from None
-    return str(pattern)
 
 
 if __name__ == "__main__":

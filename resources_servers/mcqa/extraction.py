@@ -2,29 +2,30 @@
 
 Every format takes the last matching place in the answer; a letter counts only if it is an option's letter. The
 formats here take time proportional to the answer's length. A row's own regular expression may take longer, so
-`last_match` must run in a process that can be killed.
+`last_matches` must run in a process that can be killed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 ANSWER_CHARS = 20_000
 """Only this many characters at the end of an answer are searched, because the choice stands there."""
 _BOX = "\\boxed{"
-_WRAPPED = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|boldsymbol)\{([^{}]*)\}")
+_WRAPPED = re.compile(r"\\(?:boxed|text|textbf|textrm|mathrm|mathbf|mathsf|boldsymbol)\{([^{}]*)\}")
 _AROUND = " \t\r\n.,:;!*_`\"'$()[]{}"
-_ANSWER = re.compile(r"\banswer(?:\s+is)?[ \t*_`]*[:=][ \t]*([^\n]*)", re.IGNORECASE)
+_ANSWER = re.compile(r"\banswer(?:\s+is)?[ \t*_`]*[:=][\s*_`]*(?=([^\n]*))", re.IGNORECASE)
 _LETTER_FIRST = re.compile(r"[ \t*_`$(\[]*([A-Z])(?:[.:,)\]*_`]|\s*$)")
+_LABEL = re.compile(r"([A-Z])\s*[:.)-]")
 
 
 class Grading(StrEnum):
     """The values of a row's ``grading_mode``, with NeMo Gym's names."""
 
     STRICT_SINGLE_LETTER_BOXED = "strict_single_letter_boxed"
-    """The last ``\\boxed{…}`` holds one capital letter and nothing else."""
+    """The last ``\\boxed{…}`` holds one capital letter, possibly wrapped or labelling its option (``B: Paris``)."""
     LENIENT_BOXED = "lenient_boxed"
     """The last ``\\boxed{…}`` holds a letter, possibly wrapped (``\\text{B}``, ``(B)``), or the option's text."""
     LENIENT_ANSWER_COLON = "lenient_answer_colon"
@@ -41,29 +42,43 @@ def choice(text: str, options: Mapping[str, str], mode: Grading) -> str | None:
     if boxed is None:
         return None
     if mode is Grading.STRICT_SINGLE_LETTER_BOXED:
-        return boxed if boxed in options else None
+        plain = _unwrapped(boxed).strip(_AROUND)
+        letter = label[1] if (label := _LABEL.match(plain)) is not None else plain
+        return letter if letter in options else None
     return lenient_choice(boxed, options)
 
 
 def lenient_choice(answer: str, options: Mapping[str, str]) -> str | None:
     """Return the option that a found text names: by its letter, possibly wrapped, or by its own text."""
-    plain = _WRAPPED.sub(r"\1", answer).strip(_AROUND)
+    answer = _unwrapped(answer)
+    plain = answer.strip(_AROUND)
     if plain.upper() in options:
         return plain.upper()
     folded = _folded(plain)
     for letter, text in options.items():
         if folded and folded == _folded(text):
             return letter
-    leading_letter = _LETTER_FIRST.match(_WRAPPED.sub(r"\1", answer))
+    leading_letter = _LETTER_FIRST.match(answer)
     return leading_letter[1] if leading_letter is not None and leading_letter[1] in options else None
 
 
-def last_match(pattern: str, text: str) -> str | None:
-    """Return the first group of the last match, or the whole match. Call it in a process that can be killed."""
-    last = None
-    for match in re.finditer(pattern, text):
-        last = match[1] if match.re.groups else match[0]
-    return last
+def last_matches(patterns: Sequence[str], text: str) -> list[str]:
+    """Return what each pattern finds: the first group of its last match, or the whole match. As in NeMo Gym, case does
+    not matter. Call it in a process that can be killed."""
+    found = []
+    for pattern in patterns:
+        last = None
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            last = match[1] if match.re.groups else match[0]
+        if last is not None:
+            found.append(last)
+    return found
+
+
+def _unwrapped(text: str) -> str:
+    for _ in range(2):  # as in \boxed{\text{B}}
+        text = _WRAPPED.sub(r"\1", text)
+    return text
 
 
 def _last_box(text: str) -> str | None:

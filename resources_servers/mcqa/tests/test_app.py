@@ -52,8 +52,17 @@ async def verdict(stack: Stack, row: dict[str, Any], text: str) -> dict[str, Any
         (STRICT, "\\boxed{A}, no: \\boxed{ B }", "B"),
         (STRICT, "\\boxed{B}, then \\boxed{A", "B"),
         (STRICT, "\\boxed{b}", None),
-        (STRICT, "\\boxed{\\text{B}}", None),
+        (STRICT, "\\boxed{\\text{B}}", "B"),
+        (STRICT, "\\boxed{\\textbf{(B)}}", "B"),
+        (STRICT, "\\boxed{(B)}", "B"),
+        (STRICT, "\\boxed{B.}", "B"),
+        (STRICT, "\\boxed{B: Canberra}", "B"),
+        (STRICT, "\\boxed{B - Canberra}", "B"),
+        (STRICT, "\\boxed{Canberra}", None),
+        (STRICT, "\\boxed{\\text{(b)}}", None),
         (STRICT, "\\boxed{B or C}", None),
+        (STRICT, "\\boxed{B, C}", None),
+        (STRICT, "\\boxed{ABC}", None),
         (STRICT, "\\boxed{D}", None),
         (STRICT, "\\boxed{}", None),
         (STRICT, "B", None),
@@ -70,7 +79,14 @@ async def verdict(stack: Stack, row: dict[str, Any], text: str) -> dict[str, Any
         (COLON, "**Answer:** (B) Canberra", "B"),
         (COLON, "Answer: A\nWait.\nFinal answer: B.", "B"),
         (COLON, "The answer is: Canberra", "B"),
+        (COLON, "Answer:\nB", "B"),
+        (COLON, "**Answer:**\n\n**B**", "B"),
+        (COLON, "Answer:\nAnswer: B", "B"),
+        (COLON, "Answer: \\boxed{B}", "B"),
+        (COLON, "Answer: $\\boxed{\\text{B}}$", "B"),
         (COLON, "Answer: Brisbane", None),
+        (COLON, "Answer:\nA city", None),
+        (COLON, "Answer: B\nAnswer:", None),
         (COLON, "\\boxed{B}", None),
     ],
 )
@@ -82,6 +98,10 @@ def test_boxes_that_never_close_are_read_in_bounded_time() -> None:
     assert choice("\\boxed{" * 100_000, OPTIONS, STRICT) is None
 
 
+def by_regex(patterns: Any) -> dict[str, Any]:
+    return {**ROWS[0], "template_metadata": {"output_regex": patterns}}
+
+
 @pytest.mark.parametrize(
     ("row", "text"),
     [
@@ -90,6 +110,11 @@ def test_boxes_that_never_close_are_read_in_bounded_time() -> None:
         (ROWS[2], "Answer: Iron"),
         (ROWS[4], "Answer: A. No, my mistake. Answer: B"),
         ({**ROWS[0], "options": ["Sydney", "Canberra"]}, "\\boxed{B}"),
+        (by_regex("Answer:\\s*([A-D])"), "ANSWER: B"),
+        (by_regex("Answer:\\s*([A-D])"), "answer: b"),
+        (by_regex(["Choice: (.)", "Answer:\\s*([A-D])"]), "Choice: ? Answer: B"),
+        (by_regex(["Choice: (.)", "Answer:\\s*([A-D])"]), "It is \\boxed{B}"),
+        (by_regex([]), "\\boxed{B}"),
     ],
 )
 async def test_right_choice_is_rewarded_and_a_wrong_one_is_not(stack: Stack, row: dict[str, Any], text: str) -> None:
@@ -111,7 +136,7 @@ async def test_answer_is_searched_again_when_the_search_was_broken_off(
     asked = worker_pool._ask
 
     def stalls_once(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
-        if question.get("pattern") == "Final: (.)" and not broken_off:
+        if question.get("patterns") == ["Final: (.)"] and not broken_off:
             broken_off.append(process.pid)
             turn.end(worker_pool.Ending.TIMED_OUT)
         return asked(turn, process, question, timeout_s)
@@ -138,6 +163,9 @@ async def test_expression_that_never_ends_on_an_answer_chooses_nothing(stack: St
         ("expected_answer", None),
         ("grading_mode", "by_feel"),
         ("template_metadata", {"output_regex": "("}),
+        ("template_metadata", {"output_regex": ["Answer: (.)", "("]}),
+        ("template_metadata", {"output_regex": ["Answer: (.)", 5]}),
+        ("template_metadata", {"output_regex": 5}),
     ],
 )
 async def test_row_is_refused_with_its_field_when_it_cannot_be_graded(stack: Stack, field: str, value: Any) -> None:
@@ -159,6 +187,22 @@ async def test_agent_sees_question_and_options_and_never_the_answer(stack: Stack
     shown = public["responses_create_params"]["input"][0]["content"]
     assert ROWS[0]["question"] in shown and "B. Canberra" in shown and "\\boxed{}" in shown
     assert "expected_answer" not in json.dumps(public)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"A": "Sydney", "B": None, "C": None}, {"A": None, "B": "Canberra", "C": None}],
+        {"A": "Sydney", "B": "Canberra", "C": None},
+    ],
+)
+async def test_letter_without_a_text_is_no_option(stack: Stack, options: Any) -> None:
+    row = {**ROWS[0], "options": options, "grading_mode": BOXED}
+    shown = stack.servers[ENV].public_row(row)["responses_create_params"]["input"][0]["content"]  # type: ignore[attr-defined]
+    assert "\n\nA. Sydney\nB. Canberra\n\n" in shown
+    status, answer = await seed(stack, {**row, "expected_answer": "C"})
+    assert status == 422 and "'expected_answer'" in answer["detail"]
+    assert (await verdict(stack, row, "\\boxed{Canberra}"))["reward"] == 1.0
 
 
 async def test_own_prompt_of_a_row_is_left_as_it_is(stack: Stack) -> None:

@@ -1,4 +1,4 @@
-"""Integers that orjson would change: beyond 64 bits it reads them as floats, without an error."""
+"""Integers that orjson would change: beyond 64 bits it reads them as floats, without an error, and writes none."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ def loads_exactly(data: bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         return value  # nested too deeply to be written, too
+
+
+def dumps_exactly(value: Any) -> bytes:
+    """Return and raise as ``orjson.dumps`` does, but write integers beyond 64 bits. For readers that read them
+    exactly."""
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        if str(error) != "Integer exceeds 64-bit range":
+            raise
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def require_exact_integers(line: bytes) -> None:

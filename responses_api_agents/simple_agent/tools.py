@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import aiohttp
 import orjson
 
+from nemo_gym._util.exact_json import dumps_exactly, loads_exactly
 from nemo_gym.contract.errors import InvalidBodyError, RowError, ServerError
 from nemo_gym.contract.session import NO_SESSION, TOOL_UNAVAILABLE, AgentOutcome, McpServer
 from nemo_gym.http.client import CONNECT_TIMEOUT_S, network_errors
@@ -102,6 +103,8 @@ class Toolbox:
             require_shallow(parsed, "the arguments")
         except InvalidBodyError as error:
             return str(error), True
+        if arguments:
+            parsed = loads_exactly(arguments.encode())  # after the check, which refuses integers beyond 64 bits
         with tool_call(name) as calling:
             if (tool := self._mcp.get(name)) is not None:
                 text, is_error = await self._call_mcp(tool, parsed)
@@ -132,7 +135,12 @@ class Toolbox:
         failures: tuple[type[Exception], ...] = (ServerError, *network_errors())
         try:
             reply = await self._server_client.post(
-                self._environment, f"/{name}", json=arguments, cookies=self._cookies, timeout=limit
+                self._environment,
+                f"/{name}",
+                data=dumps_exactly(arguments),
+                headers={"Content-Type": "application/json"},
+                cookies=self._cookies,
+                timeout=limit,
             )
             text = await reply.text(errors="replace")
         except failures as error:

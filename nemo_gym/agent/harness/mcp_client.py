@@ -36,6 +36,7 @@ from mcp.types import (
     Tool,
 )
 
+from nemo_gym._util.exact_json import dumps_exactly
 from nemo_gym._util.lazy import lazily
 from nemo_gym.agent.harness.mcp_first import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 from nemo_gym.contract.session import McpServer
@@ -154,7 +155,7 @@ class PostDispatcher:
         try:
             async with get_global_aiohttp_client().post(
                 self._server.url,
-                data=orjson.dumps(request),
+                data=dumps_exactly(request),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(options.get("timeout", READ_TIMEOUT_S), sock_connect=CONNECT_TIMEOUT_S),
                 allow_redirects=False,

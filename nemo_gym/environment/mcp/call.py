@@ -12,6 +12,8 @@ import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Scope
 
+from nemo_gym._util.exact_json import dumps_exactly
+
 log = structlog.get_logger(__name__)
 
 
@@ -54,7 +56,7 @@ def _complaint(detail: Any) -> str:
 
 async def call_route(app: ASGIApp, path: str, arguments: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
     """Send ``POST path`` inside this process. An error of the handler is logged and becomes a reply of status 500."""
-    body = orjson.dumps(dict(arguments))
+    body = dumps_exactly(dict(arguments))
     all_headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
     scope: Scope = {
         "type": "http",

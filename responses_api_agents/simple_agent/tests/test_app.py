@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fastapi import FastAPI, HTTPException, Response
+from pydantic import BaseModel
 
 from nemo_gym.agent.acts import PolicyClient
 from nemo_gym.agent.harness.mcp_client import PostDispatcher, SharedSessionTransport
@@ -318,12 +319,16 @@ async def test_answer_that_is_incomplete_is_so_in_the_response(
     assert (answer.response["status"], answer.response["incomplete_details"]) == ("incomplete", {"reason": reason})
 
 
+class Number(BaseModel):
+    n: int
+
+
 class OddTools(WeatherEnvironment):
     """Tools that answer in ways of their own."""
 
     def setup_webserver(self) -> FastAPI:
         app = super().setup_webserver()
-        for tool in (self.recite, self.scan, self.wait, self.divide, self.look_up):
+        for tool in (self.recite, self.scan, self.wait, self.divide, self.look_up, self.square):
             app.post(f"/{tool.__name__}")(tool)
         return app
 
@@ -342,6 +347,10 @@ class OddTools(WeatherEnvironment):
     async def look_up(self) -> None:
         """Declares that it cannot work."""
         raise HTTPException(503, "the index is down")
+
+    async def square(self, body: Number) -> str:
+        """Of any size."""
+        return str(body.n**2)
 
     async def wait(self) -> None:
         """Answers too late."""
@@ -390,6 +399,21 @@ async def test_policy_reads_what_a_route_gave_whatever_it_gave(
     descriptor = (await odd.seed()).model_copy(update={"mcp": ()})
     answer = await odd.act("odd", descriptor, inference=inference, tools=[route_tool(tool)])
     assert (answer.outcome, outputs(answer)) == ("completed", [shown])
+
+
+@pytest.mark.parametrize("by_mcp", [True, False])
+async def test_tool_gets_the_integer_that_the_policy_wrote_however_long(
+    odd: Attempt, policy: Policy, by_mcp: bool
+) -> None:
+    numbers = [2**64 + 1, -(10**40), 7]
+    calls = [function_call("square", f"c{number}", n=number) for number in numbers]
+    descriptor = await odd.seed()
+    if not by_mcp:
+        descriptor = descriptor.model_copy(update={"mcp": ()})
+    for _ in range(2):  # the second attempt knows the MCP server
+        inference, _ = await policy(answered(*calls), answered(said("Done.")))
+        answer = await odd.act("square", descriptor, inference=inference, tools=[route_tool("square")])
+        assert [json.loads(output) for output in outputs(answer)] == [str(number**2) for number in numbers]
 
 
 @pytest.mark.parametrize("by_mcp", [True, False])

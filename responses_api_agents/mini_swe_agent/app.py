@@ -22,7 +22,8 @@ class MiniSWEAgentConfig(BoxAgentConfig):
     observation_template: str
     format_error_template: str
     step_limit: int = 100
-    """Model calls per attempt. The descriptor's ``limits.max_turns`` can lower it; the run's limit overrides both."""
+    """Model calls per attempt; 0 sets no limit. The descriptor's ``limits.max_turns`` can lower it; the run's limit
+    overrides both."""
     command_timeout_s: float = 60.0
     command_env: dict[str, str] = Field(
         default_factory=lambda: {"PAGER": "cat", "MANPAGER": "cat", "LESS": "-R", "PIP_PROGRESS_BAR": "off"}
@@ -50,7 +51,7 @@ class MiniSWEAgent(BoxAgent):
         agent = {
             "system_template": loop.ROW_SYSTEM if system else config.system_template,
             "instance_template": config.instance_template,
-            "step_limit": request.turns(config.step_limit),
+            "step_limit": request.turns(config.step_limit or None) or 0,
             "cost_limit": 0.0,
         }
         model = loop.PolicyModelConfig(

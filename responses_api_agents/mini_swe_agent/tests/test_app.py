@@ -233,7 +233,9 @@ async def test_commands_run_in_a_scratch_box_without_doors_where_there_is_no_wor
     assert texts[-1] == "It is \\boxed{42}."
 
 
-async def test_turn_limit_of_the_descriptor_ends_the_attempt(stack: Stack) -> None:
+@pytest.mark.parametrize("step_limit", [100, 0])
+async def test_turn_limit_of_the_descriptor_ends_the_attempt(stack: Stack, step_limit: int) -> None:
+    stack.servers["mini"].config.step_limit = step_limit  # type: ignore[attr-defined]
     answer = await act(stack, "never stop", harvest=False, max_turns=4)
     assert (answer.outcome, answer.observations["turns"]) == (AgentOutcome.MAX_TURNS, 4)
 

@@ -117,13 +117,14 @@ def _expected(row: dict[str, Any]) -> float:
     )
 
 
-_NUMBER = re.compile(r"(?<![\d.,])[-−]?\d+(?:[.,]\d+)?(?![\d]|[.,]\d)")
+# An en dash (U+2013) is a minus sign unless it follows a digit, as in a range.
+_NUMBER = re.compile(r"(?<![\d.,])[-−\u2013]?\d+(?:[.,]\d+)?(?![\d]|[.,]\d)")
 
 
 def contains_number(text: str, expected: float) -> bool:
     """Whether ``text`` states ``expected`` (to within 0.05) and at most two other numbers. The cap rejects lists of
     guesses."""
-    numbers = [float(number.replace("−", "-").replace(",", ".")) for number in _NUMBER.findall(text)]
+    numbers = [float(re.sub("[−\u2013]", "-", number).replace(",", ".")) for number in _NUMBER.findall(text)]
     return len(numbers) <= 3 and any(abs(number - expected) < 0.05 for number in numbers)
 
 

@@ -43,6 +43,7 @@ class _NoTokens:
 
     vocabulary_size = 0
     drops_reasoning: frozenset[str] = frozenset()
+    switches: frozenset[str] = frozenset()
     stop_ids: frozenset[int] = frozenset()
 
     def full(self, messages: Any, **_: Any) -> list[int]:

@@ -17,15 +17,20 @@ turn, and encoded. That is correct only for templates that append. So each *shap
 messages, calls in the last answer, tools and system prompt or not) is proven once per policy, on histories of several
 depths: the cut text must be the same after each, the text rendered before it must not change, and the encodings of the
 pieces must join to the encoding of the whole. A conversation whose continuation is not proven is encoded in full.
+
+Some templates look for words in texts, as for ``/no_think``, and write other prompts after them. Such *switches* are
+found by rendering each of the template's constants in a system and a user text. The stand-in has those of the history,
+in their places, and a shape with switches has its own proof.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from array import array
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
@@ -62,6 +67,13 @@ _MAX_PROOFS = 1024
 """Shapes are few in practice; a client that invents new ones must not fill the memory."""
 
 
+Told = tuple[tuple[str, str, bool], ...]
+"""Role, text and whether it has an image, of each system and user message in which the template finds a switch; the
+rest of the text is replaced. ``""`` is the text of any number of messages without a switch."""
+_CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+_RESULT = {"role": "tool", "tool_call_id": "abcdef123", "name": "f", "content": "r"}
+
+
 class UnprovenError(Exception):
     """A continuation that is not proven; the message is what the template does instead of appending."""
 
@@ -74,6 +86,8 @@ class _Shape:
     roles: tuple[tuple[str, int], ...]
     prefill: bool
     media: bool
+    told: Told = ()
+    told_new: Told = ()
 
 
 class IncrementalEncoder:
@@ -110,30 +124,25 @@ class IncrementalEncoder:
         tools: bool,
         last_id: int | None,
         now: datetime | None = None,
+        told: Told = (),
     ) -> list[int]:
         """Return the token ids to append to the sampled tokens of ``last`` so that the policy answers ``new``.
 
         ``system``/``tools``: whether the conversation starts with a system message, and has tools. ``last_id``: the
         last sampled token; if it ends a turn, that token is not repeated. ``now`` must be the conversation's own time.
+        ``told``: what `told` returns for the messages before ``last``.
         Raises `UnprovenError`, and `TemplateRefusedError` if the template does not accept the new messages.
         """
         roles = tuple((role_of(message), min(len(calls_of(message)), 2)) for message in new)
         prefill = bool(new) and continues_answer(new)
         media = any(True for message in new for _ in media_parts(message.get("content")))
-        continued = _Shape(system, tools, min(len(calls_of(last)), 2), roles, prefill, media)
-        try:
-            why = self._proofs[continued]
-        except KeyError:
-            try:
-                self._prove(last, new, continued, now)
-                why = None
-            except UnprovenError as error:
-                why = str(error)
-            if len(self._proofs) >= _MAX_PROOFS:
-                self._proofs.clear()
-            self._proofs[continued] = why
-        if why is not None:
-            raise UnprovenError(why)
+        plain = _Shape(system, tools, min(len(calls_of(last)), 2), roles, prefill, media)
+        told = told if any(text for _, text, _ in told) else ()
+        continued = replace(plain, told=told, told_new=tuple(one for one in self.told(new) if one[1]))
+        # The plain one too: only its texts are marker words, which show whether the template moves them.
+        for one in dict.fromkeys((plain, continued)):
+            if (why := self._why_unproven(last, new, one, now)) is not None:
+                raise UnprovenError(why)
         _, behind = self._text(last, new, continued, 0, now)
         ids = self._policy.encode(behind)
         if last_id not in self._policy.stop_ids or not ids:
@@ -142,17 +151,73 @@ class IncrementalEncoder:
         # its place, even if it differs; if the next header's first token ends an answer, only that same token does.
         return ids[1:] if self._policy.turn_end is not None or ids[0] == last_id else ids
 
+    def told(self, messages: Sequence[Message], before: Told = ()) -> Told:
+        """Return ``before``, and the switches in the texts of ``messages`` after it."""
+        told = [*before]
+        for message in messages if self.switches else ():
+            if (role := role_of(message)) in ("system", "user"):
+                text = self._reduced(text_of(content := message.get("content")))
+                one = role, text, bool(text) and any(True for _ in media_parts(content))
+                if one not in told[-1:] and (text or role == "user" or not told):
+                    told.append(one)
+        return tuple(told)
+
+    def _reduced(self, text: str) -> str:
+        """Return the switches in a text, with marker words for the text between them; ``""`` if there are none."""
+        lowered = text.lower()  # templates may do that before they look
+        if not any(switch.lower() in lowered for switch in self.switches):
+            return ""
+        longest_first = sorted(self.switches, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text, flags=re.IGNORECASE)
+        parts[::2] = [part.replace(part.strip(), self._user) if part.strip() else part for part in parts[::2]]
+        return "".join(parts)
+
+    @cached_property
+    def switches(self) -> frozenset[str]:
+        """The texts that change what the template writes after the next answer if an earlier message has them."""
+        plain, words = self._user, self._policy.template.compared
+
+        def found(beside: str) -> set[str]:
+            # The later of two switches may win, so each is tried before and behind the other.
+            without = self._outcomes(beside, plain), self._outcomes(plain, beside)
+            return {word for word in words if (self._outcomes(beside, word), self._outcomes(word, beside)) != without}
+
+        alone = found(plain) if words else set()
+        return frozenset(alone.union(*map(found, alone)))
+
+    def _outcomes(self, first: str, second: str) -> list[str]:
+        """Return what the template writes after an answer, for several places of two texts before it."""
+        answer, user = {"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}
+        called = {**answer, "tool_calls": [_CALL]}
+        system, both = ("system", first, False), f"{first} {second}"
+        places: tuple[Told, ...] = (
+            (system, ("user", second, False)),
+            (("user", first, False), ("user", second, False)),
+            (("system", both, False),),
+            (("user", both, False),),
+        )
+        outcomes = []
+        for told in places:
+            for last, new, tools in ((answer, user, False), (called, _RESULT, True)):
+                roles = ((new["role"], 0),)
+                leading = told[0][0] == "system"
+                continued = _Shape(leading, tools, int(tools), roles, prefill=False, media=False, told=told)
+                try:
+                    outcomes.append(self._text(last, [new], continued, 0, None)[1])
+                except (UnprovenError, TemplateRefusedError) as error:
+                    outcomes.append(str(error))
+        return outcomes
+
     @cached_property
     def drops_reasoning(self) -> frozenset[str]:
         """Roles (``user``, ``tool``) after whose messages the template omits the reasoning of earlier answers."""
         answer = f"<think>\n{self._user}\n</think>\n\n{self._answer}"
-        call = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
         user = {"role": "user", "content": "q"}
         follows: dict[str, list[Message]] = {
             "user": [{"role": "assistant", "content": answer}, user],
             "tool": [
-                {"role": "assistant", "content": answer, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "abcdef123", "name": "f", "content": "r"},
+                {"role": "assistant", "content": answer, "tool_calls": [_CALL]},
+                _RESULT,
             ],
         }
         dropped = set()
@@ -204,7 +269,9 @@ class IncrementalEncoder:
         return policy.template.render(marked, tools=tools, add_generation_prompt=ask, now=now)
 
     def _history(self, continued: _Shape, depth: int) -> list[Message]:
-        start: list[Message] = [{"role": "system", "content": self._system}] if continued.system else []
+        told = list(continued.told)
+        system = (told.pop(0)[1] if continued.system and told else "") or self._system
+        start: list[Message] = [{"role": "system", "content": system}] if continued.system else []
         # Some templates number images, so the history has one per message.
         images = [{"type": "image_url", "image_url": {"url": ""}}] if continued.media else []
         earlier: list[Message] = [
@@ -215,7 +282,19 @@ class IncrementalEncoder:
                 {"role": "assistant", "content": f"earlier {turn}"},
             )
         ]
-        return [*start, *earlier, {"role": "user", "content": self._user}]
+        if not told or told[-1][0] != "user":
+            told.append(("user", "", False))
+        *before, (_, text, media) = told
+        for role, words, shown in before:
+            earlier.append({"role": role, "content": self._content(words, shown)})
+            if role == "user":
+                earlier.append({"role": "assistant", "content": "earlier"})
+        return [*start, *earlier, {"role": "user", "content": self._content(text, media)}]
+
+    def _content(self, words: str, media: bool) -> Any:
+        text = words or self._user
+        image = {"type": "image_url", "image_url": {"url": ""}}
+        return [{"type": "text", "text": text}, image] if media else text
 
     def _text(
         self, last: Message, new: Sequence[Message], continued: _Shape, depth: int, now: datetime | None
@@ -239,6 +318,21 @@ class IncrementalEncoder:
             if text.find(word, cut) >= 0:
                 raise UnprovenError(f"the chat template moves {part_name} behind the last answer")
         return text[:cut], text[cut:]
+
+    def _why_unproven(
+        self, last: Message, new: Sequence[Message], continued: _Shape, now: datetime | None
+    ) -> str | None:
+        if continued not in self._proofs:
+            why = None
+            try:
+                self._prove(last, new, continued, now)
+            except UnprovenError as error:
+                why = str(error)
+            if len(self._proofs) >= _MAX_PROOFS:
+                self._proofs.clear()
+            self._proofs[continued] = why
+            return why
+        return self._proofs[continued]
 
     def _prove(self, last: Message, new: Sequence[Message], continued: _Shape, now: datetime | None) -> None:
         encode = self._policy.encode
@@ -331,6 +425,8 @@ class TokenForest:
         self._reader = HistoryReader()
         self._turns: list[Turn] = []
         self._by_key: dict[bytes, list[Turn]] = {}
+        self._told: dict[bytes, Told] = {}
+        """By the key of a conversation that was continued."""
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -467,12 +563,22 @@ class TokenForest:
                 tools=parent.has_tools,
                 last_id=last_id,
                 now=self.now,
+                told=self._told_before(reading, shared),
             )
         except TemplateRefusedError as error:
             return SplitReason.TEMPLATE, error.message
         except UnprovenError as error:
             return SplitReason.TEMPLATE, str(error)
         return Prepared(parent, array("i", ids), reading, shared, None, None)
+
+    def _told_before(self, reading: Reading, shared: int) -> Told:
+        if not self._encoder.switches:
+            return ()
+        known = next((at for at in range(shared, 0, -1) if reading.keys[at] in self._told), 0)
+        new = reading.messages[reading.start_of(known) : reading.start_of(shared)]
+        told = self._encoder.told(new, self._told.get(reading.keys[known], ()))
+        self._told[reading.keys[shared]] = told
+        return told
 
     def _reason(self, prepared: Prepared) -> SplitReason | None:
         """Return the split reason. Called at the commit, so that turns committed since `prepare` count as well."""

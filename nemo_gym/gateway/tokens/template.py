@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import orjson
@@ -22,6 +23,25 @@ if TYPE_CHECKING:
 
 
 _GENERATION_TAG = "generation"
+_NAMES = {
+    *(
+        "system",
+        "developer",
+        "user",
+        "assistant",
+        "tool",
+        "function",
+        "role",
+        "content",
+        "name",
+        "type",
+        "text",
+        "tools",
+    ),
+    *("image", "image_url", "video", "audio", "tool_calls", "tool_call_id", "arguments", "parameters", "properties"),
+    *("description", "reasoning_content"),
+}
+"""Roles and fields, which templates compare with those of messages."""
 
 
 class TemplateRefusedError(InvalidBodyError):
@@ -62,6 +82,17 @@ class ChatTemplate:
             self._template: Template = jinja_environment().from_string(source)
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+
+    @cached_property
+    def compared(self) -> frozenset[str]:
+        """The texts that the template may look for in messages: those in its comparisons, calls, filters and lists."""
+        from jinja2 import nodes
+
+        tree = jinja_environment().parse(self.source)
+        kinds = (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.List, nodes.Tuple, nodes.Dict)
+        found = {const.value for each in tree.find_all(kinds) for const in each.find_all(nodes.Const)}
+        found |= {each.node.value for each in tree.find_all(nodes.Assign) if isinstance(each.node, nodes.Const)}
+        return frozenset(text for text in found if isinstance(text, str) and text.strip() and text not in _NAMES)
 
     def render(
         self,

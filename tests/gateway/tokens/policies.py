@@ -44,6 +44,7 @@ SPECIAL: dict[str, tuple[tuple[str, ...], str, str]] = {
     "header_stop": (HEADERS, "<sop>", "<|endoftext|>"),
     "moving_tools": (INST, "<s>", "</s>"),
     "numbered": (CHATML, "<|endoftext|>", "<|im_end|>"),
+    "switch_in_text": (CHATML, "<|endoftext|>", "<|im_end|>"),
     "plain_text": (CHATML, "<|endoftext|>", "<|endoftext|>"),
 }
 FAMILIES = ("chatml_think", "llama_headers", "inst_strict", "bar_tokens", "header_stop")

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym.gateway.tokens import History, Sampled, TokenForest, Turn
 from nemo_gym.gateway.tokens.forest import IncrementalEncoder, UnprovenError
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
+from nemo_gym.gateway.tokens.trajectories import record_of, restore
 from tests.gateway.tokens.conversations import TOOLS, call, exchanges, result, said, sampled_ids, user
 from tests.gateway.tokens.policies import FAMILIES, policy, write
 from tests.properties import examples
@@ -147,6 +149,62 @@ def test_strict_template_gets_reminders_and_joined_messages_it_can_take() -> Non
     used = policy("inst_strict")
     new = continuation("inst_strict", said("x"), [{"role": "system", "content": "mind"}, user("y")])
     assert used.decode(new) == "</s>[INST]<system-reminder>\nmind\n</system-reminder>\n\ny[/INST]"
+
+
+SWITCHED = {
+    "system": [{"role": "system", "content": "Be terse. /quick\n"}, user("read")],
+    "user": [user("read " * 50 + "/QUICK")],
+    "neither": [{"role": "system", "content": "say /quick to a user"}, user("/quick reads")],
+    "both": [{"role": "system", "content": "/quick"}, user("take your time /slow")],
+}
+
+
+@pytest.mark.parametrize("where", SWITCHED)
+def test_every_later_prompt_obeys_the_switches_that_the_template_finds_in_earlier_texts(where: str) -> None:
+    used = policy("switch_in_text")
+    forest = TokenForest(IncrementalEncoder(used), used, History.VERBATIM, NOW)
+    messages = SWITCHED[where]
+    turns: list[Turn] = []
+    follows = [[result(1, "a.txt /slow")], [user("and b /slow")], [user("then c")], [user("now d /quick")], []]
+    for number, new in enumerate(follows):
+        prepared = forest.prepare(messages, TOOLS)
+        assert prepared.parent is (turns[-1] if turns else None), prepared.detail
+        rendered = used.encode(used.render(messages, tools=TOOLS, now=NOW))
+        assert prepared.context.tolist() == rendered[-len(prepared.context) :]
+        answer = said("ok", *([call(1, {"path": "a"})] if not number else []))
+        turns.append(forest.commit(prepared, Sampled([*used.encode("ok"), *used.stops.values()][:3]), answer))
+        messages = [*messages, answer, *new]
+        if number == 1:  # as after a restart
+            records = [record_of(turn) for turn in turns]
+            forest = TokenForest(IncrementalEncoder(used), used, History.VERBATIM, NOW)
+            restore(forest, records)
+            turns = list(forest.turns)
+
+
+def test_continuation_is_unproven_when_a_new_switch_changes_earlier_answers(tmp_path: Path) -> None:
+    quick = "{% set quick = '[quick]' if '/quick' in messages | map(attribute='content') | join else '' %}"
+    shown = CHATML.replace("message.content", "message.content + (quick if message.role == 'assistant' else '')")
+    template = (
+        quick
+        + "{% for message in messages %}"
+        + shown
+        + "{% endfor %}"
+        + ASK
+        + "{{ quick if add_generation_prompt else '' }}"
+    )
+    used = PolicyTokenizer.load(write(tmp_path, "chatml_think"), chat_template=template)
+    encoder = IncrementalEncoder(used)
+    given: dict[str, Any] = {"system": False, "tools": False, "last_id": None, "now": NOW}
+    assert encoder.continuation(said("yes"), [user("next")], **given)
+    with pytest.raises(UnprovenError, match="anew"):
+        encoder.continuation(said("yes"), [user("next /quick")], **given)
+    told = encoder.told([user("first /quick")])
+    assert used.decode(encoder.continuation(said("yes"), [user("next")], **given, told=told)).endswith("[quick]")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_template_that_looks_for_nothing_in_texts_has_no_switches(family: str) -> None:
+    assert not IncrementalEncoder(policy(family)).switches
 
 
 def test_refusal_names_the_templates_own_words() -> None:

@@ -109,9 +109,9 @@ class SglangEngineConfig(_TokenEngineConfig):
     last event."""
 
     def make(self, http: Connections) -> SglangEngine:
-        engine = SglangEngine(self.endpoint(), http, stream_interval=self.stream_interval)
-        engine.weights_version = self.weights_version
-        return engine
+        return SglangEngine(
+            self.endpoint(), http, stream_interval=self.stream_interval, weights_version=self.weights_version
+        )
 
 
 class OpenAIEngineConfig(_EngineConfig):

@@ -33,6 +33,10 @@ STREAM_INTERVAL = 128
 cost gigabytes for a long answer. Tokens that a broken stream loses are sampled again."""
 
 
+_UNNAMED = "default"
+"""The version that a server reports if nobody named one."""
+
+
 class _Token(msgspec.Struct, array_like=True, gc=False):
     logprob: float
     token_id: int  # the token's text may follow
@@ -63,9 +67,19 @@ class SglangEngine(HttpEngine):
 
     tokenize_route = "/tokenize"
 
-    def __init__(self, endpoint: EngineEndpoint, http: Connections, *, stream_interval: int = STREAM_INTERVAL) -> None:
+    def __init__(
+        self,
+        endpoint: EngineEndpoint,
+        http: Connections,
+        *,
+        stream_interval: int = STREAM_INTERVAL,
+        weights_version: str | None = None,
+    ) -> None:
+        """``weights_version``: the version to assume until the server or the trainer says another."""
         super().__init__(endpoint, http)
         self._stream_interval = stream_interval
+        self.weights_version = self._assumed_version = weights_version
+        self._reported_version: str | None = None
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
@@ -92,8 +106,8 @@ class SglangEngine(HttpEngine):
                 async for event in events:
                     with self.reading():
                         meta = event["meta_info"]
-                        if not pairs and meta.get("weight_version") is not None:
-                            first = str(meta["weight_version"])  # newer than the version of the last answer
+                        if not pairs and self._is_updated(meta):
+                            first = self.weights_version  # newer than the version of the last answer
                         event_pairs, total = _pairs(meta), int(meta["completion_tokens"])
                         if len(pairs) + len(event_pairs) == total:
                             fresh = event_pairs
@@ -144,10 +158,9 @@ class SglangEngine(HttpEngine):
         kind = finish["type"]
         if kind == "abort" and finish.get("status_code"):
             raise self._aborted(int(finish["status_code"]), str(finish.get("message"))[:200])
-        if (version := meta.get("weight_version")) is not None:
-            self.weights_version = str(version)
+        self._is_updated(meta)
         weights, segments = self.span(first), self._segments(meta.get("weight_versions"))
-        if segments:
+        if len(segments) > 1 or (segments and segments[0].weights.last == self.weights_version):
             weights = WeightsSpan(segments[0].weights.first, segments[-1].weights.last)
         cached = meta.get("cached_tokens")
         return Generation(
@@ -160,6 +173,20 @@ class SglangEngine(HttpEngine):
             tokens_counted(cached) if cached is not None else None,
             segments if len(segments) > 1 else (),
         )
+
+    def _is_updated(self, meta: dict[str, Any]) -> bool:
+        """Adopt the version that the server reports, if it is news, and return whether it is. A server reports its
+        version with every answer, but an update changes it only if it names one; the trainer's word is newer then."""
+        if (report := meta.get("weight_version")) is None:
+            return False
+        version, before = str(report), self._reported_version
+        self._reported_version = version
+        told_by_trainer = self.weights_version not in (None, self._assumed_version)
+        known = self.weights_version is not None
+        if version == before or (known and version == _UNNAMED) or (before is None and told_by_trainer):
+            return False
+        self.weights_version = version
+        return True
 
     def _segments(self, spans: list[dict[str, Any]] | None) -> tuple[Segment, ...]:
         """Return which weights sampled which tokens, if the server reports it."""

@@ -109,6 +109,56 @@ async def test_stream_after_an_update_nobody_told_of_is_all_by_the_new_weights(h
     assert isinstance(answer, Generation) and answer.weights == WeightsSpan("w1", "w1")
 
 
+async def sample(engine: SglangEngine, streamed: bool) -> Generation:
+    if not streamed:
+        return await engine.generate(REQUEST)
+    *_, answer = [item async for item in engine.stream(REQUEST)]
+    assert isinstance(answer, Generation)
+    return answer
+
+
+class CountingEngine(FakeSglangEngine):
+    """Says with every answer that one version sampled all of it."""
+
+    def answer(self, call: CallLog) -> Answer:
+        answer = super().answer(call)
+        for part in (answer.whole, answer.events[-1]):
+            part["meta_info"]["weight_versions"] = [{"version": self.weights_version, "start": 0, "end": 8}]
+        return answer
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("server", [FakeSglangEngine, CountingEngine])
+@pytest.mark.parametrize("reported", ["default", "0"])
+async def test_version_that_the_server_always_reports_is_no_news_against_the_trainers(
+    reported: str, server: type[FakeSglangEngine], streamed: bool, http: EngineConnections
+) -> None:
+    async with server(weights_version=reported) as fake:
+        engine = sglang(fake, http)
+        assert (await sample(engine, streamed)).weights == WeightsSpan(reported, reported)
+        for version in ("7", "8"):
+            engine.weights_version = version  # by POST /weights, after an update that names no version
+            assert (await sample(engine, streamed)).weights == WeightsSpan(version, version)
+        fake.weights_version = "9"  # by an update that names it
+        assert (await sample(engine, streamed)).weights.last == "9" == engine.weights_version
+        told_first = sglang(fake, http)
+        told_first.weights_version = "10"
+        assert (await sample(told_first, streamed)).weights == WeightsSpan("10", "10")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_reported_version_replaces_the_configured_one_unless_it_names_none(
+    streamed: bool, http: EngineConnections
+) -> None:
+    async with FakeSglangEngine(weights_version="default") as fake:
+        engine = SglangEngine(EngineEndpoint("e0", fake.url), http, weights_version="0")
+        assert (await sample(engine, streamed)).weights.last == "0"
+        fake.weights_version = "5"
+        assert (await sample(engine, streamed)).weights.last == "5"
+        engine = SglangEngine(EngineEndpoint("e0", fake.url), http, weights_version="0")
+        assert (await sample(engine, streamed)).weights.last == "5"
+
+
 async def test_stream_asks_for_few_events(http: EngineConnections) -> None:
     async with FakeSglangEngine() as fake:
         engine = SglangEngine(EngineEndpoint("e0", fake.url), http, stream_interval=64)

@@ -106,7 +106,7 @@ class Gateway(SimpleResponsesAPIModel):
 
     async def startup(self) -> None:
         await self._durable.open_journal(self.journal_dir(), self.config.durability)
-        await self._pool.start()
+        await self._pool.start(self.journal_dir() / "weights.json")
 
     async def shutdown(self) -> None:
         await self._durable.aclose()

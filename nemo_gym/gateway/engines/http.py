@@ -134,6 +134,8 @@ class HttpEngine:
         """Raises `ConfigError` for headers that cannot be sent."""
         self.endpoint = endpoint
         self.weights_version: str | None = None
+        self.reported_version: str | None = None
+        """The weights version that the server itself reported last, if it does."""
         self.context_tokens: int | None = None
         """The engine's limit of prompt and answer together; ``None`` until (and unless) the engine reports it."""
         self._asked_for_context = False

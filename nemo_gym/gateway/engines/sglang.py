@@ -79,7 +79,6 @@ class SglangEngine(HttpEngine):
         super().__init__(endpoint, http)
         self._stream_interval = stream_interval
         self.weights_version = self._assumed_version = weights_version
-        self._reported_version: str | None = None
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
@@ -179,8 +178,8 @@ class SglangEngine(HttpEngine):
         version with every answer, but an update changes it only if it names one; the trainer's word is newer then."""
         if (report := meta.get("weight_version")) is None:
             return False
-        version, before = str(report), self._reported_version
-        self._reported_version = version
+        version, before = str(report), self.reported_version
+        self.reported_version = version
         told_by_trainer = self.weights_version not in (None, self._assumed_version)
         known = self.weights_version is not None
         if version == before or (known and version == _UNNAMED) or (before is None and told_by_trainer):

@@ -7,12 +7,15 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Generic, Literal
 from urllib.parse import urlsplit
 
+import orjson
 import structlog
 
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym._util.files import write_private
+from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
 from nemo_gym.gateway.engines.types import EngineCheck, EngineError, EngineFailedError, TokenizerProbe
 from nemo_gym.gateway.routing.calls import EngineCalls, RetryConfig, TokenCalls
@@ -120,19 +123,25 @@ class EnginePool:
         self._calls: EngineCalls[Any] = EngineCalls(self.router, retries)
         self._token_calls: TokenCalls[Any] = TokenCalls(self._calls)
         self._facts: dict[str, dict[str, Any]] = {}
+        self._versions_file: Path | None = None
+        self._versions: dict[str, list[str | None]] = {}
+        """By engine: the configured weights version, the one that was set, and what the server reported until then."""
         self._http: EngineConnections | None = None
         self._prober = Prober(self.router)
         self._probing: asyncio.Task[None] | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Open the pool for calls, with the configured engines. Does not wait for them: see `ready`."""
+    async def start(self, versions_file: Path | None = None) -> None:
+        """Open the pool for calls, with the configured engines. Does not wait for them: see `ready`.
+        ``versions_file`` keeps the weights versions that are set, for the configured engines of the next process."""
         if self._http is not None:
             return
         self._http = EngineConnections()  # without a limit: the router limits the calls
         for config in self._configs:
             self._put(config)
+        self._versions_file = versions_file
+        self._restore_versions()
         self._probing = asyncio.create_task(self._prober.run(), name="engine probes")
 
     async def aclose(self) -> None:
@@ -203,8 +212,27 @@ class EnginePool:
 
     def set_weights_version(self, version: str, names: Sequence[str] | None = None) -> None:
         """Set the version of the weights that engines sample with from now on, for all engines or for ``names``.
-        Raises `ConfigError` for an unknown name, and then changes nothing."""
+        Raises `ConfigError` for an unknown name, and `ModelError` if the version cannot be kept for a restart, and
+        then changes nothing."""
         replicas = self.router.replicas if names is None else [self.router.replica(name) for name in names]
+        configured = {config.engine_name: config.weights_version for config in self._configs}
+        versions = {
+            **self._versions,
+            **{
+                replica.name: [configured[replica.name], version, replica.engine.reported_version]
+                for replica in replicas
+                if replica.name in configured
+            },
+        }
+        if self._versions_file is not None:
+            try:
+                write_private(self._versions_file, orjson.dumps(versions).decode())
+            except OSError as error:
+                raise ModelError(
+                    f"the weights version could not be written to '{self._versions_file}' ({error}); set it again",
+                    retryable=True,
+                ) from error
+        self._versions = versions
         for replica in replicas:
             replica.engine.weights_version = version
 
@@ -250,6 +278,21 @@ class EnginePool:
                 for name, status in states.items()
             },
         }
+
+    def _restore_versions(self) -> None:
+        try:
+            versions = orjson.loads(self._versions_file.read_bytes()) if self._versions_file is not None else {}
+        except FileNotFoundError:
+            return
+        except (OSError, orjson.JSONDecodeError) as error:
+            log.warning("the engines' weights versions are lost; set them again", error=str(error))
+            return
+        for config in self._configs:
+            configured, version, reported = versions.get(config.engine_name, (None, None, None))
+            if version is not None and configured == config.weights_version:  # else the configuration is newer
+                engine = self.router.replica(config.engine_name).engine
+                engine.weights_version, engine.reported_version = version, reported
+                self._versions[config.engine_name] = [configured, version, reported]
 
     def _put(self, config: EngineConfig) -> None:
         if self._http is None:

@@ -136,6 +136,17 @@ async def test_long_answer_is_announced_by_pings(gateway: GatewayStack) -> None:
     assert (await session.state())["turns"] == 1
 
 
+async def test_turns_after_a_restart_carry_the_version_that_the_trainer_set(gateway: GatewayStack) -> None:
+    await gateway.restart(engines=[{"type": "vllm", "base_url": gateway.engine.url, "weights_version": "0"}])
+    reply = await gateway.stack.client().post("gateway", "/weights", json={"version": "7"})
+    assert reply.status == 200, await reply.text()
+    await gateway.restart(engines=[{"type": "vllm", "base_url": gateway.engine.url, "weights_version": "0"}])
+    session = await gateway.open()
+    await session.chat()
+    (row,) = (await session.finalize(reward=1.0))["trajectories"]
+    assert row["weights_versions"] == ["7"]
+
+
 async def test_token_of_another_session_is_refused_on_a_sessions_path(gateway: GatewayStack) -> None:
     first, second = await gateway.open(), await gateway.open(rollout_id="r2")
     headers = {"Authorization": f"Bearer {second.facts['inference_token']}"}

@@ -6,13 +6,14 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from pydantic import TypeAdapter
 
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.engines import EngineConfig, Generation, Sampling, TokenRequest
 from nemo_gym.gateway.routing.calls import RetryConfig
 from nemo_gym.gateway.routing.pool import EngineKind, EnginePool
@@ -173,6 +174,45 @@ async def test_weights_version_is_the_trainers_to_say() -> None:
             pool.set_weights_version("step-2", ["a", "c"])
         pool.set_weights_version("step-2", ["b"])
         assert [engine["weights_version"] for engine in pool.status()["engines"]] == ["step-1", "step-2"]
+
+
+async def test_set_weights_version_outlives_the_process_until_another_is_configured(tmp_path: Path) -> None:
+    file = tmp_path / "weights.json"
+
+    async def versions(*engines: Any, told: str | None = None) -> list[str | None]:
+        pool = EnginePool(engines)
+        await pool.start(file)
+        if told is not None:
+            pool.set_weights_version(told, ["a"])
+        found = [engine["weights_version"] for engine in pool.status()["engines"]]
+        await pool.aclose()
+        return found
+
+    async with FakeVllmEngine() as fake:
+        a, b = config(fake, "a", weights_version="0"), config(fake, "b", weights_version="0")
+        assert await versions(a, b) == ["0", "0"]
+        assert await versions(a, b, told="7") == ["7", "0"]
+        assert await versions(a, b) == ["7", "0"]
+        assert await versions(config(fake, "a", weights_version="1"), b) == ["1", "0"]
+        file.write_bytes(b"")  # a power loss
+        assert await versions(a, b) == ["0", "0"]
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(ModelError, match="set it again"):
+            await versions(a, b, told="8")
+
+
+async def test_server_that_named_another_version_while_the_gateway_was_down_is_believed(tmp_path: Path) -> None:
+    async with FakeSglangEngine(weights_version="default") as fake:
+        engine = config(fake, "a")
+        for reported, told, expected in (("default", "7", "default"), ("default", None, "7"), ("8", None, "8")):
+            fake.weights_version = reported
+            pool = EnginePool([engine])
+            await pool.start(tmp_path / "weights.json")
+            assert (await pool.token_calls.generate(None, request())).weights.last == expected
+            if told is not None:
+                pool.set_weights_version(told)
+            await pool.aclose()
 
 
 async def test_answer_tells_of_weights_that_changed_while_it_was_sampled(eventually: Callable[..., Any]) -> None:

@@ -14,9 +14,10 @@ import structlog
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.backend import CallContext, ForestConversations, TurnFacts, apart, call_details
 from nemo_gym.gateway.dialects.content import json_at
-from nemo_gym.gateway.dialects.errors import ContextOverflowError
+from nemo_gym.gateway.dialects.errors import ContextOverflowError, overflow_of
 from nemo_gym.gateway.engines import (
     EngineFailedError,
+    EngineRefusedError,
     FinishReason,
     Generation,
     TokenRequest,
@@ -160,10 +161,15 @@ class TokenBackend:
             room = min(room, self._max_answer_tokens)
         sampling = pinned_sampling(request.asked, context.pinned, room_tokens=room, stop_token_ids=self._stops)
         began = time.monotonic()
-        generation = await self._pool.token_calls.generate(
-            context.session_id,
-            TokenRequest(context.call_id, prompt, sampling, prepared.images(), prompt.json()),
-        )
+        try:
+            generation = await self._pool.token_calls.generate(
+                context.session_id,
+                TokenRequest(context.call_id, prompt, sampling, prepared.images(), prompt.json()),
+            )
+        except EngineRefusedError as error:  # the engine counts an image as more tokens than its placeholder
+            if (overflow := overflow_of(error.body)) is not None:
+                raise overflow from error
+            raise
         if generation.finish_reason is FinishReason.ABORT:
             name = generation.engine
             raise EngineFailedError(f"engine '{name}' aborted the answer", retryable=True, engine=name)

@@ -442,7 +442,11 @@ class HttpEngine:
         if code == 429:
             return EngineRateLimitedError(f"engine '{self.name}' asks to wait: {text}", engine=self.name)
         if isinstance(code, int) and 400 <= code < 500:
-            return EngineRefusedError(f"engine '{self.name}' refused the request: {text}", engine=self.name)
+            return EngineRefusedError(
+                f"engine '{self.name}' refused the request: {text}",
+                body=orjson.dumps({"error": error}),
+                engine=self.name,
+            )
         return EngineFailedError(
             f"engine '{self.name}' failed while answering: {text}", retryable=True, engine=self.name
         )

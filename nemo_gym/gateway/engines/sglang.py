@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,6 +35,7 @@ STREAM_INTERVAL = 128
 cost gigabytes for a long answer. Tokens that a broken stream loses are sampled again."""
 
 
+_TOO_LONG = re.compile(r"context length of (?P<limit>\d{1,12}) tokens.*?: (?P<prompt>\d{1,12}) tokens from the input")
 _UNNAMED = "default"
 """The version that a server reports if nobody named one."""
 
@@ -81,6 +84,24 @@ class SglangEngine(HttpEngine):
         self.weights_version = self._assumed_version = weights_version
 
     async def generate(self, request: TokenRequest) -> Generation:
+        try:
+            return await self._generate(request)
+        except EngineRefusedError as error:
+            return await self._generate(_fitting(request, error))
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
+        try:
+            async with contextlib.aclosing(self._stream(request)) as items:
+                async for item in items:
+                    yield item
+            return
+        except EngineRefusedError as error:  # before the first token
+            request = _fitting(request, error)
+        async with contextlib.aclosing(self._stream(request)) as items:
+            async for item in items:
+                yield item
+
+    async def _generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
         raw, _ = await self.post(_ROUTE, self._body(request, stream=False), max_tokens=request.sampling.max_tokens)
         with self.reading():
@@ -91,7 +112,7 @@ class SglangEngine(HttpEngine):
             self.check_tokens(len(pairs), request.sampling.max_tokens)
             return self._generation(pairs, meta, first)
 
-    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
+    async def _stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
         first = self.weights_version
         pairs: list[tuple[int, float]] = []
         meta: dict[str, Any] = {}
@@ -223,6 +244,18 @@ class SglangEngine(HttpEngine):
             raise ValueError(f"{len(output_ids)} output ids that are not the {len(pairs)} ids of its logprobs")
         if int(meta["completion_tokens"]) != len(pairs):
             raise ValueError(f"{len(pairs)} logprobs for {meta['completion_tokens']} tokens")
+
+
+def _fitting(request: TokenRequest, error: EngineRefusedError) -> TokenRequest:
+    """Return the request with the room that the server has for the answer. It counts more tokens in the prompt: an
+    image is one of ours and many of its own, and speculative decoding reserves some. Raises ``error`` for any other
+    refusal."""
+    if (match := _TOO_LONG.search(error.message)) is None:
+        raise error
+    room = int(match["limit"]) - int(match["prompt"])
+    if not 1 <= room < request.sampling.max_tokens:
+        raise error
+    return replace(request, sampling=replace(request.sampling, max_tokens=room))
 
 
 def _pairs(meta: dict[str, Any]) -> list[tuple[int, float]]:

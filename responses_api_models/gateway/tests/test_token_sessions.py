@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 
 from nemo_gym.server_utils import request
+from nemo_gym_testing.gateway import Status
 from responses_api_models.gateway.tests.conftest import CALL, TOOL, GatewayStack, until
 
 
@@ -164,6 +166,15 @@ async def test_prompt_beyond_the_context_is_told_as_each_dialect_does(gateway: G
     messages = await session.post("/messages", {"model": "m", "max_tokens": 5, "messages": long})
     assert "prompt is too long" in (await messages.json())["error"]["message"]
     assert not gateway.engine.calls
+
+
+async def test_prompt_that_only_the_engine_counts_beyond_its_context_is_told_so_too(gateway: GatewayStack) -> None:
+    said = "The input (9000 tokens) is longer than the model's context length (8192 tokens)."
+    gateway.engine.faults.append(Status(400, orjson.dumps({"error": {"message": said}})))
+    session = await gateway.open()
+    reply = await session.post("/chat/completions", {"messages": session.messages})
+    error = (await reply.json())["error"]
+    assert (reply.status, error["code"]) == (400, "context_length_exceeded"), error
 
 
 @pytest.mark.parametrize(("block", "body"), [({"return_token_ids": True}, {}), ({}, {"return_token_ids": True})])

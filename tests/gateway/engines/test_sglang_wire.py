@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import orjson
+import pytest
+from aiohttp import web
+
+from nemo_gym.gateway.dialects.errors import overflow_of
 from nemo_gym.gateway.engines import (
     EngineConnections,
     EngineEndpoint,
@@ -109,12 +114,51 @@ async def test_stream_after_an_update_nobody_told_of_is_all_by_the_new_weights(h
     assert isinstance(answer, Generation) and answer.weights == WeightsSpan("w1", "w1")
 
 
-async def sample(engine: SglangEngine, streamed: bool) -> Generation:
+async def sample(engine: SglangEngine, streamed: bool, request: TokenRequest = REQUEST) -> Generation:
     if not streamed:
-        return await engine.generate(REQUEST)
-    *_, answer = [item async for item in engine.stream(REQUEST)]
+        return await engine.generate(request)
+    *_, answer = [item async for item in engine.stream(request)]
     assert isinstance(answer, Generation)
     return answer
+
+
+class ExpandingEngine(FakeSglangEngine):
+    """Counts an image as many tokens, and checks the length of a request, as SGLang does."""
+
+    async def respond(self, request: web.Request, call: CallLog) -> web.StreamResponse:
+        prompt = len(call.body["input_ids"]) + 50 * len(call.body.get("image_data", ()))
+        asked = call.body["sampling_params"]["max_new_tokens"]
+        if prompt >= 100:
+            message = f"The input ({prompt} tokens) is longer than the model's context length (100 tokens)."
+        elif prompt + asked > 100:
+            message = (
+                "Requested token count exceeds the model's maximum context length of 100 tokens. You requested a total"
+                f" of {prompt + asked} tokens: {prompt} tokens from the input messages and {asked} tokens for the"
+                " completion. Please reduce the number of tokens in the input messages or the completion to fit within"
+                " the limit."
+            )
+        else:
+            return await super().respond(request, call)
+        error = orjson.dumps({"error": {"message": message, "code": 400}})
+        if call.body["stream"]:
+            return web.Response(body=b"data: " + error + b"\n\ndata: [DONE]\n\n")
+        return web.Response(status=400, body=error)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_answer_gets_the_room_that_images_leave_by_the_servers_own_count(
+    streamed: bool, http: EngineConnections
+) -> None:
+    async with ExpandingEngine() as fake:
+        engine = sglang(fake, http)
+        answer = await sample(engine, streamed, replace(REQUEST, sampling=Sampling(97), image_data=("one",)))
+        assert answer.token_ids
+        assert [call.body["sampling_params"]["max_new_tokens"] for call in fake.calls] == [97, 47]
+        with pytest.raises(EngineRefusedError) as caught:
+            await sample(engine, streamed, replace(REQUEST, sampling=Sampling(97), image_data=("one", "two")))
+        overflow = overflow_of(caught.value.body)
+        assert overflow is not None and (overflow.prompt_tokens, overflow.limit) == (103, 100)
+        assert len(fake.calls) == 3, "what cannot fit is not asked again"
 
 
 class CountingEngine(FakeSglangEngine):

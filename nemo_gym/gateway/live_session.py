@@ -71,6 +71,8 @@ class _Entry(Generic[A]):
         self.waiters: list[asyncio.Future[A]] = []
         self.task: asyncio.Task[A] | None = None
         self.answer: A | None = None
+        self.superseded = False
+        """Whether a later equal request, which asked for a new sample, failed. Its retry must not get this answer."""
 
     def tell(self, outcome: Callable[[asyncio.Future[A]], object]) -> None:
         """Apply ``outcome`` to the future of every waiter."""
@@ -176,7 +178,7 @@ class SessionAnswers(Generic[A]):
                 continue
             if entry.state is AnswerState.SENT:
                 # The latest one decides: earlier ones were already superseded by a deliberate resample.
-                return entry if repeat is Repeat.RETRY else None
+                return entry if repeat is Repeat.RETRY and not entry.superseded else None
             return entry
         return None
 
@@ -188,8 +190,7 @@ class SessionAnswers(Generic[A]):
             entry.state = AnswerState.COMMITTING
             entry.answer = answer = await commit(sampled)
         except BaseException:
-            if entry in self._entries:
-                self._entries.remove(entry)
+            self._drop_failed(entry)
             raise
         entry.state = AnswerState.COMMITTED
         self._forget_oldest()
@@ -212,9 +213,16 @@ class SessionAnswers(Generic[A]):
                 entry.waiters.remove(waiter)
             if not entry.waiters and not task.done() and entry.state is AnswerState.SAMPLING:
                 # Removed now and not when the task has ended: a request that comes meanwhile must not join it.
-                self._entries.remove(entry)
+                self._drop_failed(entry)
                 task.cancel()
             raise
+
+    def _drop_failed(self, failed: _Entry[A]) -> None:
+        if failed in self._entries:
+            self._entries.remove(failed)
+            for entry in self._entries:
+                if entry.fingerprint == failed.fingerprint and entry.state is AnswerState.SENT:
+                    entry.superseded = True
 
     def _forget_oldest(self) -> None:
         finished = [e for e in self._entries if e.state in (AnswerState.COMMITTED, AnswerState.SENT)]

@@ -157,6 +157,29 @@ async def test_resample_after_delivery_is_a_new_sample() -> None:
     assert (await session.ask()).answer == "answer 3", "the third was not delivered yet"
 
 
+@pytest.mark.parametrize("ends", ["error", "cancelled", "cancelled at once"])
+async def test_retry_of_a_resample_that_failed_does_not_get_the_earlier_answer(ends: str) -> None:
+    session = Session()
+    (await session.ask()).sent()
+    if ends == "error":
+        session.sample_error = ValueError("busy")
+        with pytest.raises(ValueError, match="busy"):
+            await session.ask(repeat=Repeat.RESAMPLE)
+        session.sample_error = None
+    else:
+        session.sample_gate.clear()
+        resample = session.start()
+        await turns(1 if ends == "cancelled at once" else 5)
+        resample.cancel()
+        await turns(1)
+    session.sample_gate.set()
+    retried = await session.ask(repeat=Repeat.RETRY)
+    assert not retried.repeated and session.committed == ["answer 1", retried.answer]
+    retried.sent()
+    again = await session.ask(repeat=Repeat.RETRY)
+    assert again.repeated and again.answer == retried.answer
+
+
 async def test_answer_is_given_again_when_it_turns_out_undelivered() -> None:
     session = Session()
     delivery = await session.ask()

@@ -278,8 +278,11 @@ class PolicyClient:
 
 
 def at_wall_clock(model: DoorStatistics | None, said: str) -> tuple[AgentOutcome, str]:
-    """The outcome of an attempt whose time is up, and one sentence. ``model`` counts its requests to the model, if
-    they are known: an attempt that a dead model kept waiting was not too slow, and must not be graded."""
+    """The outcome of an attempt whose time is up, and one sentence. ``model`` counts all its requests to the model, if
+    they are known: an attempt that a dead model kept waiting, or that did not get as far as its first request, holds
+    no work of the policy, and must not be graded."""
+    if model is not None and not model.requests:
+        return AgentOutcome.CRASHED, f"it never asked the model; {said}"
     if model is None or not model.explains_timeout:
         return AgentOutcome.TIMED_OUT, said
     return outcome_of_refusal(model.last_status, model.last_error or ""), f"{model.unanswered('the model')}; {said}"

@@ -330,7 +330,9 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         except TimeoutError:
             if not deadline.expired():
                 raise
-            outcome, detail = at_wall_clock(statistics, f"stopped after {seconds:g} s of wall-clock time")
+            # An agent without calls may reach a model in another way, or need none.
+            known = statistics if statistics.requests else None
+            outcome, detail = at_wall_clock(known, f"stopped after {seconds:g} s of wall-clock time")
             nothing = response_object([], model=act_request.inference.model)
             return ActResponse(response=nothing, outcome=outcome, outcome_detail=detail)
         return ActResponse(response=plain(reply))

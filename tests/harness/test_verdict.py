@@ -103,11 +103,14 @@ def test_own_word_holds_unless_the_door_knows_better(
         (ExecOutcome.TIMED_OUT, DOWN, UNREACHABLE),
         (ExecOutcome.TIMED_OUT, seen(requests=1, open=1), UNREACHABLE),
         (ExecOutcome.TIMED_OUT, seen(requests=3, answered=1, failed=1, failures_since_answer=1), TIMED_OUT),
+        (ExecOutcome.TIMED_OUT, seen(requests=2, refused=2, last_error="400: no"), REFUSED_BY_MODEL),
+        (ExecOutcome.TIMED_OUT, seen(), CRASHED),
+        (ExecOutcome.TIMED_OUT, None, TIMED_OUT),
         (ExecOutcome.OUT_OF_MEMORY, WELL, CRASHED),
     ],
 )
 def test_ending_that_was_forced_is_judged_for_every_harness(
-    end: ExecOutcome, model: DoorStatistics, outcome: AgentOutcome
+    end: ExecOutcome, model: DoorStatistics | None, outcome: AgentOutcome
 ) -> None:
     assert judged(COMPLETED, ended(model, end))[0] is outcome
 

@@ -26,6 +26,7 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.sandbox.base import BoxLabel
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.stage import patience_s
 from tests.topology.conftest import IMAGE
@@ -85,6 +86,16 @@ async def test_work_done_before_the_wall_clock_ran_out_is_harvested(provider: Lo
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert "+two" in answer.artifacts[0].content().decode()
     assert await boxes(provider) == []
+
+
+async def test_attempt_that_never_asked_its_model_is_not_graded(provider: LocalProvider) -> None:
+    async def slow(world: World, run: HarnessRun) -> None:
+        run.model = DoorStatistics()
+        await world.exec("sleep 600")
+
+    patience = await patience_s(act(provider, edit))
+    answer = await act(provider, slow, limits=Limits(wall_clock_s=patience))
+    assert answer.outcome is AgentOutcome.CRASHED and "never asked the model" in (answer.outcome_detail or "")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from pathlib import PurePosixPath
 
 import structlog
 
+from nemo_gym.agent.acts import at_wall_clock
 from nemo_gym.agent.harness.base import (
     CliHarness,
     HarnessCommand,
@@ -117,7 +118,7 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
         # The policy never answered, so it cannot have caused this.
         if _too_long(model):
             return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit{model.reason}"
-        if judgement[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED):
+        if judgement[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED, AgentOutcome.TIMED_OUT):
             return AgentOutcome.MODEL_REFUSED, _model_detail(model, judgement)
     if model is not None and _model_failed(judgement[0], model):
         return outcome_of_refusal(model.last_status, model.last_error or ""), _model_detail(model, judgement)
@@ -128,6 +129,8 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
         return judgement
     if judgement[0] is AgentOutcome.CRASHED and model.refused and _too_long(model):
         return AgentOutcome.MAX_TURNS, f"the conversation no longer fits{model.reason}"
+    if judgement[0] is AgentOutcome.TIMED_OUT:
+        return at_wall_clock(model, judgement[1] or "it ran out of time")
     if judgement[0] is AgentOutcome.COMPLETED and not model.answered:
         reason = "it never asked" if not model.requests else f"none of its {model.requests} requests was answered"
         return AgentOutcome.CRASHED, f"{harness.name} says it completed without the model: {reason}{model.reason}"
@@ -232,7 +235,9 @@ async def run_in_box(
         SandboxLostError: the box was lost.
     """
     started = time.monotonic()
-    context, command = await _set_up(world, harness, _with_box_fields(world, context, settings), settings)
+    context = _with_box_fields(world, context, settings)
+    run.model = world.door_statistics(MODEL_DOOR)
+    context, command = await _set_up(world, harness, context, settings)
     reader = harness.reader()
     output, errors = BoundedLog(settings.event_log_bytes), BoundedLog(STDERR_BYTES)
     setup_s = time.monotonic() - started

@@ -139,7 +139,8 @@ class HarnessRun:
     """See `ActResponse.within_reach`."""
     observations: dict[str, Any] = field(default_factory=dict)
     model: DoorStatistics | None = None
-    """`PolicyClient.statistics`, for a harness that calls the model from the agent server, not through a door."""
+    """Counts all requests of the harness to the model: `PolicyClient.statistics` if it calls the model from the agent
+    server, or its door's. If they are set and count none at the wall clock, the attempt is not graded."""
 
 
 class OutputLimitError(AgentError):
@@ -321,7 +322,9 @@ async def _run_in_bounds(
                 "the harness raised TimeoutError before the attempt's deadline",
             )
         else:
-            model = run.model or world.door_statistics(MODEL_DOOR)
+            door = world.door_statistics(MODEL_DOOR)
+            # A harness that sets no statistics may call the model past the door, or need none.
+            model = run.model or (door if door is not None and door.requests else None)
             run.outcome, run.detail = at_wall_clock(model, f"stopped after {wall_clock_s:g} s of wall-clock time")
     except OutputLimitError as error:
         run.outcome, run.detail = AgentOutcome.MAX_OUTPUT, error.message

@@ -14,9 +14,11 @@ from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, RowError, not_json
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
+    RESPONSE_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
+    FailureKind,
     group_id_of,
     named_agent,
     new_run_id,
@@ -25,6 +27,7 @@ from nemo_gym.contract.verdict import (
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobSpec
+from nemo_gym.rollouts.result_rows import has_tokens, masked_fields
 from nemo_gym.rollouts.routing import agent_instances
 from nemo_gym.rollouts.store import SqliteJobStore
 
@@ -34,7 +37,8 @@ MEMORY = Path(":memory:")
 MaskedReward = Literal["null", "group_mean"]
 """The ``reward`` of a rollout without a verdict: null, or, for a trainer that computes with it before it masks, the
 mean reward of the group's other rollouts (0 if none has a reward). The mean changes no sibling's advantage. Such a row
-has ``reward_source`` ``group_mean``."""
+has ``reward_source`` ``group_mean``. There, a verdict whose tokens are missing does not count either, if the agent's
+other rollouts have tokens: such a trainer cannot train on it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +48,16 @@ class _Rollout:
     future: asyncio.Future[Example]
     result: dict[str, Any] = field(default_factory=dict)
     """The result row; empty until the rollout ends."""
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.result["reward"] is not None and has_tokens(self.result.get(RESPONSE_KEY))
+
+    def mask(self) -> None:
+        """Take away a verdict whose tokens are missing."""
+        error = (self.result.get("ng_model_session") or {}).get("error")
+        reason = "the tokens of its model calls are missing" + (f": {error}" if error else "")
+        self.result |= masked_fields(FailureKind.INTERNAL, reason)
 
     def hand_out(self) -> None:
         if not self.future.done():
@@ -66,6 +80,8 @@ class ExampleRun:
         self._masked_reward = masked_reward
         self._rollouts: dict[str, _Rollout] = {}
         self._groups: dict[str, list[_Rollout]] = {}
+        self._with_tokens: set[str] = set()
+        """The agents whose model keeps tokens, as a rollout has shown."""
         run_id = config.run_id or new_run_id()
         for number, row in enumerate(rows):
             spec = self._spec(run_id, number, row)
@@ -119,16 +135,26 @@ class ExampleRun:
         self._loop.call_soon_threadsafe(self._resolve, [row for _, row in rows])
 
     def _resolve(self, rows: list[bytes]) -> None:
-        """Hand out results. With ``group_mean``, those without a reward wait until their group has ended."""
+        """Hand out results. With ``group_mean``, those without a reward or tokens wait until their group has ended."""
         for data in rows:
             result = orjson.loads(data)
             rollout = self._rollouts[result[ROLLOUT_ID_KEY]]
             rollout.result = result
-            if self._masked_reward == "null" or result["reward"] is not None:
+            if self._masked_reward == "null":
+                rollout.hand_out()
+                continue
+            if rollout.is_trainable:
+                self._with_tokens.add(rollout.spec.agent)
                 rollout.hand_out()
             group = self._groups[rollout.spec.group_id]
-            if self._masked_reward == "null" or not all(each.result for each in group):
+            if not all(each.result for each in group):
                 continue
+            for each in group:
+                if not each.is_trainable and each.result["reward"] is not None:
+                    if each.spec.agent in self._with_tokens:
+                        each.mask()
+                    else:
+                        each.hand_out()
             rewards = [each.result["reward"] for each in group if each.result["reward"] is not None]
             mean = sum(rewards) / len(rewards) if rewards else 0.0
             for each in group:

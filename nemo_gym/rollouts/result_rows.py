@@ -68,22 +68,15 @@ def failure_row(
     row: dict[str, Any] = {
         **(kept or {}),
         PARAMS_KEY: public_params(orjson.loads(job.spec.row).get(PARAMS_KEY) or {"input": []}),
-        RESPONSE_KEY: masked_response(failure.kind),
         TASK_INDEX_KEY: job.spec.task_index,
         ROLLOUT_INDEX_KEY: job.spec.sample_index,
         AGENT_REF_KEY: {"type": "responses_api_agents", "name": job.spec.agent},
         ROLLOUT_ID_KEY: job.job_id,
         ATTEMPT_INDEX_KEY: max(0, job.attempt - 1),
         "task_id": job.spec.task_id,
-        "reward": None,
-        "valid": False,
-        "mask_sample": True,
-        "instance_config": {"mask_sample": True},  # where NeMo RL reads it
-        "failure_kind": failure.kind,
-        "failure_reason": failure.reason,
+        **masked_fields(failure.kind, failure.reason),
         "failure_stage": failure.stage,
         "findings": [],
-        NG_FAILURE_CLASS_KEY: failure.kind,
         NG_TERMINAL_KEY: not failure.retryable,
         "failures": [
             {"stage": past.stage, "kind": past.kind, "reason": past.reason, "details": dict(past.details)}
@@ -172,11 +165,32 @@ def with_tokens(row: dict[str, Any]) -> dict[str, Any]:
     trajectory = _longest(row.get(TRAJECTORY_KEY))
     if trajectory is None or not isinstance(response, Mapping):
         return row
+    if has_tokens(response):
+        return row
     output = response.get("output")
     items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
-    if any(item.get("generation_token_ids") for item in items):
-        return row
     return {**row, RESPONSE_KEY: {**response, "output": _with_turns(items, _turns(trajectory))}}
+
+
+def has_tokens(response: Any) -> bool:
+    """Whether a response holds tokens to train on."""
+    output = response.get("output") if isinstance(response, Mapping) else None
+    items = output if isinstance(output, list) else []
+    return any(isinstance(item, dict) and item.get("generation_token_ids") for item in items)
+
+
+def masked_fields(failure: str, reason: str | None) -> dict[str, Any]:
+    """Return the fields of a row that has no reward, for a trainer: masked, with the kind and the reason."""
+    return {
+        RESPONSE_KEY: masked_response(failure),
+        "reward": None,
+        "valid": False,
+        "mask_sample": True,
+        "instance_config": {"mask_sample": True},  # where NeMo RL reads it
+        "failure_kind": failure,
+        "failure_reason": reason,
+        NG_FAILURE_CLASS_KEY: failure,
+    }
 
 
 def masked_response(failure: str) -> dict[str, Any]:

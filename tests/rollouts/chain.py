@@ -285,9 +285,10 @@ def agent(options: dict[str, Any]) -> FastAPI:
 
 def model(options: dict[str, Any]) -> FastAPI:
     """Answers ``B`` at once. Options: ``trajectories`` (finalize returns these; if true, one which holds the reward it
-    was given), ``end_status`` (finalize and abort fail with it), ``end_s`` (how long they take), ``usage`` (of each
-    session), ``preflight`` (its answer), ``forwards_to`` (the base URL of an endpoint that it asks first),
-    ``sampling`` (it opens sessions with this alone)."""
+    was given), ``end_status`` (finalize and abort fail with it), ``forgets`` (tasks whose sessions cannot be
+    finalized), ``end_s`` (how long they take), ``usage`` (of each session), ``preflight`` (its answer),
+    ``forwards_to`` (the base URL of an endpoint that it asks first), ``sampling`` (it opens sessions with this
+    alone)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -345,6 +346,8 @@ def model(options: dict[str, Any]) -> FastAPI:
             return answer({"detail": "wrong control token"}, 401)
         if (rollout := opened.pop(session_id, None)) is not None:
             journal.note(action, rollout)
+        if action == "finalize" and rollout is not None and rollout["task_id"] in options.get("forgets", ()):
+            return answer({"code": "unknown_session", "detail": "no such session"}, 404)
         if action == "abort":
             aborted.add(session_id)
         elif session_id in aborted:

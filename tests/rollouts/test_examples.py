@@ -11,6 +11,7 @@ import pytest
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY, RolloutCollectionHelper
 from tests.rollouts.conftest import Chain, wait_until
+from tests.rollouts.test_training_fields import read_as_nemo_rl
 
 MakeChain = Callable[..., Chain]
 
@@ -38,6 +39,34 @@ async def test_examples_come_back_with_their_results_as_they_end(make_chain: Mak
             assert (result["reward"], result["_rowidx"]) == (1.0, row["_rowidx"])
     await helper.aclose()
     assert not list(chain.directory.glob("*.sqlite*"))
+
+
+TOKENS = {
+    **{"index": 0, "prompt_ids": [1], "response_ids": [2], "response_mask": [1], "logprobs": [-0.5]},
+    "turns": [{"start": 0, "end": 1}],
+}
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "expected"),
+    [
+        ([TOKENS], [(1.0, False, None), (1.0, True, "group_mean"), (0.0, True, "group_mean")]),
+        ([], [(1.0, False, None), (1.0, False, None), (1.0, False, None)]),
+    ],
+)
+async def test_example_that_lost_its_tokens_is_masked_where_a_trainer_needs_them(
+    make_chain: MakeChain, trajectories: list[Any], expected: list[Any]
+) -> None:
+    chain = make_chain(model={"trajectories": trajectories, "forgets": ["t1", "t2"]})
+    helper = RolloutCollectionHelper(chain.client(), masked_reward="group_mean")
+    rows = [{**example(number), "_ng_task_index": number // 2} for number in range(3)]
+    got = [await done for done in helper.run_examples(rows, concurrency=1)]
+    results = [result for _, result in sorted(got, key=lambda pair: pair[0]["_rowidx"])]
+    assert [(row["reward"], row["mask_sample"], row.get("reward_source")) for row in results] == expected
+    for result in results if trajectories else ():
+        assert read_as_nemo_rl(result["response"])[0]
+        assert result["valid"] is not result["mask_sample"]
+    await helper.aclose()
 
 
 async def test_examples_under_way_are_cancelled_when_the_helper_is_closed(make_chain: MakeChain) -> None:

@@ -489,6 +489,7 @@ class AsyncDispatcher:
             on_run: called when an attempt enters RUN.
             on_restored: called with an attempt that continues at EVAL, to register what it has open.
             server_logs: the folder of the servers' logs, which failure rows name.
+            servers: returns the servers of an agent; raises `KeyError` for an agent that is not here.
             pool: the servers' places; without a pool every queued job may be claimed.
             owner: names this dispatcher in the store's leases.
             sweeps: look every second for overdue queued jobs, and for jobs that other processes cancelled.
@@ -612,13 +613,13 @@ class AsyncDispatcher:
         start = time.perf_counter()
         failure = StageFailure(StageName.INIT, FailureKind.CANCELLED, reason, retryable=False)
         queued = await self._store.cancel(selector, failure, self._failure_row)
-        for job in queued:
-            self._tell(JobEvent(job, JobState.CANCELLED, failure=failure))
-            self._release_stored(job)
         active = [attempt for attempt in self._attempts.values() if selector.matches(attempt.job)]
         released = sum(len(attempt.closers) for attempt in active)
         for attempt in active:
             self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))
+        for job in queued:
+            self._tell(JobEvent(job, JobState.CANCELLED, failure=failure))
+            self._release_stored(job)
         while any(self._attempts.get(attempt.job.job_id) is attempt for attempt in active):
             self._changed.clear()
             await self._changed.wait()
@@ -690,14 +691,28 @@ class AsyncDispatcher:
     def _release_stored(self, job: Job) -> None:
         """Close, in the background, what an earlier process left open of a job that has ended without being graded."""
         if job.run_result is not None and self._on_restored is not None:
-            attempt = JobAttempt.of(job, self._servers(job.spec.agent))
+            if (servers := self._route(job)) is None:
+                log.warning("nothing released: its agent is not here", rollout_id=job.job_id, agent=job.spec.agent)
+                return
+            attempt = JobAttempt.of(job, servers)
             self._on_restored(attempt)
             self._releases.start(attempt.close(self._config.close_timeout_s), name=f"release {job.job_id}")
+
+    def _route(self, job: Job) -> Servers | None:
+        """The servers of a job's agent. Jobs that ended or are overdue may be of an agent that is gone, or that only
+        another service on the same store has."""
+        with contextlib.suppress(KeyError):
+            return self._servers(job.spec.agent)
+        return None
 
     async def _sweep(self) -> None:
         while True:
             for job in await self._store.claim_overdue(self._owner, SWEPT_AT_ONCE, self._config.lease_s):
-                await self._admit(job)
+                if _stopped_before(job) is None and self._route(job) is None:
+                    # Its verdict is left to a service that has its agent.
+                    await self._requeue_if_held(job, new_attempt=False)
+                else:
+                    await self._admit(job)
             if self._store.is_shared() and self._attempts:
                 for job_id, reason in (await self._store.asked_to_end(self._owner)).items():
                     if (attempt := self._attempts.get(job_id)) is not None:

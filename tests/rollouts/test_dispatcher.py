@@ -241,6 +241,31 @@ async def test_cancelled_job_whose_attempt_was_left_open_is_closed(make_chain: M
     assert chain.notes("seed") == chain.notes("close") == chain.notes("abort")
 
 
+async def test_stored_jobs_of_an_agent_that_is_gone_stop_nothing(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": ["t0"]})
+    async with Running(chain, 1, sweeps=True) as running:
+        await running.wait(lambda: len(chain.notes("act")) == 1, "the act to start")
+        running.dispatcher.pause()
+        store = running.store
+        (record,) = [record async for record in store.iterate(JobSelector())]
+        names = ("ungraded", "graded", "cancelled")
+        gone = [replace(record.spec, job_id=name, agent="gone") for name in names]
+        overdue = [replace(spec, deadline_s=0.01) for spec in gone[:2]]
+        await store.submit([*overdue, gone[2]])
+        for job in await store.claim("earlier", 3, 60):
+            verdict = {"verified": {"reward": 1.0}} if job.job_id == "graded" else {}
+            await store.record_run(job, orjson.dumps({"act": {}, "held": {}, **verdict}))
+        await store.release("earlier")
+        await running.wait(lambda: len(running.events) == 1, "the deadline to end the one without a verdict")
+        assert [(event.job.job_id, event.state) for event in running.events] == [("ungraded", "failed")]
+        await asyncio.sleep(1.5)  # another sweep
+        await running.dispatcher.cancel(JobSelector(job_ids=frozenset({"r.0-0", "cancelled"})), "not needed")
+        states = {record.job_id: record.state async for record in store.iterate(JobSelector())}
+        assert states.pop("graded") in (JobState.QUEUED, JobState.CLAIMED)
+        assert states == {"r.0-0": JobState.CANCELLED, "cancelled": JobState.CANCELLED, "ungraded": JobState.FAILED}
+        assert running.dispatcher.failure is None
+
+
 async def test_deadline_takes_no_verdict_away_while_the_session_is_finalized(make_chain: MakeChain) -> None:
     chain = make_chain(model={"end_s": 3.0})
     async with Running(chain, 1) as running:

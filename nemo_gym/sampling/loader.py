@@ -72,6 +72,8 @@ class LoaderCursor:
         self._pending: deque[Row] = deque()
         self.taken = 0
         """The number of rows taken since the start of the data."""
+        self.passes = 0
+        """The number of passes over the data that this object has ended."""
 
     def next_row(self) -> Row | None:
         """Return the next row, or ``None`` at the end of the data. Raises `RowError` for an item that is no row."""
@@ -96,6 +98,7 @@ class LoaderCursor:
             return item
         is_iterator = self._rows is self._loader
         self._rows = None
+        self.passes += 1
         if self._epochs_left is not None:
             self._epochs_left -= 1
         # A pass that is empty from its start means that the data has ended, as does an iterator that is used up.

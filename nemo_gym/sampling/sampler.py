@@ -89,6 +89,8 @@ class RolloutSampler:
         self._requested = 0
         self._last_requested = 0
         self._exhausted = False
+        self._refusing_since: int | None = None
+        """The pass over the data in which the refused rows in a row began."""
         self._checkpoint: Mapping[str, Any] | None = None
         """The checkpoint to start from, and later that of the last batch."""
         self._in_next_batch = False
@@ -320,7 +322,14 @@ class RolloutSampler:
             self._exhausted = True
             return
         if (checked := await self._check(self._cursor.taken, row)) is not None:
+            self._refusing_since = None
             await self._add(self._as_new(orjson.dumps(checked[0])), checked[1], rank=-self._batch)
+            return
+        if self._refusing_since is None:
+            self._refusing_since = self._cursor.passes
+        elif self._cursor.passes > self._refusing_since + 1:  # the pass after it was refused from start to end
+            raise ConfigError("input holds no usable rows: every one was left out, as the log says", key="input")
+        await asyncio.sleep(0)  # nothing else here suspends, and a loader may have no end
 
     async def _add(self, row: bytes, agent: str, *, rank: int, reruns: int = 0) -> None:
         size = self._config.samples_per_group

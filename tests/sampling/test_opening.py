@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -189,3 +190,25 @@ async def test_row_of_a_loader_that_cannot_be_used_is_named_or_passed_over(
     async with open_sampler(chain.client(), keys, [row, good], **options) as sampler:
         async with asyncio.timeout(60):
             assert [group.row["id"] for group in (await sampler.next_batch(1)).groups] == ["good"]
+
+
+async def test_rows_that_can_none_be_used_are_named_and_hold_nothing_up(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    misspelt = {"responses_create_params": {"input": "A or B?"}, "agent_ref": {"name": "trivail"}}
+    keys = chain.run_keys(skip_bad_rows=True)
+    async with open_sampler(chain.client(), keys, [misspelt] * 3, sampling=TWO, filters=ANY) as sampler:
+        with pytest.raises(ConfigError, match="input holds no usable rows"):
+            await sampler.next_batch(1)
+    async with open_sampler(chain.client(), keys, itertools.repeat(misspelt), sampling=TWO, filters=ANY) as sampler:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sampler.next_batch(1), 0.1)
+
+
+async def test_rows_that_cannot_be_used_are_passed_over_in_every_pass(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    row = {"responses_create_params": {"input": "A or B?"}}
+    rows = [{**row, "agent_ref": {"name": "trivail"}}, {**row, "id": "good"}]
+    keys = chain.run_keys(skip_bad_rows=True)
+    async with open_sampler(chain.client(), keys, rows, sampling=TWO, filters=ANY) as sampler:
+        batch = await sampler.next_batch(4)
+    assert [group.row["id"] for group in batch.groups] == ["good"] * 4

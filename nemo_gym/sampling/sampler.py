@@ -412,19 +412,23 @@ class RolloutSampler:
                 await self._leave_out(record, reason)
             else:
                 await self._ledger.settle(record, GroupState.EFFECTIVE)
+        running = self._under_way()
         for record in list(self._open.values()):
-            first = await self._first_versions(record)
+            first = await self._first_versions(record, running)
             if old := [sample for sample in record.samples if sample in first and self._is_old(first[sample])]:
                 await self._too_old(record, old)
 
-    async def _first_versions(self, record: GroupRecord) -> dict[int, int]:
+    def _under_way(self) -> dict[str, Carried]:
+        """The running attempts. An attempt that failed is none, and its job waits to begin anew."""
+        held = {attempt.job.job_id: attempt.job.attempt for attempt in self._dispatcher.held}
+        return {job_id: each for job_id, each in self._running.items() if held.get(job_id) == each.attempt}
+
+    async def _first_versions(self, record: GroupRecord, running: Mapping[str, Carried]) -> dict[int, int]:
         """Return the weights version with which each started sample of an open group began."""
         ids = {rollout_id_of(self._run_id, record.serial, sample): sample for sample in record.samples}
-        running = {
-            ids[job_id]: self._running[job_id].weights_version or 0 for job_id in ids if job_id in self._running
-        }
+        began = {ids[job_id]: running[job_id].weights_version or 0 for job_id in ids if job_id in running}
         ended = await self._ledger.spans(job_id for job_id, sample in ids.items() if sample in record.ended)
-        return running | {ids[job_id]: span.first for job_id, span in ended.items()}
+        return began | {ids[job_id]: span.first for job_id, span in ended.items()}
 
     def _is_old(self, first: int) -> bool:
         bound = self._config.max_weights_lag
@@ -488,8 +492,9 @@ class RolloutSampler:
         )
 
     def _carried(self) -> Iterable[Carried]:
+        running = self._under_way()
         for group in self._open.values():
             for sample in group.unfinished:
                 job_id = rollout_id_of(self._run_id, group.serial, sample)
                 waiting = Carried(job_id, group_id_of(self._run_id, group.serial), 0, None, None)
-                yield self._running.get(job_id, waiting)
+                yield running.get(job_id, waiting)

@@ -258,6 +258,23 @@ def test_group_that_runs_longer_than_the_bound_is_stopped_and_dropped_or_run_aga
     simulate(work)
 
 
+def test_group_whose_failed_samples_wait_to_begin_anew_is_not_too_old() -> None:
+    async def work(directory: Path) -> None:
+        options: dict[str, Any] = {"samples_per_group": 2, "epochs": 1, "max_weights_lag": 0}
+        keys = {"retry_delay_s": 20}
+        async with simulated_sampler(
+            directory, [task("a", breaks=[0, 1])], breaking(times=1), keys, **options
+        ) as sampler:
+            waiting = asyncio.create_task(sampler.next_batch(1))
+            await asyncio.sleep(5)
+            await sampler.set_weights_version(1)
+            batch = await waiting
+            assert (names(batch), batch.left_out) == (["a"], {})
+            assert [batch.staleness(sample) for sample in batch.samples] == [0, 0]
+
+    simulate(work)
+
+
 @pytest.mark.parametrize(("when_stale", "indices"), [("rerun", [1, 2, 3]), ("drop", [1, 2])])
 def test_sample_that_is_too_old_is_run_again_or_left_out_without_its_group(
     when_stale: str, indices: list[int]

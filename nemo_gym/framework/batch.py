@@ -82,6 +82,11 @@ def uids_of(prompts: Any) -> list[str]:
     return uids
 
 
+def partition_of(prompts: Any) -> str:
+    """Return ``val`` for a batch that validates, else ``train``."""
+    return "val" if _scalar(_columns(prompts).get("validate"), default=False) else "train"
+
+
 def read_batch(prompts: Any) -> Batch:
     """Return the samples of a batch. Raises `RowError` naming what is missing."""
     uids = uids_of(prompts)
@@ -93,9 +98,9 @@ def read_batch(prompts: Any) -> Batch:
             "prompts: 'raw_prompt' is missing; set data.return_raw_chat=True, so that runners get the messages",
             field="raw_prompt",
         )
-    validate = bool(_scalar(columns.get("validate"), default=False))
+    partition = partition_of(prompts)
     steps = _scalar(columns.get("global_steps"), default=None)
-    if steps is None and not validate:
+    if steps is None and partition == "train":
         raise RowError("prompts: 'global_steps' is missing; training needs it to tell stale trajectories")
     if steps is not None:
         _check_whole(steps, "prompts['global_steps']")
@@ -111,7 +116,7 @@ def read_batch(prompts: Any) -> Batch:
         PromptSample(uid, index, {"uid": uid, **{name: column[index] for name, column in values.items()}})
         for index, uid in enumerate(uids)
     )
-    return Batch(samples, "val" if validate else "train", None if steps is None else int(steps))
+    return Batch(samples, partition, None if steps is None else int(steps))
 
 
 def _check_whole(value: Any, label: str, least: int | None = None) -> None:

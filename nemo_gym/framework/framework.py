@@ -27,7 +27,7 @@ from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import AgentError, RowError
 from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.framework.agent_server import AgentServerRunner
-from nemo_gym.framework.batch import Batch, PromptSample, read_batch, uids_of
+from nemo_gym.framework.batch import Batch, PromptSample, partition_of, read_batch, uids_of
 from nemo_gym.framework.config import CONFIG_PATH, FrameworkConfig, RolloutConfig, RunnerConfig, framework_block
 from nemo_gym.framework.gateways import GatewayPool, OpenSession, SessionLostError
 from nemo_gym.framework.runners import RayDispatch, Runner, call_runner, load_runner
@@ -165,7 +165,7 @@ class OpenAICompatibleAgentFramework(AgentFramework):
             batch = read_batch(prompts)
         except RowError:
             for uid in uids:
-                await self._sink.tag("train", uid, {"status": "failure"})
+                await self._sink.tag(partition_of(prompts), uid, {"status": "failure"})
             raise
         self._batches += 1
         run_id = f"{self._run_id}-{self._batches}"

@@ -29,6 +29,7 @@ class MemorySink:
         self.rows: dict[str, TrajectoryRow] = {}
         self.partitions: dict[str, str] = {}
         self.tags: dict[str, list[dict[str, Any]]] = {}
+        self.tagged: set[tuple[str, str]] = set()
         self.refuse: Callable[[Sequence[TrajectoryRow]], bool] = lambda rows: False
 
     async def put(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
@@ -40,6 +41,7 @@ class MemorySink:
 
     async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
         self.tags.setdefault(uid, []).append(dict(tag))
+        self.tagged.add((partition, uid))
 
     def status(self, uid: str) -> list[str]:
         return [tag["status"] for tag in self.tags[uid]]

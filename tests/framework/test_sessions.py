@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_gym.contract.errors import RowError
 from nemo_gym.framework import AllSessionsFailedError, SessionHandle
 from nemo_gym.framework.batch import PromptSample
 from nemo_gym.gateway.tokens.trajectories import Trajectory, read_jsonl
@@ -127,6 +128,16 @@ async def test_validation_has_its_own_partition_sessions_and_sampling(stage: Sta
     assert sorted(stage.sink.partitions.items()) == [("u0_0_0", "val"), ("u0_1_0", "val")]
     asked = stage.engine.calls[0].body
     assert (asked["temperature"], asked["top_p"], asked["max_tokens"]) == (0.0, 1.0, 9)
+
+
+@pytest.mark.parametrize(("validate", "partition"), [(True, "val"), (False, "train")])
+async def test_prompts_of_a_refused_batch_fail_in_the_partition_that_the_trainer_polls(
+    stage: Stage, validate: bool, partition: str
+) -> None:
+    await stage.start()
+    with pytest.raises(RowError, match="__rollout_n__"):
+        await stage.framework().run_batch(prompts(1, validate=validate, __rollout_n__=[0]))
+    assert (stage.sink.tagged, stage.sink.status("u0")) == ({(partition, "u0")}, ["failure"])
 
 
 async def test_sampling_of_the_trainer_holds_whatever_a_runner_asks_for(stage: Stage) -> None:

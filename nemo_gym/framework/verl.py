@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +114,26 @@ class AgentFrameworkWorker:
         self._framework: AgentFramework | None = None
         self._sink: TransferQueueSink | None = None
 
+    async def open(self) -> None:
+        """Build the framework. Raises `ConfigError`, for example for a runner that cannot be imported."""
+        # Not in the constructor, because connections and locks belong to the loop that uses them.
+        block, _ = framework_block(self._config)
+        archive = TrajectoryArchive(Path(self._entry.run_dir) / "trajectories.sqlite")
+        self._sink = TransferQueueSink(archive)
+        self._framework = build_agent_framework(
+            config=self._config,
+            gateways=GatewayPool(pipeline_client(self._entry), self._names, patience_s=block.gateway_patience_s),
+            sink=self._sink,
+            processor=_model_config(self._config).processor,
+            reward_loop_worker_handles=self._handles,
+        )
+
     async def generate_sequences(self, prompts: Any) -> None:
-        if self._framework is None:
-            # Built here, and not in the constructor, because connections and locks belong to the loop that uses them.
-            block, _ = framework_block(self._config)
-            archive = TrajectoryArchive(Path(self._entry.run_dir) / "trajectories.sqlite")
-            self._sink = TransferQueueSink(archive)
-            self._framework = build_agent_framework(
-                config=self._config,
-                gateways=GatewayPool(pipeline_client(self._entry), self._names, patience_s=block.gateway_patience_s),
-                sink=self._sink,
-                processor=_model_config(self._config).processor,
-                reward_loop_worker_handles=self._handles,
-            )
-        assert self._sink is not None
-        await self._sink.forget_consumed()
+        assert self._sink is not None and self._framework is not None, "open() comes first"
+        try:
+            await self._sink.forget_consumed()
+        except Exception as error:  # noqa: BLE001 - without a state of its prompts, the trainer would wait for ever
+            log.warning("consumed trajectories stay in the archive until the next batch", error=str(error))
         await self._framework.generate_sequences(prompts)
 
 
@@ -150,26 +156,28 @@ class AgentFrameworkRolloutAdapter:
         reward_loop_worker_handles: Sequence[Any] | None = None,
         **_: Any,
     ) -> AgentFrameworkRolloutAdapter:
-        """Start the gateways and the worker. Raises `ConfigError` for an invalid configuration before anything
-        starts."""
+        """Start the gateways and the worker. Raises `ConfigError` for an invalid configuration, and leaves nothing
+        running then."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if teacher_client is not None:
             raise ConfigError("teacher_client: distillation is not supported; disable the teacher policy")
         block, _rollout = framework_block(config)
-        started = gateways_of(config, block.gateway_count, [])
-        started.blocks()
-        bridge = EngineBridge(llm_client)
-        engine = {"type": "sglang", "base_url": bridge.start(), "name": "verl"}
-        try:
-            gateways = OwnGateways(gateways_of(config, block.gateway_count, [engine]))
-        except BaseException:
-            bridge.stop()
-            raise
+        gateways_of(config, block.gateway_count, []).blocks()
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(num_cpus=0, scheduling_strategy=here)(AgentFrameworkWorker)
-        worker = actor.remote(config, gateways.entry, gateways.config.names, reward_loop_worker_handles)
+        with ExitStack() as started:
+            bridge = EngineBridge(llm_client)
+            started.callback(bridge.stop)
+            engine = {"type": "sglang", "base_url": bridge.start(), "name": "verl"}
+            gateways = OwnGateways(gateways_of(config, block.gateway_count, [engine]))
+            started.callback(gateways.stop)
+            worker = actor.remote(config, gateways.entry, gateways.config.names, reward_loop_worker_handles)
+            started.callback(ray.kill, worker)
+            # Not with the first batch: the trainer would poll the states of its prompts, and not see the error.
+            ray.get(worker.open.remote())
+            started.pop_all()
         return cls(worker, gateways, bridge)
 
     def generate_sequences(self, prompts: Any) -> None:

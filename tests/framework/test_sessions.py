@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_gym.contract.errors import RowError
+from nemo_gym.contract.errors import RowError, ServerError
 from nemo_gym.framework import AllSessionsFailedError, SessionHandle
 from nemo_gym.framework.batch import PromptSample
+from nemo_gym.framework.verl import AgentFrameworkWorker
 from nemo_gym.gateway.tokens.trajectories import Trajectory, read_jsonl
 from tests.framework import runners
 from tests.framework.conftest import Stage, prompts
@@ -138,6 +139,18 @@ async def test_prompts_of_a_refused_batch_fail_in_the_partition_that_the_trainer
     with pytest.raises(RowError, match="__rollout_n__"):
         await stage.framework().run_batch(prompts(1, validate=validate, __rollout_n__=[0]))
     assert (stage.sink.tagged, stage.sink.status("u0")) == ({(partition, "u0")}, ["failure"])
+
+
+async def test_batch_runs_although_consumed_trajectories_cannot_be_removed(stage: Stage) -> None:
+    class FullSink:
+        async def forget_consumed(self) -> None:
+            raise ServerError("archive cannot be written: the disk is full")
+
+    await stage.start()
+    worker: Any = AgentFrameworkWorker({}, None, [])  # type: ignore[arg-type]
+    worker._sink, worker._framework = FullSink(), stage.framework()
+    await worker.generate_sequences(prompts(1))
+    assert stage.sink.status("u0")[-1] == "finished"
 
 
 async def test_sampling_of_the_trainer_holds_whatever_a_runner_asks_for(stage: Stage) -> None:

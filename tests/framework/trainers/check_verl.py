@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from tensordict.tensorclass import NonTensorData, NonTensorStack
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.framework.archive import TrajectoryArchive
 from nemo_gym.framework.batch import PromptSample, read_batch
 from nemo_gym.framework.samples import trajectory_row
@@ -29,6 +31,7 @@ from nemo_gym.framework.scoring import Score
 from nemo_gym.framework.transfer_queue import TransferQueueSink
 from nemo_gym.framework.verl import AgentFrameworkRolloutAdapter, RewardLoopScorer
 from nemo_gym.gateway.tokens.trajectories import Trajectory, TrajectoryTurn
+from nemo_gym.stack import background
 from responses_api_models.gateway.tests.conftest import FAMILY, Teller
 from tests.framework.conftest import Stage, prompts, trainer_config
 from tests.gateway.tokens.policies import write
@@ -308,6 +311,14 @@ def model_directory(folder: Path) -> Path:
     return folder
 
 
+def configuration(folder: Path, runner: dict[str, Any], **block: Any) -> Any:
+    block |= {"agent_runners": {"calls": runner}}
+    given = trainer_config(block, n=2, prompt_length=2048, response_length=512, calculate_log_probs=True)
+    path = str(model_directory(folder / "policy"))
+    given["actor_rollout_ref"]["model"] = {"_target_": "verl.workers.config.HFModelConfig", "path": path}
+    return OmegaConf.create(given)
+
+
 async def states(*uids: str) -> set[str | None]:
     listed = (await tq.async_kv_list(partition_id="train"))["train"]
     return {listed.get(uid, {}).get("status") for uid in uids}
@@ -315,14 +326,9 @@ async def states(*uids: str) -> set[str | None]:
 
 async def test_adapter_serves_a_trainer_from_batch_to_queue(queue: Any, tmp_path: Path) -> None:
     tq.init(queue)
-    block = {"gateway_count": 2, "agent_runners": {"calls": {"runner_fqn": f"{RUNNERS}.two_conversations"}}}
-    given = trainer_config(block, n=2, prompt_length=2048, response_length=512, calculate_log_probs=True)
-    given["actor_rollout_ref"]["model"] = {
-        "_target_": "verl.workers.config.HFModelConfig",
-        "path": str(model_directory(tmp_path / "policy")),
-    }
+    given = configuration(tmp_path, {"runner_fqn": f"{RUNNERS}.two_conversations"}, gateway_count=2)
     client = Client()
-    make = lambda: AgentFrameworkRolloutAdapter.create(config=OmegaConf.create(given), llm_client=client)  # noqa: E731
+    make = lambda: AgentFrameworkRolloutAdapter.create(config=given, llm_client=client)  # noqa: E731
     adapter = await asyncio.to_thread(make)
     try:
         columns = {
@@ -349,6 +355,23 @@ async def test_adapter_serves_a_trainer_from_batch_to_queue(queue: Any, tmp_path
                 await asyncio.sleep(0.1)
     finally:
         await asyncio.to_thread(adapter.shutdown)
+
+
+@pytest.mark.parametrize(
+    ("runner", "told"),
+    [
+        ({"runner_fqn": "no_such_package.run"}, "'no_such_package.run' cannot be imported"),
+        ({"agent_server": "no_such_server"}, "no running stack has a server 'no_such_server'"),
+    ],
+)
+def test_runner_that_the_worker_cannot_use_is_refused_before_a_batch_and_nothing_is_left(
+    queue: Any, tmp_path: Path, runner: dict[str, Any], told: str
+) -> None:
+    tq.init(queue)
+    with pytest.raises(ConfigError, match=told):
+        AgentFrameworkRolloutAdapter.create(config=configuration(tmp_path, runner), llm_client=Client())
+    assert background._started == []
+    assert "engine-bridge" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_adapter_refuses_what_it_cannot_do() -> None:

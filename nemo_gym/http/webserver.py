@@ -7,9 +7,11 @@ import contextlib
 import ctypes
 import functools
 import gc
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import structlog
@@ -52,6 +54,18 @@ class WebServer(uvicorn.Server):
         super().__init__(config)
         self._on_ready = on_ready
         self._on_stop = on_stop
+        self._interrupted = False
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal. Raises `KeyboardInterrupt` if one of them was SIGINT. uvicorn repeats a SIGINT after
+        it has stopped, but without effect where the process began with SIGINT ignored, as in a script's background."""
+        super().run(sockets=sockets)
+        if self._interrupted:
+            raise KeyboardInterrupt
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)

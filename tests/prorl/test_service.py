@@ -232,10 +232,15 @@ def test_run_keys_of_a_trainer_reach_the_jobs_or_are_refused(tmp_path: Path) -> 
     assert asked == [{**keys, "min_p": 0.1, "max_iterations": 3, "seed": 40 + number} for number in range(2)]
 
 
-def test_interrupted_command_ends_in_order_and_says_nothing(tmp_path: Path) -> None:
-    with prorl_server(tmp_path) as server:
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) == 130
+@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN])
+def test_interrupted_command_ends_in_order_and_says_nothing(tmp_path: Path, inherited: Any) -> None:
+    before = signal.signal(signal.SIGINT, inherited)  # a shell without job control ignores it for its background
+    try:
+        with prorl_server(tmp_path) as server:
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(60) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "error" not in (tmp_path / "said.txt").read_text()
 
 

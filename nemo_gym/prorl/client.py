@@ -10,7 +10,7 @@ import os
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from nemo_gym._util.secrets import without_password
 from nemo_gym._util.tasks import BackgroundTasks, Backoff
 from nemo_gym.contract.errors import ConfigError, ServerError, require_whole
 from nemo_gym.http.client import is_server_url, new_session
+from nemo_gym.prorl.llm_servers import NoLlmServerError, parse_address
 from nemo_gym.prorl.registry import instance_id_of, row_of
 
 URLS_ENV = "PRORL_SERVER_URLS"
@@ -33,6 +34,7 @@ ANSWER_TIMEOUT_S = 60.0
 LOOK_AGAIN_S = 1.0
 LOOK_AGAIN_AT_MOST_S = 30.0
 PATIENCE_S = 600.0
+_NO_LLM_SERVER = "it has no LLM server (POST /add_llm_server)"
 _SEPARATORS = re.compile(r"[+,\s]+")
 
 log = structlog.get_logger(__name__)
@@ -84,6 +86,10 @@ class _Server:
     problem: str | None = None
     """Why the server gets no jobs; ``None`` if it does."""
     done: int = 0
+    llm_servers: list[str] | None = None
+    """The LLM servers that this client has set. A server that was restarted gets them again."""
+    setting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,10 @@ class JobLost(Exception):
     """The job was lost because its server is gone or has stopped."""
 
     problem: str
+
+
+class _NoLlmServerError(ServerError):
+    """The server refused the job because it has no LLM server."""
 
 
 class ProRLClient:
@@ -168,7 +178,7 @@ class ProRLClient:
         self, instance: Any, sampling_params: Mapping[str, Any] | None = None, job_id: str | None = None
     ) -> dict[str, Any]:
         """Run one instance on a free server, and return its result. Raises `ConfigError` if a server refuses it, and
-        `ServerError` if no server was available for ``patience_s``."""
+        `ServerError` if no server has an LLM server, or none was available for ``patience_s``."""
         body = {"instance": row_of(instance), "sampling_params": dict(sampling_params or {})}
         tries = 0
         while True:
@@ -181,7 +191,11 @@ class ProRLClient:
             except JobLost as lost:
                 self._give_up(place, lost.problem)
                 continue
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, _NoLlmServerError) and self._can_others_be_better(server):
+                    # It would refuse every job at once, so always be free, and be given most of the jobs.
+                    self._give_up(place, _NO_LLM_SERVER)
+                    continue
                 self._put_back(place)
                 raise
             server.done += 1
@@ -213,13 +227,17 @@ class ProRLClient:
     # Servers
 
     async def set_llm_servers(self, addresses: Sequence[str]) -> dict[str, list[str]]:
-        """Replace the LLM servers of all ProRL servers, as `assign_llm_servers` distributes them. Return the
-        assignment."""
+        """Replace the LLM servers of all ProRL servers, as `assign_llm_servers` distributes them; a server that was
+        restarted gets its own again. Return the assignment."""
         assigned = assign_llm_servers(addresses, [server.url for server in self._servers])
+        parsed = {url: [parse_address(address)[0] for address in each] for url, each in assigned.items()}
         for server in self._servers:
-            await self._post(server, "/clear_llm_server", {})
-            for address in assigned[server.url]:
-                await self._post(server, "/add_llm_server", {"address": address})
+            server.llm_servers = list(dict.fromkeys(parsed[server.url]))
+        for server in self._servers:
+            try:
+                await self._send_llm_servers(server)
+            except JobLost as lost:
+                raise ServerError(f"{server.url}: {lost.problem}", retryable=True) from None
         return assigned
 
     async def status(self) -> dict[str, dict[str, Any]]:
@@ -233,12 +251,6 @@ class ProRLClient:
 
         statuses = await asyncio.gather(*map(status_of, self._servers))
         return {server.url: each for server, each in zip(self._servers, statuses, strict=True)}
-
-    async def _post(self, server: _Server, path: str, body: Mapping[str, Any]) -> None:
-        try:
-            await self._ask(server, path, body)
-        except JobLost as lost:
-            raise ServerError(f"{server.url}{path}: {lost.problem}", retryable=True) from None
 
     # Inside
 
@@ -258,17 +270,28 @@ class ProRLClient:
             except ConfigError:  # another client may have started it meanwhile
                 if not (await self._ask(server, "/status")).get("running"):
                     raise
+        if server.llm_servers is not None:
+            if status.get("llm_servers") != server.llm_servers:
+                await self._send_llm_servers(server)
+        elif server.problem == _NO_LLM_SERVER and status.get("llm_servers") == []:
+            raise JobLost(_NO_LLM_SERVER)
         workers = (int(status[f"max_{stage}_workers"]) for stage in ("init", "run", "eval"))
         server.places, server.problem = self._places or sum(workers), None
         for _ in range(server.places):
             self._free.put_nowait(_Place(server, server.life))
+
+    async def _send_llm_servers(self, server: _Server) -> None:
+        async with server.setting:
+            await self._ask(server, "/clear_llm_server", {})
+            for address in server.llm_servers or ():
+                await self._ask(server, "/add_llm_server", {"address": address})
 
     async def _find_again(self, server: _Server) -> None:
         backoff = Backoff(first_s=LOOK_AGAIN_S, longest_s=LOOK_AGAIN_AT_MOST_S)
         while await backoff.again():
             try:
                 await self._open(server)
-            except (JobLost, ConfigError) as error:
+            except (JobLost, ConfigError, ServerError) as error:
                 server.problem = str(error)
             else:
                 log.info("server is there again", server=server.url)
@@ -289,6 +312,12 @@ class ProRLClient:
                 ) from None
             if place.is_there:
                 return place
+
+    def _can_others_be_better(self, server: _Server) -> bool:
+        """Return whether to leave out a server without an LLM server: it gets those of this client again, or another
+        server may have one. If none has, the caller is to know at once."""
+        others = [other for other in self._servers if other is not server]
+        return bool(server.llm_servers) or any(other.problem != _NO_LLM_SERVER for other in others)
 
     def _put_back(self, place: _Place) -> None:
         if place.is_there:
@@ -320,8 +349,10 @@ class ProRLClient:
             raise JobLost(f"{path} answers {status} and no JSON") from None
         detail = payload.get("detail") if isinstance(payload, dict) else None
         if status >= 500 and path != "/start":
-            if isinstance(payload, dict) and payload.get("code") not in ("not_running", None):
-                raise ServerError(f"{server.url}{path}: {detail}", retryable=bool(payload.get("retryable")))
+            code = payload.get("code") if isinstance(payload, dict) else None
+            if code not in ("not_running", None):
+                kind = _NoLlmServerError if code == NoLlmServerError.code else ServerError
+                raise kind(f"{server.url}{path}: {detail}", retryable=bool(payload.get("retryable")))
             raise JobLost(f"{path} answers {status}: {detail}")
         if status >= 400 or not isinstance(payload, dict):
             raise ConfigError(f"{server.url}{path}: {detail or f'status {status}'}", key=path)

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,45 @@ async def test_jobs_of_a_killed_server_go_to_another_and_one_that_comes_back_tak
                 stack.enter_context(prorl_server(tmp_path / "first", f"port={port}"))
                 while client.done[first.url] == before:
                     await asyncio.gather(*(client.process(WISH) for _ in range(8)))
+
+
+async def test_server_that_was_restarted_gets_its_llm_servers_again_before_it_gets_jobs(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(prorl_server(tmp_path / "first"))
+        second = stack.enter_context(prorl_server(tmp_path / "second"))
+        async with ProRLClient([first.url, second.url], places=1, max_tries=1) as client, asyncio.timeout(LONG_S):
+            await client.set_llm_servers(["http://127.0.0.1:7001/"])
+            first.kill()
+            await asyncio.gather(*(client.process(WISH) for _ in range(4)))
+            before, port = client.done[first.url], first.url.rpartition(":")[2]
+            stack.enter_context(prorl_server(tmp_path / "first", f"port={port}", "llm_server_addresses="))
+            while client.done[first.url] == before:
+                results = await asyncio.gather(*(client.process(WISH) for _ in range(8)))
+                assert {result["llm_server"] for result in results} == {"http://127.0.0.1:7001"}
+            # Restarted between two jobs, so that the client has not missed it.
+            await Http(first.url)("/clear_llm_server", {})
+            assert all([(await client.process(WISH))["success"] for _ in range(4)])
+
+
+async def test_server_without_an_llm_server_is_left_out_while_others_have_one(tmp_path: Path) -> None:
+    none = "llm_server_addresses="
+    with prorl_server(tmp_path / "first", none) as first, prorl_server(tmp_path / "second", none) as second:
+        async with ProRLClient([first.url, second.url], places=1) as client, asyncio.timeout(LONG_S):
+            for _ in range(2):
+                with pytest.raises(ServerError, match="there is no LLM server: give llm_server_addresses"):
+                    await client.process(WISH)
+            given, left = second.url, first.url
+            await Http(given)("/add_llm_server", {"address": "http://127.0.0.1:9"})
+            while client.done[given] == 0:
+                with suppress(ServerError):
+                    await client.process(WISH)
+                await asyncio.sleep(0.2)  # a server logs each refusal to a pipe that nobody reads
+            results = await asyncio.gather(*(client.process(WISH) for _ in range(20)))
+            assert all(result["success"] for result in results)
+            assert client.done[left] == 0
+            await Http(left)("/add_llm_server", {"address": "http://127.0.0.1:9"})
+            while client.done[left] == 0:
+                await asyncio.gather(*(client.process(WISH) for _ in range(8)))
 
 
 async def test_client_without_any_server_says_which_and_why() -> None:

@@ -179,6 +179,8 @@ class Collection:
             await sink.recover(store)
             tally = await self._tally(store)
             earlier = tally.finished
+            if earlier < total:  # until they are computed anew, no metrics are better than those of an earlier state
+                files.aggregate_metrics.unlink(missing_ok=True)
             await self._drive(store, tally, total)
             result = await self._conclude(store, run_id, start)
             result.earlier = earlier

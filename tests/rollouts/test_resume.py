@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,32 @@ async def test_retry_failed_gives_a_new_budget_and_withdraws_the_failure(make_ch
     assert chain.results("out_failures.jsonl") == []
     assert "Failures:" not in shown.getvalue()
     assert {row["_ng_attempt_index"] for row in chain.results()} == {1}
+
+
+async def test_metrics_from_before_a_retry_are_gone_while_its_rollouts_run_and_until_it_has_its_own(
+    make_chain: MakeChain, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "out_aggregate_metrics.json"
+    chain = make_chain(environment={"verify_status": 500})
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys(max_attempts=1))
+    await run_collection(chain.client(), chain.run_keys(disable_aggregation=True))  # finished: the file stays
+    assert json.loads(metrics.read_text())[0]["key_metrics"]["rollouts/invalid"] == 2
+    environment = chain.servers["environment"]
+    environment.kill()
+    environment.restart(verify_status=0, metrics_s=60)
+    retry = asyncio.create_task(run_collection(chain.client(), chain.run_keys(retry_failed=True)))
+    await asyncio.to_thread(wait_until, lambda: len(chain.results()) == 2, "both verdicts")
+    assert not metrics.exists()
+    retry.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await retry
+    environment.kill()
+    environment.restart(metrics_s=None)
+    (entry,) = (await run_collection(chain.client(), chain.run_keys())).aggregates
+    assert entry["key_metrics"]["rollouts/invalid"] == 0
+    assert json.loads(metrics.read_text()) == [entry]
+    assert len(chain.notes("seed")) == 4
 
 
 async def test_finished_run_stays_as_it_is_and_says_so_when_started_again(

@@ -163,10 +163,13 @@ def _work_of(composition: Composition) -> Work | int:
     from nemo_gym.rollouts.results import RunFiles
 
     config, outlook = check_rollout_run(composition, keep=True)
-    if outlook.recorded is not None and (changed := _changed_keys(composition, RunFiles(config.output).configuration)):
+    changed = [] if outlook.recorded is None else _changed_keys(composition, RunFiles(config.output).configuration)
+    if outlook.recorded is not None and outlook.finished:  # else the collection names them
+        changed = [*outlook.recorded.changed_limits(config), *changed]
+    if changed:
         more = f" and {len(changed) - MAX_CHANGED_KEYS} more" if len(changed) > MAX_CHANGED_KEYS else ""
         say(
-            f"the run in '{config.output}' was last started with other values of"
+            f"the run in '{config.output}' was started with other values of"
             f" {', '.join(changed[:MAX_CHANGED_KEYS])}{more}; its finished rollouts are kept as they are (choose"
             " another 'output', or discard the run with overwrite=true, if they must not be mixed)"
         )

@@ -176,6 +176,12 @@ class PipelineConfig(KeysConfig):
         return {name: value for name in SAMPLING_KEYS if (value := getattr(self, name)) is not None}
 
     @property
+    def sampling_beside_rows(self) -> dict[str, Any]:
+        """The parameters that decide what the model answers, and that no materialized row holds."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        return {"top_k": self.top_k, "stop": stop, "seed": self.base_seed}
+
+    @property
     def limits(self) -> Limits:
         """The attempt's limits that this run sets."""
         return Limits(**{name: getattr(self, name) for name in Limits.model_fields})

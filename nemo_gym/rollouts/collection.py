@@ -155,6 +155,8 @@ class Collection:
             await asyncio.to_thread(begun.require_same, inputs)
         if recorded is not None:
             recorded.require_same(config, inputs.digest, inputs.lines)
+            if changed := recorded.changed_limits(config):
+                self._say(f"this run began with other values of {', '.join(changed)}; what has ended is kept as it is")
             if is_finished(config, recorded):
                 return await _finished_result_locked(config, recorded)
         for agent in inputs.agents:
@@ -200,6 +202,8 @@ class Collection:
             "inputs_sha256": inputs.digest,
             "input": str(config.input),
             "validation": config.validation,
+            "sampling": config.sampling_beside_rows,
+            "limits": config.limits.model_dump(),
             LOGS_KEY: [] if self._server_logs is None else [str(self._server_logs)],
         }
         run_id = str((await store.open_run(info))["run_id"])

@@ -221,6 +221,9 @@ class RecordedRun:
     inputs_sha256: str | None
     validation: str | None
     counts: Mapping[JobState, int]
+    sampling: Mapping[str, Any] | None = None
+    """`PipelineConfig.sampling_beside_rows`; ``None`` for samplers and for runs that an earlier version began."""
+    limits: Mapping[str, Any] | None = None
 
     @property
     def rollouts(self) -> int:
@@ -238,6 +241,9 @@ class RecordedRun:
             difference = "rows, repeats or parameters" + self._first_difference(lines)
         elif self.validation != config.validation:
             difference = "'validation'"
+        elif self.sampling is not None and (key := _differing_key(self.sampling, config.sampling_beside_rows)):
+            was, now = self.sampling.get(key), config.sampling_beside_rows.get(key)
+            difference = f"'{key}' (it has {was!r}, this command {now!r})"
         else:
             return
         state = f"{self.left} of {self.rollouts} rollouts left" if self.left else "finished"
@@ -246,6 +252,12 @@ class RecordedRun:
             " another 'output', or discard that run with overwrite=true",
             key="output",
         )
+
+    def changed_limits(self, config: RolloutRunConfig) -> list[str]:
+        """Return the names of the limits that have other values in ``config`` than when the run began."""
+        if self.limits is None:
+            return []
+        return [name for name, value in config.limits.model_dump().items() if self.limits.get(name) != value]
 
     def _first_difference(self, lines: IO[bytes] | None) -> str:
         """Return, in parentheses, how the run's materialized inputs differ from ``lines``; empty if that cannot be
@@ -297,7 +309,15 @@ class RecordedRun:
             await store.aclose()
         if info is None:
             raise _foreign_store(files.store)
-        recorded = cls(files, str(info["run_id"]), info.get("inputs_sha256"), info.get("validation"), counts)
+        recorded = cls(
+            files,
+            str(info["run_id"]),
+            info.get("inputs_sha256"),
+            info.get("validation"),
+            counts,
+            sampling=info.get("sampling"),
+            limits=info.get("limits"),
+        )
         if not config.resume:
             state = (
                 f"an unfinished run ({recorded.left} of {recorded.rollouts} rollouts left)"

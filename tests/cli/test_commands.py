@@ -186,12 +186,12 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
         assert stack.wait_end() == 0, stack.stderr
         assert "2 rollouts of 2 tasks, finished before" in stack.stdout
         assert "nothing was run again" in stack.stdout
-        assert "was last started with other values" not in stack.stderr
+        assert "was started with other values" not in stack.stderr
         assert not stack.run_dir.exists()
     bonus = "sums.resources_servers.sums.bonus"
     with ng_run(root, *words, f"{bonus}=0.5", run_dir=root / "other") as stack:
         assert stack.wait_end() == 0, stack.stderr
-        assert f"the run in '{root / RESULTS}' was last started with other values of {bonus}; its fin" in stack.stderr
+        assert f"the run in '{root / RESULTS}' was started with other values of {bonus}; its fin" in stack.stderr
     with ng_run(root, *words, "limit=1", run_dir=root / "third") as stack:
         assert stack.wait_end() == 2
         assert "overwrite=true" in stack.stderr

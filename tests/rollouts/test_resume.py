@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import re
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +204,9 @@ async def test_finished_run_stays_as_it_is_and_says_so_when_started_again(
         ({"limit": 1}, r"parameters \(it has 2 rollouts, this command 1\): choose"),
         ({"num_repeats": 2}, r"\(it has 2 rollouts, this command 4\)"),
         ({"temperature": 0.5}, r"\(task 0, rollout 0 has another 'responses_create_params\.temperature'\)"),
+        ({"top_k": 7}, r"other 'top_k' \(it has None, this command 7\): choose another 'output'"),
+        ({"stop": "x"}, r"other 'stop' \(it has None, this command \['x'\]\)"),
+        ({"num_repeats_add_seed": True}, r"other 'seed' \(it has None, this command 0\)"),
         ({"resume": False}, "resume=false"),
     ],
 )
@@ -215,6 +220,38 @@ async def test_finished_run_is_not_replaced_by_another_one_and_the_difference_is
     with pytest.raises(ConfigError, match=difference):
         await run_collection(chain.client(), chain.run_keys(**changed))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")} == before
+
+
+async def test_run_goes_on_with_its_own_sampling_and_other_limits_are_named(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"limits": ["max_turns"]}, environment={"verify_status": 500})
+    chain.write_rows(1)
+    keys: dict[str, Any] = {"temperature": 0.5, "top_k": 7, "stop": "x", "seed": 0, "max_turns": 9}
+    await run_collection(chain.client(), chain.run_keys(**keys, max_attempts=1))
+    environment = chain.servers["environment"]
+    environment.kill()
+    environment.restart(verify_status=0)
+    # The materialized rows hold the temperature; what they do not hold must be given.
+    keys |= {"input": str(chain.directory / "out_materialized_inputs.jsonl"), "stop": ["x"], "max_turns": 2}
+    del keys["temperature"]
+    for other in ({"top_k": None}, {"seed": 1}):
+        with pytest.raises(ConfigError, match=f"other '{next(iter(other))}'"):
+            await run_collection(chain.client(), chain.run_keys(**{**keys, **other}, retry_failed=True))
+    shown = io.StringIO()
+    await run_collection(
+        chain.client(), chain.run_keys(**keys, retry_failed=True), console=Console(file=shown, width=120)
+    )
+    assert "began with other values of max_turns" in shown.getvalue()
+    assert [row["reward"] for row in chain.results()] == [1.0]
+
+
+async def test_run_of_an_earlier_version_which_recorded_no_sampling_goes_on(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys())
+    with contextlib.closing(sqlite3.connect(chain.directory / "out_store.sqlite")) as store, store:
+        store.execute("UPDATE run SET info = json_remove(CAST(info AS TEXT), '$.sampling', '$.limits')")
+    await run_collection(chain.client(), chain.run_keys(top_k=7))
+    assert len(chain.notes("seed")) == 1
 
 
 async def test_finished_run_is_replaced_when_overwrite_is_asked_for(make_chain: MakeChain) -> None:

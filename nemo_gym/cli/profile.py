@@ -113,7 +113,7 @@ def _reports(paths: Sequence[Path], inputs: Path | None = None) -> list[dict[str
     import orjson
 
     from nemo_gym.reward_profile import compute_aggregate_metrics
-    from nemo_gym.rollouts.report import for_aggregation, with_counts
+    from nemo_gym.rollouts.report import agree_on_given, for_aggregation, with_counts
     from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
     from nemo_gym.rollouts.results import RunFiles
     from nemo_gym.view.lines import with_known_types
@@ -133,9 +133,11 @@ def _reports(paths: Sequence[Path], inputs: Path | None = None) -> list[dict[str
             # What a run gives to the environment: numbers of the dataset are no metrics.
             task, sample, agent = _key_of(row)
             from_dataset = dataset and dataset.row(task, sample)
-            results[agent].append(for_aggregation(row, orjson.dumps(from_dataset or {})))
+            given = None if from_dataset is None else orjson.dumps(from_dataset)
+            results[agent].append(for_aggregation(row, given))
     reports = []
     for name, counts in tally.agents.items():
+        agree_on_given(results[name])
         metrics = compute_aggregate_metrics(results[name]).model_dump(mode="json")
         of_agent = [item for item in summaries if item.agent == name]
         reports.append({"agent_ref": {"name": name}, **with_counts(metrics, counts, of_agent)})

@@ -27,24 +27,43 @@ SLOW_METRICS_S = 30.0
 """After this time, a sentence says that the run waits for an environment's metrics."""
 
 
-def for_aggregation(row: Mapping[str, Any], given: bytes) -> dict[str, Any]:
+def for_aggregation(row: Mapping[str, Any], given: bytes | None) -> dict[str, Any]:
     """Return a result row without what metrics do not read: the prompt, the conversation, artifacts and trajectories.
 
-    ``given`` is the dataset row. Its numbers (an expected answer, a year) are not metrics of the agent's work;
-    environments may still group by them. Token usage is the model server's count, or else the agent's.
+    ``given`` is the dataset row, if it is known. The numbers that the result has from it are listed for
+    `agree_on_given`. Token usage is the model server's count, or else the agent's.
     """
     left_out = ("responses_create_params", "response", "artifacts", "ng_trajectory")
     reduced = {key: value for key, value in row.items() if key not in left_out}
-    numbers = [
-        key
-        for key, value in orjson.loads(given).items()
-        if isinstance(value, int | float) and key != "reward" and reduced.get(key) == value
-    ]
-    if numbers:
-        reduced[GIVEN_NUMBERS_KEY] = numbers
+    if given is not None:
+        reduced[GIVEN_NUMBERS_KEY] = [
+            key
+            for key, value in orjson.loads(given).items()
+            if isinstance(value, int | float) and key != "reward" and reduced.get(key) == value
+        ]
     if usage := _usage(row):
         reduced["response"] = {"usage": usage}
     return reduced
+
+
+def agree_on_given(rows: Sequence[dict[str, Any]]) -> None:
+    """Give all rows of `for_aggregation` the same names of numbers from the dataset.
+
+    Numbers of the dataset (an expected answer, a year) are no metrics of the agent's work; environments may still
+    group by them. If the verdict of one row has another number of that name, the name is a metric of every row: if it
+    were left out where the values happen to be equal, as in rows from an earlier run, means would be of the others."""
+    known = [row for row in rows if GIVEN_NUMBERS_KEY in row]
+    given = {name for row in known for name in row[GIVEN_NUMBERS_KEY]}
+    given -= {
+        name
+        for row in known
+        for name, value in row.items()
+        if name in given and name not in row[GIVEN_NUMBERS_KEY] and isinstance(value, int | float)
+    }
+    for row in rows:
+        row.pop(GIVEN_NUMBERS_KEY, None)
+        if names := [name for name in row if name in given]:
+            row[GIVEN_NUMBERS_KEY] = names
 
 
 def _usage(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -63,6 +82,7 @@ async def aggregate(
     answered: dict[str, Any] = {}
     problem: dict[str, str] = {}
     if rows:
+        await asyncio.to_thread(agree_on_given, rows)
         answered, problem = await _asked(peers, servers.environment or servers.agent, rows)
         if problem:
             answered = await asyncio.to_thread(_standard_metrics, rows)

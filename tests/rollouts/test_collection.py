@@ -183,6 +183,24 @@ async def test_metrics_of_the_files_are_those_of_the_run(make_chain: MakeChain) 
     assert {**aggregated, "agent_ref": of_run["agent_ref"]} == of_run
 
 
+async def test_number_that_a_verdict_changes_is_a_metric_of_all_rows_and_the_datasets_own_are_none(
+    make_chain: MakeChain,
+) -> None:
+    chain = make_chain(environment={"says": {"t3": {"score": 0.0}}})
+    chain.write_rows(4, score=1.0, expected=7)  # as if these rows were the results of an earlier run
+    (of_run,) = (await run_collection(chain.client(), chain.run_keys())).aggregates
+    assert of_run["key_metrics"]["mean/score"] == 0.75
+    assert [group["mean/score"] for group in of_run["group_level_metrics"]] == [1.0, 1.0, 1.0, 0.0]
+    assert "mean/expected" not in of_run["agent_metrics"]
+    alone = chain.directory / "alone.jsonl"
+    alone.write_bytes(chain.output.read_bytes())  # its dataset rows are not beside it
+    metrics = chain.directory / "metrics.json"
+    assert await asyncio.to_thread(aggregate, [str(chain.output), str(alone), "-o", str(metrics)]) == 0
+    (of_files,) = json.loads(metrics.read_text())
+    assert of_files["key_metrics"]["mean/score"] == 0.75
+    assert "mean/expected" not in of_files["agent_metrics"]
+
+
 async def test_metrics_of_an_environment_that_fails_are_those_of_every_environment(
     make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,16 +4,22 @@ A server's working directory is its plugin's folder, as plugins written for NeMo
 configuration, however, is relative to the directory in which the user typed the command (`from_command`).
 
 A crash may leave a file of JSON lines with an incomplete last line. A line is valid once its line end is written:
-`open_lines` truncates an incomplete one before anything is appended, and readers skip it.
+`open_lines` truncates an incomplete one before anything is appended, and readers skip it. Readers of files that other
+programs may have written, without the last line end, use `finished_lines`.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+_log = logging.getLogger(__name__)
 
 INSTALL_ROOT = Path(__file__).resolve().parents[2]
 COMMAND_DIRECTORY_VARIABLE = "NEMO_GYM_COMMAND_DIR"
@@ -130,6 +136,26 @@ def whole_lines(path: Path) -> Iterator[bytes]:
         for line in file:
             if line.endswith(b"\n"):
                 yield line
+
+
+def finished_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield each line of a file of JSON lines. A last line that its writer has not finished, without a line end and no
+    JSON, is left out with a warning."""
+    for line in file:
+        if line.endswith(b"\n") or not line.strip() or _is_json(line):
+            yield line
+        else:
+            _log.warning("%s: the last line has no end (%d bytes) and is left out", file.name, len(line))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except RecursionError:  # the reader tells what is wrong with it
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def _drop_torn_line(fd: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym._util.files import write_whole
+from nemo_gym._util.files import finished_lines, write_whole
 from nemo_gym.cli import command
 from nemo_gym.cli.report import require_another_file
 from nemo_gym.contract.errors import ConfigError
@@ -160,7 +160,8 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            lines = [*finished_lines(file)]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", key="rollouts") from error
     rows: list[dict[str, Any]] = []

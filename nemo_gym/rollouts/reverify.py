@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym._util.files import finished_lines
 from nemo_gym._util.tasks import first_of
 from nemo_gym.contract.errors import ConfigError, ContractError, ServerError
 from nemo_gym.contract.session import AgentOutcome, Artifact, RolloutIdentity
@@ -77,7 +78,7 @@ def stored_work(output: Path) -> Iterator[StoredWork]:
     except OSError as error:
         raise ConfigError(f"result file '{output}' cannot be read: {error.strerror}", key="output") from error
     with lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(finished_lines(lines), 1):
             try:
                 yield _stored(orjson.loads(line))
             except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym._util.files import finished_lines
 from nemo_gym.contract.errors import RowError
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
@@ -31,7 +32,7 @@ def trajectories_of_rows(path: str | Path) -> Iterator[list[Trajectory]]:
     Raises `RowError` naming a line that is no result row of this suite, or whose trajectory has no token ids.
     """
     with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(finished_lines(file), 1):
             if not line.strip():
                 continue
             try:

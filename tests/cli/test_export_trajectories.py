@@ -79,6 +79,14 @@ def test_trajectories_get_the_reward_and_the_identity_of_their_row(root: Path, f
     assert [one.response_ids.tolist() for one in found[:2]] == [each["response_ids"] for each in held()]
 
 
+def test_last_line_that_is_still_being_written_is_left_out(root: Path) -> None:
+    source = write_result(root / "rows.jsonl", row(0))
+    source.write_text(source.read_text() + json.dumps(row(1))[:-9])
+    done = command(root, MODULE, f"input={source}", f"output={root / 'out.jsonl'}")
+    assert (done.returncode, len(read_jsonl(root / "out.jsonl"))) == (0, 2), done.stderr
+    assert "the last line has no end" in done.stderr
+
+
 def test_arrays_hold_no_reward_where_the_verdict_is_invalid(root: Path) -> None:
     source = write_result(root / "rows.jsonl", row(0, reward=1), row(1, valid=False, reward=None))
     done = command(root, MODULE, f"input={source}", f"output={root / 'out.npz'}")

@@ -294,6 +294,24 @@ def test_metrics_of_files_need_no_servers(tmp_path: Path, capsys: pytest.Capture
         profile([f"rollout_jsonl_fpath={one}"])
 
 
+def test_metrics_leave_out_a_last_line_that_is_still_being_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = results(tmp_path / "one.jsonl", 1.0, 0.0)
+    whole = path.read_bytes()
+    path.write_bytes(whole.rstrip(b"\n"))  # other tools leave the last line end out
+    assert profile(["--rollouts", str(path)]) == 0
+    assert json.loads((tmp_path / "one_agent_metrics.json").read_text())[0]["mean/reward"] == 0.5
+    assert not caplog.messages
+    path.write_bytes(whole + whole[:30])
+    assert profile(["--rollouts", str(path)]) == 0
+    assert json.loads((tmp_path / "one_agent_metrics.json").read_text())[0]["rollouts/total"] == 2
+    assert caplog.messages == [f"{path}: the last line has no end (30 bytes) and is left out"]
+    path.write_bytes(whole[:30] + b"\n" + whole)
+    with pytest.raises(ConfigError, match="line 1 is no JSON"):
+        profile(["--rollouts", str(path)])
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl", "link.jsonl", "a_failures.jsonl"])
 def test_metrics_replace_no_file_of_a_run(name: str, tmp_path: Path) -> None:
     files = [results(tmp_path / f"{letter}.jsonl", 1.0) for letter in "ab"]

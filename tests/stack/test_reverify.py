@@ -93,6 +93,15 @@ def test_row_that_holds_too_little_is_skipped_with_its_reason(finished: tuple[Pa
     assert "1 × its agent skips verification" in done.stdout
 
 
+def test_last_line_that_is_still_being_written_is_left_out(finished: tuple[Path, RunFiles]) -> None:
+    root, _ = finished
+    files = copied(finished, "unfinished")
+    files.output.write_bytes(files.output.read_bytes()[:-9])
+    done = command(root, "reverify", str(files.output))
+    assert (done.returncode, done.stdout.splitlines()[1].split()) == (0, ["sums", "3", "0", "0", "0"]), done.stderr
+    assert "the last line has no end" in done.stderr
+
+
 def test_rollout_without_a_verdict_is_invalid_and_not_the_same(finished: tuple[Path, RunFiles]) -> None:
     root, _ = finished
     files = copied(finished, "invalid")

@@ -278,8 +278,11 @@ class Collection:
 
 
 def _write_metrics(path: Path, aggregates: list[dict[str, Any]]) -> None:
-    with replaced(path) as file:
-        file.write(orjson.dumps(aggregates, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+    try:
+        with replaced(path) as file:
+            file.write(orjson.dumps(aggregates, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+    except OSError as error:
+        raise store_error(path, error) from error
 
 
 async def check_run(

@@ -140,6 +140,23 @@ async def test_full_disk_stops_the_run_with_one_error_and_resumes_after_room_was
     assert {attempt for _, attempt in set(chain.notes("seed")) - set(chain.notes("close"))} <= {1}
 
 
+async def test_full_disk_at_the_metrics_is_one_error_and_the_same_command_writes_them(
+    make_chain: MakeChain, small_disk: Path
+) -> None:
+    chain = make_chain(
+        environment={"says": {"t0": {f"one of many numbers, the {number}th": 1 for number in range(9_000)}}}
+    )
+    chain.write_rows(1)
+    chain.output = small_disk / "out.jsonl"
+    with pytest.raises(StoreError, match=r"no space left to write .*out_aggregate_metrics\.json.*same command again"):
+        await run_collection(chain.client(), chain.run_keys())
+    assert len(chain.output.read_text().splitlines()) == 1
+    grow(small_disk)
+    (entry,) = (await run_collection(chain.client(), chain.run_keys())).aggregates
+    assert json.loads((small_disk / "out_aggregate_metrics.json").read_text()) == [entry]
+    assert len(chain.notes("seed")) == 1
+
+
 async def test_full_disk_is_named_before_any_task_when_not_even_the_inputs_fit(
     make_chain: MakeChain, small_disk: Path
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
@@ -464,8 +464,22 @@ async def _resolve(origin: Origin) -> list[Any]:
     return await asyncio.get_running_loop().getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
 
 
-_TCP_OPTIONS = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""TCP options and their values, in seconds, seconds, probes and milliseconds."""
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""TCP options and their values, in seconds, seconds and probes."""
+_ACKNOWLEDGEMENTS = {"TCP_USER_TIMEOUT": 30_000}
+"""In milliseconds."""
+
+
+def probe(sock: socket.socket) -> None:
+    """Make a TCP socket notice within 30 s that its peer vanished while it waits for data."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _set_tcp_options(sock, _PROBES)
+
+
+def _set_tcp_options(sock: socket.socket, values: Mapping[str, int]) -> None:
+    for name, value in values.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has every option
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def watched_socket(address: Any) -> socket.socket:
@@ -474,8 +488,6 @@ def watched_socket(address: Any) -> socket.socket:
     family, kind, protocol, _, _ = address
     sock = socket.socket(family, kind, protocol)
     if family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _TCP_OPTIONS.items():
-            if (option := getattr(socket, name, None)) is not None:  # not every system has every option
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        probe(sock)
+        _set_tcp_options(sock, _ACKNOWLEDGEMENTS)
     return sock

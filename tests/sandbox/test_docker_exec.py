@@ -3,13 +3,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from nemo_gym.contract.sandbox import SandboxResources
-from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle
-from nemo_gym.sandbox.providers.docker.execution import box_of
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
+from nemo_gym.sandbox.providers.docker.engine import Engine
+from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.processes import BoxControl
 from tests.sandbox.docker_boxes import Boxes, until
 
@@ -209,3 +216,94 @@ async def test_docker_box_survives_a_command_that_times_out_right_after_create(b
         handle = await boxes.create()
         await boxes.provider.exec(handle, "sleep 60", timeout_s=0.01)
         assert (await boxes.provider.exec(handle, "echo alive")).stdout == "alive\n"
+
+
+def frame(data: bytes) -> bytes:
+    return b"\1\0\0\0" + len(data).to_bytes(4, "big") + data
+
+
+class StubEngine:
+    """An engine whose command has ended with 0 by the time somebody asks, however its output's connection ended."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.execs = 0
+        self.client = SimpleNamespace(
+            api_version="1.41", exec_create=self._create, exec_start=lambda _: None, exec_inspect=self._inspect
+        )
+
+    def _create(self, *_: Any, **__: Any) -> dict[str, str]:
+        self.execs += 1
+        return {"Id": "x"}
+
+    def _inspect(self, _: str) -> dict[str, Any]:
+        return {"Running": False, "Pid": 0, "ExitCode": 0}
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+CONNECTION_ENDS: dict[str, tuple[bytes, Callable[[asyncio.StreamWriter], None], ExecOutcome]] = {
+    "at the end of the output": (frame(b"first\n"), asyncio.StreamWriter.close, ExecOutcome.EXITED),
+    "by a reset": (frame(b"first\n"), reset, ExecOutcome.LOST),
+    "inside a header": (frame(b"first\n") + b"\1\0", asyncio.StreamWriter.close, ExecOutcome.LOST),
+    "inside a frame": (frame(b"first\nsecond\n")[:-7], asyncio.StreamWriter.close, ExecOutcome.LOST),
+}
+
+
+@pytest.mark.parametrize("how", CONNECTION_ENDS)
+async def test_docker_exec_is_lost_and_keeps_its_output_when_the_connection_breaks(how: str) -> None:
+    sent, end_connection, outcome = CONNECTION_ENDS[how]
+    stub, ended = StubEngine(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 101 UPGRADED\r\n\r\n" + sent)
+        await writer.drain()
+        await asyncio.sleep(0.05)  # a reset may overtake what was sent before it
+        end_connection(writer)
+        ended.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        stub.url = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        process = DockerExec(cast(Engine, stub), DockerBox("c", "n", {}, 0, None, False), ExecRequest("pytest"))
+        await process.start()
+        await ended.wait()
+        await asyncio.sleep(0.05)
+        *output, end = [event async for event in process.events()]
+    assert output == [ExecOutput("stdout", b"first\n")]
+    assert isinstance(end, ExecEnd) and end.outcome is outcome
+    assert stub.execs == (1 if outcome is ExecOutcome.EXITED else 2), "what still runs in the box must be killed"
+
+
+async def test_docker_exec_has_exited_when_a_local_engine_closes_on_input_that_was_not_read(tmp_path: Path) -> None:
+    stub, path = StubEngine(), tmp_path / "engine.sock"
+    stub.url = f"unix://{path}"
+
+    def serve() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            bound.set()
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 101 UPGRADED\r\n\r\n" + frame(b"first\n"))
+                connection.recv(1, socket.MSG_PEEK)
+
+    bound = threading.Event()
+    serving = asyncio.get_running_loop().run_in_executor(None, serve)
+    await asyncio.to_thread(bound.wait)
+    request = ExecRequest("head -c0; echo first", stdin=b"x" * 8_000_000)
+    process = DockerExec(cast(Engine, stub), DockerBox("c", "n", {}, 0, None, False), request)
+    await process.start()
+    await serving
+    await asyncio.sleep(0.05)
+    *output, end = [event async for event in process.events()]
+    assert output == [ExecOutput("stdout", b"first\n")]
+    assert isinstance(end, ExecEnd) and (end.outcome, end.return_code) == (ExecOutcome.EXITED, 0)

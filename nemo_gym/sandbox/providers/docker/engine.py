@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 from nemo_gym._util.lazy import lazily
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
+from nemo_gym.http.connections import probe
 from nemo_gym.sandbox.base import ExecOutput
 
 if TYPE_CHECKING:
@@ -231,15 +233,35 @@ class AttachRefused(Exception):
         self.status = status
 
 
+class _Reader(asyncio.StreamReader):
+    """Keeps what had arrived when its connection broke, which asyncio's own reader loses."""
+
+    error: Exception | None = None
+    """Why the connection broke; ``None`` if the engine ended the stream."""
+    _ended = False
+
+    def set_exception(self, exc: Exception) -> None:
+        if not self._ended:
+            self.error = exc
+        self.feed_eof()
+
+    def feed_eof(self) -> None:
+        self._ended = True
+        super().feed_eof()
+
+
 class Attachment:
     """Output frames of a started exec, and its standard input."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: _Reader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._is_local = writer.get_extra_info("socket").family == socket.AF_UNIX
+        self._fed = False
+        self._cut = False
 
     async def frames(self) -> AsyncIterator[ExecOutput]:
-        """Yield output as it arrives, until the engine closes the stream for any reason."""
+        """Yield output as it arrives, until the stream ends for any reason."""
         try:
             while True:
                 header = await self._reader.readexactly(8)
@@ -248,20 +270,28 @@ class Attachment:
                 while remaining:
                     data = await self._reader.read(min(remaining, _READ_LIMIT))
                     if not data:
+                        self._cut = True
                         return
                     remaining -= len(data)
                     yield ExecOutput(stream, data)
-        except (asyncio.IncompleteReadError, ConnectionError, ssl.SSLError):
-            return
+        except asyncio.IncompleteReadError as error:
+            self._cut = bool(error.partial)
+
+    @property
+    def broken(self) -> bool:
+        """Whether output may be missing: the connection broke before the engine ended the stream. Valid once `frames`
+        has ended."""
+        # A socket of this machine is reset for one reason only: a server closes it, and the command left input unread.
+        is_own_end = self._fed and self._is_local
+        return self._cut or (self._reader.error is not None and not is_own_end)
 
     async def feed(self, data: bytes) -> None:
         """Write all of standard input and close it. It is no error if the command does not read it."""
-        try:
+        self._fed = True
+        with contextlib.suppress(OSError):
             self._writer.write(data)
             await self._writer.drain()
             self._writer.write_eof()
-        except (ConnectionError, ssl.SSLError):
-            pass
 
     @property
     def can_feed(self) -> bool:
@@ -291,12 +321,17 @@ async def attach(engine_url: str, api_version: str, engine_exec_id: str) -> Atta
         AttachRefused: the engine responded with an error; the command was not started.
         OSError: the engine could not be reached.
     """
+    loop, reader = asyncio.get_running_loop(), _Reader(limit=_READ_LIMIT)
+    protocol = asyncio.StreamReaderProtocol(reader)
     if engine_url.startswith("unix://"):
         path = engine_url.removeprefix("unix://")
-        reader, writer = await asyncio.open_unix_connection(path, limit=_READ_LIMIT)
+        transport, _ = await loop.create_unix_connection(lambda: protocol, path)
     else:
         host, port, tls = _address(engine_url)
-        reader, writer = await asyncio.open_connection(host, port, ssl=tls, limit=_READ_LIMIT)
+        transport, _ = await loop.create_connection(lambda: protocol, host, port, ssl=tls)
+        # No limit on missing acknowledgements: the kernel also applies it to a command that does not read its input.
+        probe(transport.get_extra_info("socket"))
+    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     body = json.dumps({"Detach": False, "Tty": False})
     try:
         writer.write(

@@ -211,6 +211,10 @@ class DockerExec:
         self._box.running.pop(self.exec_id, None)
 
     async def _end(self) -> ExecEnd:
+        if self._attachment is not None and self._attachment.broken and not self._timed_out:
+            # With its exit code, the command would pass for one that printed no more than what has arrived.
+            await self.kill()
+            return ExecEnd(ExecOutcome.LOST, duration_s=time.monotonic() - self._began)
         code = None if self._lost else await self._exit_code()
         if self._killing is not None:
             await asyncio.shield(self._killing)

@@ -244,8 +244,9 @@ command -v git >/dev/null || exit 97
 export GIT_DIR="$1/.git" GIT_WORK_TREE="$1"
 if git {_OPTIONS} rev-parse --git-dir >/dev/null 2>&1; then
   if [ -n "$2" ]; then git {_OPTIONS} merge-base --is-ancestor "$2" HEAD || exit 98; fi
-  printf '%s\\0' "$(git {_OPTIONS} rev-parse --show-object-format 2>/dev/null || echo sha1)" \\
-    "$(git {_OPTIONS} rev-parse --git-path info/exclude)" /
+  format=$(git {_OPTIONS} rev-parse --show-object-format 2>/dev/null)
+  [ "$format" = sha256 ] || format=sha1  # git before 2.25 prints the option that it does not know
+  printf '%s\\0' "$format" "$(git {_OPTIONS} rev-parse --git-path info/exclude)" /
   git {_OPTIONS} ls-files -z && printf '/\\0' &&
   git {_OPTIONS} ls-files -z --others --ignored --exclude-standard --directory
 else

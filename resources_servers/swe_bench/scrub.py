@@ -48,13 +48,15 @@ head=$(git rev-parse --verify --quiet "$head^{commit}") || fail "commit $3 is no
 base=$(git rev-parse --verify --quiet "$base^{commit}") || fail "commit $2 is not in the repository"
 git merge-base --is-ancestor "$base" "$head" || fail "$head does not descend from $base"
 branch=$(git symbolic-ref --quiet --short HEAD || echo main)
-format=$(git rev-parse --show-object-format 2> /dev/null || echo sha1)
+# git before 2.25 prints the option that it does not know, and reports success.
+format=$(git rev-parse --show-object-format 2> /dev/null || true)
+[ "$format" = sha256 ] || format=sha1
 new="$path/.git-scrubbed"
 rm -rf "$new"
 
 option=; [ "$format" = sha1 ] || option="--object-format=$format"
 GIT_DIR="$new" git init --quiet --template= $option "$path"
-git rev-list --objects --no-object-names "$head" > "$lists/objects"
+git rev-list --objects "$head" > "$lists/objects"
 git pack-objects --quiet --delta-base-offset "$new/objects/pack/pack" < "$lists/objects" > /dev/null
 mkdir -p "$new/info"
 if [ -f "$common/info/exclude" ]; then cp "$common/info/exclude" "$new/info/exclude"; fi
@@ -122,7 +124,8 @@ while IFS= read -r key; do
 done < "$lists/config"
 
 # Every object there is, is one that the commit leads to.
-$git rev-list --objects --no-object-names "$head" > "$lists/reachable"
+$git rev-list --objects "$head" > "$lists/named"
+cut -d ' ' -f 1 "$lists/named" > "$lists/reachable"  # git before 2.22 cannot leave out the names
 sort -u "$lists/reachable" > "$lists/expected"
 $git cat-file --batch-all-objects --batch-check='%(objectname)' > "$lists/all"
 sort -u "$lists/all" > "$lists/present"

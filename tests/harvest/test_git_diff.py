@@ -31,6 +31,29 @@ async def test_patch_gives_the_same_tree_when_every_kind_of_change_was_made(benc
     assert await bench.differences(artifact.content(), EVERYTHING) == ""
 
 
+OLD_GIT = r"""
+real=$(command -v git)
+printf '%s\n' '#!/bin/sh' 'for option; do [ "$option" != --show-object-format ] || exec echo "$option"; done' \
+  "exec $real \"\$@\"" > /usr/local/bin/git && chmod +x /usr/local/bin/git
+"""
+"""A git before 2.25, whose rev-parse prints an option that it does not know."""
+
+
+async def test_patch_is_made_when_the_images_git_cannot_name_its_object_format(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.provider.exec
+
+    async def exec_(box: SandboxHandle, command: Sequence[str] | str, **options: Any) -> SandboxExecResult:
+        if harvest._DESCRIBE in command:
+            assert (await run(box, ["/bin/sh", "-c", OLD_GIT], cwd="/")).ok
+        return await run(box, command, **options)
+
+    monkeypatch.setattr(bench.provider, "exec", exec_)
+    artifact = await bench.patch_after("echo more >> a.txt")
+    assert (artifact.error, artifact.facts["paths"]) == (None, ["a.txt"])
+
+
 async def test_patch_is_empty_when_only_products_and_byproducts_appeared(bench: Bench) -> None:
     script = "echo more >> build/p; mkdir -p pkg/__pycache__ x.egg-info; touch pkg/__pycache__/m.pyc x.egg-info/P"
     artifact = await bench.patch_after(script)

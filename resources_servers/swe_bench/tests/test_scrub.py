@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from nemo_gym.sandbox.base import SandboxHandle
+from resources_servers.swe_bench import scrub
 from resources_servers.swe_bench.scrub import ScrubError, scrub_box, verify_box
 
 HANDLE = cast(SandboxHandle, None)
@@ -90,6 +92,30 @@ async def test_work_tree_and_branch_are_untouched_when_a_repository_is_scrubbed(
     assert git(work, "symbolic-ref", "--short", "HEAD") == "main"
     assert git(work, "rev-parse", "HEAD") == base
     assert (work / "built").read_text() == "product"
+
+
+OLD_GIT = """#!/bin/sh
+for option; do
+  case "$option" in --show-object-format) echo "$option"; exit ;; --no-object-names) exit 129 ;; esac
+done
+exec {git} "$@"
+"""
+"""A git of 2018: its rev-parse prints an option that it does not know, and its rev-list refuses one."""
+
+
+async def test_repository_is_scrubbed_when_the_images_git_is_old(
+    this_host: Any, repository: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, base = repository
+    git(work, "replace", "-d", base)
+    head = commit(work, "a name with spaces", "later")
+    (tmp_path / "bin").mkdir()
+    old_git = tmp_path / "bin" / "git"
+    old_git.write_text(OLD_GIT.format(git=shutil.which("git")))
+    old_git.chmod(0o755)
+    monkeypatch.setitem(scrub._ENVIRONMENT, "PATH", f"{old_git.parent}:{scrub._ENVIRONMENT['PATH']}")
+    await scrub_box(this_host, HANDLE, str(work), base, head=head)
+    assert git(work, "rev-list", "--count", f"{base}..HEAD") == "1"
 
 
 async def test_commit_of_the_image_makers_is_kept_when_it_is_named(

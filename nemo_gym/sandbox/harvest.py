@@ -622,8 +622,8 @@ def _index_info(entries: Mapping[bytes, Entry]) -> bytes:
 
 
 def _quoted(path: bytes) -> bytes:
-    """Quote and escape a path for git's line-based input if git could misread it bare."""
-    if path.startswith(b'"') or b"\n" in path or b"\\" in path:
+    """Quote and escape a path for git's line-based input if git could misread it bare. It drops a CR before LF."""
+    if path.startswith(b'"') or any(byte in path for byte in b"\n\r\\"):
         body = b"".join(b"\\%03o" % byte if byte < 32 or byte in b'"\\' else bytes([byte]) for byte in path)
         return b'"' + body + b'"'
     return path

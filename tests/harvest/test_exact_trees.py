@@ -22,6 +22,7 @@ CASES = {
         printf 1 > "$(printf 'latin\351.txt')"; printf 2 > "$(printf 'tab\tand\nline')"; printf 3 > ' lead and trail '
         printf 4 > '"quoted"'; printf 5 > 'back\slash'; printf 6 > './-rf'
         mkdir -p 'a b/c d'; printf 7 > 'a b/c d/e f'
+        printf more >> "$(printf 'Icon\r')"; rm "$(printf 'pkg/Icon\r')"
         printf 8 > 'a => b'; mkdir b; printf 9 > b/a.txt; printf 10 > 日本.txt
     """,
     "line ends and encodings": r"""

@@ -326,6 +326,12 @@ class _Pristine:
         """Path → content of the ``.gitignore`` files. Git does not follow one that is a link."""
         return {path: content for path, content in self.contents.items() if self.tree.entries[path].mode != SYMLINK}
 
+    @property
+    def links(self) -> dict[str, bytes]:
+        """Blob id → target of the symbolic links. Not by path: a link's other names (hard links) have no content."""
+        found = ((self.tree.entries[path], content) for path, content in self.contents.items())
+        return {entry.oid: content for entry, content in found if entry.mode == SYMLINK}
+
 
 async def harvest_git_diff(
     provider: SandboxProvider,
@@ -490,14 +496,14 @@ class _Harvester:
         old = {path: pristine.tree.entries[path] for path in changed if path in pristine.tree.entries}
         new = {path: work.entries[path] for path in changed if path in work.entries}
         from_pristine = {entry.oid: path for path, entry in old.items() if entry.mode != SYMLINK}
-        links = {entry.oid: pristine.contents[path] for path, entry in old.items() if entry.mode == SYMLINK}
-        oids = set(links)
+        links = pristine.links
+        oids = {entry.oid for entry in old.values() if entry.mode == SYMLINK}
         for path, entry in new.items():
-            if entry.oid in contents.places:
+            if entry.oid in contents.places or entry.oid in links:
                 oids.add(entry.oid)
             elif entry.oid in pristine.by_oid:
                 from_pristine[entry.oid] = pristine.by_oid[entry.oid]
-            elif entry.oid not in oids:
+            else:
                 raise _BoxContentsError(
                     f"'{path.decode('utf-8', 'replace')}' is larger than the cap of {self._item.max_bytes} bytes",
                     truncated=True,

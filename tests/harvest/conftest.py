@@ -27,8 +27,10 @@ REPOSITORY = r"""
 set -e
 git init -q -b main && git config user.email a@example.org && git config user.name a
 printf 'one\ntwo\n' > a.txt; printf 'crlf\r\n' > crlf.txt; printf '\0\1binary' > data.bin
-mkdir pkg && echo 'x = 1' > pkg/m.py && ln -s a.txt link && echo gone > gone.txt && echo run > run.sh
-printf 'odd\n' > "$(printf 'we"ird\nname')"; echo icon > "$(printf 'Icon\r')"; echo icon > "$(printf 'pkg/Icon\r')"
+mkdir pkg && echo 'x = 1' > pkg/m.py && ln -s a.txt link && ln -P link twin
+echo gone > gone.txt; echo run > run.sh
+printf 'odd\n' > "$(printf 'we"ird\nname')"
+echo icon > "$(printf 'Icon\r')"; echo icon > "$(printf 'pkg/Icon\r')"
 printf 'build/\n*.egg-info\nnode_modules\n/target/\n*.log\n!notes.log\nout\n!/web/out\n' > .gitignore
 printf 'zout/*\n!zout/*.py\n' >> .gitignore
 mkdir web && echo /dist > web/.gitignore

@@ -13,6 +13,7 @@ import pytest
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxError
 from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest, GitDiffHarvest
 from nemo_gym.sandbox import harvest
+from nemo_gym.sandbox.archive import END_OF_ARCHIVE, TarParser, encode_header
 from nemo_gym.sandbox.base import SandboxExecResult, SandboxHandle
 from tests.harvest.conftest import Bench
 
@@ -52,6 +53,33 @@ async def test_patch_is_made_when_the_images_git_cannot_name_its_object_format(
     monkeypatch.setattr(bench.provider, "exec", exec_)
     artifact = await bench.patch_after("echo more >> a.txt")
     assert (artifact.error, artifact.facts["paths"]) == (None, ["a.txt"])
+
+
+async def _with_links_of_links(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Write equal symbolic links as hard links to the first one, as a Docker Engine writes those of one inode."""
+    first: dict[str, str] = {}
+    parser = TarParser()
+    async for chunk in stream:
+        for event in parser.feed(chunk):
+            if isinstance(event, tarfile.TarInfo):
+                padding = bytes(-event.size % tarfile.BLOCKSIZE)
+                if event.issym() and first.setdefault(event.linkname, event.name) != event.name:
+                    event.type, event.linkname = tarfile.LNKTYPE, first[event.linkname]
+                yield encode_header(event)
+            else:
+                yield padding if event is None else event
+    yield END_OF_ARCHIVE
+
+
+@pytest.mark.parametrize("script", ["ln -P link zlink", "ln -sfn pkg twin", "rm twin", "rm link", "ln -sfn pkg link"])
+async def test_patch_holds_names_that_share_a_symbolic_link(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    read = bench.provider.get_archive
+    monkeypatch.setattr(bench.provider, "get_archive", lambda *args, **of: _with_links_of_links(read(*args, **of)))
+    artifact = await bench.patch_after(script)
+    assert artifact.error is None
+    assert await bench.differences(artifact.content(), script) == ""
 
 
 async def test_patch_is_empty_when_only_products_and_byproducts_appeared(bench: Bench) -> None:
@@ -134,7 +162,7 @@ async def test_files_of_a_nested_repository_are_in_the_patch(bench: Bench) -> No
 async def test_everything_is_deleted_when_the_work_tree_is_empty(bench: Bench) -> None:
     artifact = await bench.patch_after("rm -rf -- * .[a-z]*; true")
     assert artifact.error is None
-    assert artifact.content().count(b"deleted file mode") == artifact.facts["path_count"] == 11
+    assert artifact.content().count(b"deleted file mode") == artifact.facts["path_count"] == 14
 
 
 async def test_file_that_is_all_holes_is_said_to_be_too_large_at_once(bench: Bench) -> None:

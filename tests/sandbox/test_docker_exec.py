@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import ssl
 import struct
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +16,9 @@ from typing import Any, cast
 
 import pytest
 
-from nemo_gym.contract.sandbox import SandboxResources
+from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
+from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.docker.engine import Engine
 from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.processes import BoxControl
@@ -216,6 +220,62 @@ async def test_docker_box_survives_a_command_that_times_out_right_after_create(b
         handle = await boxes.create()
         await boxes.provider.exec(handle, "sleep 60", timeout_s=0.01)
         assert (await boxes.provider.exec(handle, "echo alive")).stdout == "alive\n"
+
+
+async def relayed(context: ssl.SSLContext, engine: str) -> asyncio.Server:
+    """A server that reaches a local engine for clients that come over TLS."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ssl.SSLError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+        else:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_unix_connection(engine.removeprefix("unix://"))
+        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+        inner_writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+
+
+@pytest.fixture
+def certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the certificates of an engine on this machine and its clients, as `DOCKER_CERT_PATH` too."""
+    words = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=engine \
+        -addext subjectAltName=IP:127.0.0.1 -keyout {tmp_path}/key.pem -out {tmp_path}/cert.pem"
+    subprocess.run(words.split(), check=True, capture_output=True)
+    (tmp_path / "ca.pem").write_bytes((tmp_path / "cert.pem").read_bytes())
+    monkeypatch.setenv("DOCKER_CERT_PATH", str(tmp_path))
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # with requests these win over the SDK's own setting
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+async def test_docker_exec_has_standard_input_when_the_engine_is_reached_by_tls(
+    docker_engine: str, certificates: Path
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    async with await relayed(context, docker_engine) as server:
+        port = server.sockets[0].getsockname()[1]
+        provider = DockerProvider(base_url=f"https://127.0.0.1:{port}", watchdog=False)
+        handle = await provider.create(SandboxSpec(ttl_s=60))
+        try:
+            data = os.urandom(3_000_000)
+            done = await provider.exec(handle, "cat; exit 3", stdin=data, timeout_s=30)
+            assert (done.stdout_bytes == data, done.return_code) == (True, 3)
+            done = await provider.exec(handle, ["head", "-c2"], stdin=b"0123" * 40_000, timeout_s=30)
+            assert (done.outcome, done.return_code, done.stdout) == (ExecOutcome.EXITED, 0, "01")
+            done = await provider.exec(handle, ["cat"], stdin=b"", merge_stderr=True, timeout_s=30)
+            assert (done.outcome, done.return_code, done.stdout) == (ExecOutcome.EXITED, 0, "")
+        finally:
+            await provider.close(handle)
+            await provider.aclose()
 
 
 def frame(data: bytes) -> bytes:

@@ -286,17 +286,14 @@ class Attachment:
         return self._cut or (self._reader.error is not None and not is_own_end)
 
     async def feed(self, data: bytes) -> None:
-        """Write all of standard input and close it. It is no error if the command does not read it."""
+        """Write all of standard input, and close it if `can_half_close`. It is no error if the command does not read
+        it."""
         self._fed = True
         with contextlib.suppress(OSError):
             self._writer.write(data)
             await self._writer.drain()
-            self._writer.write_eof()
-
-    @property
-    def can_feed(self) -> bool:
-        """Whether standard input can be closed while output stays open, which TLS does not support."""
-        return self._writer.can_write_eof()
+            if self._writer.can_write_eof():
+                self._writer.write_eof()
 
     def close(self) -> None:
         """Drop the connection. The command goes on; `frames` ends."""
@@ -312,6 +309,11 @@ def _address(engine_url: str) -> tuple[str, int, ssl.SSLContext | None]:
         context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
         context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
     return url.hostname or "", url.port or (2375 if context is None else 2376), context
+
+
+def can_half_close(engine_url: str) -> bool:
+    """Whether standard input can be closed while output stays open, which TLS does not support."""
+    return tls_certificates(engine_url) is None
 
 
 async def attach(engine_url: str, api_version: str, engine_exec_id: str) -> Attachment:

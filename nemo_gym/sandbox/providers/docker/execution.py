@@ -18,7 +18,15 @@ from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest,
 from nemo_gym.sandbox.doors import DoorServer
 from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.linux import uptime_ticks
-from nemo_gym.sandbox.providers.docker.engine import Attachment, AttachRefused, Engine, attach, sdk_errors, status_of
+from nemo_gym.sandbox.providers.docker.engine import (
+    Attachment,
+    AttachRefused,
+    Engine,
+    attach,
+    can_half_close,
+    sdk_errors,
+    status_of,
+)
 from nemo_gym.sandbox.providers.docker.names import EXEC_MARK, spec_env
 from nemo_gym.sandbox.providers.docker.processes import BoxControl, Selection, kill_exec, select, signal_exec
 
@@ -135,7 +143,7 @@ class DockerExec:
             created = await self._engine.call(
                 client.exec_create,
                 box.container_id,
-                _argv(request),
+                _argv(request, counts_input=not can_half_close(self._engine.url)),
                 stdin=request.stdin is not None,
                 user=request.user or "",
                 workdir=request.cwd,
@@ -159,10 +167,6 @@ class DockerExec:
         if self._lost or self._attachment is None:
             return
         if request.stdin is not None:
-            if not self._attachment.can_feed:
-                await self.kill()
-                self._close()
-                raise SandboxError("docker: standard input cannot be sent over TLS; write it to a file in the box")
             self._feeding = asyncio.ensure_future(self._attachment.feed(request.stdin))
         if request.timeout_s is not None:
             loop = asyncio.get_running_loop()
@@ -350,10 +354,19 @@ class DockerExec:
             await self._engine.call(run)
 
 
-def _argv(request: ExecRequest) -> list[str]:
+_COUNTED_INPUT = """
+command -v head >/dev/null || { echo "standard input over TLS needs the program head in the image" >&2; exit 127; }
+head -c "$1" | { shift; exec "$@"; }
+"""
+
+
+def _argv(request: ExecRequest, *, counts_input: bool) -> list[str]:
+    """The engine's command line; with ``counts_input`` the command's standard input ends after the bytes sent."""
     argv: Sequence[str]
     argv = ["/bin/sh", "-c", request.command] if isinstance(request.command, str) else list(request.command)
     if request.merge_stderr:
         # A single pipe keeps the order in which both streams were written; the engine's two streams do not.
         argv = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *argv]
+    if counts_input and request.stdin is not None:
+        argv = ["/bin/sh", "-c", _COUNTED_INPUT, "sh", str(len(request.stdin)), *argv]
     return list(argv)

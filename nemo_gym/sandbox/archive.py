@@ -63,6 +63,7 @@ def pack(
     exclude: Sequence[str] = (),
     max_bytes: int | None = None,
     name: str | None = None,
+    owner: int | None = None,
 ) -> Iterator[bytes]:
     """Yield the file, directory or symbolic link at ``path`` as a tar stream.
 
@@ -74,6 +75,7 @@ def pack(
         exclude: see `Excludes`.
         max_bytes: maximum length of the stream; ``None`` for no limit.
         name: name of the first member; ``None`` is the last part of ``path`` (``.`` for the root directory).
+        owner: user and group id of all members; ``None`` keeps those of the files.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -81,13 +83,14 @@ def pack(
         ArchiveError: an entry cannot be read, or directories are nested more than `MAX_DEPTH` deep.
         OSError: this host has run out of memory or descriptors, or its disk fails.
     """
-    return _Packer(Excludes(exclude), max_bytes).run(os.fspath(path), name)
+    return _Packer(Excludes(exclude), max_bytes, owner).run(os.fspath(path), name)
 
 
 class _Packer:
-    def __init__(self, excludes: Excludes, max_bytes: int | None) -> None:
+    def __init__(self, excludes: Excludes, max_bytes: int | None, owner: int | None) -> None:
         self._excludes = excludes
         self._max_bytes = max_bytes
+        self._owner = owner
         self._buffer = bytearray()
         self._total = 0
         self._inodes: dict[tuple[int, int], str] = {}
@@ -109,7 +112,7 @@ class _Packer:
         name = "/".join(parts)
         member = tarfile.TarInfo(name)
         member.mode, member.mtime = stat.S_IMODE(info.st_mode), int(info.st_mtime)
-        member.uid, member.gid = info.st_uid, info.st_gid
+        member.uid, member.gid = (info.st_uid, info.st_gid) if self._owner is None else (self._owner, self._owner)
         try:
             if stat.S_ISDIR(info.st_mode):
                 member.type = tarfile.DIRTYPE

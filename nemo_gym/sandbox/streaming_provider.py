@@ -108,7 +108,12 @@ class StreamingProvider(ABC):
             raise SandboxError(f"'{target}' does not name a file")
         if not await asyncio.to_thread(source.is_file):
             raise SandboxError(f"'{source}' is not a file of this host")
-        await self.put_archive(handle, parent or "/", _in_thread(pack(source.resolve(), name=name)))
+        packed = pack(source.resolve(), name=name, owner=self._owner_of_uploads(handle))
+        await self.put_archive(handle, parent or "/", _in_thread(packed))
+
+    def _owner_of_uploads(self, handle: SandboxHandle) -> int | None:
+        """User and group id that `upload_file` gives a file; ``None`` keeps the host file's, if unpacking does."""
+        return None
 
     async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
         """Copy a regular file of the box to ``target`` on this host, atomically.

@@ -14,8 +14,9 @@ import pytest
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.sandbox.providers.docker import archives
+from nemo_gym.sandbox.providers.docker import DockerProvider, archives
 from nemo_gym.sandbox.providers.docker.archives import Upload
+from nemo_gym.sandbox.providers.docker.execution import DockerBox
 from tests.sandbox.docker_boxes import Boxes
 
 
@@ -267,3 +268,27 @@ def test_upload_knows_the_directories_that_an_archive_implies() -> None:
     upload.feed(archive(member("a/b/c"), member("a/b/d"), member("e", kind=tarfile.DIRTYPE), member("e/f/g")))
     upload.close()
     assert upload.implied - {("e",)} == {("a",), ("a", "b"), ("e", "f")}
+
+
+@pytest.mark.parametrize(("user", "owner"), [("", 0), ("root", 0), ("0:0", 0), ("node", None)])
+async def test_docker_uploaded_file_belongs_to_root_when_root_uses_the_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str, owner: int | None
+) -> None:
+    source = tmp_path / "key"
+    source.write_text("secret")
+    if os.geteuid() == 0:
+        os.chown(source, 1234, 1234)
+    received = bytearray()
+
+    async def put_archive(handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
+        async for chunk in tar:
+            received.extend(chunk)
+
+    provider = DockerProvider(base_url="unix:///nowhere")
+    monkeypatch.setattr(provider, "put_archive", put_archive)
+    box = DockerBox("c", "n", {}, 0, None, has_memory_limit=False, user=user)
+    await provider.upload_file(SandboxHandle("c", "docker", raw=box), source, "/key")
+    with tarfile.open(fileobj=io.BytesIO(received)) as tar:
+        (member,) = tar.getmembers()
+    assert member.uid == (source.stat().st_uid if owner is None else owner)
+    await provider.aclose()

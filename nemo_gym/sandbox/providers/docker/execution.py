@@ -80,6 +80,8 @@ class DockerBox:
     control: BoxControl | None
     """``None`` if the box's processes are not visible here or may not be signalled."""
     has_memory_limit: bool
+    user: str = ""
+    """The user of the box as its spec or image names it, if any does: name or id, and perhaps ``:group``."""
     running: dict[str, DockerExec] = field(default_factory=dict)
     doors: dict[str, DoorServer | EgressProxy] = field(default_factory=dict)
 
@@ -94,6 +96,7 @@ class DockerBox:
             init_pid=pid,
             control=BoxControl.find(pid, inspection["Id"]) if pid else None,
             has_memory_limit=bool((inspection.get("HostConfig") or {}).get("Memory")),
+            user=str(inspection["Config"].get("User") or ""),
         )
 
 

@@ -281,6 +281,10 @@ class DockerProvider(StreamingProvider):
         finally:
             upload.close()
 
+    def _owner_of_uploads(self, handle: SandboxHandle) -> int | None:
+        # A box's root has no rights over the files of other users, such as the one who runs this process.
+        return 0 if box_of(handle).user.partition(":")[0] in ("", "0", "root") else None
+
     async def get_archive(
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:

@@ -311,10 +311,11 @@ class Reason:
 
     @classmethod
     def distinct(cls, summaries: Iterable[RolloutSummary]) -> list[Reason]:
-        """Return the distinct reasons, ordered by `RolloutSummary.rank` and then by the number of rollouts."""
+        """Return the distinct reasons of rollouts that failed, ordered by `RolloutSummary.rank` and then by the number
+        of rollouts."""
         found: dict[tuple[int, str], list[RolloutSummary]] = {}
         for item in summaries:
-            if item.label:
+            if item.label and item.rank < 3:
                 key = same_way(item.label, item.reason, (item.task_id,))
                 found.setdefault((item.rank, key), []).append(item)
         ordered = sorted(found.items(), key=lambda pair: (pair[0][0], -len(pair[1])))
@@ -395,7 +396,7 @@ class RolloutSummary:
             sample_index=row["_ng_rollout_index"],
             agent=(row.get("agent_ref") or {}).get("name", ""),
             reward=reward,
-            outcome=str(row.get("outcome") if valid else kind),
+            outcome=str((row.get("outcome") or AgentOutcome.COMPLETED.value) if valid else kind),
             findings=len(findings),
             turns=_turns_of_row(row),
             seconds=sum(timings.values()) if timings else None,

@@ -22,7 +22,7 @@ from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.view.lines import COLUMNS, NoResultRow, index_line
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 BATCH_BYTES = 16 << 20
 MAX_LINE_BYTES = 256 << 20
 OUTPUT, FAILURES = 0, 1

@@ -156,10 +156,11 @@ def tasks(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
 
 
 def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
-    """Group rollouts that failed the same way: those without a verdict first, then the largest groups first."""
+    """Group rollouts that failed the same way: those without a verdict first, then the largest groups first. Solved
+    ones that ended at a limit have a way, too, but did not fail."""
     groups = index.rows(
         "SELECT way, label, reason, rank, count(*) AS rollouts, min(id) AS first, outcome, log"
-        " FROM rollouts WHERE way IS NOT NULL GROUP BY rank, way ORDER BY rank, count(*) DESC LIMIT ?",
+        " FROM rollouts WHERE way IS NOT NULL AND rank < 3 GROUP BY rank, way ORDER BY rank, count(*) DESC LIMIT ?",
         (limit,),
     )
     for group in groups:

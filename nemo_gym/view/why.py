@@ -364,8 +364,6 @@ def _evidence(columns: Mapping[str, Any], row: Mapping[str, Any]) -> Iterable[st
 def explain_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
     """Yield a class for each way to fail, explained by its first rollout."""
     for group in reasons(index, MAX_CLASSES):
-        if group["rank"] == 3:
-            continue  # it has a reward
         explained = explain_rollout(index, group["named"][0]["rollout_id"])
         if explained is not None:
             named = [f"{each['task_id']}#{each['sample_index']}" for each in group["named"][:EXAMPLES]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_gym.view.index import open_result
+from nemo_gym.view.queries import summary
 from nemo_gym.view.report import report
 from tests.view.results import failed, row, write
 
@@ -26,3 +27,11 @@ def test_report_holds_figures_failures_and_the_comparison(tmp_path: Path) -> Non
     assert "| mean reward | 0.333 ± 0.653 |" in text
     assert "\\<script\\>alert(1)" in text
     assert "\\| \\*\\*bold\\*\\*" in text
+
+
+def test_solved_rollouts_are_no_failures_whatever_way_they_ended(tmp_path: Path) -> None:
+    of_nemo_gym = {key: value for key, value in row(1).items() if key not in ("outcome", "valid", "_ng_rollout_id")}
+    path = write(tmp_path / "a.jsonl", row(0, reward=1.0, outcome="max_turns"), of_nemo_gym)
+    index = open_result(path)
+    assert "Failures" not in report([index], "md")
+    assert sorted(each["outcome"] for each in summary(index)["outcomes"]) == ["completed", "max_turns"]

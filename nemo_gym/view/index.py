@@ -33,9 +33,10 @@ CREATE TABLE files (source INTEGER PRIMARY KEY, inode INTEGER, read_to INTEGER N
     head BLOB, tail BLOB, foreign_rows INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE rollouts (id INTEGER PRIMARY KEY, source INTEGER NOT NULL, offset INTEGER NOT NULL,
     length INTEGER NOT NULL, line INTEGER NOT NULL, {", ".join(COLUMNS)});
-CREATE INDEX rollouts_by_id ON rollouts (rollout_id);
+CREATE INDEX rollouts_by_id ON rollouts (rollout_id, task_index, sample_index);
 CREATE INDEX rollouts_worst_first ON rollouts (rank, task_index, sample_index);
 CREATE INDEX rollouts_by_task ON rollouts (task_index, sample_index, reward);
+CREATE INDEX failures_by_rollout ON rollouts (task_index, sample_index, agent, rollout_id) WHERE source = {FAILURES};
 CREATE TABLE odd_lines (source INTEGER NOT NULL, line INTEGER NOT NULL, offset INTEGER NOT NULL,
     length INTEGER NOT NULL, why TEXT NOT NULL);
 """
@@ -44,6 +45,17 @@ _INSERT = (
     f"INSERT INTO rollouts (id, source, offset, length, line, {', '.join(COLUMNS)})"
     f" VALUES (?, ?, ?, ?, ?{', ?' * len(COLUMNS)})"
 )
+_KEY = [COLUMNS.index(name) for name in ("task_index", "sample_index", "agent", "rollout_id")]
+_DROP_EARLIER_FAILURES = f"""
+DELETE FROM rollouts WHERE source = {FAILURES} AND {{0}} AND id < (
+    SELECT max(CASE source WHEN {OUTPUT} THEN 1 << 62 ELSE id END) FROM rollouts WHERE {{0}})
+"""
+"""NeMo Gym writes a line for each attempt that failed, which stays when a later one succeeds; what counts is the
+result, or else the last failure."""
+_SAME_TASK = "task_index = ?1 AND sample_index = ?2 AND agent = ?3"
+_DROP_BY_ID = _DROP_EARLIER_FAILURES.format(f"rollout_id IN (?4, ?1||'-'||?2) AND {_SAME_TASK}")
+_DROP_BY_TASK = _DROP_EARLIER_FAILURES.format(f"?4 = ?4 AND {_SAME_TASK}")
+"""For a row without an id (see `index_line`): NeMo Gym goes on with runs whose rows have ids."""
 
 
 class ViewError(NemoGymError):
@@ -196,7 +208,8 @@ class ResultIndex:
         with _transaction(connection):
             state = self._state(connection, source)  # another process may have read on
             start, rows, texts, odd = state.read_to, [], [], []
-            (last_id,) = connection.execute("SELECT coalesce(max(id), 0) FROM rollouts").fetchone()
+            with_id: list[list[Any]] = []
+            without_id: list[list[Any]] = []
             for offset, line, length in _lines(file, start, size):
                 state.lines += 1
                 state.read_to = offset + length
@@ -210,15 +223,20 @@ class ResultIndex:
                     except NoResultRow as error:
                         odd.append((source, state.lines, offset, length, str(error)))
                         continue
-                    last_id += 1
-                    rows.append((last_id, source, offset, length, state.lines, *found.values))
-                    texts.append((last_id, found.text))
+                    row_id = 2 * state.lines + source  # never given again: the text of a dropped row stays
+                    rows.append((row_id, source, offset, length, state.lines, *found.values))
+                    key = [found.values[place] for place in _KEY]
+                    (without_id if key[3] == f"{key[0]}-{key[1]}" else with_id).append(key)
+                    texts.append((row_id, found.text))
                     state.foreign_rows += found.is_foreign
                 if state.read_to - start >= BATCH_BYTES:
                     break
             if state.read_to == start:
                 return None
             connection.executemany(_INSERT, rows)
+            if connection.execute(f"SELECT 1 FROM rollouts WHERE source = {FAILURES} LIMIT 1").fetchone():
+                connection.executemany(_DROP_BY_ID, with_id)
+                connection.executemany(_DROP_BY_TASK, without_id)
             connection.executemany(f"INSERT INTO texts_{source} (rowid, text) VALUES (?, ?)", texts)
             connection.executemany("INSERT INTO odd_lines VALUES (?, ?, ?, ?, ?)", odd)
             state.inode = os.fstat(file.fileno()).st_ino
@@ -237,10 +255,12 @@ class ResultIndex:
 
     def _forget(self, connection: sqlite3.Connection, source: int) -> bool:
         with _transaction(connection):
-            for table in ("rollouts", "odd_lines", "files"):
-                connection.execute(f"DELETE FROM {table} WHERE source = ?", (source,))
-            connection.execute(f"DROP TABLE texts_{source}")
-            connection.execute(_TEXTS.format(source))
+            # With a result goes the reason why its rollout's failures were dropped: they are read again.
+            for each in (OUTPUT, FAILURES)[source:]:
+                for table in ("rollouts", "odd_lines", "files"):
+                    connection.execute(f"DELETE FROM {table} WHERE source = ?", (each,))
+                connection.execute(f"DROP TABLE texts_{each}")
+                connection.execute(_TEXTS.format(each))
         return True
 
     def line(self, source: int, offset: int, length: int) -> bytes:

@@ -111,6 +111,29 @@ def test_index_is_made_anew_when_the_file_is_another_one(output: Path) -> None:
     assert names(index) == ["run.9-0"]
 
 
+def test_failed_attempts_of_a_rollout_count_once_and_not_beside_its_result(output: Path) -> None:
+    of_nemo_gym = {"_ng_task_index": 0, "_ng_rollout_index": 0, "agent_ref": {"name": "a"}, "response": {}}
+    lost = {**of_nemo_gym, "_ng_failure_class": "agent_run_error", "error": "500"}
+    other = {**lost, "agent_ref": {"name": "b"}}
+    ids = [{**lost, "_ng_task_index": 5, "_ng_rollout_id": name} for name in ("x", "y")]
+    output.unlink()
+    failures = output.with_name("out_failures.jsonl")
+    write(failures, lost, lost, other, *ids, failed(0), failed(7), failed(7))
+    index = open_result(output)
+    assert names(index, reward="none", sort="rollout_id") == ["0-0", "0-0", "run.0-0", "run.7-0", "x", "y"]
+    write(output, {**of_nemo_gym, "reward": 1.0}, row(0, reward=1.0))
+    assert index.update() is True
+    assert names(index, reward="none", sort="rollout_id") == ["0-0", "run.7-0", "x", "y"]
+    append(failures, lost, failed(7, failure_reason="again"))
+    assert index.update() is True
+    assert names(index, reward="none", sort="rollout_id") == ["0-0", "run.7-0", "x", "y"]
+    assert "again" in [each["reason"] for each in reasons(index)]
+    assert summary(index)["rollouts"] == 6
+    output.unlink()
+    assert index.update() is True
+    assert names(index, sort="rollout_id") == ["0-0", "0-0", "run.0-0", "run.7-0", "x", "y"]
+
+
 def test_last_line_without_an_end_is_left_out_until_it_has_one(output: Path) -> None:
     with output.open("ab") as file:
         file.write(b'{"_ng_rollout_id": "run.8-0", "_ng_')

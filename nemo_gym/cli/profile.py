@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +16,7 @@ from nemo_gym._util.files import finished_lines, write_whole
 from nemo_gym.cli import command
 from nemo_gym.cli.report import require_another_file
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import AGENT_REF_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY, without
+from nemo_gym.contract.verdict import AGENT_REF_KEY, ROLLOUT_ID_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY, without
 
 if TYPE_CHECKING:
     from nemo_gym.rollouts.reverify import Inputs
@@ -34,7 +38,7 @@ def profile(argv: Sequence[str]) -> int:
     path = Path(source).expanduser()
     inputs = arguments.inputs or given.get("materialized_inputs_jsonl_fpath")
     given_rows = Path(inputs).expanduser() if inputs else None
-    reports = _reports([path], given_rows)
+    reports = _reports(_files([path]), given_rows)
     dataset = _inputs_of(path, given_rows)
     tasks = path.with_name(f"{path.stem}_reward_profiling.jsonl")
     agents = path.with_name(f"{path.stem}_agent_metrics.json")
@@ -53,19 +57,48 @@ def profile(argv: Sequence[str]) -> int:
 
 
 def aggregate(argv: Sequence[str]) -> int:
-    """Write the metrics of all rows of several result files."""
+    """Write the metrics of all rows of several result files and, as NeMo Gym does, these rows to one file."""
     parser = command.parser("ng eval aggregate", "Metrics over several result files.", words="FILE.jsonl")
-    parser.add_argument("--output", "-o", help="default: aggregate_metrics.json beside the first file")
+    parser.add_argument("--input-glob", help="result files by a pattern, or by several with commas between")
+    parser.add_argument(
+        "--output",
+        "-o",
+        help="ALL.jsonl for all rows, with ALL_aggregate_metrics.json beside it, or METRICS.json for the metrics alone"
+        " (default: aggregate_metrics.json beside the first file)",
+    )
     arguments = parser.parse_intermixed_args(argv)
-    if not arguments.settings:
+    from nemo_gym.rollouts.results import RunFiles
+
+    # The last one does nothing: no servers are asked.
+    keys = ("input_glob", "output_jsonl_fpath", "merge_shards", "config_paths")
+    words = [word for word in arguments.settings if word.startswith("+") or command.key_of(word) in keys]
+    given = command.settings_of(words, keys)
+    target = arguments.output or given.get("output_jsonl_fpath")
+    output = Path(target).expanduser() if target else None
+    of_rows = output is not None and output.suffix == ".jsonl"
+    merged = output if of_rows and given.get("merge_shards", "").lower() != "false" else None
+    paths = [Path(word).expanduser() for word in arguments.settings if word not in words]
+    if pattern := arguments.input_glob or given.get("input_glob"):
+        paths += _matches(pattern, merged)
+    if not paths:
         raise ConfigError("say which results: ng eval aggregate a.jsonl b.jsonl", key="input")
-    paths = [Path(word).expanduser() for word in arguments.settings]
-    output = Path(arguments.output).expanduser() if arguments.output else paths[0].with_name("aggregate_metrics.json")
-    require_another_file("output", output, paths)
-    reports = _reports(paths)
-    _write(output, json.dumps(reports, indent=2))
+    metrics = output or paths[0].with_name("aggregate_metrics.json")
+    if of_rows:
+        metrics = metrics.with_name(f"{metrics.stem}_aggregate_metrics.json")
+    require_another_file("output", merged or metrics, paths)
+    if merged and merged.exists() and (RunFiles(merged).materialized_inputs.exists() or not metrics.exists()):
+        raise ConfigError(f"output: '{merged}' exists and is not of this command; choose another file", key="output")
+    files = _files(paths)
+    reports = _reports(files)
+    if merged is not None:
+        with suppress(OSError):  # the metrics' error says it
+            merged.parent.mkdir(parents=True, exist_ok=True)
+    _write(metrics, json.dumps(reports, indent=2))
+    if merged is not None:
+        _merge(files, merged)
+        print(f"rows: {merged}")
     _print(reports)
-    print(f"metrics: {output}")
+    print(f"metrics: {metrics}")
     return command.EXIT_OK
 
 
@@ -108,33 +141,120 @@ def _sample(dataset: Inputs | None, task: int) -> dict[str, Any]:
     return {} if row is None else {"sample": without(row, (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY))}
 
 
-def _reports(paths: Sequence[Path], inputs: Path | None = None) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """A result file."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+    failures: list[dict[str, Any]]
+    """Those of the failures file beside it, for rollouts without a result."""
+    numbers: dict[int, int]
+    """Each task's number among the tasks of all files."""
+
+
+def _files(paths: Sequence[Path]) -> list[_Results]:
+    """Read result files, each rollout once. A file whose tasks have the numbers of others' gets new ones: those that
+    tasks of the same names have in an earlier file, or else numbers of their own."""
+    from nemo_gym.rollouts.results import RunFiles
+
+    failures_files = {RunFiles(path).failures.resolve() for path in paths}
+    once = {path.resolve(): path for path in paths}
+    read = [(path, *_rows(path)) for resolved, path in once.items() if resolved not in failures_files]
+    seen: set[str] = set()
+    for of_file in (*(rows for _, rows, _ in read), *(failures for _, _, failures in read)):  # results count first
+        of_file[:] = [row for row in of_file if not _is_repeated(row, seen)]
+    names: dict[int, str] = {}
+    numbers_of: dict[tuple[str, int], int] = {}
+    files = []
+    for path, rows, failures in read:
+        tasks: dict[int, str] = {}
+        for row in (*rows, *failures):
+            tasks.setdefault(row[TASK_INDEX_KEY], str(row.get("task_id", row[TASK_INDEX_KEY])))
+        differ = any(names.get(number, name) != name for number, name in tasks.items())
+        places: Counter[str] = Counter()
+        numbers: dict[int, int] = {}
+        for number, name in sorted(tasks.items()):
+            key = (name, places[name])
+            places[name] += 1
+            numbers[number] = numbers_of.get(key, max(names, default=-1) + 1) if differ else number
+            names[numbers[number]] = name
+            numbers_of.setdefault(key, numbers[number])
+        files.append(_Results(path, rows, failures, numbers))
+    return files
+
+
+def _is_repeated(row: Mapping[str, Any], seen: set[str]) -> bool:
+    """Whether a row's rollout was seen before; the ids of other programs' rows do not tell samples apart."""
+    rollout_id = row.get(ROLLOUT_ID_KEY)
+    if not isinstance(rollout_id, str) or not rollout_id.endswith(f".{row[TASK_INDEX_KEY]}-{row[ROLLOUT_INDEX_KEY]}"):
+        return False
+    is_repeated = rollout_id in seen
+    seen.add(rollout_id)
+    return is_repeated
+
+
+def _matches(patterns: str, merged: Path | None) -> list[Path]:
+    """Return the result files that match, without what other commands wrote beside them and without what an earlier
+    command ``merged``."""
+    beside = ("_materialized_inputs.jsonl", "_reverified.jsonl", "_reward_profiling.jsonl")
+    places = [str(Path(each.strip()).expanduser()) for each in patterns.split(",")]
+    found = sorted({Path(name) for each in places for name in glob(each, recursive=True)})  # noqa: PTH207 - any folder
+    left_out = None if merged is None else merged.resolve()
+    paths = [path for path in found if not path.name.endswith(beside) and path.resolve() != left_out]
+    if not paths:
+        raise ConfigError(f"input_glob: no result file matches '{patterns}'", key="input_glob")
+    return paths
+
+
+def _merge(files: Sequence[_Results], output: Path) -> None:
+    """Write the rows of all files to one, each rollout once and with its task's number."""
+    output = output.resolve()
+    partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
+    seen: set[str] = set()
+    try:
+        with partial.open("xb") as merged:
+            for each in files:
+                for line, row in _lines(each.path) if each.rows else ():
+                    number = each.numbers.get(row[TASK_INDEX_KEY], row[TASK_INDEX_KEY])
+                    if _is_repeated(row, seen):
+                        continue
+                    if number != row[TASK_INDEX_KEY]:
+                        line = json.dumps({**row, TASK_INDEX_KEY: number}).encode()
+                    merged.write(line.rstrip(b"\r\n") + b"\n")
+        partial.replace(output)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}", key="output") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _reports(files: Sequence[_Results], inputs: Path | None = None) -> list[dict[str, Any]]:
     """Return the metrics of each agent as its run computes them, but for those that only its environment knows."""
     import orjson
 
     from nemo_gym.reward_profile import compute_aggregate_metrics
     from nemo_gym.rollouts.report import agree_on_given, for_aggregation, with_counts
     from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
-    from nemo_gym.rollouts.results import RunFiles
     from nemo_gym.view.lines import with_known_types
 
     summaries, tally = [], Tally()
     results: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    failures_files = {RunFiles(path).failures.resolve() for path in paths}
-    for path in (each for each in paths if each.resolve() not in failures_files):
-        dataset = _inputs_of(path, inputs)
-        rows, failures = _rows(path)
-        for row in (*rows, *failures):
-            known = with_known_types(row)
-            summary = RolloutSummary.of_row(known)
-            summaries.append(summary)
-            tally.add_row(summary.agent, known)
-        for row in rows:
+    for each in files:
+        dataset = _inputs_of(each.path, inputs)
+        for row in each.rows:
             # What a run gives to the environment: numbers of the dataset are no metrics.
             task, sample, agent = _key_of(row)
             from_dataset = dataset and dataset.row(task, sample)
             given = None if from_dataset is None else orjson.dumps(from_dataset)
-            results[agent].append(for_aggregation(row, given))
+            reduced = for_aggregation(row, given)
+            results[agent].append({**reduced, TASK_INDEX_KEY: each.numbers[task]})
+        for row in (*each.rows, *each.failures):
+            known = {**with_known_types(row), TASK_INDEX_KEY: each.numbers[row[TASK_INDEX_KEY]]}
+            known.setdefault("task_id", row[TASK_INDEX_KEY])
+            summary = RolloutSummary.of_row(known)
+            summaries.append(summary)
+            tally.add_row(summary.agent, known)
     reports = []
     for name, counts in tally.agents.items():
         agree_on_given(results[name])
@@ -159,26 +279,31 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
+    return [row for _, row in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the lines of a result file that are rows, each with its row."""
     try:
         with path.open("rb") as file:
-            lines = [*finished_lines(file)]
+            for number, line in enumerate(finished_lines(file), 1):
+                if line.strip():
+                    yield line, _row(path, number, line)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", key="rollouts") from error
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number} is no JSON: {error}", key="rollouts") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number} is no JSON object", key="rollouts")
-        for key in (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY):
-            if not isinstance(row.setdefault(key, 0), int):
-                raise ConfigError(f"{path}, line {number}: '{key}' must be a whole number", key="rollouts")
-        rows.append(row)
-    return rows
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}, line {number} is no JSON: {error}", key="rollouts") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}, line {number} is no JSON object", key="rollouts")
+    for key in (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY):
+        if not isinstance(row.setdefault(key, 0), int):
+            raise ConfigError(f"{path}, line {number}: '{key}' must be a whole number", key="rollouts")
+    return row
 
 
 def _key_of(row: Mapping[str, Any]) -> tuple[int, int, str]:

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -323,6 +324,78 @@ def test_metrics_replace_no_file_of_a_run(name: str, tmp_path: Path) -> None:
     assert (tmp_path / name).read_bytes() == before
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         aggregate([str(files[0]), "--output", str(tmp_path / "none" / "metrics.json")])
+
+
+def dataset_results(path: Path, name: str, *rewards: float, sample: int = 0) -> Path:
+    common = {"_ng_rollout_index": sample, "agent_ref": {"name": "a"}, "valid": True, "mask_sample": False}
+    rows = [
+        {"_ng_rollout_id": f"{path.stem}.{index}-{sample}", "_ng_task_index": index, "task_id": f"{name}-{index}"}
+        | {"reward": reward, **common}
+        for index, reward in enumerate(rewards)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def metrics_of(path: Path) -> dict[str, Any]:
+    (metrics,) = json.loads(path.read_text())
+    return dict(metrics["agent_metrics"])
+
+
+def test_tasks_of_several_data_sets_are_told_apart_and_rollouts_count_once(tmp_path: Path) -> None:
+    math, code = (
+        dataset_results(tmp_path / f"{name}.jsonl", name, *rewards)
+        for name, rewards in (("math", (1.0, 1.0)), ("code", (0.0, 0.0)))
+    )
+    again = dataset_results(tmp_path / "again.jsonl", "code", 1.0, 0.0, sample=1)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(math.read_bytes())
+    out = tmp_path / "all.jsonl"
+    assert aggregate([*map(str, (math, code, math, copy, again)), "-o", str(out)]) == 0
+    counts = metrics_of(tmp_path / "all_aggregate_metrics.json")
+    assert (counts["tasks/total"], counts["tasks/solved"], counts["rollouts/total"]) == (4, 3, 6)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["_ng_task_index"], row["task_id"]) for row in rows] == [
+        *((0, "math-0"), (1, "math-1"), (2, "code-0"), (3, "code-1"), (2, "code-0"), (3, "code-1"))
+    ]
+    assert aggregate([str(out), "-o", str(tmp_path / "same.json")]) == 0
+    assert metrics_of(tmp_path / "same.json") == counts
+
+
+@pytest.mark.parametrize(
+    ("words", "merges"),
+    [
+        (["--input-glob", "{}/r-*.jsonl, {}/r-1*.jsonl", "--output", "{}/r-all.jsonl"], True),
+        (["+input_glob={}/r-*.jsonl", "+output_jsonl_fpath={}/r-all.jsonl", "+config_paths=[a.yaml]"], True),
+        (["--input-glob", "{}/r-*.jsonl", "--output", "{}/r-all.jsonl", "+merge_shards=false"], False),
+    ],
+)
+def test_results_are_aggregated_as_nemo_gym_words_it(words: list[str], merges: bool, tmp_path: Path) -> None:
+    for shard, rewards in enumerate(((1.0, 0.0), (0.0,))):
+        path = dataset_results(tmp_path / f"r-{shard}.jsonl", "t", *rewards, sample=shard)
+        path.with_name(f"{path.stem}_materialized_inputs.jsonl").write_bytes(path.read_bytes())
+    given = [word.replace("{}", str(tmp_path)) for word in words]
+    for _ in range(2):
+        assert aggregate(given) == 0
+        assert metrics_of(tmp_path / "r-all_aggregate_metrics.json")["rollouts/total"] == 3
+    out = tmp_path / "r-all.jsonl"
+    assert out.exists() == merges
+    if merges:
+        assert out.read_bytes() == b"".join((tmp_path / f"r-{shard}.jsonl").read_bytes() for shard in (0, 1))
+    with pytest.raises(ConfigError, match="no result file matches"):
+        aggregate([f"input_glob={tmp_path}/x*.jsonl"])
+
+
+def test_rows_are_merged_into_no_file_of_somebody_else(tmp_path: Path) -> None:
+    one, kept = results(tmp_path / "one.jsonl", 1.0), results(tmp_path / "kept.jsonl", 0.0)
+    before = kept.read_bytes()
+    with pytest.raises(ConfigError, match="exists and is not of this command"):
+        aggregate([str(one), "--output", str(kept)])
+    (tmp_path / "kept_aggregate_metrics.json").write_text("[]")
+    (tmp_path / "kept_materialized_inputs.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="exists and is not of this command"):
+        aggregate([str(one), "--output", str(kept)])
+    assert kept.read_bytes() == before
 
 
 def test_a_result_may_hold_every_character(tmp_path: Path) -> None:

@@ -279,7 +279,10 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [row for _, row in _lines(path)]
+    """Return the rows of a result file without their conversations and tokens, of which a file may have many GB."""
+    from nemo_gym.rollouts.report import for_aggregation
+
+    return [for_aggregation(row, None) for _, row in _lines(path)]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

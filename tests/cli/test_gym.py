@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import tomllib
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,30 @@ def test_a_result_may_hold_every_character(tmp_path: Path) -> None:
     path.write_text(json.dumps(row, ensure_ascii=False) + "\r\n")
     assert profile(["--rollouts", str(path)]) == 0
     assert json.loads((tmp_path / "odd_agent_metrics.json").read_text())[0]["mean/reward"] == 1
+
+
+def test_metrics_of_a_file_need_less_memory_than_the_file(tmp_path: Path) -> None:
+    tokens = {"output": [{"generation_token_ids": [*range(1000, 9000)]}], "usage": {"output_tokens": 8000}}
+    rows = [
+        {
+            "_ng_task_index": index,
+            "_ng_rollout_index": 0,
+            "agent_ref": {"name": "a"},
+            "reward": 1.0,
+            "response": tokens,
+        }
+        for index in range(40)
+    ]
+    path = tmp_path / "tokens.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert profile(["--rollouts", str(path)]) == 0  # imports
+    tracemalloc.start()
+    try:
+        assert profile(["--rollouts", str(path)]) == 0
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    assert json.loads((tmp_path / "tokens_agent_metrics.json").read_text())[0]["mean/output_tokens"] == 8000
 
 
 def test_numbers_of_a_result_may_be_too_large_for_a_float(tmp_path: Path) -> None:

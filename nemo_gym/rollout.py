@@ -400,12 +400,14 @@ class RolloutSteps:
                     except PeerError as error:
                         if not error.may_pass or not await backoff.again(at_least_s=error.retry_after_s):
                             raise
-        except (PeerError, TimeoutError) as error:
+            finalized = reply.json()
+            if not isinstance(finalized, dict):
+                raise PeerError(model, path, 200, {"detail": "answered no JSON object"})
+        except (PeerError, TimeoutError, ValueError) as error:
             log.warning("session not finalized", rollout_id=attempt.rollout["rollout_id"], error=str(error))
             return {"ng_model_session": {"error": str(error) or "timed out"}}
         attempt.session = None
         attempt.closers.pop("model session", None)
-        finalized = reply.json()
         trajectories = finalized.pop("trajectories", None)
         return {"ng_model_session": finalized, **({"ng_trajectory": trajectories} if trajectories else {})}
 

@@ -285,10 +285,10 @@ def agent(options: dict[str, Any]) -> FastAPI:
 
 def model(options: dict[str, Any]) -> FastAPI:
     """Answers ``B`` at once. Options: ``trajectories`` (finalize returns these; if true, one which holds the reward it
-    was given), ``end_status`` (finalize and abort fail with it), ``forgets`` (tasks whose sessions cannot be
-    finalized), ``end_s`` (how long they take), ``usage`` (of each session), ``preflight`` (its answer),
-    ``forwards_to`` (the base URL of an endpoint that it asks first), ``sampling`` (it opens sessions with this
-    alone)."""
+    was given), ``end_status`` (finalize and abort fail with it), ``end_text`` (they answer it), ``forgets`` (tasks
+    whose sessions cannot be finalized), ``end_s`` (how long they take), ``usage`` (of each session), ``preflight``
+    (its answer), ``forwards_to`` (the base URL of an endpoint that it asks first), ``sampling`` (it opens sessions
+    with this alone)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -355,6 +355,8 @@ def model(options: dict[str, Any]) -> FastAPI:
         await asyncio.sleep(options.get("end_s", 0))
         if status := options.get("end_status"):
             return answer({"detail": "session broke"}, status)
+        if text := options.get("end_text"):
+            return Response(text)
         trajectories = options.get("trajectories") or []
         if trajectories is True:
             trajectories = [orjson.loads(await request.body())]

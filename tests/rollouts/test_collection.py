@@ -132,6 +132,19 @@ async def test_trajectories_are_kept_without_reward_when_the_grader_fails_for_go
     assert (len(chain.notes("finalize")), len(chain.notes("abort"))) == (1, 0)
 
 
+@pytest.mark.parametrize("text", ["<p>ok</p>", "[]"])
+async def test_run_ends_when_a_grader_and_then_the_finalize_of_the_session_fail(
+    make_chain: MakeChain, text: str
+) -> None:
+    chain = make_chain(environment={"verify_status": 500}, model={"end_text": text})
+    chain.write_rows(1)
+    async with asyncio.timeout(30):
+        await run_collection(chain.client(), chain.run_keys(max_attempts=1))
+    (failure,) = chain.results("out_failures.jsonl")
+    assert failure["failure_stage"] == "eval"
+    assert failure["ng_model_session"]["error"]
+
+
 def test_trajectories_get_no_reward_from_a_verdict_that_is_none() -> None:
     finding = {"kind": "verdict_not_caused_by_tests", "detail": "d", "evidence": {"path": "p"}}
     good = {"reward": 1, "valid": True, "findings": [finding], "reward_info": {"passed": 3}}
@@ -484,7 +497,9 @@ async def test_time_to_finalize_is_not_the_graders(make_chain: MakeChain) -> Non
 
 
 @pytest.mark.parametrize("forger", ["row", "damaged row", "environment"])
-@pytest.mark.parametrize("model", [{}, {"end_status": 500}], ids=["no turns", "finalize fails"])
+@pytest.mark.parametrize(
+    "model", [{}, {"end_status": 500}, {"end_text": "Hi"}], ids=["no turns", "finalize fails", "finalize is no JSON"]
+)
 @pytest.mark.parametrize(
     "agent",
     [{}, {"overrides_run": True}, {"config": {"skip_verification": True, "skip_verification_reward": 0.25}}],

@@ -241,6 +241,7 @@ class OpenHandsServer:
             (self.max_init_workers, self.max_run_workers, self.max_eval_workers),
             allow_skip_eval=self.allow_skip_eval,
             on_complete=self._completed,
+            on_error=self._withdraw,
         )
         self._pools.start()
 
@@ -306,7 +307,7 @@ class OpenHandsServer:
         return job if job is not None else finished[1] if finished is not None else None
 
     def _withdraw(self, job: HandlerJob, error: BaseException) -> None:
-        """Remove a job that was refused at submission, and pass the error to callers that meanwhile wait for it."""
+        """Remove a job that was refused at submission or cannot be completed, and pass the error to its callers."""
         self._pools.jobs.pop(job.job.job_id, None)
         if not job.result.done():
             cause = error if isinstance(error, Exception) else NotRunningError("the job was withdrawn", retryable=True)

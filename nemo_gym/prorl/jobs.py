@@ -97,6 +97,7 @@ class JobPools:
     Args:
         workers: the numbers of INIT, RUN and EVAL workers.
         on_complete: called for each complete job, with its result and, if it failed, its failure.
+        on_error: called for each job that could not be completed.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class JobPools:
         *,
         allow_skip_eval: bool,
         on_complete: Callable[[HandlerJob, dict[str, Any], StageFailure | None], None],
+        on_error: Callable[[HandlerJob, Exception], None],
     ) -> None:
         self.jobs: dict[str, HandlerJob] = {}
         self.stopping = False
@@ -115,8 +117,9 @@ class JobPools:
             (StageName.RUN, self._run, self._ran),
             (StageName.EVAL, self._eval, self._evaluated),
         )
+        ends = (self._complete, self._abandoned, on_error)
         init, run, eval_ = (
-            StagePool(HandlerStage(name, count, work), max(1, count // 4), done, self._complete, self._abandoned)
+            StagePool(HandlerStage(name, count, work), max(1, count // 4), done, *ends)
             for (name, work, done), count in zip(steps, workers, strict=True)
         )
         self._pools = (init, run, eval_)

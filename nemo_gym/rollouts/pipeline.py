@@ -91,7 +91,7 @@ class StagePool(Generic[A]):
     """``stage.workers`` workers over a queue of ``buffer`` places.
 
     ``on_result`` and ``on_failure`` run in the worker, so a worker that cannot pass its attempt on takes no new one.
-    ``on_start`` is called when a worker starts an attempt.
+    ``on_start`` is called when a worker starts an attempt, and ``on_error`` if one of the three others raises.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class StagePool(Generic[A]):
         on_result: Callable[[A, bytes], Awaitable[None]],
         on_failure: Callable[[A, StageFailure], Awaitable[None]],
         on_abandon: Callable[[A], Awaitable[None]],
+        on_error: Callable[[A, Exception], None],
         on_start: Callable[[A], None] | None = None,
     ) -> None:
         self._stage = stage
@@ -118,7 +119,7 @@ class StagePool(Generic[A]):
         self._ending = BackgroundTasks()
         self._stopping = False
         self._on_result, self._on_failure, self._on_abandon = on_result, on_failure, on_abandon
-        self._on_start = on_start
+        self._on_error, self._on_start = on_error, on_start
 
     def start(self) -> None:
         self._workers = [
@@ -214,10 +215,10 @@ class StagePool(Generic[A]):
         elif (pause := self._pauses.pop(key, None)) is not None:
             pause.cancel()
             self._offer_place()
-            self._ending.start(self._end_stopped(attempt), name=f"end {attempt.job.job_id}")
+            self._ending.start(self._guard(self._end_stopped, attempt), name=f"end {attempt.job.job_id}")
         elif self._waiting.pop(key, None) is not None:
             self._offer_place()
-            self._ending.start(self._end_stopped(attempt), name=f"end {attempt.job.job_id}")
+            self._ending.start(self._guard(self._end_stopped, attempt), name=f"end {attempt.job.job_id}")
 
     async def _end_stopped(self, attempt: A) -> None:
         if attempt.lost or (failure := self._failure_of_stop(attempt)) is None:
@@ -245,42 +246,52 @@ class StagePool(Generic[A]):
                 return attempt
 
     async def _work(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         while True:
             attempt = await self._next()
-            if attempt.lost or attempt.stop is not None:
-                await self._end_stopped(attempt)
-                continue
-            failure: StageFailure | None = None
-            result: bytes | None = None
-            self._active[id(attempt)] = (task, time.monotonic())
-            try:
-                job_id = attempt.job.job_id
-                # With this context, every server's log lines about this attempt name its rollout.
-                context = attempt.span.context if attempt.span is not None else None
-                with rollout_context(job_id if ROLLOUT_ID_PATTERN.match(job_id) else None), within(context):
-                    async with asyncio.timeout(self._stage.timeout_s):
-                        if self._on_start is not None:
-                            self._on_start(attempt)
-                        result = await self._stage.run(attempt)
-            except asyncio.CancelledError:
-                if self._stopping:
-                    raise
-                task.uncancel()
-                failure = self._failure_of_stop(attempt)
-            except Exception as error:  # noqa: BLE001 - the stage's boundary: every failure becomes typed
-                failure = self._stage.classify(error)
-            finally:
-                self._active.pop(id(attempt), None)
-                if self._pauses:
-                    self._offer_place()
-            if failure is not None:
-                await self._on_failure(attempt, failure)
-            elif result is not None:
-                await self._on_result(attempt, result)
-            else:
-                await self._on_abandon(attempt)
+            await self._guard(self._take, attempt)
+
+    async def _guard(self, work: Callable[[A], Awaitable[None]], attempt: A) -> None:
+        """Nobody awaits this work: an error that ended it unseen would leave its attempt in no stage for ever."""
+        try:
+            await work(attempt)
+        except Exception as error:  # noqa: BLE001 - stages have their own boundary; this is one of the hand-over
+            self._on_error(attempt, error)
+
+    async def _take(self, attempt: A) -> None:
+        if attempt.lost or attempt.stop is not None:
+            await self._end_stopped(attempt)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        failure: StageFailure | None = None
+        result: bytes | None = None
+        self._active[id(attempt)] = (task, time.monotonic())
+        try:
+            job_id = attempt.job.job_id
+            # With this context, every server's log lines about this attempt name its rollout.
+            context = attempt.span.context if attempt.span is not None else None
+            with rollout_context(job_id if ROLLOUT_ID_PATTERN.match(job_id) else None), within(context):
+                async with asyncio.timeout(self._stage.timeout_s):
+                    if self._on_start is not None:
+                        self._on_start(attempt)
+                    result = await self._stage.run(attempt)
+        except asyncio.CancelledError:
+            if self._stopping:
+                raise
+            task.uncancel()
+            failure = self._failure_of_stop(attempt)
+        except Exception as error:  # noqa: BLE001 - the stage's boundary: every failure becomes typed
+            failure = self._stage.classify(error)
+        finally:
+            self._active.pop(id(attempt), None)
+            if self._pauses:
+                self._offer_place()
+        if failure is not None:
+            await self._on_failure(attempt, failure)
+        elif result is not None:
+            await self._on_result(attempt, result)
+        else:
+            await self._on_abandon(attempt)
 
 
 PREFIX = "nemo_gym_rollouts_"
@@ -508,9 +519,10 @@ class AsyncDispatcher:
         self._unpaused.set()
         init, run, eval_ = stages
         buffer = config.ready_buffer or max(1, run.workers // 4)
-        self._eval = StagePool(eval_, max(1, eval_.workers // 4), self._evaluated, self._failed, self._abandoned)
-        self._run = StagePool(run, buffer, self._ran, self._failed, self._abandoned, on_run)
-        self._init = StagePool(init, init.workers, self._ready, self._failed, self._abandoned)
+        ends = (self._failed, self._abandoned, self._broken)
+        self._eval = StagePool(eval_, max(1, eval_.workers // 4), self._evaluated, *ends)
+        self._run = StagePool(run, buffer, self._ran, *ends, on_run)
+        self._init = StagePool(init, init.workers, self._ready, *ends)
         self._stage_pools = (self._init, self._run, self._eval)
         self._attempts: dict[str, JobAttempt] = {}
         self._wake = asyncio.Event()
@@ -914,13 +926,19 @@ class AsyncDispatcher:
     def _tell(self, event: JobEvent) -> None:
         FINISHED.add(event.state.value)
         if self._listener is not None:
-            self._listener(event)
+            try:
+                self._listener(event)
+            except Exception as error:  # noqa: BLE001 - ends the run in an orderly way; the attempt still has to be closed
+                self._stop_for(error)
 
     async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except Exception as error:  # noqa: BLE001 - nobody awaits the background tasks; drain() raises for them
             self._stop_for(error)
+
+    def _broken(self, _: JobAttempt, error: Exception) -> None:
+        self._stop_for(error)
 
     def _stop_for(self, error: BaseException) -> None:
         self._fatal = self._fatal or error

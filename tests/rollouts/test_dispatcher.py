@@ -7,9 +7,10 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import orjson
 import pytest
@@ -88,6 +89,44 @@ async def test_cancel_stops_active_and_queued_jobs_of_the_selection_and_leaves_t
         assert set(records) == {"r.0-0", "r.1-0", "r.5-0"}
         assert records["r.0-0"].result is not None
         assert b'"failure_reason":"not needed"' in records["r.0-0"].result
+    assert set(chain.notes("seed")) == set(chain.notes("close"))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_listener_that_fails_stops_the_dispatcher_and_leaves_nothing_open(
+    make_chain: MakeChain, stopped: bool
+) -> None:
+    def broken(_: JobEvent) -> None:
+        raise BrokenPipeError("nobody reads this")
+
+    chain = make_chain(agent={"hang": ["t0"]} if stopped else {})
+    async with Running(chain, 1) as running, asyncio.timeout(30):
+        running.dispatcher._listener = broken
+        if stopped:
+            await running.wait(lambda: len(chain.notes("act")) == 1, "the worker to hang")
+            await running.dispatcher.cancel(JobSelector(), "not needed")
+        with pytest.raises(BrokenPipeError):
+            await running.dispatcher.drain()
+    assert set(chain.notes("seed")) == set(chain.notes("close"))
+
+
+def on_full_disk() -> TextIO:
+    return Path("/dev/full").open("w")
+
+
+async def test_run_whose_log_cannot_be_written_ends_with_the_error(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"crash": {"t0": 1}})
+    before = structlog.get_config()
+    full = on_full_disk()
+    with pytest.raises(OSError, match="No space left"):
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(full))
+        try:
+            async with Running(chain, 1) as running, asyncio.timeout(30):
+                await running.dispatcher.drain()
+        finally:
+            structlog.configure(**before)
+    with suppress(OSError):
+        full.close()
     assert set(chain.notes("seed")) == set(chain.notes("close"))
 
 

@@ -130,7 +130,7 @@ class Supervisor:
         if hosts is not None:
             self._addresses |= {name: listener.address for name, listener in listeners.items()}
         self._stopping = False
-        self._tasks = BackgroundTasks()
+        self._tasks = BackgroundTasks(self._broken)
         self.failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
         """Resolves with an error when the stack cannot go on."""
         logs = run_dir / "logs"
@@ -280,8 +280,11 @@ class Supervisor:
                 server.ready_at = asyncio.get_running_loop().time()
                 server.was_ready.set()
                 if server.restarts:
-                    self.write_stack()
                     self._say(f"server '{server.name}' is ready again (pid {server.pid})")
+                    try:
+                        self.write_stack()
+                    except OSError as error:  # the server runs all the same
+                        self._say(f"the stack file still shows its old pid: {error}")
                 return
             await backoff.again()
 
@@ -416,6 +419,10 @@ class Supervisor:
         if server.pid is not None and not server.ended.is_set():
             with contextlib.suppress(ProcessLookupError):  # the event of its exit has not arrived yet
                 os.kill(server.pid, number)
+
+    def _broken(self, _: asyncio.Task[Any], error: BaseException) -> None:
+        """Nobody awaits the tasks that watch servers, and a server that is not watched is not restarted."""
+        self._fail(ServerError(f"the servers can no longer be watched: {type(error).__name__}: {error}"))
 
     def _fail(self, error: ServerError | ConfigError) -> None:
         if not self.failure.done() and not self._stopping:

@@ -24,6 +24,7 @@ def main() -> None:
     command.run(NAME, collect_command)
 
 
+@command.outlasts_output()
 def collect_command(argv: Sequence[str]) -> int:
     """Find the stack, then run."""
     arguments = command.parser(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym import cli
 from nemo_gym._util.secrets import is_secret_name, scrub
-from nemo_gym._util.terminal import shown
-from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError, reject_unknown_keys
+from nemo_gym._util.terminal import discard, outlasted, shown
+from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError, ServerError, reject_unknown_keys
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,11 @@ def plain_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command's body and exit with its code. Expected errors are one line on stderr."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    with outlasted("stderr"):
+        sys.exit(_code_of(name, body, list(sys.argv[1:] if argv is None else argv)))
+
+
+def _code_of(name: str, body: Callable[[Sequence[str]], int], words: list[str]) -> int:
     try:
         cli.imports_are_done()
         code = body(words)
@@ -66,9 +70,20 @@ def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | N
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (``ng_status | head``): not an error, and no more output is possible.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         code = EXIT_OK
-    sys.exit(code)
+    return code
+
+
+@contextmanager
+def outlasts_output() -> Iterator[None]:
+    """Decorates a command that does work, whose results are in files and whose exit code is the result's: unlike a
+    command that only prints, it goes on to its end when stdout has no reader any more, or its disk is full."""
+    with outlasted("stdout"):
+        try:
+            yield
+        except BrokenPipeError as error:  # not of its output; `run` would take it for that, and exit with 0
+            raise ServerError(f"a connection broke: {error}") from error
 
 
 def exit_code_of(error: NemoGymError) -> int:

@@ -25,6 +25,7 @@ def main() -> None:
     command.run(NAME, serve)
 
 
+@command.outlasts_output()
 def serve(argv: Sequence[str]) -> int:
     """Serve until a signal."""
     parser = command.parser(

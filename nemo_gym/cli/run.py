@@ -65,6 +65,7 @@ Work = Callable[["Supervisor"], Awaitable[int]]
 """The work to do with a ready stack; returns the exit code."""
 
 
+@command.outlasts_output()
 def with_stack(compose: Callable[[], tuple[Composition, Topology | None, Work | int]]) -> int:
     """Start what ``compose`` returns, do its work and stop. If ``compose`` returns an exit code in place of work,
     return it and start no server."""
@@ -277,8 +278,8 @@ async def _run(
             # If the stack is not complete yet, the guardian kills the remaining processes.
             os._exit(command.EXIT_INTERRUPTED)
         is_stopping = True
-        say("stopping; once more to kill")
         current.cancel()
+        say("stopping; once more to kill")
 
     on_stop_signal(on_signal)
     try:

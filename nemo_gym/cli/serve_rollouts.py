@@ -30,6 +30,7 @@ def serve_command(argv: Sequence[str]) -> int:
     return with_stack(lambda: compose_stack(words, serves=True))
 
 
+@command.outlasts_output()
 def _attach(run_dir: str, words: Sequence[str]) -> int:
     import uvloop
 

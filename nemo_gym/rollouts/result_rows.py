@@ -18,6 +18,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from nemo_gym._util.terminal import Outlasting
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
@@ -520,4 +521,4 @@ class RunProgress:
             self._bar.update(self._task, completed=self._tally.finished, averages=self._tally.describe())
         else:
             line = f"{percent:3d}% ({self._tally.finished}/{self._total})  {self._tally.describe()}"
-            print(line, file=self._console.file, flush=True)
+            print(line, file=Outlasting(self._console.file), flush=True)

@@ -15,7 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.stacks import GROUPS, children_of, command, is_alive, ng_run, no_traceback, until, write, write_rows
+from tests.stack.stacks import (
+    GROUPS,
+    children_of,
+    command,
+    environment,
+    is_alive,
+    ng_run,
+    no_traceback,
+    until,
+    unwritable,
+    write,
+    write_rows,
+)
 
 RESULTS = "results.jsonl"
 
@@ -50,6 +62,32 @@ def test_relative_paths_of_servers_start_where_the_command_was_typed(root: Path)
     with ng_run(root, *GROUPS, kept, f"input={rows}", f"output={root / RESULTS}") as stack:
         assert stack.wait_end() == 0, stack.stderr
     assert [path.suffix for path in (root / "kept" / "attempts").glob("*.sqlite")] == [".sqlite"]
+
+
+@pytest.mark.parametrize("how", ["full disk", "no reader"])
+def test_run_goes_on_to_its_end_and_its_exit_code_although_nothing_can_be_printed(root: Path, how: str) -> None:
+    rows = write_rows(root / "rows.jsonl", 2)
+    rows.write_text(rows.read_text() + json.dumps({"responses_create_params": {"input": "1 + 1?"}}) + "\n")
+    words = (*GROUPS, f"input={rows}", f"output={root / RESULTS}", "max_attempts=2", "retry_delay_s=0")
+    with (
+        unwritable(how) as stream,
+        ng_run(root, *words, streams={"stdout": stream, "stderr": stream}) as stack,
+    ):
+        assert stack.wait_end() == 3
+    assert rewards(root / RESULTS) == [1.0, 1.0]
+
+
+def test_command_that_only_prints_ends_quietly_when_its_reader_has_gone(root: Path) -> None:
+    with unwritable("no reader") as stream:
+        ended = subprocess.run(
+            [sys.executable, "-c", "from nemo_gym.cli.status import main; main()"],
+            stdout=stream,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(root),
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_run_that_is_complete_with_rollouts_that_have_no_verdict_ends_with_3(root: Path) -> None:

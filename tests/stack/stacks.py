@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,8 +272,11 @@ def environment(root: Path, **extra: str) -> dict[str, str]:
 
 
 @contextmanager
-def ng_run(root: Path, *words: str, run_dir: Path | None = None, **extra: str) -> Iterator[Stack]:
-    """Start ``ng_run`` in ``root``; killed with everything it started when the block ends."""
+def ng_run(
+    root: Path, *words: str, run_dir: Path | None = None, streams: Mapping[str, int] | None = None, **extra: str
+) -> Iterator[Stack]:
+    """Start ``ng_run`` in ``root``; killed with everything it started when the block ends. ``streams`` are those that
+    it gets in place of the files of ``stdout`` and ``stderr``."""
     directory = run_dir or root / "run"
     output, errors = root / "stdout.txt", root / "stderr.txt"
     variables = environment(root, **extra)
@@ -282,11 +285,10 @@ def ng_run(root: Path, *words: str, run_dir: Path | None = None, **extra: str) -
             [sys.executable, "-c", "from nemo_gym.cli.run import main; main()", *words, f"run_dir={directory}"],
             cwd=root,
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
             text=True,
             env=variables,
             start_new_session=True,
+            **{"stdout": out, "stderr": err, **(streams or {})},
         )
     try:
         yield Stack(process, directory, output, errors, variables)
@@ -296,6 +298,20 @@ def ng_run(root: Path, *words: str, run_dir: Path | None = None, **extra: str) -
             process.kill()
             process.wait()
         until(lambda: not any(map(is_alive, descendants)), f"processes {descendants} to end", 30)
+
+
+@contextmanager
+def unwritable(how: str) -> Iterator[int]:
+    """A stream on a ``full disk``, or one with ``no reader``."""
+    if how == "full disk":
+        stream = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stream = os.pipe()
+        os.close(reader)
+    try:
+        yield stream
+    finally:
+        os.close(stream)
 
 
 def command(root: Path, module: str, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:

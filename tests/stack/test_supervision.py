@@ -119,6 +119,18 @@ def test_run_under_nohup_goes_on_when_its_terminal_closes(root: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_server_is_restarted_and_a_signal_obeyed_although_stderr_has_lost_its_reader(root: Path) -> None:
+    reader, writer = os.pipe()
+    with ng_run(root, SUMS, streams={"stderr": writer}) as stack:
+        os.close(writer)
+        stack.wait_ready()
+        os.close(reader)
+        os.kill(stack.server("sums")["pid"], signal.SIGKILL)
+        until(lambda: stack.server("sums")["restarts"] == 1, "the restart", 30)
+        stack.signal(signal.SIGINT)
+        assert stack.wait_end() == 0
+
+
 def test_signal_during_start_leaves_nothing(root: Path) -> None:
     with ng_run(root, SUMS, "sums.resources_servers.sums.slow_start_s=60", "shutdown_timeout_s=1") as stack:
         until(lambda: len(children_of(stack.process.pid)) == 2, "the server's process")

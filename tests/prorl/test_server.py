@@ -8,9 +8,12 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from nemo_gym.contract.errors import ConfigError, ContractError
 from nemo_gym.prorl.async_server import NoLlmServerError, NotRunningError, OpenHandsServer
@@ -351,3 +354,18 @@ def test_handler_of_another_class_needs_no_more_than_its_stages() -> None:
     with OpenHandsServer([LLM]) as server:
         result = server.process({"data_source": "foreign"}, {})
     assert (result["error"], result["reward"], result["resolved"]) == (None, 0.25, None)
+
+
+def test_caller_gets_the_error_that_kept_its_job_from_being_completed() -> None:
+    handler = registered(fails="run")
+    before = structlog.get_config()
+    with OpenHandsServer([LLM]) as server, ThreadPoolExecutor() as callers:
+        with suppress(OSError), Path("/dev/full").open("w") as full:  # its close fails, too
+            structlog.configure(logger_factory=structlog.PrintLoggerFactory(full))
+            try:
+                with pytest.raises(OSError, match="No space left"):
+                    callers.submit(server.process, INSTANCE, {}).result(LONG_S)
+            finally:
+                structlog.configure(**before)
+        handler.fails = ""
+        assert server.process(INSTANCE, {})["success"], "the pool goes on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,7 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym._util.secrets import public_environment
+from nemo_gym.config.compose import compose
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
+from nemo_gym.stack import nursery
+from nemo_gym.stack.stack import running_stack
+from nemo_gym.stack.supervisor import stop_nursery
 
 from .stacks import GROUPS, children_of, command, is_alive, ng_run, no_traceback, until, write
 
@@ -199,6 +205,25 @@ def test_crashed_server_is_restarted_on_the_same_port(root: Path) -> None:
         assert after["url"] == before["url"]
         assert after["pid"] != before["pid"]
         assert "server 'sums' ended with signal SIGKILL; restart 1 of 5" in stack.stderr
+
+
+async def test_stack_fails_when_its_servers_can_no_longer_be_watched(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say(text: str) -> None:
+        raise RuntimeError("nobody listens")
+
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(root))
+    process = nursery.spawn(public_environment(os.environ))
+    try:
+        composition = compose([SUMS, f"run_dir={root / 'run'}"])
+        async with running_stack(composition, process, say) as supervisor:
+            os.kill(supervisor.stack().servers[0].pid or 0, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                error = await supervisor.failure
+        assert "the servers can no longer be watched: RuntimeError: nobody listens" in error.message
+    finally:
+        stop_nursery(process[0])
 
 
 def test_server_that_crashes_too_often_ends_the_run_with_its_log(root: Path) -> None:

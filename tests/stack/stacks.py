@@ -279,16 +279,17 @@ def ng_run(
     it gets in place of the files of ``stdout`` and ``stderr``."""
     directory = run_dir or root / "run"
     output, errors = root / "stdout.txt", root / "stderr.txt"
-    variables = environment(root, **extra)
+    variables, given = environment(root, **extra), streams or {}
     with output.open("w") as out, errors.open("w") as err:
         process = subprocess.Popen(
             [sys.executable, "-c", "from nemo_gym.cli.run import main; main()", *words, f"run_dir={directory}"],
             cwd=root,
             stdin=subprocess.DEVNULL,
+            stdout=given.get("stdout", out),
+            stderr=given.get("stderr", err),
             text=True,
             env=variables,
             start_new_session=True,
-            **{"stdout": out, "stderr": err, **(streams or {})},
         )
     try:
         yield Stack(process, directory, output, errors, variables)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, AnyStr
 
 REDACTED = "(secret)"
@@ -14,6 +14,7 @@ _SECRET_NAME = re.compile(
     r"|(^|_)(auth|access|caller)_tokens$",
     re.IGNORECASE,
 )
+_RANDOM = re.compile(r"(?=[a-z]*[0-9])[a-z0-9]{12}", re.IGNORECASE)
 _TOKEN = re.compile(r"ngi1_[\w-]{8,}|ngc1\.[^\s\"'\\/,;]+|ngt1\.\d+\.[\w-]+", re.ASCII)
 _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@", re.IGNORECASE)
 _TOKEN_BYTES = re.compile(_TOKEN.pattern.encode())
@@ -27,16 +28,28 @@ def is_secret_name(name: str) -> bool:
     return plain not in _NOT_SECRET and _SECRET_NAME.search(plain) is not None
 
 
+def is_secret(name: Any, value: Any) -> bool:
+    """Whether the value of this key of a configuration is secret. Headers are, whatever their names: every collector
+    and every provider names the header of its key differently."""
+    if not isinstance(name, str):
+        return False
+    return is_secret_name(name) or (isinstance(value, Mapping) and name.lower().endswith("headers"))
+
+
 def redact(values: Any) -> Any:
-    """Return a copy with secret values replaced. Interpolations and unset values stay, as they contain no secret."""
+    """Return a copy with secret values replaced, also where another text contains one. Interpolations and unset values
+    stay, as they contain no secret."""
+    return _redacted(values, secret_values(values))
+
+
+def _redacted(values: Any, secrets: Collection[str]) -> Any:
     if isinstance(values, Mapping):
         return {
-            key: _mask(value) if isinstance(key, str) and is_secret_name(key) else redact(value)
-            for key, value in values.items()
+            key: _mask(value) if is_secret(key, value) else _redacted(value, secrets) for key, value in values.items()
         }
     if isinstance(values, list | tuple):
-        return [redact(value) for value in values]
-    return without_password(values) if isinstance(values, str) else values
+        return [_redacted(value, secrets) for value in values]
+    return scrub(without_password(values), secrets) if isinstance(values, str) else values
 
 
 def without_password(text: str) -> str:
@@ -61,10 +74,15 @@ def secret_values(values: Any) -> set[str]:
     found: set[str] = set()
     if isinstance(values, Mapping):
         for key, value in values.items():
-            if isinstance(key, str) and is_secret_name(key):
+            if not is_secret(key, value):
+                found |= secret_values(value)
+            elif is_secret_name(key):
                 found.update(_strings(value))
             else:
+                # Of headers, only the words that look like keys: most others ("application/json", the name of a tenant
+                # or a model) are ordinary words, which would be missing elsewhere.
                 found |= secret_values(value)
+                found.update(word for text in _strings(value) for word in text.split() if _RANDOM.search(word))
     elif isinstance(values, list | tuple):
         for value in values:
             found |= secret_values(value)

@@ -81,7 +81,8 @@ def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[s
 
     import yaml
 
-    from nemo_gym.config.keys import COMPOSITION, HOST, HOSTS
+    from nemo_gym._util.secrets import REDACTED
+    from nemo_gym.config.keys import COMPOSITION, HOST, HOSTS, OBSERVABILITY
     from nemo_gym.config.overrides import word_of
     from nemo_gym.config.run import RUN_KEYS
 
@@ -102,6 +103,8 @@ def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[s
         )
     of_the_run = {*RUN_KEYS, COMPOSITION, HOST, HOSTS, "run_dir", "run_id"}
     configuration = {key: value for key, value in stored.items() if key not in of_the_run}
+    if REDACTED in str(configuration.get(OBSERVABILITY)):  # a collector would refuse every request without its key
+        del configuration[OBSERVABILITY]
     # The keys were checked when the run began. In the resolved file, nothing refers to keys such as `script` any more.
     configuration["error_on_unknown_keys"] = False
     folder = temporary.enter_context(tempfile.TemporaryDirectory())

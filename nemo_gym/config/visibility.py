@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym._util.secrets import is_secret_name, without_password
+from nemo_gym._util.secrets import is_secret, without_password
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.keys import COMPOSITION, ENVIRONMENT_TYPE, HOSTS, MODEL_TYPE, OBSERVABILITY
 from nemo_gym.config.layers import leaves, lookup
@@ -68,7 +68,7 @@ def server_view(
             continue
         if key in used or key in named or key == OBSERVABILITY:  # whole: every server sends its own spans
             view[key] = value
-        elif not is_secret_name(key):
+        elif not is_secret(key, value):
             view[key] = _without_secrets(value)
     for name in (instance, *call_targets(composition, instance)):
         server, address = composition.servers[name], addresses[name]
@@ -131,11 +131,7 @@ def _used_keys(composition: Composition, instance: str) -> set[str]:
 
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {
-            key: _without_secrets(item)
-            for key, item in value.items()
-            if not (isinstance(key, str) and is_secret_name(key))
-        }
+        return {key: _without_secrets(item) for key, item in value.items() if not is_secret(key, item)}
     if isinstance(value, list | tuple):
         return [_without_secrets(item) for item in value]
     return without_password(value) if isinstance(value, str) else value

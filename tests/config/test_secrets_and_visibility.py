@@ -59,6 +59,26 @@ def test_redact_hides_values_at_any_depth_and_keeps_the_rest() -> None:
     assert scrub("got sk-1234567890 back", secret_values(values)) == "got (secret) back"
 
 
+def test_headers_are_secret_whatever_their_names_and_ordinary_ones_stay_in_logs() -> None:
+    traces = {
+        "X-Team": "hcaik_01secretkey0123456789",
+        "Authorization": "Bearer own-key-1",
+        "Accept": "application/json",
+    }
+    engine = {"openai_default_headers": {"X-Model": "gpt-4o-mini-2024-07-18", "X-Tenant": 7}, "headers": ["a", "b"]}
+    assert redact({"traces": {"headers": traces}, "engines": [engine]}) == {
+        "traces": {"headers": dict.fromkeys(traces, "(secret)")},
+        "engines": [{"openai_default_headers": {"X-Model": "(secret)", "X-Tenant": 7}, "headers": ["a", "b"]}],
+    }
+    found = secret_values([{"headers": {**traces, "X-Auth": "Basic ABCDEFGH23456789="}}, engine])
+    assert found == {"hcaik_01secretkey0123456789", "Bearer own-key-1", "ABCDEFGH23456789="}
+
+
+def test_known_secret_is_hidden_wherever_it_was_interpolated() -> None:
+    values = {"policy_api_key": "sk-1234567890", "command": "serve --key sk-1234567890", "args": ["sk-1234567890"]}
+    assert redact(values) == {"policy_api_key": "(secret)", "command": "serve --key (secret)", "args": ["(secret)"]}
+
+
 def test_environment_of_servers_holds_no_secret_variable() -> None:
     assert public_environment({"PATH": "/bin", "OPENAI_API_KEY": "x", "HF_TOKEN": "y"}) == {"PATH": "/bin"}
 
@@ -70,7 +90,8 @@ def composition(root: Path, monkeypatch: pytest.MonkeyPatch) -> Composition:
     write(
         root / "main.yaml",
         """
-        policy_model: {responses_api_models: {echo: {api_key: "${policy_api_key}"}}}
+        policy_model: {responses_api_models: {echo: {api_key: "${policy_api_key}", headers: {X-Team: team-secret}}}}
+        observability: {traces: {endpoint: "http://collector:1", headers: {X-Team: team-secret}}}
         judge: {responses_api_models: {echo: {entrypoint: app.py, api_key: "${oc.env:JUDGE_KEY}"}}}
         mathy: {resources_servers: {mathy: {judge_model_server: {type: responses_api_models, name: judge}}}}
         solver: {responses_api_agents: {solver: {sandbox_provider: box}}}
@@ -81,13 +102,14 @@ def composition(root: Path, monkeypatch: pytest.MonkeyPatch) -> Composition:
 
 
 def test_server_sees_its_own_secrets_only(composition: Composition) -> None:
-    secrets = ("policy-secret", "judge-secret", "hub-secret", "box-secret")
+    del composition.values["observability"]  # which every server sees
+    secrets = ("policy-secret", "judge-secret", "hub-secret", "box-secret", "team-secret")
     seen = {
         name: {secret for secret in secrets if secret in json.dumps(server_view(composition, name, ADDRESSES))}
         for name in composition.servers
     }
     assert seen == {
-        "policy_model": {"policy-secret"},
+        "policy_model": {"policy-secret", "team-secret"},
         "judge": {"judge-secret"},
         "mathy": set(),
         "solver": {"box-secret"},

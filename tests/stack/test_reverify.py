@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from nemo_gym.cli.reverify import _settings
 from nemo_gym.rollouts.results import RunFiles
 
 from .stacks import GROUPS, SUM_APP, command, ng_run, no_traceback, write, write_root, write_rows
@@ -153,6 +156,17 @@ def test_bad_input_is_named_with_exit_code_2(finished: tuple[Path, RunFiles], br
     done = command(root, "reverify", *words)
     assert (done.returncode, done.stdout) == (2, ""), done.stdout + done.stderr
     assert said in done.stderr and no_traceback(done.stderr)
+
+
+def test_traces_whose_key_was_not_stored_are_not_sent(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "rollouts.jsonl")
+    for key, left in (("(secret)", {"sums": 1}), ("7", {"sums": 1, "observability": {"traces": {"headers": "7"}}})):
+        stored = {"sums": 1, "observability": {"traces": {"headers": key}}}
+        files.configuration.write_text(json.dumps(stored))
+        with ExitStack() as temporary:
+            (word,) = _settings(files, [], temporary)
+            given = yaml.safe_load(Path(word.split("[")[1].strip("'\"]")).read_text())
+        assert given == {**left, "error_on_unknown_keys": False}
 
 
 def test_environment_that_needs_its_live_session_is_refused_by_name(root: Path) -> None:

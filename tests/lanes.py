@@ -59,6 +59,7 @@ PLACES: Mapping[str, str] = {
     "tests/cli": "stack",
     "tests/config/test_compatibility.py::test_capability": "box",
     "tests/config/test_compatibility.py::test_provider_that_can": "box",
+    "tests/config/test_ray.py::test_nodes_settings": "stack",
     "tests/faults": "box stack",
     "tests/faults/gateway": "stack",
     "tests/gateway/capture/test_files.py::test_killed": "stack",

@@ -130,7 +130,7 @@ def compose_stack(
     for notice in notices(composition):
         say(notice)
     for word in words:
-        if command.is_secret(word):
+        if part is None and command.is_secret(word):  # a node's settings come through a pipe
             key = command.key_of(word)
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
     only_serves = not composition.has_run and "input" not in composition.values

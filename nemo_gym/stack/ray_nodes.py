@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -30,7 +31,11 @@ PORTS = 64
 """Number of free ports requested from each node. Nodes with the same address share their ports."""
 TAIL_BYTES = 4000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-CODE = "from nemo_gym.cli.run import main; main()"
+CODE = (
+    "import json, sys; from nemo_gym.cli import command, run;"
+    " command.run(run.NAME, run.run_command, json.load(sys.stdin))"
+)
+"""Reads its settings from standard input, because they may contain keys, which must not appear in an argv."""
 
 
 class NodeActor:
@@ -57,8 +62,8 @@ class NodeActor:
             write_all(part_fd, replace(part, parent_pid=os.getpid()).to_json())
             os.lseek(part_fd, 0, os.SEEK_SET)
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", CODE, *words),
-                stdin=asyncio.subprocess.DEVNULL,
+                *(sys.executable, "-P", "-c", CODE),
+                stdin=asyncio.subprocess.PIPE,
                 stdout=lines,
                 stderr=lines,
                 cwd=directory,
@@ -68,6 +73,9 @@ class NodeActor:
         finally:
             os.close(part_fd)
             os.close(lines)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(list(words)).encode())
+        self._process.stdin.close()
         code = await self._process.wait()
         return code, await asyncio.to_thread(_log_tail, log)
 

@@ -16,6 +16,7 @@ from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.ray import NODE_FD, NodePart, RayConfig, RayNode, hosts_block
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.stack import ray_nodes
 
 REPOSITORY = Path(__file__).parents[2]
 GROUPS = ("agent=solver", "environment=mathy", "model=echo")
@@ -113,3 +114,13 @@ def test_node_takes_its_part_and_leaves_the_run_to_the_command(root: Path, monke
     assert not composition.has_run and not composition.serves and RayConfig.of(composition) is None
     assert composition.values["host"] == "ray-00000002" and composition.values["run_id"] == "run-1"
     assert made["stack_secret"] not in repr(part) and json.loads(part.to_json())["hosts"] == made
+
+
+async def test_nodes_settings_are_in_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = "print(open('/proc/self/cmdline').read())"
+    monkeypatch.setattr(ray_nodes, "CODE", f"{seen}; {ray_nodes.CODE}")
+    words = ["policy_api_key='sk-live-123456789'", "no_such_agent=1", f"note={'x' * 200_000}"]
+    part = NodePart("ray-00000002", {}, "run-1", str(tmp_path))
+    code, tail = await ray_nodes.NodeActor().run(words, str(tmp_path), {}, part)
+    log = (tmp_path / "ng_run.log").read_text()
+    assert code == 2 and "ng_run: error:" in tail and "-c" in log and "sk-live" not in log

@@ -64,8 +64,9 @@ else:
 MAX_NUM_TRIES = 6
 FIRST_BACKOFF_S = 0.1
 """Doubled after every try, so the retries outlast a server restart of about six seconds."""
-TOTAL_TIMEOUT_S = 6 * 3600.0
-"""The limit for one request that sets no ``timeout``. The stages set shorter deadlines themselves."""
+TOTAL_TIMEOUT_S = 30 * 86400.0
+"""The limit for one request that sets no ``timeout``: longer than any stage, whose own deadlines must decide. A peer
+that vanished is noticed by `watched_socket`."""
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 30.0
 """Shorter than the servers' own keep-alive, so that a POST is not sent on a connection the server is just closing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import socket
+import time
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -199,6 +200,25 @@ async def test_peers_repeat_what_is_idempotent_alone() -> None:
     async with peer(hang_ups=1) as (port, seen):
         await peers_of(port).post("math", "/verify", {}, idempotent=True)
         assert len(seen) == 2
+
+
+@pytest.mark.parametrize("with_aiohttp", [False, True])
+async def test_answer_after_a_day_of_work_is_read(with_aiohttp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        monkeypatch.setattr(loop, "time", lambda: time.monotonic() + 86400)
+        await asyncio.sleep(0.1)  # all timers that are due by now have run
+        writer.write(ANSWER)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1") as server:
+        peers = peers_of(server.sockets[0].getsockname()[1])
+        if with_aiohttp:
+            assert await get_response_json(await peers._client.post("math", "/act", json={})) == {}
+        else:
+            assert (await peers.post("math", "/act", {})).json() == {}
 
 
 def test_unknown_server_is_named_with_the_nearest_one() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_gym.config import compatibility
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
-from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, UNREAD_NEMO_GYM_KEYS
+from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE, UNREAD_NEMO_GYM_KEYS
 from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.observability import ObservabilityConfig
 from nemo_gym.config.pipeline import PipelineConfig
@@ -17,7 +17,7 @@ from nemo_gym.config.plugin_keys import check_server_keys, entrypoint
 from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE, missing_roots
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.session import Topology
+from nemo_gym.contract.session import SESSION_TTL_S, Topology
 
 FLAGS = ("dry_run", "allow_unsupported_pairing")
 NUMBER_KEYS = ("startup_timeout_s", "shutdown_timeout_s", "max_restarts")
@@ -75,12 +75,13 @@ def free_ports(values: Mapping[str, Any]) -> list[int] | None:
 
 def notices(composition: Composition) -> list[str]:
     """Return the warnings, a sentence for each key that does nothing here, with its meaning in NeMo Gym, and a
-    sentence for each plugin that is not used although its name or its file is, and for each extra root that does not
-    exist."""
+    sentence for each plugin that is not used although its name or its file is, for each extra root that does not
+    exist, and for each model server whose sessions end before attempts may."""
     return [
         *composition.warnings,
         *_hidden_plugins(composition),
         *_plugins_without_their_file(composition),
+        *_short_sessions(composition),
         *(f"{EXTRA_ROOTS_VARIABLE} names '{folder}', which is no folder" for folder in missing_roots()),
         *(
             f"'{key}' does nothing here; in NeMo Gym it is {meaning}"
@@ -116,6 +117,21 @@ def _plugins_without_their_file(composition: Composition) -> list[str]:
             f" '{kind}: {{{folder.name}: …}}' there"
         )
     return sentences
+
+
+def _short_sessions(composition: Composition) -> list[str]:
+    servers = composition.servers.values()
+    agents = [server.values.get("wall_clock_s") for server in servers if server.server_type == AGENT_TYPE]
+    limits = [composition.run_values().get("wall_clock_s") or limit for limit in agents]
+    longest_s = max((limit for limit in limits if isinstance(limit, int | float)), default=0)
+    return [
+        f"{server.instance}: session_ttl_s={ttl_s:g} is shorter than wall_clock_s={longest_s:g}, and the model refuses"
+        " an attempt's calls after it; raise session_ttl_s"
+        for server in servers
+        if server.server_type == MODEL_TYPE
+        and isinstance(ttl_s := server.values.get("session_ttl_s") or SESSION_TTL_S, int | float)
+        and ttl_s < longest_s
+    ]
 
 
 def _check_port_and_workers(server: ServerBlock, warnings: list[str]) -> None:

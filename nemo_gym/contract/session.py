@@ -36,6 +36,8 @@ CONNECT_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 600.0
 """The defaults for one call to a model; see `ChosenLimits`."""
+SESSION_TTL_S = 6 * 3600.0
+"""The default of how long a model server knows an attempt."""
 WAIT_BEYOND_S = 30.0
 """How long a caller waits beyond a model server's own limit, to receive its report that the call timed out."""
 

@@ -17,7 +17,7 @@ import structlog
 
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError, InvalidBodyError
-from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
+from nemo_gym.contract.session import NONE_CHOSEN, SESSION_TTL_S, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.backend import Backend, C, D
 from nemo_gym.gateway.journal import (
     DEADLINE_REASON,
@@ -38,7 +38,6 @@ from nemo_gym.gateway.sessions import (
     KEEP_CLOSED_S,
     KEEP_CLOSED_SESSIONS,
     PIPELINE,
-    SESSION_TTL_S,
     GatewaySession,
     OpenedSession,
     SessionTable,

@@ -26,7 +26,7 @@ from nemo_gym._util.tasks import retry_after_s
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelError
-from nemo_gym.contract.session import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, RolloutIdentity
+from nemo_gym.contract.session import NONE_CHOSEN, REQUEST_TIMEOUT_S, SESSION_TTL_S, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling, messages, responses
 from nemo_gym.gateway.dialects.adapters import (
     ADAPTERS,
@@ -48,7 +48,6 @@ from nemo_gym.gateway.model_calls import (
 )
 from nemo_gym.gateway.policy_request import StreamedUsage, Usage, answered, limited_call, model_call
 from nemo_gym.gateway.sessions import (
-    SESSION_TTL_S,
     GatewaySession,
     GatewaySessions,
     InferenceCall,

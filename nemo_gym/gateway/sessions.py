@@ -21,13 +21,12 @@ from starlette.requests import Request
 
 from nemo_gym.contract.credentials import Caller, Role
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError
-from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
+from nemo_gym.contract.session import NONE_CHOSEN, SESSION_TTL_S, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.policy_request import Usage
 
 INFERENCE_TOKEN_PREFIX = "ngi1_"
 COMPLETION_TOKEN_PREFIX = "ngd1_"
-SESSION_TTL_S = 6 * 3600.0
 KEEP_CLOSED_S = 600.0
 """How long a closed session still answers a repeated finalize, unless one of the next limits drops it earlier."""
 KEEP_CLOSED_SESSIONS = 1024

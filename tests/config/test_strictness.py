@@ -42,6 +42,13 @@ def test_added_key_that_resembles_a_known_one_causes_a_notice(root: Path) -> Non
     assert notice.startswith("the command line: unknown key 'num_repeat' (did you mean 'num_repeats'?); nothing reads")
 
 
+def test_attempt_that_may_outlast_its_model_session_causes_a_notice(root: Path) -> None:
+    words = ["run_timeout_s=90000", "wall_clock_s=80000"]
+    (notice,) = notices(checked(root, *words))
+    assert notice.startswith("policy_model: session_ttl_s=21600 is shorter than wall_clock_s=80000")
+    assert notices(checked(root, *words, "++policy_model.responses_api_models.echo.session_ttl_s=80000")) == []
+
+
 def test_added_key_with_a_name_of_its_own_causes_no_notice(root: Path) -> None:
     write(root / "env.yaml", "openai_api_key: abc\njudge_model_name: j\njudge_base_url: http://127.0.0.1:1/v1\n")
     assert notices(checked(root, "+user_model_name=u")) == []

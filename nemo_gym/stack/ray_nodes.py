@@ -183,7 +183,8 @@ class RayNodes:
                 code, tail = 1, f"{type(error).__name__}"
             if self._stopping or failure.done():
                 return
-            if code == EXIT_CONFIG:
+            # Later starts can find that the servers of the last one, whose actor was killed, are still stopping.
+            if code == EXIT_CONFIG and tries == 0:
                 failure.set_result(ConfigError(f"node {name}: {tail.strip()}"))
                 return
             tries += 1

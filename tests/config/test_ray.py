@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,3 +126,39 @@ async def test_nodes_settings_are_in_no_command_line(tmp_path: Path, monkeypatch
     code, tail = await ray_nodes.NodeActor().run(words, str(tmp_path), {}, part)
     log = (tmp_path / "ng_run.log").read_text()
     assert code == 2 and "ng_run: error:" in tail and "-c" in log and "sk-live" not in log
+
+
+class RayStub:
+    """Starts that end as told: with an exit code, or the actor killed (``None``); the last one stops the nodes."""
+
+    class RayError(Exception):
+        pass
+
+    def __init__(self, *codes: int | None) -> None:
+        self.exceptions = SimpleNamespace(RayError=self.RayError)
+        self.codes = [*codes]
+        self.said: list[str] = []
+        self.nodes = object.__new__(ray_nodes.RayNodes)
+        self.nodes._ray, self.nodes._say, self.nodes._stopping = self, self.said.append, False
+        self.nodes._actor = lambda _: SimpleNamespace(run=SimpleNamespace(remote=self.run))  # type: ignore[method-assign]
+        self.nodes._is_alive = lambda _: True  # type: ignore[method-assign]
+
+    async def run(self, *_: object) -> tuple[int, str]:
+        code = self.codes.pop(0)
+        self.nodes._stopping = not self.codes
+        if code is None:
+            raise self.RayError
+        return code, "a stack runs in /run already"
+
+
+@pytest.mark.parametrize(("codes", "failed"), [((2, 0), True), ((None, 2, 2, 0), False), ((1, 2, 0), False)])
+async def test_node_tells_only_at_its_first_start_that_the_configuration_is_wrong(
+    codes: tuple[int | None, ...], failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_nodes, "FIRST_PAUSE_S", 0.01)
+    stub = RayStub(*codes)
+    running = ray_nodes._Running(NodePart("ray-1", {}, "run-1", "/run"), NODES[0])
+    failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    await stub.nodes._keep(running, [], "/", {}, failure)
+    assert failure.done() == failed and (failed or not stub.codes)
+    assert len(stub.said) == (0 if failed else len(codes) - 1)

@@ -58,8 +58,10 @@ def without_password(text: str) -> str:
 
 
 def _mask(value: Any) -> Any:
-    if value is None or value == "" or value == "???" or isinstance(value, bool | int | float):
+    if value is None or value == "" or value == "???":
         return value
+    if isinstance(value, bool | int | float):
+        return REDACTED if _is_key(value) else value
     if isinstance(value, str) and value.startswith("${") and value.endswith("}") and "oc.env" not in value:
         return value
     if isinstance(value, Mapping):
@@ -67,6 +69,11 @@ def _mask(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_mask(item) for item in value]
     return REDACTED
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a number may be a key that was written without quotes, and not a price or a count."""
+    return isinstance(value, int) and value >= 10**7
 
 
 def secret_values(values: Any) -> set[str]:
@@ -94,6 +101,8 @@ def _strings(value: Any) -> Iterable[str]:
         # Shorter strings are placeholders ("EMPTY", "x"); scrubbing them would also replace ordinary words.
         if len(value) >= 8:
             yield value
+    elif _is_key(value):
+        yield str(value)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _strings(item)

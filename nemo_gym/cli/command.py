@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym import cli
-from nemo_gym._util.secrets import is_secret_name, scrub
+from nemo_gym._util.secrets import is_secret_name, scrub, without_password
 from nemo_gym._util.terminal import discard, outlasted, shown
 from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError, ServerError, reject_unknown_keys
 
@@ -105,9 +105,9 @@ def is_secret(word: str) -> bool:
 
 
 def without_secrets(text: str, words: Iterable[str]) -> str:
-    """``text`` without the values of secret settings among ``words``."""
+    """``text`` without the values of secret settings among ``words``, and without passwords of URLs."""
     secrets = [word.partition("=")[2] for word in words if is_secret(word)]
-    return scrub(text, [value.strip("'\"") for value in secrets if len(value) >= 4])
+    return scrub(without_password(text), [value.strip("'\"") for value in secrets if len(value) >= 4])
 
 
 def plugin_name(words: Sequence[str], flag: str | None) -> str | None:

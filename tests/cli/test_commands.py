@@ -438,6 +438,11 @@ def test_validate_prints_what_would_run_without_secrets(root: Path) -> None:
     assert "very-secret-key" not in json.dumps(report) + done.stdout
 
 
+def test_refused_url_is_named_without_its_password(root: Path) -> None:
+    done = command(root, "validate", *GROUPS, "store=postgresql://user:hunter2@host/name")
+    assert done.returncode == 2 and "postgresql://user:(secret)@host/name" in done.stderr
+
+
 def test_validate_reports_errors_as_json(root: Path) -> None:
     done = command(root, "validate", "environment=sum", "--json")
     assert done.returncode == 2

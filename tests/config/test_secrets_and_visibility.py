@@ -74,6 +74,12 @@ def test_headers_are_secret_whatever_their_names_and_ordinary_ones_stay_in_logs(
     assert found == {"hcaik_01secretkey0123456789", "Bearer own-key-1", "ABCDEFGH23456789="}
 
 
+def test_number_is_a_secret_if_it_is_as_long_as_one() -> None:
+    values = {"policy_api_key": 987654321012, "price_per_token": 0.002, "token": 7, "password": True}
+    assert redact(values) == {**values, "policy_api_key": "(secret)"}
+    assert secret_values(values) == {"987654321012"}
+
+
 def test_known_secret_is_hidden_wherever_it_was_interpolated() -> None:
     values = {"policy_api_key": "sk-1234567890", "command": "serve --key sk-1234567890", "args": ["sk-1234567890"]}
     assert redact(values) == {"policy_api_key": "(secret)", "command": "serve --key (secret)", "args": ["(secret)"]}

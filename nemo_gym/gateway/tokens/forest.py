@@ -90,6 +90,14 @@ class _Shape:
     told_new: Told = ()
 
 
+def _without_switches(new: Sequence[Message], continued: _Shape) -> Sequence[Message]:
+    if not continued.told_new:
+        return new
+    roles = ("system", "user")
+    is_text = [role_of(message) in roles and isinstance(message.get("content"), str) for message in new]
+    return [{**message, "content": "q"} if plain else message for message, plain in zip(new, is_text, strict=True)]
+
+
 class IncrementalEncoder:
     """Encodes continuations for one policy, and remembers which shapes of them are proven. Thread-safe."""
 
@@ -140,8 +148,8 @@ class IncrementalEncoder:
         told = told if any(text for _, text, _ in told) else ()
         continued = replace(plain, told=told, told_new=tuple(one for one in self.told(new) if one[1]))
         # The plain one too: only its texts are marker words, which show whether the template moves them.
-        for one in dict.fromkeys((plain, continued)):
-            if (why := self._why_unproven(last, new, one, now)) is not None:
+        for one, messages in {plain: _without_switches(new, continued), continued: new}.items():
+            if (why := self._why_unproven(last, messages, one, now)) is not None:
                 raise UnprovenError(why)
         _, behind = self._text(last, new, continued, 0, now)
         ids = self._policy.encode(behind)
@@ -167,10 +175,16 @@ class IncrementalEncoder:
         lowered = text.lower()  # templates may do that before they look
         if not any(switch.lower() in lowered for switch in self.switches):
             return ""
-        longest_first = sorted(self.switches, key=len, reverse=True)
+        longest_first = sorted(self._kept_whole, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text, flags=re.IGNORECASE)
         parts[::2] = [part.replace(part.strip(), self._user) if part.strip() else part for part in parts[::2]]
         return "".join(parts)
+
+    @cached_property
+    def _kept_whole(self) -> frozenset[str]:
+        """The switches and what the template may take for none, as ``</think>``, of which ``/think`` is a part."""
+        words = self._policy.template.compared
+        return self.switches | {word for word in words if any(one.lower() in word.lower() for one in self.switches)}
 
     @cached_property
     def switches(self) -> frozenset[str]:

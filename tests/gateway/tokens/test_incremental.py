@@ -195,11 +195,30 @@ def test_continuation_is_unproven_when_a_new_switch_changes_earlier_answers(tmp_
     used = PolicyTokenizer.load(write(tmp_path, "chatml_think"), chat_template=template)
     encoder = IncrementalEncoder(used)
     given: dict[str, Any] = {"system": False, "tools": False, "last_id": None, "now": NOW}
-    assert encoder.continuation(said("yes"), [user("next")], **given)
     with pytest.raises(UnprovenError, match="anew"):
         encoder.continuation(said("yes"), [user("next /quick")], **given)
+    assert encoder.continuation(said("yes"), [user("next")], **given)
     told = encoder.told([user("first /quick")])
     assert used.decode(encoder.continuation(said("yes"), [user("next")], **given, told=told)).endswith("[quick]")
+
+
+@pytest.mark.parametrize(
+    "text", ["Put it into <slow></slow>. /quick", "/quick", "</slow> /slow /quick", "/quick /slow"]
+)
+def test_word_that_a_template_takes_for_no_switch_is_none_in_a_continuation(text: str, tmp_path: Path) -> None:
+    template = (
+        "{% set ns = namespace(slow=false) %}{% for message in messages %}"
+        "{% if message.role == 'user' %}{% set words = message.content.replace('</slow>', '') %}"
+        "{% if '/slow' in words %}{% set ns.slow = true %}"
+        "{% elif '/quick' in words %}{% set ns.slow = false %}{% endif %}"
+        "{% endif %}" + CHATML + "{% endfor %}" + ASK + "{{ '[slow]' if add_generation_prompt and ns.slow else '' }}"
+    )
+    used = PolicyTokenizer.load(write(tmp_path, "chatml_think"), chat_template=template)
+    encoder = IncrementalEncoder(used)
+    first, answer, new = user(text), said("yes"), user("next")
+    given: dict[str, Any] = {"system": False, "tools": False, "last_id": None, "now": NOW}
+    continued = used.decode(encoder.continuation(answer, [new], **given, told=encoder.told([first])))
+    assert used.render([first, answer, new], tools=None, now=NOW).endswith(continued)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,9 +16,10 @@ ANSWER_CHARS = 20_000
 _BOX = "\\boxed{"
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|textrm|mathrm|mathbf|mathsf|boldsymbol)\{([^{}]*)\}")
 _AROUND = " \t\r\n.,:;!*_`\"'$()[]{}"
-_ANSWER = re.compile(r"\banswer(?:\s+is)?[ \t*_`]*[:=][\s*_`]*(?=([^\n]*))", re.IGNORECASE)
+_ANSWER = re.compile(r"\banswer(?:\s+is)?[ \t*_`]*[:=][\s*_`]*(?!answer\b)([^\n]*)", re.IGNORECASE)
 _LETTER_FIRST = re.compile(r"[ \t*_`$(\[]*([A-Z])(?:[.:,)\]*_`]|\s*$)")
 _LABEL = re.compile(r"([A-Z])\s*[:.)-]")
+_OTHER_LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?:\s*[:.)-]|\W*$)")
 
 
 class Grading(StrEnum):
@@ -43,8 +44,11 @@ def choice(text: str, options: Mapping[str, str], mode: Grading) -> str | None:
         return None
     if mode is Grading.STRICT_SINGLE_LETTER_BOXED:
         plain = _unwrapped(boxed).strip(_AROUND)
-        letter = label[1] if (label := _LABEL.match(plain)) is not None else plain
-        return letter if letter in options else None
+        if (label := _LABEL.match(plain)) is None:
+            return plain if plain in options else None
+        letter, rest = label[1], plain[label.end() :]
+        is_its_text = letter in options and _folded(rest) == _folded(options[letter])
+        return letter if letter in options and (is_its_text or not _OTHER_LETTER.search(rest)) else None
     return lenient_choice(boxed, options)
 
 

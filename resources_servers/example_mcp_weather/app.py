@@ -117,8 +117,8 @@ def _expected(row: dict[str, Any]) -> float:
     )
 
 
-# An en dash (U+2013) is a minus sign unless it follows a digit, as in a range.
-_NUMBER = re.compile(r"(?<![\d.,])[-−\u2013]?\d+(?:[.,]\d+)?(?![\d]|[.,]\d)")
+# An en dash (U+2013) is a minus sign unless it follows a digit, a letter or a unit, as in a range.
+_NUMBER = re.compile(r"(?<![\d.,])(?:[-−]|(?<![\w°])\u2013)?\d+(?:[.,]\d+)?(?![\d]|[.,]\d)")
 
 
 def contains_number(text: str, expected: float) -> bool:

@@ -207,6 +207,8 @@ async def test_tools_are_plain_routes_for_agents_that_keep_cookies(stack: Stack)
         ("It is \N{EN DASH}1.8.", -1.8, True),
         ("It is \N{EN DASH}1.8.", 1.8, False),
         ("0.5\N{EN DASH}1.8", 1.8, True),
+        ("Quito\N{EN DASH}34.3 °C", 34.3, True),
+        ("0.5 °C\N{EN DASH}1.8 °C", 1.8, True),
         ("1.8", -1.8, False),
         ("134.3", 34.3, False),
         ("34.31.2", 34.3, False),

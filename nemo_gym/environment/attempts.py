@@ -99,6 +99,8 @@ class AttemptStore:
         self._refused: set[AttemptKey] = set()
         """Attempts whose session was asked for and is not here. They are few: those that were open when the process
         before this one ended, because a session's cookie or token comes from a seed."""
+        self._unseeded: set[AttemptKey] = set()
+        """Attempts without a seed whose first verdict, which this process stored, was invalid."""
         self._writer: SqliteWriter | None = None
         try:
             if path is not None:
@@ -264,6 +266,7 @@ class AttemptStore:
             _check_row(rollout, seed, row)
             _check_current(rollout, state)
             is_lost = seed is None and state == _RolloutState(rollout.attempt, False)
+            is_lost = is_lost and AttemptKey.of(rollout) not in self._unseeded
             return _load_verdict(db, key, rollout.attempt), is_lost
 
         stored, is_lost = await self._run_here(operation)
@@ -297,7 +300,9 @@ class AttemptStore:
                 " reply = excluded.reply WHERE digest = excluded.digest AND NOT final",
                 values,
             )
-            db.execute("INSERT INTO rollout VALUES (?,?,?,0) ON CONFLICT DO NOTHING", (*key, rollout.attempt))
+            new = db.execute("INSERT INTO rollout VALUES (?,?,?,0) ON CONFLICT DO NOTHING", (*key, rollout.attempt))
+            if new.rowcount and not verdict.final:
+                self._unseeded.add(AttemptKey.of(rollout))
             stored = _load_verdict(db, key, rollout.attempt)
             assert stored is not None
             if closes and stored.final and stored.digest == verdict.digest:

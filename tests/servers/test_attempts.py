@@ -161,6 +161,16 @@ async def test_work_without_a_final_verdict_is_not_graded_again_by_a_process_tha
         assert (await verify(stack, "r1", control, cookies))[0] == 409
 
 
+async def test_work_that_nobody_seeded_is_judged_again_by_the_process_that_could_not_judge_it() -> None:
+    store = AttemptStore()
+    try:
+        for _ in range(2):
+            assert await store.admit_verdict(rollout("r1"), "row", "work", needs_session=True) is None
+            await store.keep_verdict(rollout("r1"), StoredVerdict("work", False, {"valid": False}))
+    finally:
+        await store.aclose()
+
+
 async def test_seed_runs_once_when_many_ask_at_the_same_time() -> None:
     with running_stack() as stack:
         stack.add(ENV, CounterEnvironment, Role.ENVIRONMENT)

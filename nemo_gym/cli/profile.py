@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +88,9 @@ def aggregate(argv: Sequence[str]) -> int:
     if of_rows:
         metrics = metrics.with_name(f"{metrics.stem}_aggregate_metrics.json")
     require_another_file("output", merged or metrics, paths)
-    if merged and merged.exists() and (RunFiles(merged).materialized_inputs.exists() or not metrics.exists()):
-        raise ConfigError(f"output: '{merged}' exists and is not of this command; choose another file", key="output")
+    is_of_a_run = output is not None and of_rows and RunFiles(output).materialized_inputs.exists()
+    if is_of_a_run or (merged and merged.exists() and not metrics.exists()):
+        raise ConfigError(f"output: '{output}' is not of this command; choose another file", key="output")
     files = _files(paths)
     reports = _reports(files)
     if merged is not None:
@@ -161,11 +164,15 @@ def _files(paths: Sequence[Path]) -> list[_Results]:
     failures_files = {RunFiles(path).failures.resolve() for path in paths}
     once = {path.resolve(): path for path in paths}
     read = [(path, *_rows(path)) for resolved, path in once.items() if resolved not in failures_files]
-    seen: set[str] = set()
-    for of_file in (*(rows for _, rows, _ in read), *(failures for _, _, failures in read)):  # results count first
-        of_file[:] = [row for row in of_file if not _is_repeated(row, seen)]
+    seen: set[Any] = set()
+    for rows in (rows for _, rows, _ in read):
+        rows[:] = [row for row in rows if not _is_repeated(row, seen)]
+    with_result = {_identity(row) for _, rows, _ in read for row in rows} - {None}
+    for failures in (failures for _, _, failures in read):
+        failures[:] = [row for row in failures if not _is_repeated(row, seen) and _identity(row) not in with_result]
     names: dict[int, str] = {}
     numbers_of: dict[tuple[str, int], int] = {}
+    next_number = 0
     files = []
     for path, rows, failures in read:
         tasks: dict[int, str] = {}
@@ -177,21 +184,35 @@ def _files(paths: Sequence[Path]) -> list[_Results]:
         for number, name in sorted(tasks.items()):
             key = (name, places[name])
             places[name] += 1
-            numbers[number] = numbers_of.get(key, max(names, default=-1) + 1) if differ else number
+            numbers[number] = numbers_of.get(key, next_number) if differ else number
+            next_number = max(next_number, numbers[number] + 1)
             names[numbers[number]] = name
             numbers_of.setdefault(key, numbers[number])
         files.append(_Results(path, rows, failures, numbers))
     return files
 
 
-def _is_repeated(row: Mapping[str, Any], seen: set[str]) -> bool:
-    """Whether a row's rollout was seen before; the ids of other programs' rows do not tell samples apart."""
-    rollout_id = row.get(ROLLOUT_ID_KEY)
-    if not isinstance(rollout_id, str) or not rollout_id.endswith(f".{row[TASK_INDEX_KEY]}-{row[ROLLOUT_INDEX_KEY]}"):
+def _is_repeated(row: Mapping[str, Any], seen: set[Any]) -> bool:
+    """Whether the same row was seen before, also if a merge has given its task another number. Rollouts of different
+    runs may have one id, because a user may choose the run's."""
+    if (identity := _identity(row)) is None:
         return False
-    is_repeated = rollout_id in seen
-    seen.add(rollout_id)
+    from nemo_gym.rollouts.report import for_aggregation
+
+    told = without(for_aggregation(row, None), (TASK_INDEX_KEY,))
+    key = (identity, sha256(json.dumps(told, sort_keys=True).encode()).digest())
+    is_repeated = key in seen
+    seen.add(key)
     return is_repeated
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return a rollout's id, task and agent; ``None`` for rows of other programs, whose ids do not tell samples
+    apart."""
+    rollout_id = row.get(ROLLOUT_ID_KEY)
+    if not isinstance(rollout_id, str) or not re.search(rf"\.\d+-{row[ROLLOUT_INDEX_KEY]}$", rollout_id):
+        return None
+    return rollout_id, str(row.get("task_id")), _key_of(row)[2]
 
 
 def _matches(patterns: str, merged: Path | None) -> list[Path]:
@@ -211,7 +232,7 @@ def _merge(files: Sequence[_Results], output: Path) -> None:
     """Write the rows of all files to one, each rollout once and with its task's number."""
     output = output.resolve()
     partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
-    seen: set[str] = set()
+    seen: set[Any] = set()
     try:
         with partial.open("xb") as merged:
             for each in files:

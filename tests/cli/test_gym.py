@@ -359,8 +359,19 @@ def test_tasks_of_several_data_sets_are_told_apart_and_rollouts_count_once(tmp_p
     assert [(row["_ng_task_index"], row["task_id"]) for row in rows] == [
         *((0, "math-0"), (1, "math-1"), (2, "code-0"), (3, "code-1"), (2, "code-0"), (3, "code-1"))
     ]
-    assert aggregate([str(out), "-o", str(tmp_path / "same.json")]) == 0
+    assert aggregate([str(out), str(code), "-o", str(tmp_path / "same.json")]) == 0
     assert metrics_of(tmp_path / "same.json") == counts
+
+
+def test_rollouts_of_runs_with_the_same_chosen_id_are_all_counted(tmp_path: Path) -> None:
+    files = []
+    for name, rewards in (("math", (1.0, 1.0)), ("code", (0.0, 0.0))):
+        (tmp_path / name).mkdir()
+        files.append(str(dataset_results(tmp_path / name / "nightly.jsonl", name, *rewards)))
+    assert aggregate([*files, "-o", str(tmp_path / "all.jsonl")]) == 0
+    counts = metrics_of(tmp_path / "all_aggregate_metrics.json")
+    assert (counts["tasks/total"], counts["tasks/solved"], counts["rollouts/total"]) == (4, 2, 4)
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(
@@ -390,13 +401,17 @@ def test_results_are_aggregated_as_nemo_gym_words_it(words: list[str], merges: b
 def test_rows_are_merged_into_no_file_of_somebody_else(tmp_path: Path) -> None:
     one, kept = results(tmp_path / "one.jsonl", 1.0), results(tmp_path / "kept.jsonl", 0.0)
     before = kept.read_bytes()
-    with pytest.raises(ConfigError, match="exists and is not of this command"):
+    with pytest.raises(ConfigError, match="is not of this command"):
         aggregate([str(one), "--output", str(kept)])
     (tmp_path / "kept_aggregate_metrics.json").write_text("[]")
     (tmp_path / "kept_materialized_inputs.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="exists and is not of this command"):
-        aggregate([str(one), "--output", str(kept)])
+    for words in ([], ["+merge_shards=false"]):
+        with pytest.raises(ConfigError, match="is not of this command"):
+            aggregate([str(one), "--output", str(kept), *words])
     assert kept.read_bytes() == before
+    kept.unlink()  # a run that has no result yet
+    with pytest.raises(ConfigError, match="is not of this command"):
+        aggregate([str(one), "--output", str(kept)])
 
 
 def test_a_result_may_hold_every_character(tmp_path: Path) -> None:

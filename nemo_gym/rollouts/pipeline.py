@@ -411,6 +411,8 @@ LOST = frozenset(LOST_KINDS.values())
 IDLE_POLL_S = 1.0
 """How often an idle dispatcher looks for jobs that other processes submitted or queued again."""
 SWEEP_S = 1.0
+LEFT_S = 30.0
+"""For how long a job that is left to another service is not looked at again."""
 SWEPT_AT_ONCE = 256
 
 
@@ -722,7 +724,7 @@ class AsyncDispatcher:
             for job in await self._store.claim_overdue(self._owner, SWEPT_AT_ONCE, self._config.lease_s):
                 if _stopped_before(job) is None and self._route(job) is None:
                     # Its verdict is left to a service that has its agent.
-                    await self._requeue_if_held(job, new_attempt=False)
+                    await self._requeue_if_held(job, new_attempt=False, delay_s=LEFT_S)
                 else:
                     await self._admit(job)
             if self._store.is_shared() and self._attempts:
@@ -875,10 +877,10 @@ class AsyncDispatcher:
             await self._recording(self._requeue_if_held(attempt.job, new_attempt=not resumes))
         self._drop(attempt)
 
-    async def _requeue_if_held(self, job: Job, *, new_attempt: bool) -> None:
+    async def _requeue_if_held(self, job: Job, *, new_attempt: bool, delay_s: float = 0.0) -> None:
         """Queue a job again, unless its lease was lost."""
         with contextlib.suppress(FencedError):
-            await self._store.requeue(job, new_attempt=new_attempt)
+            await self._store.requeue(job, new_attempt=new_attempt, delay_s=delay_s)
 
     async def _recording(self, write: Awaitable[None]) -> bool:
         """Await a write to the store. Return ``False`` if this dispatcher no longer holds the job; any other error

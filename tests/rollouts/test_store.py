@@ -297,6 +297,16 @@ async def test_jobs_past_their_deadline_are_claimed_to_be_ended(store: SqlJobSto
     assert endless.left_s is None
 
 
+async def test_overdue_job_with_a_stored_result_is_claimed_to_be_ended_when_its_pause_is_over(
+    store: SqlJobStore,
+) -> None:
+    await store.submit([replace(spec(0), deadline_s=0.0)])
+    (job,) = await store.claim_overdue("w", 10, 60)
+    await store.record_run(job, b"{}")
+    await store.requeue(job, delay_s=60, new_attempt=False)
+    assert await store.claim_overdue("w", 10, 60) == []
+
+
 async def test_cancelled_jobs_that_others_hold_are_marked_and_not_run_again(store: SqlJobStore) -> None:
     await store.submit([spec(number) for number in range(3)])
     held, other = await store.claim("w", 2, 60)

@@ -240,11 +240,13 @@ class SqlJobStore:
         return room.pick(candidates, limit)
 
     async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
-        """Claim queued jobs whose deadline has passed or which were cancelled; the claimer records how they ended."""
+        """Claim queued jobs whose deadline has passed or which were cancelled; the claimer records how they ended.
+        Those with a stored result are not claimed before their time, since a claimer may leave them to another."""
 
         def overdue(connection: Connection, now: float) -> list[int]:
             due = "SELECT seq FROM jobs WHERE state = 'queued' AND {} LIMIT ?" + self._dialect.locking
-            rows = connection.execute(due.format("deadline_at <= ?"), (now, limit)).fetchall()
+            over = due.format("deadline_at <= ? AND (run_result IS NULL OR not_before <= ?)")
+            rows = connection.execute(over, (now, now, limit)).fetchall()
             rows += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
             return list(dict.fromkeys(seq for (seq,) in rows))
 

@@ -57,6 +57,7 @@ class RolloutCollectionHelper:
         by_default: MaskedReward = "group_mean" if started is not None and client is None else "null"
         self._masked_reward: MaskedReward = masked_reward or by_default
         self._runs: list[ExampleRun] = []
+        self._with_tokens: set[str] = set()
 
     def setup_server_client(self, head_server_config: BaseServerConfig | None = None) -> ServerClient:
         """Return the client of a running stack. There is no head server here; its address is accepted and not used."""
@@ -88,7 +89,7 @@ class RolloutCollectionHelper:
         defaults = {"concurrency": max(1, len(examples)), "stop_after_same_failure": 0}
         config = RolloutRunConfig.parse({**defaults, **run_keys, **unused})
         client = self.setup_server_client(head_server_config)
-        run = ExampleRun(client, examples, config, self._masked_reward)
+        run = ExampleRun(client, examples, config, self._masked_reward, self._with_tokens)
         self._runs.append(run)
         return run.as_completed()
 

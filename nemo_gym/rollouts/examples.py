@@ -73,15 +73,17 @@ class ExampleRun:
         rows: Sequence[dict[str, Any]],
         config: RolloutRunConfig,
         masked_reward: MaskedReward = "null",
+        with_tokens: set[str] | None = None,
     ) -> None:
+        """``with_tokens``: the agents whose model keeps tokens, as rollouts of earlier calls have shown; this one
+        adds to them."""
         self._client = client
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._masked_reward = masked_reward
         self._rollouts: dict[str, _Rollout] = {}
         self._groups: dict[str, list[_Rollout]] = {}
-        self._with_tokens: set[str] = set()
-        """The agents whose model keeps tokens, as a rollout has shown."""
+        self._with_tokens = set() if with_tokens is None else with_tokens
         run_id = config.run_id or new_run_id()
         for number, row in enumerate(rows):
             spec = self._spec(run_id, number, row)

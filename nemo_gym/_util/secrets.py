@@ -36,10 +36,11 @@ def is_secret(name: Any, value: Any) -> bool:
     return is_secret_name(name) or (isinstance(value, Mapping) and name.lower().endswith("headers"))
 
 
-def redact(values: Any) -> Any:
-    """Return a copy with secret values replaced, also where another text contains one. Interpolations and unset values
-    stay, as they contain no secret."""
-    return _redacted(values, secret_values(values))
+def redact(values: Any, known: Iterable[str] = ()) -> Any:
+    """Return a copy with secret values replaced, also where another text contains one, or one of ``known``.
+    Interpolations and unset values stay, as they contain no secret."""
+    # A password that is a word ("postgres") would be missing in other texts, such as an image's name.
+    return _redacted(values, {secret for secret in {*secret_values(values), *known} if re.search(r"\d", secret)})
 
 
 def _redacted(values: Any, secrets: Collection[str]) -> Any:

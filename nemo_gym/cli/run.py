@@ -186,7 +186,7 @@ def _changed_keys(composition: Composition, configuration: Path) -> list[str]:
     Addresses do not count, and secrets, which are not stored, cannot be compared."""
     import yaml
 
-    from nemo_gym._util.secrets import redact
+    from nemo_gym._util.secrets import redact, secret_values
     from nemo_gym.config.layers import leaves
 
     try:
@@ -202,7 +202,9 @@ def _changed_keys(composition: Composition, configuration: Path) -> list[str]:
             if path and path[0] in blocks and path[-1] not in ("host", "port")
         }
 
-    now, then = settings(redact(composition.values)), settings(stored)
+    # Earlier versions stored values that are secret now.
+    then = settings(redact(stored, secret_values(composition.values)))
+    now = settings(redact(composition.values))
     return [key for key in {**now, **then} if key not in now or key not in then or not _is_same(now[key], then[key])]
 
 

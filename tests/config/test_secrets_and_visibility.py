@@ -83,6 +83,8 @@ def test_number_is_a_secret_if_it_is_as_long_as_one() -> None:
 def test_known_secret_is_hidden_wherever_it_was_interpolated() -> None:
     values = {"policy_api_key": "sk-1234567890", "command": "serve --key sk-1234567890", "args": ["sk-1234567890"]}
     assert redact(values) == {"policy_api_key": "(secret)", "command": "serve --key (secret)", "args": ["(secret)"]}
+    of_a_word = {"db_password": "postgres", "image": "postgres:16"}
+    assert redact(of_a_word) == {"db_password": "(secret)", "image": "postgres:16"}
 
 
 def test_environment_of_servers_holds_no_secret_variable() -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_gym.cli.run import _changed_keys
 from nemo_gym.config.check import check_everything, notices
@@ -61,6 +62,19 @@ def test_same_configuration_as_that_of_a_stored_run_has_no_changed_keys(root: Pa
     assert _changed_keys(stored, root / CONFIG_FILE) == []
     changed = compose([*GROUPS, f"{word}2", "++solver.responses_api_agents.solver.max_steps=3.0"], roots=[root])
     assert _changed_keys(changed, root / CONFIG_FILE) == ["mathy.resources_servers.mathy.strictness"]
+
+
+def test_values_that_an_earlier_version_stored_and_that_are_secret_now_are_no_changed_keys(root: Path) -> None:
+    block = "++policy_model.responses_api_models.echo"
+    words = (
+        *GROUPS,
+        "policy_api_key=sk-1234567890",
+        f"{block}.headers.X-Team=blue",
+        f"{block}.args='-k sk-1234567890'",
+    )
+    composed = compose(words, roots=[root])
+    (root / CONFIG_FILE).write_text(yaml.safe_dump(composed.values))
+    assert _changed_keys(composed, root / CONFIG_FILE) == []
 
 
 def test_top_level_variable_that_is_used_is_accepted(root: Path) -> None:

@@ -126,9 +126,9 @@ async def test_create_without_its_own_time_limit_leaves_time_for_the_image(
     network: Relay,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    await remote.create(SandboxSpec(ttl_s=300))  # the abilities are known now
     for name, seconds in (("_ADMISSION_S", 0.2), ("DEFAULT_READY_TIMEOUT_S", 0.3), ("_IMAGE_S", 0.7)):
         monkeypatch.setattr(f"nemo_gym.sandbox.providers.remote.provider.{name}", seconds)
-    await remote.create(SandboxSpec(ttl_s=300))  # the abilities are known now
     network.break_all()
     network.swallow_answers = True
     with pytest.raises(SandboxCreateError, match=f"within {within}"):

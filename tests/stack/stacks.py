@@ -272,6 +272,19 @@ def environment(root: Path, **extra: str) -> dict[str, str]:
 
 
 @contextmanager
+def none_ignored() -> Iterator[None]:
+    """What starts in this block ignores no signal, also if `nohup` or a shell's background started the tests."""
+    ignored = [each for each in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(each) is signal.SIG_IGN]
+    for each in ignored:
+        signal.signal(each, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for each in ignored:
+            signal.signal(each, signal.SIG_IGN)
+
+
+@contextmanager
 def ng_run(
     root: Path, *words: str, run_dir: Path | None = None, streams: Mapping[str, int] | None = None, **extra: str
 ) -> Iterator[Stack]:

@@ -21,7 +21,7 @@ from nemo_gym.stack import nursery
 from nemo_gym.stack.stack import running_stack
 from nemo_gym.stack.supervisor import stop_nursery
 
-from .stacks import GROUPS, children_of, command, is_alive, ng_run, no_traceback, until, write
+from .stacks import GROUPS, children_of, command, is_alive, ng_run, no_traceback, none_ignored, until, write
 
 SUMS = "environment=sums"
 
@@ -103,7 +103,7 @@ def test_stack_file_is_private_and_gone_afterwards(root: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_everything_in_order(root: Path, number: signal.Signals) -> None:
-    with ng_run(root, SUMS) as stack:
+    with none_ignored(), ng_run(root, SUMS) as stack:
         stack.wait_ready()
         processes = children_of(stack.process.pid)
         assert len(processes) == 2  # the nursery and the server

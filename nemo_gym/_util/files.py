@@ -1,4 +1,5 @@
-"""Base directories for paths and caches, atomic file writes, and JSON lines that survive a crash.
+"""Base directories for paths and caches, atomic file writes, JSON lines that survive a crash, and output streams that
+may fail while the work goes on (`outlasted`).
 
 A server's working directory is its plugin's folder, as plugins written for NeMo Gym expect. A relative path in its
 configuration, however, is relative to the directory in which the user typed the command (`from_command`).
@@ -10,14 +11,16 @@ programs may have written, without the last line end, use `finished_lines`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO, Literal
 
 _log = logging.getLogger(__name__)
 
@@ -170,3 +173,46 @@ def _drop_torn_line(fd: int) -> None:
         at = start
     if at < end:
         os.ftruncate(fd, at)
+
+
+class Outlasting:
+    """A stream that drops what cannot be written: its reader or terminal may be gone, or its disk full."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def outlasted(name: Literal["stdout", "stderr"]) -> Iterator[None]:
+    """Make ``sys.stdout`` or ``sys.stderr`` an `Outlasting` stream. What it still holds at the end and cannot write is
+    discarded, because it would change the exit code of the process."""
+    stream = getattr(sys, name)
+    if stream is None:  # the process was started without it, and print() then prints nothing
+        yield
+        return
+    setattr(sys, name, Outlasting(stream))
+    try:
+        yield
+    finally:
+        setattr(sys, name, stream)
+        try:
+            stream.flush()
+        except OSError:
+            discard(stream)
+
+
+def discard(stream: IO[str]) -> None:
+    """Discard what the stream holds, and all that is still written to it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

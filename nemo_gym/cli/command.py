@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym import cli
+from nemo_gym._util.files import discard, outlasted
 from nemo_gym._util.secrets import is_secret_name, scrub, without_password
-from nemo_gym._util.terminal import discard, outlasted, shown
+from nemo_gym._util.terminal import shown
 from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError, ServerError, reject_unknown_keys
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from nemo_gym._util.terminal import Outlasting
+from nemo_gym._util.files import Outlasting
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,

@@ -35,7 +35,7 @@ from resources_servers.swe_bench.preparation.builder import ImageBuilder, Prepar
 from resources_servers.swe_bench.preparation.examples import example_environments, example_repositories
 from resources_servers.swe_bench.preparation.plan import Progress, RowPlan, make_plans, read_environments
 from resources_servers.swe_bench.preparation.repositories import Repositories, commit_time
-from resources_servers.swe_bench.row import SweBenchRow, read_rows
+from resources_servers.swe_bench.row import SweBenchRow, dataset_row, read_rows
 
 USAGE = """\
 usage: ng_prepare swe_bench rows=ROWS.jsonl sandbox=PROVIDER [repos=DIR] [environments=FILE] [workers=N]
@@ -124,9 +124,10 @@ class Options:
 
 
 def _plans(options: Options) -> list[RowPlan]:
+    instances = ((line, dataset_row(row)) for line, row in read_rows(options.rows))
     rows = [
         SweBenchRow.from_mapping(row, path=str(options.rows), line=line)
-        for line, row in read_rows(options.rows)
+        for line, row in instances
         if not options.instances or row.get("instance_id") in options.instances
     ]
     unknown = options.instances - {row.instance_id for row in rows}

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_gym.contract.errors import NemoGymError, RowError
 from resources_servers.swe_bench.grading import LogGrade, grade_stored_log, log_text
-from resources_servers.swe_bench.row import SweBenchRow, read_rows
+from resources_servers.swe_bench.row import SweBenchRow, dataset_row, read_rows
 
 LOG_NAME = "test_output.txt"
 
@@ -25,7 +25,7 @@ def load_rows(paths: Sequence[Path]) -> dict[str, SweBenchRow]:
     rows: dict[str, SweBenchRow] = {}
     for path in paths:
         for number, raw in read_rows(path):
-            row = SweBenchRow.from_mapping(raw, path=str(path), line=number)
+            row = SweBenchRow.from_mapping(dataset_row(raw), path=str(path), line=number)
             rows.setdefault(row.instance_id, row)
     return rows
 

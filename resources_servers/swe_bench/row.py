@@ -84,6 +84,12 @@ class SweBenchRow:
             raise RowError(
                 f"SWE-bench row {name}: eval_type is {row['eval_type']!r}, not pass_and_fail or fail_only", **where
             )
+        if kinds := _assets_of_tests(row):
+            raise RowError(
+                f"SWE-bench row {name}: image_assets.{kinds[0]} has files that the tests need, which are not put in"
+                " place here; leave the row out",
+                **where,
+            )
         return cls(
             **{name: _text(row, name, where) for name in _TEXTS},
             patch=row.get("patch") or "",
@@ -93,6 +99,17 @@ class SweBenchRow:
             version=str(row.get("version") or ""),
             image=str(row.get("image") or ""),
         )
+
+
+def _assets_of_tests(row: Mapping[str, Any]) -> list[str]:
+    """Return which parts of a Multimodal row's ``image_assets`` (an object, or its JSON) hold files for its tests."""
+    assets = row.get("image_assets")
+    if isinstance(assets, str):
+        try:
+            assets = json.loads(assets)
+        except ValueError:
+            assets = None
+    return [kind for kind in ("test_patch", "patch") if isinstance(assets, Mapping) and assets.get(kind)]
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -380,6 +380,8 @@ _SIGNS = (
 )
 _JOINT = re.compile(r"""(['"])\s*\+?\s*[rbuf]{0,2}\1""")
 """Matches the seam between two adjacent literals that form one string. Removing it reveals names split into pieces."""
+_ENDS_OF_STRINGS = ('"""', "'''", "`", "*/")
+"""The ends of strings and comments of several lines, in Python and JavaScript."""
 _PATTERNS = tuple((name, costs, re.compile(pattern)) for name, costs, pattern in _SIGNS)
 
 
@@ -418,6 +420,16 @@ def _runner_package(path: str) -> str:
     return "/".join(directories[: inside[0]]) if inside else ""
 
 
+def without_new_files_with_signs(patch: bytes, gold: bytes) -> bytes:
+    """Return the patch without the new files that have costly signs, such as a script with which an agent reproduced
+    the issue. Only a judgement of the rest tells whether the product needs them."""
+    return joined(
+        section
+        for section in split_patch(patch)
+        if not (section.is_new and any(sign.costs for sign in signs_in_patch(section.text, gold)))
+    )
+
+
 def as_details(signs: Iterable[Sign]) -> list[dict[str, str]]:
     """Return the signs as plain data for the verdict's details."""
     return [{"what": sign.what, "path": sign.path, "line": sign.line} for sign in signs]
@@ -444,9 +456,13 @@ def _signs(sections: Iterable[FilePatch], *, with_old_lines: bool = False) -> li
         path = section.paths[-1] if section.paths else ""
         if not path.endswith((".py", ".pyx", ".js", ".mjs", ".cjs", ".ts")) or decides_how_tests_run(path):
             continue
+        before = b""
         for raw_line in [*section.added_lines, *(section.old_lines if with_old_lines else ())]:
             line = raw_line[:400].decode("utf-8", "replace").strip()
-            if line.startswith(("#", "//")):
+            # Within a string that ends in this line, code may follow what looks like a comment.
+            may_be_in_string = before.endswith(b"\\") or any(end in line for end in _ENDS_OF_STRINGS)
+            before = raw_line.rstrip(b"\r")
+            if line.startswith(("#", "//", ">>> ")) and not may_be_in_string:
                 continue
             joined_line = _JOINT.sub("", line)
             for what, costs, pattern in _PATTERNS:

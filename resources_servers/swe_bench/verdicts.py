@@ -48,6 +48,7 @@ from resources_servers.swe_bench.signs import (
     findings_in_patch,
     paths_of,
     signs_in_patch,
+    without_new_files_with_signs,
     without_runner_code,
 )
 
@@ -135,14 +136,28 @@ async def judge(
         results = await _run_controls(site, row, patch, grade, controls)
     findings += [control.finding for control in results if control.finding]
     signs = await asyncio.to_thread(signs_in_patch, patch, row.gold)
+    left_out: list[str] = []
     if results and controls is not None and not (controls.strength == "strong" and controls.plain_covers_all):
-        findings += finding_where_weak(signs)
+        by_signs = finding_where_weak(signs)
+        # What a rest of the patch earns by itself, the patch earns: an agent may leave a script of its own behind.
+        rest = await asyncio.to_thread(without_new_files_with_signs, patch, row.gold) if by_signs else patch
+        if by_signs and resolved and not findings and rest.strip() and rest != patch:
+            content = Artifact.of(artifact.name, artifact.kind, rest)
+            alone = await judge(
+                site, row, content, controls, tamper_control=tamper_control, require_controls=require_controls
+            )
+            if alone.verdict.reward == 1.0:
+                by_signs, left_out = [], sorted(paths_of(patch) - paths_of(rest))
+        findings += by_signs
+    told = _details(run, grade, results, controls, signs, respelled=respelled)
+    if left_out:
+        told["judged_without"] = left_out
     verdict = Verdict.of(
-        1.0 if resolved and not findings and grade.markers is MarkerState.GENUINE else 0.0,
+        1.0 if resolved and patch.strip() and not findings and grade.markers is MarkerState.GENUINE else 0.0,
         official=_official(grade, run, patch, resolved=resolved),
         findings=findings,
-        details=_details(run, grade, results, controls, signs, respelled=respelled),
-        reward_reason=None if resolved else _unresolved_reason(grade, run, patch),
+        details=told,
+        reward_reason=_reason(grade, run, patch, resolved=resolved),
         evaluation_log=run.log or run.apply_log,
     )
     return Judgement(verdict, run.log)
@@ -229,9 +244,12 @@ def _official(grade: LogGrade, run: EvalRun, patch: bytes, *, resolved: bool) ->
     }
 
 
-def _unresolved_reason(grade: LogGrade, run: EvalRun, patch: bytes) -> str:
+def _reason(grade: LogGrade, run: EvalRun, patch: bytes, *, resolved: bool) -> str | None:
+    """Return why the reward is 0, unless findings tell it."""
     if not patch.strip():
-        return "no patch"
+        return "no patch, although the tests pass without one" if resolved else "no patch"
+    if resolved:
+        return None
     if not run.applied:
         return "the patch does not apply"
     if run.outcome is not ExecOutcome.EXITED:

@@ -320,12 +320,14 @@ def test_kept_test_is_left_out_unless_a_rendering_records_a_value_in_it(
 STRONG = replace(CONTROLS, tests={"": ControlledTest(ROW.fail_to_pass, True, "strong")})
 
 
-async def verdict_of(monkeypatch: pytest.MonkeyPatch, patch: bytes = b"diff --git a/x.py b/x.py\n") -> Any:
+async def verdict_of(
+    monkeypatch: pytest.MonkeyPatch, patch: bytes = b"diff --git a/x.py b/x.py\n", controls: RowControls = STRONG
+) -> Any:
     async def run(*_: Any, **__: Any) -> Recorded:
         return Recorded(True, records=("",))
 
     monkeypatch.setattr(verdicts, "run_renderings", run)
-    judgement = await verdicts.judge(SITE, ROW, Artifact.of("patch", "git_diff", patch), STRONG)
+    judgement = await verdicts.judge(SITE, ROW, Artifact.of("patch", "git_diff", patch), controls)
     return judgement.verdict
 
 
@@ -336,6 +338,37 @@ async def test_kept_tests_at_which_no_rendering_looks_are_made_to_fail(monkeypat
     assert [finding.kind for finding in verdict.findings] == ["verdict_not_caused_by_tests"]
     evaluations(monkeypatch, patch=[passes, fails], gold=[fails])
     assert (await verdict_of(monkeypatch)).reward == 1.0
+
+
+SCRATCH = b"""\
+diff --git a/reproduce.py b/reproduce.py
+new file mode 100644
+--- /dev/null
++++ b/reproduce.py
+@@ -0,0 +1 @@
++import unittest
+"""
+
+
+async def test_script_that_an_agent_left_costs_nothing_if_the_rest_earns_the_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weak = replace(STRONG, tests={"": ControlledTest(ROW.fail_to_pass, True, "weak")})
+    passes, fails = ended("PASSED"), ended("FAILED")
+    seen = evaluations(monkeypatch, patch=[passes, fails], gold=[passes, fails])
+    verdict = await verdict_of(monkeypatch, SCRATCH + ROW.gold, weak)
+    assert (verdict.reward, verdict.findings, verdict.details["judged_without"]) == (1.0, [], ["reproduce.py"])
+    assert seen.count("gold") > 1
+    evaluations(monkeypatch, patch=[passes, fails], gold=[fails])
+    verdict = await verdict_of(monkeypatch, SCRATCH + ROW.gold, weak)
+    assert (verdict.reward, [one.kind for one in verdict.findings]) == (0.0, ["looks_at_the_grader"])
+
+
+async def test_no_patch_earns_nothing_also_if_the_tests_pass_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluations(monkeypatch, unpatched=[ended("PASSED")])
+    verdict = await verdict_of(monkeypatch, b"")
+    assert (verdict.reward, verdict.official["resolved"]) == (0.0, True)
+    assert verdict.reward_reason == "no patch, although the tests pass without one"
 
 
 async def test_rewritten_test_that_passes_with_gold_too_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,20 @@ def test_sign_is_none_where_gold_has_it_or_the_file_is_the_tests_own() -> None:
     assert signs_in_patch(patch, _adds("pkg/other.py", "import _pytest.python")) == []
     assert signs_in_patch(_adds("tests/test_it.py", "import pytest"), b"") == []
     assert signs_in_patch(_adds("pkg/core.py", "# as pytest does"), b"") == []
+    assert signs_in_patch(_adds("pkg/core.py", ">>> slugify('test')"), b"") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "lines"),
+    [
+        ("pkg/core.py", ['x = """', '# """; import pytest']),
+        ("pkg/core.py", ["x = 'a \\", "# '; import pytest"]),
+        ("pkg/core.js", ["x = `", "// `; process.env.JEST_WORKER_ID"]),
+        ("pkg/core.js", ["/*", "// */ process.env.JEST_WORKER_ID"]),
+    ],
+)
+def test_code_behind_the_end_of_a_string_is_no_comment(path: str, lines: list[str]) -> None:
+    assert [sign.what for sign in signs_in_patch(_adds(path, *lines), b"")] == ["test runner"]
 
 
 def test_sign_is_none_where_the_lines_around_golds_change_show_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, RowError
 from resources_servers.swe_bench.preparation.boxes import add_tree, cause_of, pip_settings, registry_access
 from resources_servers.swe_bench.preparation.builder import Prepared
 from resources_servers.swe_bench.preparation.environments import skip_member
@@ -24,7 +24,7 @@ from resources_servers.swe_bench.preparation.plan import (
     make_plans,
     read_environments,
 )
-from resources_servers.swe_bench.prepare import Options, summary
+from resources_servers.swe_bench.prepare import Options, _plans, summary
 from resources_servers.swe_bench.row import SweBenchRow
 
 PRELUDE = """#!/bin/bash
@@ -214,6 +214,30 @@ def test_registry_access_takes_the_first_ca_bundle_that_exists(tmp_path: Path) -
 def test_options_name_the_word_when_wrong(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Options.parse(words)
+
+
+EXAMPLE = json.loads((Path(__file__).parents[1] / "data" / "example.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        EXAMPLE,
+        {"responses_create_params": {"input": [], "metadata": {"instance_dict": json.dumps(EXAMPLE)}}},
+        {"responses_create_params": {"input": []}, "verifier_metadata": {"instance_dict": EXAMPLE}},
+    ],
+)
+def test_every_row_that_a_run_takes_can_be_prepared(row: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    words = [f"rows={tmp_path}/rows.jsonl", "sandbox=local", f"instances={EXAMPLE['instance_id']}"]
+    assert [plan.row.instance_id for plan in _plans(Options.parse(words))] == [EXAMPLE["instance_id"]]
+
+
+def test_row_whose_tests_need_files_that_no_patch_carries_is_refused() -> None:
+    assets = {"problem_statement": ["a.png"], "patch": [], "test_patch": []}
+    assert SweBenchRow.from_mapping({**EXAMPLE, "image_assets": assets})
+    with pytest.raises(RowError, match="image_assets.test_patch"):
+        SweBenchRow.from_mapping({**EXAMPLE, "image_assets": json.dumps({**assets, "test_patch": ["b.png"]})})
 
 
 def test_options_leave_the_sandboxs_settings_to_the_composition() -> None:

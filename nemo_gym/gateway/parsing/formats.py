@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -163,6 +163,11 @@ class ParameterSchemas:
             if isinstance(root, Mapping) and isinstance(root.get("properties"), Mapping):
                 roots[str(function.get("name"))] = root
         return roots
+
+
+def offered_names(tools: Sequence[Tool] | None) -> frozenset[str]:
+    functions = (tool.get("function", tool) for tool in tools or ())
+    return frozenset(str(function.get("name")) for function in functions if isinstance(function, Mapping))
 
 
 def typed_json(text: str, schema: Mapping[str, Any] | None) -> str:
@@ -463,6 +468,9 @@ def _arguments(value: str) -> str | None:
 
 # Calls whose arguments the policy writes one by one between tags, as text whose type follows from the tool's schema.
 
+_NO_TAG = "end of the text"
+"""The kind of the tag that stands behind all others."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
@@ -478,6 +486,10 @@ class TaggedCalls:
     A value ends at the first ``parameter_end`` that is followed by the next parameter or the end of the call, so that
     a value may contain tags itself (policies edit files that do). If a parameter is repeated, the last value wins, as
     in JSON. An incomplete call is text.
+
+    Policies leave out a ``parameter_end`` at times. Such a value ends with its call if only the next call or nothing
+    follows, and at a line that starts with another parameter of its tool. As calls and parameters count only those
+    that were offered, so that a value keeps the tags of other tools.
     """
 
     def __init__(
@@ -491,10 +503,10 @@ class TaggedCalls:
         self._value_newlines = value_newlines
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
-        tags = [self._tag(match) for match in self._tags.finditer(text)]
+        tags = [*map(self._tag, self._tags.finditer(text)), _Tag(_NO_TAG, len(text), len(text), "")]
         follows = [not text[before.end : after.start].strip() for before, after in pairwise(tags)]
         follows.append(False)
-        ends = _value_ends(tags, follows)
+        ends = _value_ends(tags, follows, offered_names(tools))
         schemas = ParameterSchemas(tools)
         dead: set[int] = set()  # parameters that lead to no complete call, so that none is tried twice
         segments: list[Segment] = []
@@ -504,21 +516,33 @@ class TaggedCalls:
             if tag.kind != "opening" or not follows[at]:
                 at += 1
                 continue
+            schema = schemas.of(tag.label)
             values: dict[str, str] = {}
             visited: list[int] = []
             cursor = at + 1
             while tags[cursor].kind == "parameter" and cursor not in dead and (end := ends[cursor]) is not None:
                 visited.append(cursor)
-                value = text[tags[cursor].end : tags[end].start]
-                values[tags[cursor].label] = (
-                    value.removeprefix("\n").removesuffix("\n") if self._value_newlines else value
-                )
-                cursor = end + 1
+                given, after = tags[cursor], tags[cursor + 1]
+                if (
+                    after.kind == "parameter"
+                    and after.label in schema
+                    and after.label not in values
+                    and after.label not in (given.label, tags[end + 1].label)
+                    and text.endswith("\n", given.end, after.start)
+                ):
+                    end = cursor + 1
+                has_end = tags[end].kind == "end"
+                value = text[given.end : tags[end].start]
+                if self._value_newlines:
+                    value = value.removeprefix("\n")
+                if self._value_newlines or not has_end:
+                    value = value.removesuffix("\n")
+                values[given.label] = value
+                cursor = end + 1 if has_end else end
             if tags[cursor].kind != "closing":
                 dead.update(visited)
                 at += 1
                 continue
-            schema = schemas.of(tag.label)
             members = (
                 f"{json.dumps(name, ensure_ascii=False)}: {typed_json(value, schema.get(name))}"
                 for name, value in values.items()
@@ -534,13 +558,19 @@ class TaggedCalls:
         return _Tag(kind, match.start(), match.end(), label.strip())
 
 
-def _value_ends(tags: Sequence[_Tag], follows: Sequence[bool]) -> list[int | None]:
-    """Return, for each tag, the index of the first tag after it that ends a value."""
+def _value_ends(tags: Sequence[_Tag], follows: Sequence[bool], offered: Container[str]) -> list[int | None]:
+    """Return, for each tag, the index of the first tag after it at which a value ends: its own end tag, or the closing
+    tag of a call whose last value has none."""
     ends: list[int | None] = [None] * len(tags)
     nearest: int | None = None
     for index in range(len(tags) - 1, -1, -1):
         ends[index] = nearest
-        if tags[index].kind == "end" and follows[index] and tags[index + 1].kind in ("parameter", "closing"):
+        if not follows[index]:
+            continue
+        kind, after = tags[index].kind, tags[index + 1]
+        own = kind == "end" and after.kind in ("parameter", "closing")
+        next_call = after.kind == "opening" and after.label in offered
+        if own or (kind == "closing" and (next_call or after.kind == _NO_TAG)):
             nearest = index
     return ends
 

@@ -236,3 +236,60 @@ def test_value_keeps_tags_of_its_own_when_a_policy_edits_a_parser() -> None:
     value = "<parameter=x>\n</parameter> and\n</function>\n<tool_call>"
     text = f"<tool_call>\n<function=a>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
     assert json.loads(parse(text, tool_parser="qwen3_coder").calls[0].arguments) == {"x": value}
+
+
+UNCLOSED = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n<parameter=a>\nls\n</function>\n</tool_call>",
+        "<tool_call>\n<function=g>\n<parameter=a>\npwd\n</parameter>\n</function>\n</tool_call>",
+        "<function=f>\n<parameter=a>\nls\n<parameter=b>\n2\n</parameter>\n</function>",
+    ),
+    "glm45": (
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>ls\n</tool_call>",
+        "<tool_call>g\n<arg_key>a</arg_key>\n<arg_value>pwd</arg_value>\n</tool_call>",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>ls\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">ls</invoke>\n</minimax:tool_call>',
+        '<invoke name="g">\n<parameter name="a">pwd</parameter>\n</invoke>\n</minimax:tool_call>',
+        '<invoke name="f">\n<parameter name="a">ls\n<parameter name="b">2</parameter>\n</invoke>',
+    ),
+}
+PROPERTIES = {"a": {"type": "string"}, "b": {"type": "integer"}}
+F_AND_G = [{"function": {"name": name, "parameters": {"properties": PROPERTIES}}} for name in ("f", "g")]
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_value_ends_with_its_call_when_the_policy_left_out_the_end(name: str) -> None:
+    first, second, _ = UNCLOSED[name]
+    f, g = call("f", '{"a": "ls"}'), call("g", '{"a": "pwd"}')
+    split = CALL_FORMATS[name].split
+    for text, calls in ((first, [f]), (f"{first}\n{second}", [f, g]), (f"{first}\n{first}\n{second}", [f, f, g])):
+        segments = split(text, F_AND_G)
+        assert [each for each in segments if isinstance(each, ParsedCall)] == calls
+        assert not "".join(each for each in segments if isinstance(each, str)).strip()
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_value_ends_at_the_tools_next_parameter_when_the_policy_left_out_the_end(name: str) -> None:
+    segments = CALL_FORMATS[name].split(UNCLOSED[name][2], F_AND_G)
+    assert segments == ["", call("f", '{"a": "ls", "b": 2}'), ""]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "assert split('<function=h></function><function=h></function>')",  # no tool offered is named so
+        "one\n<parameter=c>\ntwo",  # no parameter of the tool is named so
+        "one\n<parameter=a>\ntwo",  # it is the parameter itself
+        "the line <parameter=b> in a text",
+        "one\n<parameter=b>\ntwo\n</parameter>\n<parameter=b>\n3",  # the parameter follows
+    ],
+)
+def test_value_keeps_tags_that_are_none_of_the_offered_tools(value: str) -> None:
+    text = f"<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n<function=g>\n</function>"
+    calls = [each for each in CALL_FORMATS["qwen3_coder"].split(text, F_AND_G) if isinstance(each, ParsedCall)]
+    expected = {"a": value}
+    if value.endswith("3"):
+        expected = {"a": "one\n<parameter=b>\ntwo", "b": 3}
+    assert [(each.name, json.loads(each.arguments)) for each in calls] == [("f", expected), ("g", {})]

@@ -82,6 +82,8 @@ HOSTILE = {
         "<function=f><parameter=a>",
         "<parameter=a><function=f><parameter=b></parameter>",
         "<function=f><parameter=a></parameter>",
+        "<function=f><parameter=a></function>",
+        "<function=f>\n<parameter=a>\n<parameter=b>\n",
         "</parameter>   ",
     ],
     "glm45": [
@@ -100,13 +102,16 @@ HOSTILE = {
     "llama_json": ['<|python_tag|>{"name":"', '{"name":"f"};', "[" * 40],
 }
 LETTERS = 100_000
+TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"a": {}, "b": {}}}}}]
 
 
 @pytest.mark.parametrize(("name", "unit"), [(name, unit) for name, units in HOSTILE.items() for unit in units])
 def test_work_grows_with_the_text_when_it_is_hostile(name: str, unit: str) -> None:
     tail = {"qwen3_coder": "JUNK", "minimax_m2": "JUNK"}.get(name, "")
     head = {"qwen3_coder": "<function=f>", "minimax_m2": '<invoke name="f">'}.get(name, "")
-    once, twice = (_lines_run(name, head + unit * (size // len(unit)) + tail) for size in (LETTERS, 2 * LETTERS))
+    once, twice = (
+        _lines_run(name, head + unit * (size // len(unit)) + tail, TOOLS) for size in (LETTERS, 2 * LETTERS)
+    )
     assert twice <= 2.5 * once + 1000
 
 

@@ -193,14 +193,16 @@ def _kind(value: str) -> str:
 
 
 def _types(schema: Mapping[str, Any], depth: int) -> frozenset[str]:
-    types: set[str] = set()
+    # Nobody has checked the schemas that harnesses offer: what is no valid keyword limits nothing.
     given = schema.get("type")
-    types.update([given] if isinstance(given, str) else given if isinstance(given, list) else ())
+    types = {kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf", "allOf"):
-        for branch in schema.get(key) or () if depth > 0 else ():
+        branches = schema.get(key)
+        for branch in branches if depth > 0 and isinstance(branches, list) else ():
             if isinstance(branch, Mapping):
                 types |= _types(branch, depth - 1)
-    if not types and (values := schema.get("enum") or ([schema["const"]] if "const" in schema else [])):
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if not types and isinstance(values, list):
         types = {_kind(json.dumps(value, default=str)) for value in values}
     if "number" in types:
         types.add("integer")

@@ -210,6 +210,10 @@ def test_tag_in_an_argument_ends_no_reasoning(tool_parser: str, text: str, said:
         ("3", {"const": 3}, "3"),
         ("", {"type": "string"}, '""'),
         ("", {"type": "integer"}, '""'),
+        ("1", {"type": [{"type": "string"}, "integer"]}, "1"),
+        ("1", {"type": [{"type": "string"}]}, "1"),
+        ("1", {"enum": 5}, "1"),
+        ("1", {"anyOf": 5, "oneOf": {"type": "string"}, "allOf": None}, "1"),
     ],
 )
 def test_bare_value_has_the_type_that_the_schema_allows(text: str, schema: dict[str, object], expected: str) -> None:

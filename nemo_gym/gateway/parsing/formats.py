@@ -429,22 +429,25 @@ class FramedJson:
         return [*segments, text[consumed:]]
 
 
-def call_at(text: str, at: int, known_keys: frozenset[str] | None = None) -> tuple[ParsedCall, int] | None:
+def call_at(text: str, at: int, offered: Container[str] | None = None) -> tuple[ParsedCall, int] | None:
     """Return the call written as ``{"name": …, "arguments": {…}}`` (or ``parameters``) at ``at``, and its end.
 
-    ``known_keys``: the only allowed keys, for formats in which no markup distinguishes a call from a JSON answer.
+    ``offered``: the names of the offered tools, for formats in which no markup distinguishes a call from a JSON
+    answer. There a call has no key that is not in ``_KEYS``, and only a call of an offered tool may have no arguments.
     """
     found = members_at(text, at)
     if found is None:
         return None
     members, end = found
-    if "name" not in members or (known_keys is not None and not known_keys.issuperset(members)):
+    if "name" not in members or (offered is not None and not _KEYS.issuperset(members)):
         return None
     name = string_at(text, members["name"][0])
     place = members.get("arguments", members.get("parameters"))
     arguments = "{}" if place is None else _arguments(text[slice(*place)])
     if name is None or not name[0].isprintable() or not name[0] or arguments is None:
         return None  # no offered tool can have such a name; a lone surrogate could not even be sent
+    if place is None and offered is not None and name[0] not in offered:
+        return None  # {"name": "Bob"} answers a question
     return ParsedCall(name[0], arguments), end
 
 
@@ -634,13 +637,14 @@ _KEYS = frozenset(["name", "parameters", "arguments", "type", "id"])
 
 class LlamaJson:
     """Only its place marks a call: at the start of the answer, after the token, or after another call, with or without
-    a semicolon. JSON with any key not in ``_KEYS`` is an answer, not a call."""
+    a semicolon. JSON with any key not in ``_KEYS``, or with only the name of no offered tool, is an answer."""
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
+        offered = offered_names(tools)
         segments: list[Segment] = []
         consumed = start = at = 0  # the end of the text in segments; where a call's markup, and its JSON, would start
         while True:
-            call_and_end = call_at(text, skip_space(text, at), _KEYS)
+            call_and_end = call_at(text, skip_space(text, at), offered)
             if call_and_end is not None:
                 segments += [text[consumed:start], call_and_end[0]]
                 consumed = start = at = call_and_end[1]

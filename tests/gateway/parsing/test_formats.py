@@ -145,6 +145,14 @@ def test_answer_that_is_json_stays_content_when_it_has_keys_of_its_own() -> None
     assert parse(text, tool_parser="llama_json") == ParsedAnswer(text)
 
 
+def test_answer_that_is_a_json_name_is_a_call_only_of_an_offered_tool() -> None:
+    tools = [{"type": "function", "function": {"name": "finish"}}, {"type": "function", "function": {"name": "f"}}]
+    split = CALL_FORMATS["llama_json"].split
+    assert split('{"name":"Bob"}', tools) == ['{"name":"Bob"}']
+    assert split('{"name":"finish"}', tools) == ["", call("finish", "{}"), ""]
+    assert split('{"name":"Bob","parameters":{}}', tools) == ["", call("Bob", "{}"), ""]
+
+
 def test_llama_calls_follow_each_other_when_semicolons_part_them() -> None:
     text = '{"name": "a", "parameters": {"x":  1}}; {"name": "b", "parameters": {}}'
     assert parse(text, tool_parser="llama_json") == ParsedAnswer(None, None, (A, B))

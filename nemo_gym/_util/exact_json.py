@@ -36,6 +36,11 @@ def dumps_exactly(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
+def has_long_numbers(text: str) -> bool:
+    """Whether ``text`` may hold integers that orjson would change."""
+    return _MANY_DIGITS.search(text.encode()) is not None
+
+
 def require_exact_integers(line: bytes) -> None:
     """Raise `ValueError` naming the field of an integer beyond 64 bits. ``line`` is one JSON value that orjson reads;
     only lines with long numbers are looked at more closely."""

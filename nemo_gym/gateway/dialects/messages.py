@@ -27,6 +27,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
+import orjson
+
+from nemo_gym._util.exact_json import dumps_exactly, has_long_numbers, loads_exactly
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import (
     ConversationCache,
@@ -265,6 +268,9 @@ class MessagesAdapter(DialectAdapter):
             data = call.data if call.arguments.strip() else {}
             if not isinstance(data, dict):
                 data = {WRAPPED: call.arguments}
+            elif has_long_numbers(call.arguments):
+                # As text, because orjson writes no integers beyond 64 bits; on one line, as captured calls are.
+                data = orjson.Fragment(dumps_exactly(loads_exactly(call.arguments.encode())))
             content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": data})
         if not content:
             # Claude Code treats a message without any content as a broken stream, and sends the request again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym.gateway.capture import redacted_json
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion
-from nemo_gym.gateway.policy_request import Answer
+from nemo_gym.gateway.policy_request import Answer, written
 from nemo_gym.gateway.tokens.history import entries_of
 from tests.gateway.dialects.bodies import SCHEMA, answer, call, chat_body, claude_body, codex_body
 from tests.properties import examples
@@ -119,6 +121,26 @@ def test_answer_sent_back_is_the_answer(dialect: Dialect, data: st.DataObject) -
 def test_arguments_of_any_depth_come_back(dialect: Dialect, levels: int, start: str, end: str) -> None:
     arguments = start * levels + "1" + end * levels
     echoed(dialect, answer("so", *(call(number, name, arguments) for number, name in enumerate(NAMES[dialect]))))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_integers_of_any_length_reach_a_harness_of_messages_unchanged(streamed: bool) -> None:
+    arguments = '{"id": 123456789012345678901,\n"even": 100000000000000000000, "text": "1234567890123456789\\n"}'
+    adapter, body = ADAPTERS[Dialect.MESSAGES], asked(Dialect.MESSAGES)
+    reply = adapter.reply(answer(None, call(1, "Bash", arguments)), adapter.lower(body), body)
+    if streamed:
+        events = [json.loads(each.partition(b"data: ")[2]) for each in adapter.events(reply)]
+        sent = json.loads("".join(each["delta"].get("partial_json", "") for each in events if "delta" in each))
+    else:
+        sent = json.loads(b"".join(bytes(piece) for piece in written(reply)))["content"][0]["input"]
+        assert b"123456789012345678901" in redacted_json(reply)
+        assert b"\n" not in redacted_json(reply)
+    assert json.dumps(sent) == json.dumps(json.loads(arguments))
+
+
+@pytest.mark.parametrize("dialect", [*Dialect])
+def test_integers_of_any_length_come_back(dialect: Dialect) -> None:
+    echoed(dialect, answer(None, call(1, NAMES[dialect][0], '{"id": 123456789012345678901}')))
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])

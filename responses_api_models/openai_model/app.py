@@ -31,6 +31,7 @@ from nemo_gym.gateway.dialects import responses as responses_chat
 from nemo_gym.gateway.dialects.adapters import EVENT_STREAM
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
+from nemo_gym.gateway.engines.openai import wants_newer_budget, with_newer_budget
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.model_server import reply_of_completion, upstream_error
 from nemo_gym.gateway.policy_request import ModelTimeoutError, chosen_limits, metadata_parameters, took_too_long
@@ -100,6 +101,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     config: SimpleModelServerConfig
 
     _missing_routes: set[Dialect] = PrivateAttr(default_factory=set)
+    _newer_budget: bool = PrivateAttr(default=False)
+    """Whether the endpoint has refused ``max_tokens``."""
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
     _cached_readiness: tuple[float, dict[str, Any] | None] = PrivateAttr(default=(0.0, None))
 
@@ -166,6 +169,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
 
     async def _send(self, dialect: Dialect, body: dict[str, Any], *, stream: bool) -> Reply:
         url = self.config.openai_base_url + ROUTES[dialect]
+        if self._newer_budget:
+            body = with_newer_budget(body)
         data = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
         tries = self.config.max_retries + 1
         backoff = Backoff(first_s=FIRST_BACKOFF_S, tries=tries, jitter=NETWORK_JITTER)
@@ -183,6 +188,9 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             except TimeoutError as error:
                 raise took_too_long(self._request_s()) from error
             else:
+                if isinstance(reply, tuple) and reply[0] == 400 and wants_newer_budget(body, reply[1]):
+                    self._newer_budget = True
+                    return await self._send(dialect, body, stream=stream)
                 if not isinstance(reply, tuple) or reply[0] not in RETRIED_STATUSES:
                     return self._require_accepted(reply)
                 if not await backoff.again():

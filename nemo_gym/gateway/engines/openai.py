@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ class OpenAIEngine(HttpEngine):
     def __init__(self, endpoint: EngineEndpoint, http: Connections, *, logprobs: bool = False) -> None:
         super().__init__(endpoint, http)
         self._logprobs = logprobs
+        self._newer_budget = False
+        """Whether the endpoint has refused ``max_tokens``."""
 
     async def probe(self) -> None:
         try:
@@ -51,7 +54,14 @@ class OpenAIEngine(HttpEngine):
 
     async def complete(self, route: str, body: Mapping[str, Any]) -> TextReply:
         first = self.weights_version
-        raw, headers = await self.post(route, self._body(route, body), max_tokens=_budget(body))
+        sent, budget = self._body(route, body), _budget(body)
+        try:
+            raw, headers = await self.post(route, sent, max_tokens=budget)
+        except EngineRefusedError as error:
+            if not wants_newer_budget(sent, error.body):
+                raise
+            self._newer_budget = True
+            raw, headers = await self.post(route, with_newer_budget(sent), max_tokens=budget)
         return TextReply(raw, self.name, headers, self.span(first))
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
@@ -76,7 +86,26 @@ class OpenAIEngine(HttpEngine):
             sent["model"] = self.endpoint.model
         if route == "/chat/completions" and self._logprobs:
             sent.setdefault("logprobs", True)
-        return sent
+        return with_newer_budget(sent) if self._newer_budget else sent
+
+
+# OpenAI's newer models refuse ``max_tokens``: "… Use 'max_completion_tokens' instead." Many other endpoints know only
+# ``max_tokens``, so the refusal decides. vLLM names both in a refusal of their value, which is another matter.
+_NEWER_BUDGET = re.compile(rb"\buse\W{1,4}max_completion_tokens", re.IGNORECASE)
+
+
+def wants_newer_budget(sent: Mapping[str, Any], refusal: bytes) -> bool:
+    """Return whether an endpoint refused a body only for the name of its token limit; see `with_newer_budget`."""
+    return sent.get("max_tokens") is not None and _NEWER_BUDGET.search(refusal) is not None
+
+
+def with_newer_budget(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body whose ``max_tokens`` is called ``max_completion_tokens``; of both, the lower one holds."""
+    renamed = dict(body)
+    if (limit := renamed.pop("max_tokens", None)) is not None:
+        other = renamed.get("max_completion_tokens")
+        renamed["max_completion_tokens"] = limit if other is None else min(limit, other)
+    return renamed
 
 
 def _budget(body: Mapping[str, Any]) -> int | None:

@@ -224,6 +224,19 @@ async def test_messages_are_answered_by_a_chat_endpoint(stack: Stack, endpoint: 
     assert answer["content"] == [{"type": "text", "text": "chat says hi"}] and answer["stop_reason"] == "end_turn"
 
 
+async def test_token_limit_gets_the_name_that_the_endpoint_asks_for(stack: Stack, endpoint: Any) -> None:
+    made = Endpoint()
+    said = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    refused = made.reply({"error": {"message": said}}, 400)
+    real = await endpoint(chat=made.sequence(refused, made.reply(CHAT)))
+    harness = await session(stack, real.url)
+    assert await harness.chat(max_tokens=9) == (200, CHAT)
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    assert (await harness.post("/messages", **asked)).status == 200
+    assert [body.get("max_tokens") for _, body, _ in made.seen] == [9, None, None]
+    assert [body.get("max_completion_tokens") for _, body, _ in made.seen] == [None, 9, 9]
+
+
 async def test_stream_is_relayed_event_by_event_and_counted(stack: Stack, endpoint: Any) -> None:
     made = Endpoint()
     real = await endpoint(chat=made.events)

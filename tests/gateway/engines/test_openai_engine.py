@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
@@ -62,6 +63,47 @@ async def test_refusal_keeps_the_endpoints_words_for_the_harness(http: EngineCon
         with pytest.raises(EngineRefusedError) as caught:
             await engine(fake, http).complete(ROUTE, BODY)
     assert caught.value.body == said and caught.value.details["upstream_status"] == 400
+
+
+RENAMED = (
+    b'{"error": {"message": "Unsupported parameter: \'max_tokens\' is not supported with this model. Use'
+    b' \'max_completion_tokens\' instead.", "param": "max_tokens", "code": "unsupported_parameter"}}'
+)
+
+
+async def test_token_limit_gets_the_name_that_the_endpoint_asks_for(http: EngineConnections) -> None:
+    async with FakeOpenAIEngine() as fake:
+        fake.faults += [Status(400, RENAMED)] * 3
+        made = engine(fake, http)
+        asked = {**BODY, "max_tokens": 9}
+        await asyncio.gather(*(made.complete(ROUTE, asked) for _ in range(3)))
+        assert len(fake.answered) == 3
+        await made.complete(ROUTE, asked)
+        await made.complete(ROUTE, {**asked, "max_completion_tokens": 7})
+        assert len(fake.calls) == 8, "the endpoint was asked only once more"
+    sent = [call.body for call in fake.answered]
+    assert [body["max_completion_tokens"] for body in sent] == [9, 9, 9, 9, 7]
+    assert not any("max_tokens" in body for body in sent)
+
+
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [
+        (RENAMED, {}),
+        (b"'max_tokens' or 'max_completion_tokens' is too large: 9000", {"max_tokens": 9000}),
+        (RENAMED, {"max_completion_tokens": 9}),
+    ],
+)
+async def test_refusal_that_another_name_of_the_limit_cannot_mend_is_final(
+    http: EngineConnections, said: bytes, asked: dict[str, int]
+) -> None:
+    async with FakeOpenAIEngine() as fake:
+        fake.faults.append(Status(400, said))
+        made = engine(fake, http)
+        with pytest.raises(EngineRefusedError):
+            await made.complete(ROUTE, {**BODY, **asked})
+        await made.complete(ROUTE, {**BODY, "max_tokens": 9})
+    assert len(fake.calls) == 2 and fake.calls[-1].body["max_tokens"] == 9
 
 
 async def test_engine_is_no_token_engine(http: EngineConnections) -> None:

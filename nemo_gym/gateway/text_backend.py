@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, cast
 
@@ -185,7 +185,7 @@ class TextBackend:
         began = time.monotonic()
         try:
             reply, completion, usage = await self._pool.text_calls.call(
-                context.session_id, lambda engine: _complete(engine, body)
+                context.session_id, lambda engine: _complete(engine, body, context.call_id)
             )
         except EngineRefusedError as error:
             if (overflow := overflow_of(error.body)) is not None:
@@ -197,7 +197,7 @@ class TextBackend:
         self, conversations: TextConversations, request: PolicyRequest, sampled: TextSample
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
         completion = sampled.completion
-        message = message_of(completion.message, sampled.context.call_id)
+        message = completion.message
         prepared, weights = sampled.prepared, sampled.reply.weights
         end = end_of(completion.finish_reason, message)
         details = call_details(request, sampled.context, sampled.reply.engine, sampled.seconds)
@@ -252,12 +252,16 @@ class TextBackend:
         return body
 
 
-async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Completion, AnswerUsage]:
+async def _complete(
+    engine: OpenAIEngine, body: Mapping[str, Any], call_id: str
+) -> tuple[TextReply, Completion, AnswerUsage]:
+    """Return the reply, and its completion with the message as every dialect can carry it."""
     reply = await engine.complete(ROUTE, body)
-    try:
-        completion = completion_in(reply.body)  # within the try: another engine may return a valid completion
+    try:  # here, not at the commit: another engine may return a valid completion
+        completion = completion_in(reply.body)
+        completion = replace(completion, message=message_of(completion.message, call_id))
         return reply, completion, usage_of(completion.usage)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise EngineAnswerError(
             f"engine '{reply.engine}' answered {ROUTE} with something else than a completion"
             f" ({error}): {reply.body[:200].decode(errors='replace')}",

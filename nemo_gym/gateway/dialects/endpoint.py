@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym.gateway.dialects.content import kind_of
 from nemo_gym.gateway.policy_request import (
     Answer,
     AnswerEnd,
@@ -15,6 +16,7 @@ from nemo_gym.gateway.policy_request import (
     PolicyRequest,
     tokens_counted,
 )
+from nemo_gym.gateway.tokens.history import text_of
 
 _ENDS = {end.value: end for end in AnswerEnd} | {"function_call": AnswerEnd.TOOL_CALLS}
 
@@ -66,11 +68,12 @@ def answer_of_completion(
 
 def message_of(said: Mapping[str, Any], answer_id: str) -> dict[str, Any]:
     """Return the parts of an endpoint's message that every dialect can carry, under uniform names. Calls without an id
-    get one that is derived from ``answer_id``."""
-    message: dict[str, Any] = {"role": "assistant", "content": said.get("content")}
+    get one that is derived from ``answer_id``. Raises `TypeError` or `ValueError` for content that is no text."""
+    content, thought = _text_and_thought(said.get("content"))
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if not message["content"] and isinstance(refusal := said.get("refusal"), str) and refusal:
         message |= {"content": refusal, "refusal": refusal}
-    thoughts = (said.get(key) for key in ("reasoning_content", "reasoning"))
+    thoughts = (said.get("reasoning_content"), said.get("reasoning"), thought)
     if reasoning := next((thought for thought in thoughts if isinstance(thought, str) and thought), None):
         message["reasoning_content"] = reasoning
     if calls := said.get("tool_calls"):
@@ -86,6 +89,25 @@ def message_of(said: Mapping[str, Any], answer_id: str) -> dict[str, Any]:
             for number, call in enumerate(calls)
         ]
     return message
+
+
+def _text_and_thought(content: Any) -> tuple[str | None, str]:
+    """Return the text in an answer's content, and the reasoning if the content is in parts, as Mistral's models send
+    it."""
+    if content is None or isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list):
+        raise TypeError(f"'content' is {kind_of(content)}")
+    text = thought = ""
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+        if kind in ("text", "output_text"):
+            text += text_of([part])
+        elif kind in ("thinking", "reasoning"):
+            thought += text_of(part.get(kind) or part.get("text"))
+        else:
+            raise ValueError(f"'content' has a part of another type than text and thinking: {kind}")
+    return text, thought
 
 
 def _arguments(arguments: Any) -> str:

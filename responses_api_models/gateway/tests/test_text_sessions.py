@@ -229,6 +229,31 @@ async def test_trajectory_holds_the_conversation_and_the_logprobs_that_were_offe
     assert row["reward"] == 1.0
 
 
+async def test_content_in_parts_is_text_for_harness_and_trajectory(
+    gateway: TextStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[Any] = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "hmm"}]},
+        {"type": "text", "text": "Hello"},
+    ]
+    answer = gateway.engine.answer
+
+    def in_parts(call: CallLog) -> Answer:
+        made = answer(call)
+        made.whole["choices"][0]["message"]["content"] = parts
+        return made
+
+    monkeypatch.setattr(gateway.engine, "answer", in_parts)
+    session = await gateway.open()
+    message = await session.say("more")
+    assert (message["content"], message["reasoning_content"]) == ("Hello", "hmm")
+    await session.say("more")
+    parts.append({"type": "image_url", "image_url": {"url": ADDRESS}})
+    assert (await session.post("/chat/completions", {"model": "m", "messages": session.messages})).status == 502
+    (row,) = (await session.finalize())["trajectories"]
+    assert said(row["messages"])[-1] == ("assistant", "Hello")
+
+
 async def test_agents_sessions_touch_none_but_its_own_also_after_a_restart(gateway: TextStack) -> None:
     victim = await gateway.open()
     await victim.say("more")

@@ -77,6 +77,31 @@ def test_claude_codes_request_survives_an_endpoint_that_has_chat_only() -> None:
     assert [block["type"] for block in reply["content"]] == ["thinking", "text"]
 
 
+THOUGHT = [{"type": "text", "text": "hm"}, {"type": "text", "text": "m"}]
+
+
+@pytest.mark.parametrize(
+    ("parts", "fields", "thinking"),
+    [
+        ([{"type": "thinking", "thinking": THOUGHT, "closed": True}], {}, "hmm"),
+        ([{"type": "reasoning", "text": "hmm"}], {}, "hmm"),
+        ([{"type": "thinking", "thinking": "hmm"}], {"reasoning_content": "given"}, "given"),
+    ],
+)
+def test_content_in_parts_is_read_as_text_and_reasoning(
+    parts: list[dict[str, Any]], fields: dict[str, Any], thinking: str
+) -> None:
+    content = [*parts, {"type": "text", "text": "so "}, {"type": "output_text", "text": "it is"}]
+    reply = messages_chat.message_of_completion(completion(content=content, **fields), claude_body())
+    assert [block.get("thinking", block.get("text")) for block in reply["content"]] == [thinking, "so it is"]
+
+
+@pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": PIXEL_URL}}], ["so"], {"text": "so"}])
+def test_content_that_is_no_text_is_no_answer(content: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="content"):
+        messages_chat.message_of_completion(completion(content=content), claude_body())
+
+
 def test_response_becomes_a_completion() -> None:
     made = responses_chat.completion_of_response(
         {

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any, Literal, TypeAlias
 
 import aiohttp
@@ -120,6 +121,14 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             return Response(body, media_type="application/json")
         return self._translated(call, endpoint_dialect, body)
 
+    def _count_call(self, call: InferenceCall, reply: Response) -> Response:
+        counted = super()._count_call(call, reply)
+        if isinstance(counted, StreamingResponse) and call.dialect is Dialect.CHAT:
+            options = {**self.config.extra_body, **call.body}.get("stream_options")
+            if not (options or {}).get("include_usage"):
+                counted.body_iterator = without_usage(counted.body_iterator)
+        return counted
+
     async def _ask(self, call: InferenceCall) -> tuple[Dialect, Reply]:
         """Return the endpoint's dialect and its reply."""
         for dialect in self._dialects(call.dialect):
@@ -161,7 +170,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             body.pop("stream", None)
             body.pop("stream_options", None)
         elif call.stream and dialect is Dialect.CHAT:
-            # The session counts tokens even if the harness did not request the usage.
+            # The session counts tokens even if the harness did not request the usage; see `without_usage`.
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         if dialect is Dialect.RESPONSES and self.config.drop_input_reasoning_items and isinstance(body["input"], list):
             body["input"] = [item for item in body["input"] if item.get("type") != "reasoning"]
@@ -318,6 +327,31 @@ async def _relay(stream: OpenStream, idle_s: float) -> AsyncIterator[bytes]:
             yield piece
     finally:
         stream.close()
+
+
+_EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
+
+
+async def without_usage(stream: AsyncIterable[Any]) -> AsyncIterator[bytes]:
+    """Yield a chat stream's whole events, except a chunk without choices that reports the usage: harnesses that did
+    not ask for it read ``choices[0]`` of every chunk."""
+    rest = b""
+    async for piece in stream:
+        *events, rest = _EVENT_END.split(rest + piece)
+        if kept := b"".join(event for event in events if not _only_reports_usage(event)):
+            yield kept
+    if rest and not _only_reports_usage(rest):
+        yield rest
+
+
+def _only_reports_usage(event: bytes) -> bool:
+    if b'"usage"' not in event:
+        return False
+    try:
+        chunk = orjson.loads(b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:")))
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(chunk, dict) and chunk.get("choices") == [] and bool(chunk.get("usage"))
 
 
 if __name__ == "__main__":

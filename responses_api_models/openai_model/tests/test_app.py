@@ -16,7 +16,7 @@ from aiohttp import ClientResponse, web
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.server_utils import close_global_aiohttp_client, request
-from responses_api_models.openai_model.app import SimpleModelServer
+from responses_api_models.openai_model.app import SimpleModelServer, without_usage
 from tests.servers.stack import Stack, rollout, running_stack
 
 KEY = "sk-KEY-CANARY-123"
@@ -54,6 +54,7 @@ EVENTS = [
     b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n',
     b"data: [DONE]\n\n",
 ]
+UNCOUNTED = [*EVENTS[:2], EVENTS[3]]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -241,11 +242,31 @@ async def test_stream_is_relayed_event_by_event_and_counted(stack: Stack, endpoi
     made = Endpoint()
     real = await endpoint(chat=made.events)
     harness = await session(stack, real.url)
-    reply = await harness.post("/chat/completions", messages=[], stream=True)
-    assert await reply.read() == b"".join(EVENTS)
-    assert made.seen[0][1]["stream_options"] == {"include_usage": True}
+    for asked, events in [
+        ({}, UNCOUNTED),
+        ({"stream_options": {"include_usage": False}}, UNCOUNTED),
+        ({"stream_options": {"include_usage": True}}, EVENTS),
+    ]:
+        reply = await harness.post("/chat/completions", messages=[], stream=True, **asked)
+        assert await reply.read() == b"".join(events)
+        assert made.seen[-1][1]["stream_options"] == {"include_usage": True}
     summary = await harness.finalize()
-    assert (summary["turns"], summary["usage"]["total_tokens"]) == (1, 7)
+    assert (summary["turns"], summary["usage"]["total_tokens"]) == (3, 21)
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_usage_that_was_not_asked_for_is_left_out_however_the_stream_is_cut(size: int, newline: bytes) -> None:
+    others = [b": ping\n\n", b'data: {"choices":[],"prompt_filter_results":[]}\n\n', b'data: "usage"\n\n', *UNCOUNTED]
+    sent, expected = (
+        b"".join(events).replace(b"\n", newline).removesuffix(newline) for events in ([*others[:3], *EVENTS], others)
+    )
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(sent), size):
+            yield sent[start : start + size]
+
+    assert b"".join([piece async for piece in without_usage(pieces())]) == expected
 
 
 async def test_stream_is_one_of_the_concurrent_requests_until_its_end(stack: Stack, endpoint: Any) -> None:

@@ -124,6 +124,12 @@ def dialect_error(dialect: Dialect, error: NemoGymError) -> Response:
 # (9000 tokens) exceeds the available context size (8192 tokens)" (llama.cpp); but no limit of an answer's tokens.
 _CONTEXT = re.compile(r"context.{0,3}(?:length|window|size)\D{1,20}(\d{1,12})", re.IGNORECASE)
 _OF_A_PROMPT = re.compile(r"(?<!total of )(?<!total of at least )\b(\d{1,12})(?: input)? tokens")
+# Where the prompt and the requested answer exceed the context together, endpoints give the parts: "you requested 32500
+# tokens (500 in the messages, 32000 in the completion)" (OpenAI, DeepSeek, vLLM), "(500 of text input, 32000 in the
+# output)" (OpenRouter), "500 tokens from the input messages and 32000 tokens for the completion" (SGLang).
+_PART_OF_A_PROMPT = re.compile(
+    r"\b(\d{1,12}) (?:in (?:the|your) (?:messages|functions|prompt)|of \w{1,20} input|tokens from the input messages)"
+)
 
 
 def overflow_of(body: bytes) -> ContextOverflowError | None:
@@ -133,7 +139,8 @@ def overflow_of(body: bytes) -> ContextOverflowError | None:
     if (match := _CONTEXT.search(text)) is None:
         return None
     limit = int(match[1])
-    prompt_tokens = max(map(int, _OF_A_PROMPT.findall(text)), default=0)
+    parts = _PART_OF_A_PROMPT.findall(text)
+    prompt_tokens = sum(map(int, parts)) if parts else max(map(int, _OF_A_PROMPT.findall(text)), default=0)
     return ContextOverflowError(prompt_tokens, limit) if prompt_tokens > limit else None
 
 

@@ -105,6 +105,14 @@ def test_overflow_is_worded_as_harnesses_recognise_it() -> None:
         "This model's maximum context length is 8192 tokens. However, you requested 0 output tokens and your prompt"
         " contains at least 9000 input tokens, for a total of at least 9000 tokens.",
         "The input (9000 tokens) is longer than the model's context length (8192 tokens).",
+        "This model's maximum context length is 8192 tokens. However, you requested 9500 tokens (9000 in the messages,"
+        " 500 in the completion). Please reduce the length of the messages or completion.",
+        "This model's maximum context length is 8192 tokens. However, you requested 9500 tokens (8000 in the messages,"
+        " 1000 in the functions, and 500 in the completion).",
+        "This endpoint's maximum context length is 8192 tokens. However, you requested about 18000 tokens (8000 of"
+        " text input, 1000 of tool input, 9000 in the output).",
+        "Requested token count exceeds the model's maximum context length of 8192 tokens. You requested a total of"
+        " 18500 tokens: 9000 tokens from the input messages and 9500 tokens for the completion.",
     ],
 )
 def test_overflow_is_recognised_in_the_words_of_each_engine(said: str) -> None:
@@ -121,6 +129,16 @@ def test_overflow_is_recognised_in_the_words_of_each_engine(said: str) -> None:
         " input tokens",
         "This model's maximum context length is 8192 tokens. However, you requested 9000 output tokens and your prompt"
         " contains at least 20 input tokens, for a total of at least 9020 tokens.",
+        "This model's maximum context length is 8192 tokens. However, you requested 9500 tokens (500 in the messages,"
+        " 9000 in the completion). Please reduce the length of the messages or completion.",
+        "This model's maximum context length is 8192 tokens. However, you requested 9500 tokens (400 in the messages,"
+        " 100 in the functions, and 9000 in the completion).",
+        "This model's maximum context length is 8192 tokens, however you requested 9500 tokens (500 in your prompt;"
+        " 9000 for the completion).",
+        "This endpoint's maximum context length is 8192 tokens. However, you requested about 9500 tokens (500 of text"
+        " input, 9000 in the output).",
+        "Requested token count exceeds the model's maximum context length of 8192 tokens. You requested a total of"
+        " 9500 tokens: 500 tokens from the input messages and 9000 tokens for the completion.",
         "context length",
         "temperature must be at most 2",
     ],

@@ -222,6 +222,7 @@ class TextBackend:
             message,
             end,
             sampled.usage,
+            stop=completion.stop,
         )
         facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
         return answer, {**record_of(turn), "said": turn_data, "relayed": relayed}, facts

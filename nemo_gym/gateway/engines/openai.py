@@ -141,6 +141,7 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     message: dict[str, Any]
     finish_reason: Any = None
+    stop_reason: Any = None
     logprobs: _Logprobs | None = None
     token_ids: msgspec.Raw = msgspec.Raw()
 
@@ -159,6 +160,8 @@ class Completion:
 
     message: Mapping[str, Any]
     finish_reason: str | None
+    stop: str | None
+    """The stop string that ended the answer, if the endpoint names it (vLLM's ``stop_reason``)."""
     usage: Mapping[str, Any] | None
     entries: JsonText
     """``logprobs.content``, a view of the whole body; false if the endpoint returned none."""
@@ -182,6 +185,7 @@ def completion_in(body: bytes | bytearray) -> Completion:
     return Completion(
         choice.message,
         choice.finish_reason if isinstance(choice.finish_reason, str) else None,
+        choice.stop_reason if isinstance(choice.stop_reason, str) else None,
         decoded.usage if isinstance(decoded.usage, dict) else None,
         JsonText(memoryview(logprobs.content)),
         JsonText(bytes(choice.token_ids)),  # a view would keep the whole body when memory drops the entries

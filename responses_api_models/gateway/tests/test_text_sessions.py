@@ -315,6 +315,27 @@ async def test_endpoint_gets_the_sessions_sampling_and_its_own_model_name(gatewa
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("real", 0.25, 7)
 
 
+@pytest.mark.parametrize(
+    ("said", "reason", "sequence"),
+    [("END", "stop_sequence", "END"), (151645, "end_turn", None), (None, "end_turn", None)],
+)
+async def test_stop_string_that_the_endpoint_names_is_the_answers_end(
+    gateway: TextStack, monkeypatch: pytest.MonkeyPatch, said: Any, reason: str, sequence: str | None
+) -> None:
+    answer = gateway.engine.answer
+
+    def stopped(call: CallLog) -> Answer:
+        made = answer(call)
+        made.whole["choices"][0] |= {"finish_reason": "stop", "stop_reason": said}
+        return made
+
+    monkeypatch.setattr(gateway.engine, "answer", stopped)
+    session = await gateway.open()
+    asked = {"model": "m", "max_tokens": 9, "stop_sequences": ["END"], "messages": session.messages}
+    reply = await (await session.post("/messages", asked)).json()
+    assert (reply["stop_reason"], reply["stop_sequence"]) == (reason, sequence)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
 async def test_request_to_wait_is_passed_on_when_no_other_engine_can_help(

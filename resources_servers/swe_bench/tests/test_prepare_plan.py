@@ -236,7 +236,7 @@ def test_every_row_that_a_run_takes_can_be_prepared(row: dict[str, Any], tmp_pat
 def test_row_whose_tests_need_files_that_no_patch_carries_is_refused() -> None:
     assets = {"problem_statement": ["a.png"], "patch": [], "test_patch": []}
     assert SweBenchRow.from_mapping({**EXAMPLE, "image_assets": assets})
-    with pytest.raises(RowError, match="image_assets.test_patch"):
+    with pytest.raises(RowError, match=r"image_assets\.test_patch"):
         SweBenchRow.from_mapping({**EXAMPLE, "image_assets": json.dumps({**assets, "test_patch": ["b.png"]})})
 
 

@@ -278,7 +278,8 @@ class StagePool(Generic[A]):
         except asyncio.CancelledError:
             if self._stopping:
                 raise
-            task.uncancel()
+            while task.uncancel():  # an attempt may be interrupted again while it ends
+                pass
             failure = self._failure_of_stop(attempt)
         except Exception as error:  # noqa: BLE001 - the stage's boundary: every failure becomes typed
             failure = self._stage.classify(error)

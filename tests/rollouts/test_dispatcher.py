@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import orjson
 import pytest
@@ -23,6 +24,7 @@ from nemo_gym.http.peers import PeerError
 from nemo_gym.rollout import Attempt, RolloutSteps, Servers
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent, JobSelector, JobSpec, JobState, Stop
+from nemo_gym.rollouts.pipeline import StagePool
 from nemo_gym.rollouts.rows import job_specs, materialize
 from nemo_gym.rollouts.store import SqliteJobStore
 from tests.rollouts.chain_process import ChainServer
@@ -494,3 +496,43 @@ async def test_a_server_that_is_silent_gives_its_jobs_to_the_others(make_chain: 
             assert [server.busy for server in pool.all()] == [0] * len(pool.all())
     finally:
         other.stop()
+
+
+async def test_worker_counts_no_cancellation_of_an_attempt_that_was_interrupted_twice() -> None:
+    counted: asyncio.Queue[int] = asyncio.Queue()
+
+    class Waits:
+        name, workers, timeout_s = StageName.RUN, 1, 30.0
+
+        async def run(self, attempt: Any, /) -> bytes:
+            task = asyncio.current_task()
+            assert task is not None
+            counted.put_nowait(task.cancelling())
+            try:
+                await asyncio.sleep(30)
+            finally:
+                await asyncio.sleep(30 if attempt.stop else 0)
+            return b""
+
+        def classify(self, error: BaseException) -> Any:
+            raise AssertionError from error
+
+    async def ends(*_: Any) -> None:
+        counted.put_nowait(-1)
+
+    pool: StagePool[Any] = StagePool(Waits(), 2, ends, ends, ends, lambda *_: None)
+    pool.start()
+    try:
+        new = {"lost": False, "stop": None, "span": None}
+        first, second = (SimpleNamespace(job=SimpleNamespace(job_id=name), **new) for name in "ab")
+        pool.put_now(first)
+        assert await counted.get() == 0
+        first.stop = Stop(FailureKind.CANCELLED, "not needed")
+        for _ in range(2):
+            pool.interrupt(first)
+            await asyncio.sleep(0)
+        assert await counted.get() == -1
+        pool.put_now(second)
+        assert await counted.get() == 0
+    finally:
+        await pool.stop()

@@ -253,28 +253,27 @@ class AttemptStore:
         return await self.ask(lambda db: _load_verdict(db, key, rollout.attempt))
 
     async def admit_verdict(
-        self, rollout: RolloutIdentity, row: str, digest: str, *, needs_session: bool = False
+        self, rollout: RolloutIdentity, row: str, digest: str, *, needs_session: Callable[[], bool] = lambda: False
     ) -> StoredVerdict | None:
         """Return the final verdict to replay, or ``None`` if the work must be graded. ``row`` is the row's digest,
         checked first as in `require_row`. Raises `FencedError` for a replaced attempt, for work that differs from the
         work this attempt was first judged by, and for an open attempt that an earlier process seeded, if its verdict
         ``needs_session`` or its agent missed the session."""
-        key = _key(rollout)
+        key, attempt = _key(rollout), AttemptKey.of(rollout)
 
         def operation(db: sqlite3.Connection) -> tuple[StoredVerdict | None, bool]:
             seed, state = _load_seed(db, key, rollout.attempt), _load_state(db, key)
             _check_row(rollout, seed, row)
             _check_current(rollout, state)
-            is_lost = seed is None and state == _RolloutState(rollout.attempt, False)
-            is_lost = is_lost and AttemptKey.of(rollout) not in self._unseeded
-            return _load_verdict(db, key, rollout.attempt), is_lost
+            is_open = state == _RolloutState(rollout.attempt, False)
+            return _load_verdict(db, key, rollout.attempt), is_open and seed is None and attempt not in self._unseeded
 
         stored, is_lost = await self._run_here(operation)
         if stored is not None:
             _check_work(rollout, stored, digest)
             if stored.final:
                 return stored
-        if is_lost and (needs_session or AttemptKey.of(rollout) in self._refused):
+        if is_lost and (attempt in self._refused or needs_session()):
             raise FencedError(
                 f"the environment's server restarted since it seeded {rollout}, and lost its session; the task takes a"
                 " new attempt",

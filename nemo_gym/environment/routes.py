@@ -539,7 +539,7 @@ class EnvironmentRoutes:
             )
 
         stored = await self.attempts.admit_verdict(
-            rollout, row_digest(call.seeded_row), digest, needs_session=self._needs_session()
+            rollout, row_digest(call.seeded_row), digest, needs_session=self._needs_session
         )
         if stored is None:
             stored = await self._once("verify", rollout, digest, judge)

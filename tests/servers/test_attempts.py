@@ -165,7 +165,7 @@ async def test_work_that_nobody_seeded_is_judged_again_by_the_process_that_could
     store = AttemptStore()
     try:
         for _ in range(2):
-            assert await store.admit_verdict(rollout("r1"), "row", "work", needs_session=True) is None
+            assert await store.admit_verdict(rollout("r1"), "row", "work", needs_session=lambda: True) is None
             await store.keep_verdict(rollout("r1"), StoredVerdict("work", False, {"valid": False}))
     finally:
         await store.aclose()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -230,11 +229,11 @@ def _matches(patterns: str, merged: Path | None) -> list[Path]:
 
 def _merge(files: Sequence[_Results], output: Path) -> None:
     """Write the rows of all files to one, each rollout once and with its task's number."""
-    output = output.resolve()
-    partial = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
+    from nemo_gym.rollouts.results import replaced
+
     seen: set[Any] = set()
     try:
-        with partial.open("xb") as merged:
+        with replaced(output.resolve()) as merged:
             for each in files:
                 for line, row in _lines(each.path) if each.rows else ():
                     number = each.numbers.get(row[TASK_INDEX_KEY], row[TASK_INDEX_KEY])
@@ -243,11 +242,8 @@ def _merge(files: Sequence[_Results], output: Path) -> None:
                     if number != row[TASK_INDEX_KEY]:
                         line = json.dumps({**row, TASK_INDEX_KEY: number}).encode()
                     merged.write(line.rstrip(b"\r\n") + b"\n")
-        partial.replace(output)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}", key="output") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _reports(files: Sequence[_Results], inputs: Path | None = None) -> list[dict[str, Any]]:

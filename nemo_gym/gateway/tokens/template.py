@@ -23,24 +23,10 @@ if TYPE_CHECKING:
 
 
 _GENERATION_TAG = "generation"
-_NAMES = {
-    *(
-        "system",
-        "developer",
-        "user",
-        "assistant",
-        "tool",
-        "function",
-        "role",
-        "content",
-        "name",
-        "type",
-        "text",
-        "tools",
-    ),
-    *("image", "image_url", "video", "audio", "tool_calls", "tool_call_id", "arguments", "parameters", "properties"),
-    *("description", "reasoning_content"),
-}
+_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+_PARTS = {"type", "text", "image", "image_url", "video", "audio"}
+_OF_MESSAGES = {"role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id", "arguments"}
+_NAMES = _ROLES | _PARTS | _OF_MESSAGES | {"tools", "description", "parameters", "properties"}
 """Roles and fields, which templates compare with those of messages."""
 
 

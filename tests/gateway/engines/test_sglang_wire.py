@@ -90,17 +90,22 @@ async def test_full_queue_is_no_news_about_health(http: EngineConnections) -> No
             await sglang(fake, http).probe()
 
 
+async def sample(engine: SglangEngine, streamed: bool, request: TokenRequest = REQUEST) -> Generation:
+    if not streamed:
+        return await engine.generate(request)
+    *_, answer = [item async for item in engine.stream(request)]
+    assert isinstance(answer, Generation)
+    return answer
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_each_token_knows_its_weights_when_the_server_counts_them(
     streamed: bool, http: EngineConnections
 ) -> None:
     async with UpdatedEngine() as fake:
         engine = sglang(fake, http)
-        if streamed:
-            *_, answer = [item async for item in engine.stream(REQUEST)]
-        else:
-            answer = await engine.generate(REQUEST)
-    assert isinstance(answer, Generation) and answer.weights == WeightsSpan("w0", "w1")
+        answer = await sample(engine, streamed)
+    assert answer.weights == WeightsSpan("w0", "w1")
     assert [(part.tokens, part.weights.first) for part in answer.segments] == [(3, "w0"), (5, "w1")]
     assert engine.weights_version == "w1"
 
@@ -110,16 +115,8 @@ async def test_stream_after_an_update_nobody_told_of_is_all_by_the_new_weights(h
         engine = sglang(fake, http)
         await engine.generate(REQUEST)
         fake.weights_version = "w1"
-        *_, answer = [item async for item in engine.stream(REQUEST)]
-    assert isinstance(answer, Generation) and answer.weights == WeightsSpan("w1", "w1")
-
-
-async def sample(engine: SglangEngine, streamed: bool, request: TokenRequest = REQUEST) -> Generation:
-    if not streamed:
-        return await engine.generate(request)
-    *_, answer = [item async for item in engine.stream(request)]
-    assert isinstance(answer, Generation)
-    return answer
+        answer = await sample(engine, streamed=True)
+    assert answer.weights == WeightsSpan("w1", "w1")
 
 
 class ExpandingEngine(FakeSglangEngine):

@@ -17,7 +17,7 @@ import orjson
 from nemo_gym.gateway.backend import CallContext, ForestConversations, TurnFacts, call_details, step_begins
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.dialects.errors import overflow_of
-from nemo_gym.gateway.engines import EngineAnswerError, EngineRefusedError, OpenAIEngine, TextReply
+from nemo_gym.gateway.engines import EngineAnswerError, EngineFailedError, EngineRefusedError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
 from nemo_gym.gateway.policy_request import (
     OVERRIDING,
@@ -35,6 +35,8 @@ from nemo_gym.gateway.tokens.history import Prefix
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
 
 ROUTE = "/chat/completions"
+_BROKEN_OFF = ("abort", "error")
+"""Finish reasons of answers that the endpoint (vLLM and SGLang; OpenRouter) did not sample to their end."""
 
 
 class _NoTokens:
@@ -191,6 +193,9 @@ class TextBackend:
             if (overflow := overflow_of(error.body)) is not None:
                 raise overflow from error
             raise
+        if completion.finish_reason in _BROKEN_OFF:
+            name, reason = reply.engine, completion.finish_reason
+            raise EngineFailedError(f"engine '{name}' broke off its answer ('{reason}')", retryable=True, engine=name)
         return TextSample(prepared, reply, completion, usage, context, time.monotonic() - began)
 
     def commit(

@@ -456,3 +456,22 @@ async def test_endpoint_is_asked_for_nothing_that_needs_what_was_not_asked(gatew
     session = await gateway.open(rollout_id="bare")
     await session.chat(parallel_tool_calls=True, top_logprobs=3)
     assert not {"parallel_tool_calls", "top_logprobs"} & {*gateway.engine.calls[0].body}
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_answer_that_the_endpoint_broke_off_is_its_failure_and_no_turn(gateway: TextStack, reason: str) -> None:
+    whole = gateway.engine.answer
+
+    def broken_off(call: CallLog) -> Answer:
+        answer = whole(call)
+        answer.whole["choices"][0]["finish_reason"] = reason
+        return answer
+
+    session = await gateway.open()
+    gateway.engine.answer = broken_off  # type: ignore[method-assign]
+    reply = await session.post("/chat/completions", {"messages": session.messages})
+    assert reply.status == 502 and reply.headers["x-should-retry"] == "true"
+    assert f"('{reason}')" in (await reply.json())["error"]["message"]
+    gateway.engine.answer = whole  # type: ignore[method-assign]
+    await session.say("more")
+    assert (await session.finalize())["turns"] == 1

@@ -268,6 +268,8 @@ async def _complete(
         completion = replace(completion, message=message_of(completion.message, call_id))
         return reply, completion, usage_of(completion.usage)
     except (TypeError, ValueError) as error:
+        if (told := engine.error_in(reply.body)) is not None:
+            raise told from error
         raise EngineAnswerError(
             f"engine '{reply.engine}' answered {ROUTE} with something else than a completion"
             f" ({error}): {reply.body[:200].decode(errors='replace')}",

@@ -436,6 +436,15 @@ class HttpEngine:
             return EngineFailedError(f"engine '{self.name}' answered {status}: {quoted}", retryable=True, **details)
         return EngineAnswerError(f"engine '{self.name}' answered {status}; is its base URL right?", **details)
 
+    def error_in(self, body: bytes | bytearray) -> EngineError | None:
+        """Return the error that an engine put into the body of a 200; ``None`` if there is none in it."""
+        try:
+            value = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return None
+        error = value.get("error") if isinstance(value, dict) else None
+        return self._event_error(error) if error else None
+
     def _event_error(self, error: Any) -> EngineError:
         code = error.get("code") if isinstance(error, dict) else None
         text = self._quoted(orjson.dumps(error))

@@ -16,7 +16,7 @@ from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import MAX_ATTEMPT
 from nemo_gym.gateway.journal import SessionJournal
 from nemo_gym.server_utils import close_global_aiohttp_client, request
-from nemo_gym_testing.gateway import FakeOpenAIEngine, Status
+from nemo_gym_testing.gateway import FakeOpenAIEngine, Garbage, Status
 from nemo_gym_testing.gateway.engine import Answer, CallLog
 from responses_api_models.gateway.app import Gateway
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller, until
@@ -475,3 +475,20 @@ async def test_answer_that_the_endpoint_broke_off_is_its_failure_and_no_turn(gat
     gateway.engine.answer = whole  # type: ignore[method-assign]
     await session.say("more")
     assert (await session.finalize())["turns"] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "retry"),
+    [(502, 502, "true"), ("server_error", 502, "true"), (429, 429, "true"), (400, 400, None)],
+)
+async def test_error_in_a_body_with_status_200_is_told_as_the_error_that_it_is(
+    gateway: TextStack, code: int | str, status: int, retry: str | None
+) -> None:
+    await gateway.restart(retries={"max_tries": 1})
+    session = await gateway.open()
+    told = {"error": {"code": code, "message": "Provider returned error"}, "user_id": "u"}
+    gateway.engine.faults.append(Garbage(orjson.dumps(told)))
+    reply = await session.post("/chat/completions", {"messages": session.messages})
+    assert (reply.status, reply.headers.get("x-should-retry")) == (status, retry), await reply.text()
+    assert "Provider returned error" in (await reply.json())["error"]["message"]
+    assert (await session.state())["turns"] == 0

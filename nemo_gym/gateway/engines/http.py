@@ -22,6 +22,7 @@ from nemo_gym.gateway.engines.types import (
     EngineCredentialError,
     EngineError,
     EngineFailedError,
+    EngineLacksModelError,
     EngineLostError,
     EngineRateLimitedError,
     EngineRefusedError,
@@ -428,6 +429,12 @@ class HttpEngine:
             )
         if status == 408:
             return EngineTimeoutError(f"engine '{self.name}' answered {status}: {quoted}", retryable=True, **details)
+        if status == 404 and not probe:
+            return EngineLacksModelError(
+                f"engine '{self.name}' at {self.endpoint.base_url} has no such model or route (404): {quoted}",
+                body=body,
+                **details,
+            )
         if 400 <= status < 500:
             return EngineRefusedError(
                 f"engine '{self.name}' refused the request ({status}): {quoted}", body=body, **details

@@ -295,6 +295,7 @@ class TokenizerProbe:
 #
 #     EngineError
 #     ├── EngineRefusedError       the request itself is wrong; any engine would refuse it
+#     │   └── EngineLacksModelError   the engine has no such model or route, for example since its restart
 #     ├── EngineCredentialError    the engine does not accept the API key; the operator has to fix that
 #     ├── EngineRateLimitedError   come back later, or ask another engine; the engine is healthy
 #     ├── EngineUnreachableError   no connection: nothing was started, the engine is down
@@ -330,6 +331,15 @@ class EngineRefusedError(EngineError):
     def __init__(self, message: str, *, body: bytes = b"", **details: Any) -> None:
         super().__init__(message, **details)
         self.body = body
+
+
+class EngineLacksModelError(EngineRefusedError):
+    """The gateway chooses route and model name, so a 404 for a call is not about its request."""
+
+    code = "engine_lacks_model"
+    status = 502
+    elsewhere = True
+    unhealthy = True
 
 
 class EngineCredentialError(EngineError):

@@ -16,6 +16,7 @@ from nemo_gym.gateway.engines import (
     EngineEndpoint,
     EngineError,
     EngineFailedError,
+    EngineLacksModelError,
     EngineLostError,
     EngineRateLimitedError,
     EngineRefusedError,
@@ -40,7 +41,7 @@ def vllm(fake: FakeVllmEngine, http: EngineConnections, **options: float) -> Vll
     ("fault", "expected", "retryable"),
     [
         (Status(400), EngineRefusedError, False),
-        (Status(404), EngineRefusedError, False),
+        (Status(404), EngineLacksModelError, False),
         (Status(422), EngineRefusedError, False),
         (Status(401), EngineCredentialError, False),
         (Status(403), EngineCredentialError, False),

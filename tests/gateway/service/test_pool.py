@@ -18,7 +18,7 @@ from nemo_gym.gateway.engines import EngineConfig, Generation, Sampling, TokenRe
 from nemo_gym.gateway.routing.calls import RetryConfig
 from nemo_gym.gateway.routing.pool import EngineKind, EnginePool
 from nemo_gym.gateway.routing.router import RoutingConfig
-from nemo_gym_testing.gateway import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine
+from nemo_gym_testing.gateway import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine, Status
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)
 _numbers = itertools.count()
@@ -149,6 +149,19 @@ async def test_running_calls_go_on_elsewhere_when_their_engine_is_removed() -> N
     assert [(part.engine, part.tokens) for part in answer.segments] == [("a", 3), ("b", 5)]
     assert answer.token_ids == fake.calls[0].token_ids[:3] + other.calls[0].token_ids
     assert other.calls[0].body["prompt"] == [5, 6, 7, *fake.calls[0].token_ids[:3]]
+
+
+async def test_engine_that_came_back_without_the_model_gets_no_more_calls() -> None:
+    """It answers faster than any other: while it was in service, it would draw most of the calls."""
+    async with (
+        FakeVllmEngine() as good,
+        FakeVllmEngine() as bad,
+        EnginePool([config(good, "good"), config(bad, "bad")]) as pool,
+    ):
+        bad.chance = lambda: Status(404, b'{"error": {"message": "The model `policy` does not exist.", "code": 404}}')
+        answers = [await pool.token_calls.generate(f"s{number}", request()) for number in range(12)]
+        assert {answer.engine for answer in answers} == {"good"}
+        assert len(bad.calls) < 6 and "has no such model" in engine_of(pool.status(), "bad")["last_error"]
 
 
 async def test_two_removals_of_one_engine_leave_one_engine_less(eventually: Callable[..., Any]) -> None:

@@ -170,8 +170,7 @@ class HttpEngine:
     async def probe(self) -> None:
         await self._ask("GET", self.health_route)
         if self.tokenize_route is not None and not self._asked_for_context:  # text engines check their own context
-            self._asked_for_context = True
-            await self.check()
+            self._asked_for_context = (await self.check()).unreachable is None
 
     async def check(self) -> EngineCheck:
         """Check once whether the engine accepts the API key and has the model, and how long its context is. Never
@@ -391,6 +390,7 @@ class HttpEngine:
 
     def _broken(self, error: Exception) -> EngineError:
         """Return the `EngineError` for one of the exceptions in `BROKEN`."""
+        self._asked_for_context = False  # after a restart it may have another one
         where = f"engine '{self.name}' at {self.endpoint.base_url}"
         if isinstance(error, NotConnectedError):
             why = error.__cause__

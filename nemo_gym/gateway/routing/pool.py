@@ -196,6 +196,8 @@ class EnginePool:
         for a name in use and for an engine of the other kind."""
         _kind_of([config], self.kind)
         self._put(config)
+        # The prober would leave an engine alone that answers calls, and its context would stay unknown.
+        self.router.ask_now(self.router.replica(config.engine_name))
         return self.engine_status(config.engine_name)
 
     async def remove(self, name: str, drain_timeout_s: float | None = None) -> None:

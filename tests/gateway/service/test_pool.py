@@ -164,6 +164,31 @@ async def test_engine_that_came_back_without_the_model_gets_no_more_calls() -> N
         assert len(bad.calls) < 6 and "has no such model" in engine_of(pool.status(), "bad")["last_error"]
 
 
+async def test_engine_that_comes_back_with_a_shorter_context_is_asked_again(eventually: Callable[..., Any]) -> None:
+    async with FakeVllmEngine() as fake:
+        fake.max_model_len = 16_384
+        async with EnginePool([config(fake, "a")], routing=RoutingConfig(probe_interval_s=0.02)) as pool:
+            await eventually(lambda: pool.context_tokens == 16_384)
+            await fake.stop()
+            await eventually(lambda: engine_of(pool.status(), "a")["state"] == "down")
+            fake.max_model_len = 4_096
+            await fake.start()
+            await eventually(lambda: pool.context_tokens == 4_096)
+
+
+async def test_added_engine_is_asked_for_its_context_although_it_gets_calls_at_once(
+    eventually: Callable[..., Any],
+) -> None:
+    async with FakeVllmEngine() as fake, FakeVllmEngine() as other:
+        seldom = RoutingConfig(probe_interval_s=3600)  # as seldom as engines are probed that answer calls
+        async with EnginePool([config(fake, "a")], routing=seldom) as pool:
+            await eventually(lambda: pool.ready() is None)
+            other.max_model_len = 4_096
+            pool.add(config(other, "b"))
+            assert {(await pool.token_calls.generate(None, request())).engine for _ in range(4)} == {"a", "b"}
+            await eventually(lambda: pool.context_tokens == 4_096)
+
+
 async def test_two_removals_of_one_engine_leave_one_engine_less(eventually: Callable[..., Any]) -> None:
     async with FakeVllmEngine() as fake, EnginePool([config(fake, "a"), config(fake, "b", weight=0.01)]) as pool:
         fake.gate.clear()

@@ -571,12 +571,9 @@ class Router(Generic[E]):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _pinned(self, session_id: str) -> str | None:
-        """Return the engine that a session is pinned to. Drops the pin if that engine is out of service."""
+        """Return the engine that a session is pinned to, while that engine is in service."""
         name = self._pins.get(session_id)
-        if name is not None and not self.in_service(name):
-            del self._pins[session_id]
-            return None
-        return name
+        return name if name is not None and self.in_service(name) else None
 
     def _overloaded(self, home: Replica[E], usable: list[Replica[E]]) -> bool:
         running = sum(replica.in_flight for replica in usable) + 1

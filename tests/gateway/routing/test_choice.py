@@ -144,6 +144,15 @@ def test_pinned_session_waits_for_room_and_leaves_only_an_engine_that_is_gone() 
     assert router.home("mine") is None
 
 
+async def test_pinned_session_returns_to_its_engine_when_that_is_back_in_service() -> None:
+    router = router_of("a", "b")
+    router.pin("mine", "b")
+    await router.drain("b", timeout_s=0)
+    assert one_call(router, "mine") == "a"
+    router.undrain("b")
+    assert [one_call(router, "mine") for _ in range(3)] == ["b"] * 3
+
+
 async def test_call_of_a_pinned_session_that_waits_holds_up_no_other_call() -> None:
     router: Stubs = Router()
     for name in ("a", "b"):

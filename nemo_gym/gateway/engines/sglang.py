@@ -203,7 +203,8 @@ class SglangEngine(HttpEngine):
         self.reported_version = version
         told_by_trainer = self.weights_version not in (None, self._assumed_version)
         known = self.weights_version is not None
-        if version == before or (known and version == _UNNAMED) or (before is None and told_by_trainer):
+        # Only a restart takes a name away that the server has reported.
+        if version == before or (before is None and (told_by_trainer or (known and version == _UNNAMED))):
             return False
         self.weights_version = version
         return True

@@ -200,6 +200,19 @@ async def test_reported_version_replaces_the_configured_one_unless_it_names_none
         assert (await sample(engine, streamed)).weights.last == "5"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_server_that_forgot_its_version_has_restarted_with_other_weights(
+    streamed: bool, http: EngineConnections
+) -> None:
+    async with FakeSglangEngine(weights_version="7") as fake:
+        engine = SglangEngine(EngineEndpoint("e0", fake.url), http, weights_version="0")
+        assert (await sample(engine, streamed)).weights.last == "7"
+        fake.weights_version = "default"
+        assert (await sample(engine, streamed)).weights.last == "default"
+        engine.weights_version = "8"  # by POST /weights
+        assert (await sample(engine, streamed)).weights.last == "8"
+
+
 async def test_stream_asks_for_few_events(http: EngineConnections) -> None:
     async with FakeSglangEngine() as fake:
         engine = SglangEngine(EngineEndpoint("e0", fake.url), http, stream_interval=64)

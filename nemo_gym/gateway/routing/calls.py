@@ -129,7 +129,7 @@ class EngineCalls(Generic[E]):
         """Return the answer of the first successful try, or raise the `EngineError` of the last."""
         tries = _Tries(self, session_id)
         while True:
-            reservation = await self.router.acquire(session_id, without=tries.without())
+            reservation = await self.router.acquire(session_id, without=tries.without)
             try:
                 with reservation:
                     async with reservation.guard():
@@ -151,7 +151,7 @@ class EngineCalls(Generic[E]):
         at the engine."""
         tries = _Tries(self, session_id, avoid)
         while True:
-            reservation = await self.router.acquire(session_id, without=tries.without())
+            reservation = await self.router.acquire(session_id, without=tries.without)
             handed_on = False
             try:
                 with reservation:

@@ -332,7 +332,7 @@ class _Guard:
 @dataclass(slots=True, eq=False)
 class _Waiter(Generic[E]):
     session_id: str | None
-    without: Collection[str]
+    without: Callable[[], Collection[str]]
     future: asyncio.Future[Reservation[E]]
 
 
@@ -376,6 +376,7 @@ class Router(Generic[E]):
         replica.health.epoch += 1
         self._leave(name)
         replica.abandon()
+        self._place_waiters()
         return replica.engine
 
     async def drain(self, name: str, *, timeout_s: float | None = None) -> bool:
@@ -384,6 +385,7 @@ class Router(Generic[E]):
         replica = self.replica(name)
         replica.draining = True
         self._leave(name)
+        self._place_waiters()
         try:
             async with asyncio.timeout(timeout_s):
                 await replica.idle.wait()
@@ -476,12 +478,16 @@ class Router(Generic[E]):
         chosen.idle.clear()
         return Reservation(chosen, self, session_id)
 
-    async def acquire(self, session_id: str | None = None, *, without: Collection[str] = ()) -> Reservation[E]:
-        """Reserve a place; calls that have to wait are served in order of arrival. Raises `EngineRateLimitedError` if
-        all engines in service asked to wait, `NoEngineError` if none had room or came back in time."""
-        if (reservation := self.reserve(session_id, without=without)) is not None:
+    async def acquire(
+        self, session_id: str | None = None, *, without: Callable[[], Collection[str]] = tuple
+    ) -> Reservation[E]:
+        """Reserve a place; calls that have to wait are served in order of arrival. ``without`` is asked again while
+        the call waits. Raises `EngineRateLimitedError` if all engines in service asked to wait, `NoEngineError` if
+        none had room or came back in time."""
+        skipped = without()
+        if (reservation := self.reserve(session_id, without=skipped)) is not None:
             return reservation
-        self._refuse_when_all_cool(without)
+        self._refuse_when_all_cool(skipped)
         waiter = _Waiter(session_id, without, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
@@ -534,6 +540,7 @@ class Router(Generic[E]):
         if replica.health.failed(replica.health.epoch, error, probe=True):
             self._leave(replica.name)
             replica.abandon()
+            self._place_waiters()
 
     def answering(self, replica: Replica[E], epoch: int) -> None:
         """Report the first token of a call. It ends an engine's trial already, because answers can take minutes."""
@@ -624,10 +631,11 @@ class Router(Generic[E]):
         for waiter in waiting:
             if waiter.future.done():
                 continue
-            reservation = None if full else self.reserve(waiter.session_id, without=waiter.without)
+            without = () if full else waiter.without()
+            reservation = None if full else self.reserve(waiter.session_id, without=without)
             if reservation is None:
                 # If no engine has room for a call that may go anywhere, none has room for the other calls.
-                full = full or not (waiter.without or waiter.session_id in self._pins)
+                full = full or not (without or waiter.session_id in self._pins)
                 self._waiters.append(waiter)
             else:
                 waiter.future.set_result(reservation)

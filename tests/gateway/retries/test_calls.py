@@ -282,3 +282,21 @@ async def test_unreachable_engine_costs_later_calls_nothing(fleet: Fleet) -> Non
 def test_classes_agree_on_what_may_be_tried_elsewhere() -> None:
     assert not EngineRefusedError("x").elsewhere
     assert EngineUnreachableError("x").fatal and not EngineLostError("x").fatal
+
+
+async def test_call_goes_back_to_the_engine_that_failed_it_when_the_other_one_goes_down(
+    http: EngineConnections, eventually: Eventually
+) -> None:
+    async with FakeVllmEngine() as flaky, FakeVllmEngine() as full:
+        router: Router[VllmEngine] = Router()
+        router.add(VllmEngine(EngineEndpoint("flaky", flaky.url), http))
+        router.add(VllmEngine(EngineEndpoint("full", full.url), http), max_in_flight=1)
+        calls = EngineCalls(router, RetryConfig(first_backoff_s=0.001))
+        taken = router.reserve(without={"flaky"})
+        assert taken is not None
+        flaky.faults.append(Status(500))
+        call = asyncio.create_task(calls.call("s", ask))
+        await eventually(lambda: router.waiting == 1)
+        taken.release(EngineUnreachableError("gone"))
+        async with asyncio.timeout(20):
+            assert (await call).engine == "flaky"

@@ -244,7 +244,7 @@ class TokenCalls(Generic[K]):
 
     async def generate(self, session_id: str | None, request: TokenRequest) -> Generation:
         """Return the whole answer. Raises the `EngineError` that retries could not overcome."""
-        if not self._keep_partial_answers:
+        if not (self._keep_partial_answers and _resumable(request.sampling)):
             return await self._generate_whole(session_id, request)
         async with aclosing(self.stream(session_id, request)) as items:
             async for item in items:

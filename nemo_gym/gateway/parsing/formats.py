@@ -346,7 +346,8 @@ REASONING_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class ComposedParser:
-    """Removes the reasoning first: a call within the reasoning is not a call."""
+    """Removes the reasoning first: a call within the reasoning is not a call. Policies leave the reasoning unclosed
+    before a call at times, so calls at the end of an answer that is all reasoning end it."""
 
     name: str
     reasoning: ReasoningFormat | None
@@ -359,10 +360,14 @@ class ComposedParser:
     ) -> ParsedAnswer:
         tags = self.reasoning
         reasoning, rest = (None, text) if tags is None else tags.split(text, prompt_tail)
-        if rest is None:
-            return ParsedAnswer(None, reasoning)
         if self.calls is None or not parse_calls:
-            return _answer(rest, reasoning)
+            return ParsedAnswer(None, reasoning) if rest is None else _answer(rest, reasoning)
+        if rest is None:
+            segments = self.calls.split(reasoning or "", tools)
+            calls = tuple(segment for segment in segments if isinstance(segment, ParsedCall))
+            if not calls or any(isinstance(segment, str) and segment.strip() for segment in segments[1:]):
+                return ParsedAnswer(None, reasoning)
+            return ParsedAnswer(None, _content(segments), calls)
         if reasoning is not None and isinstance(tags, TaggedReasoning) and not tags.is_open(text, prompt_tail):
             segments = self.calls.split(text, tools)
             if not any(isinstance(segment, str) and tags.closing in segment for segment in segments):

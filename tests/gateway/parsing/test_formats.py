@@ -183,6 +183,22 @@ def test_reasoning_is_told_from_content(text: str, tail: str, expected: ParsedAn
     assert parse(text, tail=tail) == expected
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(("opening", "tail"), [("<think>\n", ""), ("", "<|im_start|>assistant\n<think>\n")])
+def test_call_at_the_end_of_unclosed_reasoning_is_a_call(name: str, opening: str, tail: str) -> None:
+    first, second = WRITTEN[name]
+    a = ParsedCall("a", '{"x": "1"}') if name in UNCLOSED else A
+    text = f"{opening}I list them.\n{first}"
+    assert parse(text, tool_parser=name, tail=tail) == ParsedAnswer(None, "I list them.", (a,))
+    assert parse(f"{text}\n{second}", tool_parser=name, tail=tail) == ParsedAnswer(None, "I list them.", (a, B))
+    assert parse(text, tool_parser=name, tail=tail, parse_calls=False).calls == ()
+
+
+def test_call_that_unclosed_reasoning_goes_on_after_is_none() -> None:
+    text = '<think>Perhaps <tool_call>{"name": "b"}</tool_call>, or'
+    assert parse(text) == ParsedAnswer(None, text.removeprefix("<think>"))
+
+
 @pytest.mark.parametrize("said", ["", "Now the template: "])
 @pytest.mark.parametrize(
     ("tool_parser", "text"),

@@ -719,7 +719,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
         opening=r"(?:<tool_call>\s{0,16})?<function=([^<>\n]{1,256})>",
         parameter=r"<parameter=([^<>\n]{1,256})>",
         parameter_end=r"</parameter>",
-        closing=r"</function>(?:\s{0,16}</tool_call>)?",
+        closing=r"</function>(?:\s{0,16}</tool_call>)?|</tool_call>",
         value_newlines=True,
     ),
     # GLM 4.5 and later: <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
@@ -747,7 +747,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
         opening=r"(?:<minimax:tool_call>\s{0,16})?<invoke name=\"([^<>\"\n]{1,256})\">",
         parameter=r"<parameter name=\"([^<>\"\n]{1,256})\">",
         parameter_end=r"</parameter>",
-        closing=r"</invoke>(?:\s{0,16}</minimax:tool_call>)?",
+        closing=r"</invoke>(?:\s{0,16}</minimax:tool_call>)?|</minimax:tool_call>",
     ),
     "mistral": Mistral(),
     "llama_json": LlamaJson(),

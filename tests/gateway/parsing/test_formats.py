@@ -298,6 +298,24 @@ def test_value_ends_with_its_call_when_the_policy_left_out_the_end(name: str) ->
         assert not "".join(each for each in segments if isinstance(each, str)).strip()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nls\n</parameter>\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nls\n</tool_call>"),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">ls</parameter>\n</minimax:tool_call>',
+        ),
+    ],
+)
+def test_call_ends_with_its_frame_when_the_policy_left_out_the_end(name: str, text: str) -> None:
+    split = CALL_FORMATS[name].split
+    f = call("f", '{"a": "ls"}')
+    assert split(text, F_AND_G) == ["", f, ""]
+    assert split(f"{text}\n{text}", F_AND_G) == ["", f, "\n", f, ""]
+
+
 @pytest.mark.parametrize("name", UNCLOSED)
 def test_value_ends_at_the_tools_next_parameter_when_the_policy_left_out_the_end(name: str) -> None:
     segments = CALL_FORMATS[name].split(UNCLOSED[name][2], F_AND_G)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import orjson
 
 from nemo_gym.gateway.backend import CallContext, ForestConversations, TurnFacts, call_details, step_begins
-from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
+from nemo_gym.gateway.dialects.endpoint import BROKEN_OFF, chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.dialects.errors import overflow_of
 from nemo_gym.gateway.engines import EngineAnswerError, EngineFailedError, EngineRefusedError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
@@ -35,8 +35,6 @@ from nemo_gym.gateway.tokens.history import Prefix
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
 
 ROUTE = "/chat/completions"
-_BROKEN_OFF = ("abort", "error")
-"""Finish reasons of answers that the endpoint (vLLM and SGLang; OpenRouter) did not sample to their end."""
 
 
 class _NoTokens:
@@ -193,9 +191,6 @@ class TextBackend:
             if (overflow := overflow_of(error.body)) is not None:
                 raise overflow from error
             raise
-        if completion.finish_reason in _BROKEN_OFF:
-            name, reason = reply.engine, completion.finish_reason
-            raise EngineFailedError(f"engine '{name}' broke off its answer ('{reason}')", retryable=True, engine=name)
         return TextSample(prepared, reply, completion, usage, context, time.monotonic() - began)
 
     def commit(
@@ -265,6 +260,12 @@ async def _complete(
     reply = await engine.complete(ROUTE, body)
     try:  # here, not at the commit: another engine may return a valid completion
         completion = completion_in(reply.body)
+        if completion.finish_reason in BROKEN_OFF:
+            raise EngineFailedError(
+                f"engine '{reply.engine}' broke the answer off ('{completion.finish_reason}')",
+                retryable=True,
+                engine=reply.engine,
+            )
         completion = replace(completion, message=message_of(completion.message, call_id))
         return reply, completion, usage_of(completion.usage)
     except (TypeError, ValueError) as error:

@@ -30,6 +30,7 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
 from nemo_gym.gateway.dialects.adapters import EVENT_STREAM
+from nemo_gym.gateway.dialects.endpoint import BROKEN_OFF
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.openai import wants_newer_budget, with_newer_budget
@@ -263,8 +264,10 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             answer = orjson.loads(body)
             if endpoint_dialect is Dialect.RESPONSES:
                 answer = responses_chat.completion_of_response(answer)
+            if (reason := answer["choices"][0].get("finish_reason")) in BROKEN_OFF:
+                raise ModelError(f"the model endpoint broke the answer off ('{reason}')", retryable=True)
             return reply_of_completion(call, answer)
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ModelError(
                 f"the model endpoint's response is not a valid response of {ROUTES[endpoint_dialect]}:"
                 f" {body[:200].decode(errors='replace')}"

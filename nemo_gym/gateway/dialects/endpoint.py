@@ -18,6 +18,8 @@ from nemo_gym.gateway.policy_request import (
 )
 from nemo_gym.gateway.tokens.history import text_of
 
+BROKEN_OFF = frozenset({"abort", "error", "insufficient_system_resource"})
+"""Finish reasons of answers that the endpoint did not finish: those of vLLM and SGLang, OpenRouter, and DeepSeek."""
 _ENDS = {end.value: end for end in AnswerEnd} | {"function_call": AnswerEnd.TOOL_CALLS}
 
 

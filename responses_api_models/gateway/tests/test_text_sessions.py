@@ -336,6 +336,27 @@ async def test_stop_string_that_the_endpoint_names_is_the_answers_end(
     assert (reply["stop_reason"], reply["stop_sequence"]) == (reason, sequence)
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", "insufficient_system_resource"])
+async def test_answer_that_the_endpoint_broke_off_is_asked_for_again(
+    gateway: TextStack, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    answer = gateway.engine.answer
+    broken_off = [True]
+
+    def answered(call: CallLog) -> Answer:
+        made = answer(call)
+        if broken_off.pop() if broken_off else False:
+            made.whole["choices"][0]["finish_reason"] = reason
+            made.whole["choices"][0]["message"]["content"] = "The first half of"
+        return made
+
+    monkeypatch.setattr(gateway.engine, "answer", answered)
+    session = await gateway.open()
+    assert (await session.say("more"))["content"] != "The first half of"
+    assert len(gateway.engine.calls) == 2
+    assert (await session.state())["turns"] == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
 async def test_request_to_wait_is_passed_on_when_no_other_engine_can_help(
@@ -456,25 +477,6 @@ async def test_endpoint_is_asked_for_nothing_that_needs_what_was_not_asked(gatew
     session = await gateway.open(rollout_id="bare")
     await session.chat(parallel_tool_calls=True, top_logprobs=3)
     assert not {"parallel_tool_calls", "top_logprobs"} & {*gateway.engine.calls[0].body}
-
-
-@pytest.mark.parametrize("reason", ["abort", "error"])
-async def test_answer_that_the_endpoint_broke_off_is_its_failure_and_no_turn(gateway: TextStack, reason: str) -> None:
-    whole = gateway.engine.answer
-
-    def broken_off(call: CallLog) -> Answer:
-        answer = whole(call)
-        answer.whole["choices"][0]["finish_reason"] = reason
-        return answer
-
-    session = await gateway.open()
-    gateway.engine.answer = broken_off  # type: ignore[method-assign]
-    reply = await session.post("/chat/completions", {"messages": session.messages})
-    assert reply.status == 502 and reply.headers["x-should-retry"] == "true"
-    assert f"('{reason}')" in (await reply.json())["error"]["message"]
-    gateway.engine.answer = whole  # type: ignore[method-assign]
-    await session.say("more")
-    assert (await session.finalize())["turns"] == 1
 
 
 @pytest.mark.parametrize(

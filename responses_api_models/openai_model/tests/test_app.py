@@ -225,6 +225,15 @@ async def test_messages_are_answered_by_a_chat_endpoint(stack: Stack, endpoint: 
     assert answer["content"] == [{"type": "text", "text": "chat says hi"}] and answer["stop_reason"] == "end_turn"
 
 
+async def test_answer_that_the_endpoint_broke_off_is_no_translated_reply(stack: Stack, endpoint: Any) -> None:
+    made = Endpoint()
+    choice = {"index": 0, "message": {"role": "assistant", "content": "The first half"}, "finish_reason": "error"}
+    real = await endpoint(chat=made.reply({**CHAT, "choices": [choice]}))
+    harness = await session(stack, real.url)
+    reply = await harness.post("/messages", max_tokens=9, messages=[{"role": "user", "content": "hi"}])
+    assert (reply.status, reply.headers["x-should-retry"]) == (502, "true")
+
+
 async def test_token_limit_gets_the_name_that_the_endpoint_asks_for(stack: Stack, endpoint: Any) -> None:
     made = Endpoint()
     said = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."

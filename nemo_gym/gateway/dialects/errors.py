@@ -130,12 +130,29 @@ _OF_A_PROMPT = re.compile(r"(?<!total of )(?<!total of at least )\b(\d{1,12})(?:
 _PART_OF_A_PROMPT = re.compile(
     r"\b(\d{1,12}) (?:in (?:the|your) (?:messages|functions|prompt)|of \w{1,20} input|tokens from the input messages)"
 )
+# Endpoints that say nothing of a context.
+_PROMPT, _LIMIT = r"(?P<prompt>\d{1,12})", r"(?P<limit>\d{1,12})"
+_IN_OTHER_WORDS = [
+    re.compile(pattern)
+    for pattern in (
+        rf"prompt is too long: {_PROMPT} tokens > {_LIMIT}",  # Anthropic
+        rf"limit of {_LIMIT} tokens\. Your messages resulted in {_PROMPT} tokens",  # OpenAI, since GPT-5
+        rf"must be <= {_LIMIT}\. Given: {_PROMPT} `inputs` tokens",  # TGI
+        rf"`inputs` must have less than {_LIMIT} tokens\. Given: {_PROMPT}",  # TGI
+        rf"token count \({_PROMPT}\)\s{{1,8}}exceeds the maximum number of tokens allowed \({_LIMIT}\)",  # Gemini
+        rf"maximum prompt length is {_LIMIT} but the request contains {_PROMPT} tokens",  # xAI
+    )
+]
 
 
 def overflow_of(body: bytes) -> ContextOverflowError | None:
     """Return the error for an endpoint's refusal of a prompt that exceeds its context; ``None`` for any other refusal.
     Endpoints have different texts for it, and harnesses recognize only one."""
     text = _message_of(body)
+    for words in _IN_OTHER_WORDS:
+        if (match := words.search(text)) is not None:
+            prompt_tokens, limit = int(match["prompt"]), int(match["limit"])
+            return ContextOverflowError(prompt_tokens, limit) if prompt_tokens > limit else None
     if (match := _CONTEXT.search(text)) is None:
         return None
     limit = int(match[1])
@@ -146,7 +163,7 @@ def overflow_of(body: bytes) -> ContextOverflowError | None:
 
 def relayed_error(dialect: Dialect, status: int, body: bytes) -> Response:
     """Return an endpoint's error as a response in another dialect."""
-    if status == 400 and (overflow := overflow_of(body)) is not None:
+    if status in (400, 413, 422) and (overflow := overflow_of(body)) is not None:
         return dialect_error(dialect, overflow)
     return dialect_error(dialect, http_error(status, _message_of(body) or f"the endpoint answered {status}"))
 

@@ -113,13 +113,26 @@ def test_overflow_is_worded_as_harnesses_recognise_it() -> None:
         " text input, 1000 of tool input, 9000 in the output).",
         "Requested token count exceeds the model's maximum context length of 8192 tokens. You requested a total of"
         " 18500 tokens: 9000 tokens from the input messages and 9500 tokens for the completion.",
+        "This model's maximum context length is 8192 tokens. However, your prompt contains 9000 input tokens, which"
+        " exceeds this limit even without any output tokens. Please reduce the length of the input prompt.",
+        "Input tokens exceed the configured limit of 8192 tokens. Your messages resulted in 9000 tokens. Please reduce"
+        " the length of the messages.",
+        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 8192. Given: 9000 `inputs` tokens and"
+        " 60 `max_new_tokens`",
+        "Input validation error: `inputs` must have less than 8192 tokens. Given: 9000",
+        "prompt is too long: 9000 tokens > 8192 maximum",
+        "The input token count (9000) exceeds the maximum number of tokens allowed (8192).",
+        "This model's maximum prompt length is 8192 but the request contains 9000 tokens.",
     ],
 )
 def test_overflow_is_recognised_in_the_words_of_each_engine(said: str) -> None:
     body = orjson.dumps({"error": {"code": 400, "message": said}})
     found = overflow_of(body)
     assert found is not None and (found.prompt_tokens, found.limit) == (9000, 8192)
-    assert b"prompt is too long: 9000 tokens > 8192 maximum" in bytes(relayed_error(Dialect.MESSAGES, 400, body).body)
+    for status in (400, 413, 422):
+        reply = relayed_error(Dialect.MESSAGES, status, body)
+        assert reply.status_code == 400
+        assert b"prompt is too long: 9000 tokens > 8192 maximum" in bytes(reply.body)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +152,9 @@ def test_overflow_is_recognised_in_the_words_of_each_engine(said: str) -> None:
         " input, 9000 in the output).",
         "Requested token count exceeds the model's maximum context length of 8192 tokens. You requested a total of"
         " 9500 tokens: 500 tokens from the input messages and 9000 tokens for the completion.",
+        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 8192. Given: 500 `inputs` tokens and"
+        " 9000 `max_new_tokens`",
+        "input length and `max_tokens` exceed context limit: 500 + 9000 > 8192, decrease input length or `max_tokens`",
         "context length",
         "temperature must be at most 2",
     ],

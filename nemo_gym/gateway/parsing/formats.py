@@ -423,7 +423,7 @@ class FramedJson:
             at = opened.end()
             start = skip_space(text, at)
             if self._named:
-                found = arguments_at(text, start)
+                found = arguments_at(text, start) or self._nothing_at(text, start)
                 call = None if found is None else (ParsedCall(opened["name"], found[0]), found[1])
             else:
                 call = call_at(text, start)
@@ -432,6 +432,11 @@ class FramedJson:
             segments += [text[consumed : opened.start()], call[0]]
             consumed = at = closed.end()
         return [*segments, text[consumed:]]
+
+    def _nothing_at(self, text: str, at: int) -> tuple[str, int] | None:
+        """Return no arguments if the frame is closed at ``at``: policies so call tools that take none."""
+        closed = self._closing.match(text, at)
+        return ("{}", at) if closed is not None and closed[0].strip() else None
 
 
 def call_at(text: str, at: int, offered: Container[str] | None = None) -> tuple[ParsedCall, int] | None:

@@ -183,6 +183,20 @@ def test_reasoning_is_told_from_content(text: str, tail: str, expected: ParsedAn
     assert parse(text, tail=tail) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "opening", "closing"),
+    [
+        ("kimi_k2", "<|tool_call_begin|>functions.b:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ("deepseek", "<｜tool▁call▁begin｜>b<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>b\n```json", "\n```<｜tool▁call▁end｜>"),
+    ],
+)
+def test_call_without_any_arguments_is_a_call_once_it_is_closed(name: str, opening: str, closing: str) -> None:
+    for space in ("", "\n"):
+        assert parse(opening + space + closing, tool_parser=name) == ParsedAnswer(None, None, (B,))
+        assert parse(opening + space, tool_parser=name) == ParsedAnswer(opening + space)
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize(("opening", "tail"), [("<think>\n", ""), ("", "<|im_start|>assistant\n<think>\n")])
 def test_call_at_the_end_of_unclosed_reasoning_is_a_call(name: str, opening: str, tail: str) -> None:

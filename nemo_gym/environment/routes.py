@@ -356,7 +356,8 @@ class EnvironmentRoutes:
 
     async def _once(self, kind: str, rollout: RolloutIdentity, digest: str, work: Callable[[], Awaitable[T]]) -> T:
         """Run ``work`` once for concurrent requests with the same key. It continues when a requester disconnects, so
-        that a repeated request gets its result.
+        that a repeated request gets its result, until its attempt ends. Then it is cancelled, and its requesters get
+        a `FencedError`.
 
         A requester that found nothing in the store joins the running work. The store runs its operations in order, so
         it looked for this requester before that work stored its result, and the work is still registered here.
@@ -366,7 +367,12 @@ class EnvironmentRoutes:
         if task is None:
             task = self._running[key] = asyncio.ensure_future(work())
             task.add_done_callback(lambda done: self._finished(key, done))
-        result: T = await asyncio.shield(task)
+        try:
+            result: T = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelling():
+                raise FencedError(f"{rollout} has ended", rollout_id=rollout.rollout_id) from None
+            raise
         return result
 
     def _finished(self, key: tuple[str, str, str, int], task: asyncio.Task[Any]) -> None:
@@ -594,6 +600,10 @@ class EnvironmentRoutes:
         return JsonResponse({"closed": True, "already_closed": not closed})
 
     async def _close_hook(self, rollout: RolloutIdentity) -> None:
+        attempt = (f"{rollout.run_id}/{rollout.rollout_id}", rollout.attempt)
+        for key, task in self._running.items():
+            if key[2:] == attempt:
+                task.cancel()  # nobody waits for its result, and a hook that hangs would keep its boxes for ever
         if self._steps is not None:
             self._steps.forget(rollout)
         if (boxes := self._server.owned_boxes()) is not None:

@@ -105,6 +105,7 @@ class PhraseEnvironment(SimpleResourcesServer):
 
     config: BaseResourcesServerConfig
     graded: int = 0
+    ended: int = 0
     opened: int = 0
     closed: list[str] = Field(default_factory=list)
     public_metadata_keys = frozenset({"hint"})
@@ -120,7 +121,10 @@ class PhraseEnvironment(SimpleResourcesServer):
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
     ) -> Any:
         self.graded += 1
-        await asyncio.sleep(row.get("grade_delay_s", 0))
+        try:
+            await asyncio.sleep(row.get("grade_delay_s", 0))
+        finally:
+            self.ended += 1
         text = response["output"][0]["content"][0]["text"]
         if "bare number" in text:
             return 1.0

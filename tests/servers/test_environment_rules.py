@@ -216,6 +216,22 @@ async def test_work_is_graded_once_when_two_ask_at_the_same_time(phrase: Stack) 
     assert {status for status, _ in replies} == {200} and environment(phrase).graded == 1
 
 
+@pytest.mark.parametrize("path", ["/close", "/seed_session"])
+async def test_grading_that_never_ends_is_ended_with_its_attempt(phrase: Stack, path: str) -> None:
+    row = {**ROW, "grade_delay_s": 600}
+    control = (await seed(phrase, row=row))["control_token"]
+    grading = asyncio.create_task(verify(phrase, "swordfish", control, row=row))
+    while environment(phrase).graded == 0:
+        await asyncio.sleep(0.01)
+    if path == "/close":
+        await call(phrase, "phrase", path, {"rollout": rollout().model_dump()}, control=control)
+    else:
+        await seed(phrase, row=row, attempt=2)
+    status, problem = await grading
+    assert (status, problem["code"]) == (409, "fenced")
+    assert environment(phrase).ended == 1
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("broken grader", "verifier_failed"), ("no judge", "verifier_failed"), ("lost box", "sandbox_lost")],

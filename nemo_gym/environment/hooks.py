@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig, CommandPath
 from nemo_gym.contract.credentials import Role
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, VerifierError
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
 from nemo_gym.contract.verdict import (
     DECIDING_FIELDS,
@@ -272,7 +272,7 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
         """Judge a response: a `BaseVerifyRequest`, to a `BaseVerifyResponse`. An override may also take the
         ``Request``."""
         # `PluginCall` resolves the annotations of the default too, and these models are imported only by plugins.
-        raise NotImplementedError(f"{type(self).__name__} implements neither grade() nor verify()")
+        raise VerifierError(f"{type(self).__name__} implements neither grade() nor verify()")
 
     def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool] | None:
         """The tools to serve over MCP. Default: ``harvested``, the tools of the typed routes.

@@ -221,7 +221,7 @@ async def test_grading_that_never_ends_is_ended_with_its_attempt(phrase: Stack, 
     row = {**ROW, "grade_delay_s": 600}
     control = (await seed(phrase, row=row))["control_token"]
     grading = asyncio.create_task(verify(phrase, "swordfish", control, row=row))
-    while environment(phrase).graded == 0:
+    while environment(phrase).graded == 0:  # noqa: ASYNC110 - the server runs in a loop of its own
         await asyncio.sleep(0.01)
     if path == "/close":
         await call(phrase, "phrase", path, {"rollout": rollout().model_dump()}, control=control)
@@ -346,12 +346,14 @@ async def test_seed_that_opens_nothing_names_the_hook(phrase: Stack) -> None:
     )
 
 
-async def test_environment_that_cannot_grade_is_told_so() -> None:
+async def test_environment_that_cannot_grade_is_told_so(stack: Stack) -> None:
     class Ungraded(SimpleResourcesServer):
         config: BaseResourcesServerConfig
 
-    with pytest.raises(NotImplementedError, match=r"Ungraded implements neither grade\(\) nor verify\(\)"):
-        await make_environment(Ungraded).grade(ROW, response(), (), rollout())
+    stack.add("phrase", Ungraded, Role.ENVIRONMENT)
+    _, reply = await verify(stack, "x", (await seed(stack))["control_token"])
+    assert (reply["valid"], reply["failure_kind"]) == (False, "verifier_failed")
+    assert reply["failure_reason"].startswith("Ungraded implements neither grade() nor verify()")
 
 
 async def test_valid_verdict_ends_the_attempt_when_asked_and_nothing_is_to_be_released(stack: Stack) -> None:

@@ -38,7 +38,14 @@ from nemo_gym.agent.topology.bindings import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.episodes import ToolAccess, unique_tool_names
-from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ModelError, ServerError
+from nemo_gym.contract.errors import (
+    AgentError,
+    ConfigError,
+    ContractError,
+    InvalidBodyError,
+    ModelError,
+    ServerError,
+)
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
@@ -335,7 +342,13 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             outcome, detail = at_wall_clock(known, f"stopped after {seconds:g} s of wall-clock time")
             nothing = response_object([], model=act_request.inference.model)
             return ActResponse(response=nothing, outcome=outcome, outcome_detail=detail)
-        return ActResponse(response=plain(reply))
+        response = plain(reply)
+        if not isinstance(response.get("output"), list):
+            raise AgentError(
+                f"responses() of '{self.config.name}' returned no Responses object, which has a list 'output'; return"
+                " a NeMoGymResponse"
+            )
+        return ActResponse(response=response)
 
     async def _box_needs_route(self, request: Request) -> Response:
         require_role(request, Role.PIPELINE, Role.OPERATOR)

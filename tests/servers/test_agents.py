@@ -340,6 +340,25 @@ async def test_agent_in_nemo_gyms_style_is_stopped_at_the_wall_clock(counter: St
     assert (answer["outcome"], answer["outcome_detail"]) == ("timed_out", "stopped after 0.2 s of wall-clock time")
 
 
+class ForgetfulAgent(ToolAgent):
+    """Returns no response."""
+
+    reply: Any = None
+
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> Any:  # type: ignore[override]
+        return self.reply
+
+
+@pytest.mark.parametrize("reply", [None, {}, {"output": None}])
+async def test_agent_in_nemo_gyms_style_that_returns_no_response_has_failed(counter: Stack, reply: Any) -> None:
+    counter.add("agent", ForgetfulAgent, Role.AGENT, ("counter",), resources_server=REFS["resources_server"])
+    agent_of(counter).reply = reply
+    answer = await counter.client().post("agent", "/act", json=act_body())
+    problem = await answer.json()
+    assert (answer.status, problem["code"]) == (502, "agent")
+    assert "responses() of 'agent' returned no Responses object" in problem["detail"]
+
+
 class AskingAgent(ToolAgent):
     """Asks the model again and again."""
 

@@ -54,6 +54,7 @@ def _required_capabilities(composition: Composition, server: ServerBlock, topolo
 
 def _missing_capabilities(composition: Composition, server: ServerBlock, name: str, wanted: list[str]) -> list[str]:
     from nemo_gym.contract.sandbox import NetworkPolicy
+    from nemo_gym.sandbox.base import SandboxCapabilities
     from nemo_gym.sandbox.facade import create_provider
 
     backend = backend_of(composition, server.values["sandbox_provider"], where=server.where)
@@ -67,6 +68,12 @@ def _missing_capabilities(composition: Composition, server: ServerBlock, name: s
         capabilities = provider.capabilities
     except SandboxError as error:
         return [error.message]
+    if not isinstance(capabilities, SandboxCapabilities):
+        raise ConfigError(
+            f"sandbox provider '{name}': 'capabilities' must be a property that returns SandboxCapabilities, not"
+            f" {type(capabilities).__name__}",
+            key="sandbox",
+        )
     lacking: dict[str, str] = {}
     for capability in wanted:
         if capability == "network_none":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.cli.sandbox_check import check_sandbox
-from nemo_gym.config import compatibility
+from nemo_gym.config import compatibility, sandbox_blocks
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compatibility import Side, check_composition
 from nemo_gym.config.compose import compose
@@ -15,6 +15,8 @@ from nemo_gym.config.keys import NEMO_GYM_KEYS, UNREAD_NEMO_GYM_KEYS
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Topology
 from nemo_gym.gateway.model_calls import ModelCallCaptureConfig
+from nemo_gym.sandbox.base import SandboxCapabilities
+from nemo_gym.sandbox.providers.local import LocalProvider
 
 from .conftest import write
 
@@ -159,6 +161,19 @@ def test_capability_that_does_not_exist_is_refused_with_its_right_name(root: Pat
         sandboxed(root, "mathy.resources_servers.mathy.requires=[nested_containerz]")
     with pytest.raises(ConfigError, match=r"nested_containerz: there is no such capability"):
         sandboxed(root, "mathy.resources_servers.mathy.requires=nested_containerz")
+
+
+class MethodProvider(LocalProvider):
+    def capabilities(self) -> SandboxCapabilities:  # type: ignore[override]
+        return LocalProvider.capabilities.__get__(self)  # type: ignore[no-any-return]
+
+
+def test_provider_whose_capabilities_are_a_method_is_told_what_they_must_be(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sandbox_blocks.registered_providers, "local", MethodProvider)
+    with pytest.raises(ConfigError, match="'local': 'capabilities' must be a property that returns SandboxCap"):
+        sandboxed(root)
 
 
 def test_missing_provider_binary_is_one_error_that_says_what_to_install(root: Path) -> None:

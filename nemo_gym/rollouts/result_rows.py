@@ -23,6 +23,7 @@ from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
+    MAX_REASON_CHARS,
     NG_FAILURE_CLASS_KEY,
     NG_TERMINAL_KEY,
     PARAMS_KEY,
@@ -402,7 +403,7 @@ class RolloutSummary:
             turns=_turns_of_row(row),
             seconds=sum(timings.values()) if timings else None,
             attempts=int(row.get("_ng_attempt_index", 0)) + 1,
-            reason="; ".join(dict.fromkeys(str(text) for text in reasons if text)) or None,
+            reason="; ".join(dict.fromkeys(str(text) for text in reasons if text))[:MAX_REASON_CHARS] or None,
             kinds=tuple(dict.fromkeys(str(each.get("kind")) for each in findings if isinstance(each, Mapping))),
             log=log if isinstance(log := row.get("evaluation_log"), str) else None,
         )

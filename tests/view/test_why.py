@@ -17,7 +17,7 @@ from nemo_gym.cli.show import show
 from nemo_gym.cli.validate import validate
 from nemo_gym.cli.why import why
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind
 from nemo_gym.rollouts.report import print_agents, print_table
 from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
 from nemo_gym.view.rollout import MAX_TEXT_CHARS
@@ -146,6 +146,11 @@ def test_text_in_a_terminal_moves_nothing() -> None:
     assert shown("a\U000e0041b\u3164c\u206ad") == "a<U+E0041>b<U+3164>c<U+206A>d"
     assert one_line("a\n  b\r\n\x07c") == "a b^M ^Gc"
     assert one_line("x" * 10, 5) == "xxxx…"
+
+
+def test_reason_that_is_a_whole_log_does_not_flood_the_table() -> None:
+    summary = RolloutSummary.of_row(row(0, reward=0.0, reward_reason="E assert 1 == 2 " * 10_000))
+    assert summary.reason is not None and len(summary.reason) == MAX_REASON_CHARS
 
 
 def test_lines_of_tables_end_without_blanks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym._util.terminal import shown
 from nemo_gym.cli import command
 from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.verdict import without
 
 if TYPE_CHECKING:
     from nemo_gym.config.composition import Composition
@@ -49,11 +51,24 @@ def validate(argv: Sequence[str]) -> int:
         return command.exit_code_of(error)
     if arguments.dump:
         from nemo_gym._util.secrets import redact
+        from nemo_gym.config.keys import COMPOSITION
 
-        report["configuration"] = redact(composition.values)
+        # A file may not have what the composition itself sets.
+        report["configuration"] = redact(without(composition.values, (COMPOSITION,)))
     if arguments.json:
         _print_json(report)
         return command.EXIT_OK
+    if arguments.dump:
+        import yaml
+
+        print(yaml.safe_dump(report["configuration"], sort_keys=False), end="")
+    # The dump alone is standard output, so that a file of it is a configuration.
+    with redirect_stdout(sys.stderr) if arguments.dump else nullcontext():
+        _print_report(composition, report)
+    return command.EXIT_OK
+
+
+def _print_report(composition: Composition, report: Mapping[str, Any]) -> None:
     from nemo_gym.rollouts.report import counted
 
     for server in report["servers"]:
@@ -69,12 +84,7 @@ def validate(argv: Sequence[str]) -> int:
         print(f"verified: {sentence(report['verified'])}")
     for notice in report["notices"]:
         print(f"notice: {notice}")
-    if arguments.dump:
-        import yaml
-
-        print(yaml.safe_dump(report["configuration"], sort_keys=False), end="")
     print(f"valid: {counted(len(report['servers']), 'server')}")
-    return command.EXIT_OK
 
 
 def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:

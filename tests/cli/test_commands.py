@@ -429,13 +429,20 @@ def test_validate_prints_what_would_run_without_secrets(root: Path) -> None:
     words = [*GROUPS, "policy_model.responses_api_models.calculator.api_key='${policy_api_key}'"]
     done = command(root, "validate", *words, "--dump")
     assert done.returncode == 0, done.stderr
-    assert "valid: 3 servers" in done.stdout
+    assert "valid: 3 servers" in done.stderr
     assert "api_key: (secret)" in done.stdout
     report = json.loads(command(root, "validate", *words, "--json", "--dump").stdout)
     assert report["valid"] is True
     assert report["topology"] == "none"
     assert report["composition"] == {"agent": "adder", "environment": "sums", "model": "policy_model"}
-    assert "very-secret-key" not in json.dumps(report) + done.stdout
+    assert "very-secret-key" not in json.dumps(report) + done.stdout + done.stderr
+
+
+def test_dump_alone_is_standard_output_and_composes_as_a_file(root: Path) -> None:
+    file = write(root / "dumped.yaml", command(root, "validate", *GROUPS, "--dump").stdout)
+    done = command(root, "validate", f"+config_paths=[{file}]")
+    assert done.returncode == 0, done.stderr
+    assert "valid: 3 servers" in done.stdout
 
 
 def test_refused_url_is_named_without_its_password(root: Path) -> None:

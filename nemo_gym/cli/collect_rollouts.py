@@ -50,13 +50,11 @@ def collect_command(argv: Sequence[str]) -> int:
     stack = find_stack(values.get("run_dir"), None if values.get("run_dir") else values.get("run_id"))
     if not values.get("run_dir"):
         values.pop("run_id", None)
-    if "agent_name" not in values and "agent" not in values and "agent" in stack.chosen:
-        values["agent_name"] = stack.chosen["agent"]
     if dataset is not None:
         from nemo_gym.config.datasets import DataSet
 
         values["input"] = DataSet.parse(str(dataset), split, _environment_of(stack)).prepared()
-    work = collect(stack, RolloutRunConfig.parse(values))
+    work = collect(stack, RolloutRunConfig.of_stack(values, stack.chosen))
     return uvloop.run(until_signal(work, stopped=command.EXIT_INTERRUPTED))
 
 

@@ -222,10 +222,7 @@ def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutR
     from nemo_gym.rollouts.routing import check_validation, servers_of
     from nemo_gym.rollouts.rows import without_rows
 
-    values = composition.run_values()
-    if "agent" in composition.chosen:  # for rows that name none
-        values.setdefault("agent_name", composition.chosen["agent"])
-    config = RolloutRunConfig.parse(values)
+    config = RolloutRunConfig.of_stack(composition.run_values(), composition.chosen)
     outlook = asyncio.run(check_run(config, composition.values, keep=keep, configurations=composition.files))
     inputs = outlook.inputs
     try:

@@ -254,6 +254,8 @@ def _chosen(
             if choice.value not in candidates:
                 raise unknown_choice(choice, roots)
             chosen[group] = choice.value
+            if group == "agent":
+                merged.values.setdefault("agent_name", choice.value)
         elif (instance := choose_instance(group, groups.get(group), candidates)) is not None:
             chosen[group] = instance
     if isinstance(merged.values.get("sandbox"), Mapping):

@@ -62,7 +62,8 @@ class PipelineConfig(KeysConfig):
     WHAT: ClassVar[str] = "pipeline keys"
 
     agent_name: str | None = named("agent_name", "agent")
-    """Agent server instance for rows without ``agent_ref``; may be left out when the stack has one agent."""
+    """Agent server instance for rows without ``agent_ref``, in a run for all rows; may be left out when the stack has
+    one agent."""
 
     concurrency: int = named("concurrency", "num_samples_in_parallel", default=16, ge=1)
     """Rollouts in the RUN stage at once, and the default worker count of the other stages."""

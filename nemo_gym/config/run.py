@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from nemo_gym.config.pipeline import PipelineConfig, named
 from nemo_gym.config.roots import find_file, plugin_roots
@@ -59,6 +60,22 @@ class RolloutRunConfig(PipelineConfig):
     """Where the stack keeps its state; the pipeline itself writes beside ``output``."""
     store: Path | None = None
     """The run's database; ``<output stem>_store.sqlite`` by default. Must be on a local file system."""
+
+    _is_agent_composed: bool = PrivateAttr(default=False)
+
+    @classmethod
+    def of_stack(cls, given: Mapping[str, Any], chosen: Mapping[str, str]) -> Self:
+        """Parse ``given``. If it names no agent, the one that the composition chose runs the rows that name none."""
+        if "agent" not in chosen or {"agent", "agent_name"} & set(given):
+            return cls.parse(given)
+        config = cls.parse({**given, "agent_name": chosen["agent"]})
+        config._is_agent_composed = True
+        return config
+
+    @property
+    def agent_of_all(self) -> str | None:
+        """The agent that the user named for this run; it runs every row, also one with another ``agent_ref``."""
+        return None if self._is_agent_composed else self.agent_name
 
     @field_validator("store")
     @classmethod

@@ -165,6 +165,8 @@ class Collection:
         inputs = without_rows(config, inputs, refused)
         for error in inputs.bad_rows:
             log.warning("row left out", error=error.message)
+        if inputs.replaced_agents:
+            self._say(f"{config.agent_name} runs all rows, also those that name {', '.join(inputs.replaced_agents)}")
         await core.preflight()
         if begun is not None:
             self._say(f"going on with NeMo Gym's run at {files.output}: {counted(begun.done, 'rollout')} there")

@@ -68,6 +68,8 @@ class MaterializedInputs:
     """The errors of the rows that were left out because of ``skip_bad_rows``."""
     without_prompt: Mapping[int, Promptless] = field(default_factory=dict)
     """The rows without a prompt, by their line numbers in the input."""
+    replaced_agents: tuple[str, ...] = ()
+    """Agents that rows name and that do not run them, because the run names one for all rows."""
     left_out: frozenset[int] = frozenset()
     lines: IO[bytes] | None = None
     """An unnamed file that ends with this process; ``None`` if the rows were only checked."""
@@ -139,6 +141,10 @@ class RowChecker:
     path: Path
     config: PipelineConfig
     agents: Collection[str]
+    agent_of_all: str | None = None
+    """The agent of every row; ``None`` lets rows name theirs."""
+    replaced: set[str] = field(default_factory=set)
+    """The agents that rows named in vain."""
 
     def row_and_agent(self, number: int, line: bytes) -> tuple[dict[str, Any], str]:
         """Return one line as a row with the run's request parameters, and its agent. Raises `RowError`."""
@@ -164,8 +170,8 @@ class RowChecker:
         ref, name = row.get(AGENT_REF_KEY), named_agent(row)
         if name is not None and not isinstance(name, str):
             raise self._error(number, None, f"'{AGENT_REF_KEY}' must be an agent's name or an object with a 'name'")
-        # The run's agent applies only to rows that name none: a dataset may mix agents on purpose.
-        agent = name or self.config.agent_name or (next(iter(self.agents)) if len(self.agents) == 1 else None)
+        agent = self.agent_of_all or name or self.config.agent_name
+        agent = agent or (next(iter(self.agents)) if len(self.agents) == 1 else None)
         if agent is None:
             raise self._error(
                 number, None, f"no agent: give the row 'agent_ref' or the run 'agent_name' (one of {self._choices()})"
@@ -174,6 +180,8 @@ class RowChecker:
             raise self._error(
                 number, None, f"unknown agent '{agent}'{nearest(agent, self.agents)}; running: {self._choices()}"
             )
+        if name is not None and name != agent:
+            self.replaced.add(name)
         row[AGENT_REF_KEY] = {**(ref if isinstance(ref, dict) else {"type": "responses_api_agents"}), "name": agent}
         return agent
 
@@ -225,7 +233,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
     """
     config.check_input()
     source = config.input
-    checker = RunRowChecker(source, config, agents)
+    checker = RunRowChecker(source, config, agents, config.agent_of_all)
     bad: list[RowError] = []
     without_prompt: dict[int, Promptless] = {}
     tasks = rollouts = other_shards = 0
@@ -276,7 +284,11 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
         if not tasks:
             raise _no_rows_error(config)
         undo.pop_all()
-    return MaterializedInputs(tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad), without_prompt, lines=out)
+    return MaterializedInputs(
+        *(tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad), without_prompt),
+        replaced_agents=tuple(sorted(checker.replaced)),
+        lines=out,
+    )
 
 
 def without_rows(

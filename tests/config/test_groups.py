@@ -118,6 +118,7 @@ def test_agent_may_name_an_instance_of_a_given_file(root: Path) -> None:
     write(root / "main.yaml", config.replace("solver:\n  responses_api_agents", "mine:\n  responses_api_agents", 1))
     composition = compose(["+config_paths=[main.yaml]", "agent=mine", *GROUPS[1:]], roots=[root])
     assert composition.chosen["agent"] == "mine"
+    assert composition.run_values() == {"agent_name": "mine"}  # of every row, as in NeMo Gym
 
 
 def test_sandbox_group_makes_a_block_and_a_mapping_stays_one(root: Path) -> None:

@@ -72,8 +72,23 @@ def test_row_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path, levels: int,
 
 @pytest.mark.parametrize("named", ['"other"', '{"name": "other"}'])
 def test_row_names_its_agent_by_an_object_or_by_text(tmp_path: Path, named: str) -> None:
-    (row,) = read(tmp_path, with_answer(b'1, "agent_ref": ' + named.encode()), agent_name="solver")
+    (row,) = read(tmp_path, with_answer(b'1, "agent_ref": ' + named.encode()))
     assert row["agent_ref"]["name"] == "other"
+
+
+def test_agent_that_the_run_names_runs_rows_that_name_another(tmp_path: Path) -> None:
+    named = [with_answer(b'1, "agent_ref": {"name": "%s"}' % name) for name in (b"other", b"solver", b"elsewhere")]
+    (tmp_path / "in.jsonl").write_bytes(b"".join((GOOD, *named)))
+    keys = {"input": tmp_path / "in.jsonl", "output": tmp_path / "out.jsonl", "agent_name": "solver"}
+    inputs = materialize(RolloutRunConfig.parse(keys), ["solver", "other"], keep=False)
+    assert (inputs.agents, inputs.replaced_agents) == (("solver",), ("elsewhere", "other"))
+
+
+def test_agent_that_the_composition_chose_runs_rows_that_name_none(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(GOOD + with_answer(b'1, "agent_ref": {"name": "other"}'))
+    keys = {"input": tmp_path / "in.jsonl", "output": tmp_path / "out.jsonl"}
+    inputs = materialize(RolloutRunConfig.of_stack(keys, {"agent": "solver"}), ["solver", "other"], keep=False)
+    assert inputs.agents == ("solver", "other")
 
 
 @pytest.mark.parametrize("named", ["7", '["other"]', '{"name": 7}', "false"])

@@ -32,10 +32,11 @@ from openai.types.chat.chat_completion_message_custom_tool_call_param import (
     ChatCompletionMessageCustomToolCallParam,
 )
 from openai.types.chat.completion_create_params import ResponseFormat, WebSearchOptions
-from openai.types.shared_params import FunctionDefinition, Metadata, ReasoningEffort
+from openai.types.shared_params import FunctionDefinition, Metadata
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
+from nemo_gym.openai_types.responses import ReasoningEffort
 from nemo_gym.openai_types.tokens import TokenIDLogProbMixin, TokenIDLogProbTypedDictMixin, check_tokens
 
 __all__ = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
+from openai.types import shared
 from openai.types.responses import (
     FunctionToolParam,
     Response,
@@ -31,6 +32,18 @@ __all__ = [
 ]
 
 
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""As endpoints know it; the installed openai may lack some."""
+
+
+class _ReasoningParam(Reasoning, total=False):
+    effort: ReasoningEffort | None  # type: ignore[misc]
+
+
+class _Reasoning(shared.Reasoning):
+    effort: ReasoningEffort | None = None  # type: ignore[assignment]
+
+
 class NeMoGymFunctionToolParam(FunctionToolParam):
     pass
 
@@ -41,6 +54,8 @@ class NeMoGymResponseCreateParamsNonStreaming(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     background: bool | None = None
+    context_management: list[dict[str, Any]] | None = None
+    conversation: str | dict[str, Any] | None = None
     include: list[ResponseIncludable] | None = None
     input: str | NeMoGymResponseInput
     instructions: str | None = None
@@ -48,12 +63,17 @@ class NeMoGymResponseCreateParamsNonStreaming(BaseModel):
     max_tool_calls: int | None = None
     metadata: Metadata | None = None
     model: ResponsesModel | None = None
+    moderation: dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     prompt: ResponsePromptParam | None = None
-    reasoning: Reasoning | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    reasoning: _ReasoningParam | None = None
+    safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     store: bool | None = None
+    stream_options: dict[str, Any] | None = None
     temperature: float | None = None
     text: ResponseTextConfigParam | None = None
     tool_choice: ToolChoice = "auto"
@@ -132,4 +152,5 @@ class NeMoGymResponse(Response):
     """A response whose items may carry token ids."""
 
     output: list[NeMoGymResponseOutputItem]  # type: ignore[assignment]
+    reasoning: _Reasoning | None = None
     usage: NeMoGymResponseUsage | None = None

@@ -91,6 +91,22 @@ def test_output_item_needs_its_type() -> None:
         types.NeMoGymResponse.model_validate(response() | {"output": [{"role": "assistant", "content": "x"}]})
 
 
+@pytest.mark.parametrize("effort", ["none", "xhigh"])
+def test_every_reasoning_effort_of_endpoints_is_known(effort: str) -> None:
+    asked = {"input": "?", "reasoning": {"effort": effort}}
+    assert types.NeMoGymResponseCreateParamsNonStreaming.model_validate(asked).model_dump(exclude_unset=True) == asked
+    answered = types.NeMoGymResponse.model_validate(response() | {"reasoning": {"effort": effort, "summary": None}})
+    assert answered.model_dump()["reasoning"]["effort"] == effort
+    chat = {"messages": [{"role": "user", "content": "?"}], "reasoning_effort": effort}
+    assert types.NeMoGymChatCompletionCreateParamsNonStreaming.model_validate(chat).reasoning_effort == effort
+
+
+def test_request_parameters_of_newer_endpoints_are_known() -> None:
+    asked = {"input": "?", "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"}
+    asked |= {"conversation": "c", "moderation": {"model": "m"}, "context_management": [{"type": "compaction"}]}
+    assert types.NeMoGymResponseCreateParamsNonStreaming.model_validate(asked).model_dump(exclude_unset=True) == asked
+
+
 def test_unknown_request_parameter_is_refused() -> None:
     with pytest.raises(ValidationError, match="temprature"):
         types.NeMoGymResponseCreateParamsNonStreaming.model_validate({"input": "x", "temprature": 1})

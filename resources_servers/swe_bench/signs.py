@@ -40,12 +40,18 @@ class FilePatch:
 
     @property
     def added_lines(self) -> list[bytes]:
-        return [line[1:] for line in self.text.split(b"\n") if line.startswith(b"+") and not line.startswith(b"+++ ")]
+        return [line[1:] for line in self._lines if line.startswith(b"+")]
 
     @property
     def old_lines(self) -> list[bytes]:
         """The lines that stay or are removed."""
-        return [line[1:] for line in self.text.split(b"\n") if line[:1] in (b" ", b"-") and line[:4] != b"--- "]
+        return [line[1:] for line in self._lines if line.startswith((b" ", b"-"))]
+
+    @property
+    def _lines(self) -> list[bytes]:
+        head = _head(self.text)  # in a hunk, what begins like the header of a file is a line of the file
+        header = [line for line in head.split(b"\n") if not line.startswith((b"+++ ", b"--- "))]
+        return [*header, *self.text[len(head) :].split(b"\n")]
 
     @property
     def is_new(self) -> bool:
@@ -380,8 +386,11 @@ _SIGNS = (
 )
 _JOINT = re.compile(r"""(['"])\s*\+?\s*[rbuf]{0,2}\1""")
 """Matches the seam between two adjacent literals that form one string. Removing it reveals names split into pieces."""
-_ENDS_OF_STRINGS = ('"""', "'''", "`", "*/")
-"""The ends of strings and comments of several lines, in Python and JavaScript."""
+_MAY_HOLD_CODE = ('"""', "'''", "`", "*/", "{", "</", "\r", "\u2028", "\u2029")
+"""What code may follow in a line that looks like a comment: the end of a string, of a comment of several lines or of
+JSX, an expression in a string, and the line ends that a patch does not have."""
+_PIECE, _OVERLAP = 400, 100
+"""Long lines are searched in pieces of so many characters, because some patterns take quadratic time."""
 _PATTERNS = tuple((name, costs, re.compile(pattern)) for name, costs, pattern in _SIGNS)
 
 
@@ -454,18 +463,21 @@ def _signs(sections: Iterable[FilePatch], *, with_old_lines: bool = False) -> li
     signs: list[Sign] = []
     for section in sections:
         path = section.paths[-1] if section.paths else ""
-        if not path.endswith((".py", ".pyx", ".js", ".mjs", ".cjs", ".ts")) or decides_how_tests_run(path):
+        is_python = path.endswith((".py", ".pyx"))
+        if not (is_python or path.endswith((".js", ".mjs", ".cjs", ".ts"))) or decides_how_tests_run(path):
             continue
         before = b""
         for raw_line in [*section.added_lines, *(section.old_lines if with_old_lines else ())]:
-            line = raw_line[:400].decode("utf-8", "replace").strip()
-            # Within a string that ends in this line, code may follow what looks like a comment.
-            may_be_in_string = before.endswith(b"\\") or any(end in line for end in _ENDS_OF_STRINGS)
+            line = raw_line.decode("utf-8", "replace").strip()
+            may_hold_code = before.endswith(b"\\") or any(text in line for text in _MAY_HOLD_CODE)
             before = raw_line.rstrip(b"\r")
-            if line.startswith(("#", "//", ">>> ")) and not may_be_in_string:
+            if line.startswith(("#", ">>> ") if is_python else "//") and not may_hold_code:
                 continue
-            joined_line = _JOINT.sub("", line)
+            starts = range(0, max(len(line) - _OVERLAP, 1), _PIECE - _OVERLAP)
+            pieces = [line[start : start + _PIECE] for start in starts]
+            read = [(text, piece) for piece in pieces for text in {piece, _JOINT.sub("", piece)}]
             for what, costs, pattern in _PATTERNS:
-                if pattern.search(line) or pattern.search(joined_line):
-                    signs.append(Sign(what, path, line[:160], costs))
+                shown = next((piece for text, piece in read if pattern.search(text)), None)
+                if shown is not None:
+                    signs.append(Sign(what, path, shown.strip()[:160], costs))
     return signs

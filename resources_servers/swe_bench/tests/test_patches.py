@@ -221,10 +221,29 @@ def test_sign_is_none_where_gold_has_it_or_the_file_is_the_tests_own() -> None:
         ("pkg/core.py", ["x = 'a \\", "# '; import pytest"]),
         ("pkg/core.js", ["x = `", "// `; process.env.JEST_WORKER_ID"]),
         ("pkg/core.js", ["/*", "// */ process.env.JEST_WORKER_ID"]),
+        ("pkg/core.py", ['x = f"""', "# {'pytest' in sys.modules}", '"""']),
+        ("pkg/core.js", ["x = `", "// ${process.env.JEST_WORKER_ID}", "`"]),
+        ("pkg/core.py", ["# \r'pytest' in sys.modules"]),
+        ("pkg/core.js", ["// \u2028process.env.JEST_WORKER_ID"]),
+        ("pkg/core.py", ["x = (1", "// ('pytest' in sys.modules))"]),
+        ("pkg/core.js", ["class A {", "#x = process.env.JEST_WORKER_ID"]),
+        ("pkg/core.js", ["x = 1", ">>> process.env.JEST_WORKER_ID"]),
     ],
 )
-def test_code_behind_the_end_of_a_string_is_no_comment(path: str, lines: list[str]) -> None:
+def test_code_in_a_line_that_begins_as_a_comment_is_a_sign(path: str, lines: list[str]) -> None:
     assert [sign.what for sign in signs_in_patch(_adds(path, *lines), b"")] == ["test runner"]
+
+
+def test_code_in_a_line_that_begins_as_a_header_of_a_patch_is_added_code() -> None:
+    patch = _adds("pkg/core.py", "x = (1", "++ ('pytest' in sys.modules))", "++ '>>>>> End Test Output'")
+    assert [sign.what for sign in signs_in_patch(patch, b"")] == ["test runner", "grader"]
+    assert [finding.kind for finding in findings_in_patch(patch)] == ["forged_markers"]
+
+
+def test_sign_is_found_anywhere_in_a_long_line() -> None:
+    for spaces in (388, 395, 400, 4000):
+        patch = _adds("pkg/core.py", "x = 1;" + " " * spaces + "import pytest")
+        assert [sign.what for sign in signs_in_patch(patch, b"")] == ["test runner"]
 
 
 def test_sign_is_none_where_the_lines_around_golds_change_show_it() -> None:

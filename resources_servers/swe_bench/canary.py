@@ -30,9 +30,8 @@ from resources_servers.swe_bench.eval_box import (
     read_file,
 )
 from resources_servers.swe_bench.row import TESTBED, SweBenchRow, TestId
-from resources_servers.swe_bench.signs import FIXTURE_SUFFIXES, paths_of
+from resources_servers.swe_bench.signs import FIXTURE_SUFFIXES, SCRIPT_SUFFIXES, paths_of
 
-SCRIPT_SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".tsx")
 _WORDS = ("alpha", "count", "first", "index", "items", "label", "limit", "order", "other", "ready", "state", "total")
 
 

@@ -208,6 +208,8 @@ RUNNER_FILES = frozenset(
 )
 FIXTURE_SUFFIXES = (".html", ".json", ".txt", ".css", ".svg", ".xml", ".snap", ".out", ".yml", ".yaml", ".golden")
 """The suffixes of files that may hold what tests expect."""
+SCRIPT_SUFFIXES = (".js", ".cjs", ".mjs", ".jsx", ".ts", ".cts", ".mts", ".tsx")
+"""The suffixes of JavaScript and TypeScript."""
 _RUNNER_MODULES = frozenset(
     {
         *("pytest", "_pytest", "unittest", "pluggy", "xdist", "nose", "hypothesis", "py"),
@@ -464,7 +466,7 @@ def _signs(sections: Iterable[FilePatch], *, with_old_lines: bool = False) -> li
     for section in sections:
         path = section.paths[-1] if section.paths else ""
         is_python = path.endswith((".py", ".pyx"))
-        if not (is_python or path.endswith((".js", ".mjs", ".cjs", ".ts"))) or decides_how_tests_run(path):
+        if not (is_python or path.endswith(SCRIPT_SUFFIXES)) or decides_how_tests_run(path):
             continue
         before = b""
         for raw_line in [*section.added_lines, *(section.old_lines if with_old_lines else ())]:

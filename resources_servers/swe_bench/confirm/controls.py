@@ -14,11 +14,11 @@ import msgspec
 
 from nemo_gym._util.files import replace_file
 from nemo_gym.contract.errors import VerifierError
-from resources_servers.swe_bench.confirm.javascript.syntax import SUFFIXES as JAVASCRIPT
 from resources_servers.swe_bench.confirm.runs import Rendering
 from resources_servers.swe_bench.confirm.twins import Twin
 from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.row import SweBenchRow, TestId, content_digest, image_slug
+from resources_servers.swe_bench.signs import SCRIPT_SUFFIXES as JAVASCRIPT
 
 CONTROLS_VERSION = 10
 Strength = Literal["none", "weak", "strong"]

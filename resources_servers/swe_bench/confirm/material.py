@@ -18,7 +18,6 @@ from pathlib import PurePosixPath
 from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench.confirm.assertions import Mode, Probe, Side
 from resources_servers.swe_bench.confirm.javascript.rendering import render_javascript
-from resources_servers.swe_bench.confirm.javascript.syntax import SUFFIXES as JAVASCRIPT
 from resources_servers.swe_bench.confirm.javascript.syntax import Code, choose
 from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORDS, SELECTS_BY_TITLE, words_of_code
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, words_of
@@ -35,6 +34,7 @@ from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.confirm.varying import Kind, Variation
 from resources_servers.swe_bench.eval_box import EvalSite, Steps
 from resources_servers.swe_bench.row import SweBenchRow, TestId
+from resources_servers.swe_bench.signs import SCRIPT_SUFFIXES as JAVASCRIPT
 from resources_servers.swe_bench.signs import decides_how_tests_run, paths_of, split_patch
 
 SAMPLED_TESTS = 12

@@ -246,6 +246,12 @@ def test_sign_is_found_anywhere_in_a_long_line() -> None:
         assert [sign.what for sign in signs_in_patch(patch, b"")] == ["test runner"]
 
 
+@pytest.mark.parametrize("suffix", [".js", ".jsx", ".ts", ".tsx", ".mts", ".cts"])
+def test_sign_is_found_in_every_kind_of_javascript(suffix: str) -> None:
+    patch = _adds("pkg/core" + suffix, "process.env.JEST_WORKER_ID")
+    assert [sign.what for sign in signs_in_patch(patch, b"")] == ["test runner"]
+
+
 def test_sign_is_none_where_the_lines_around_golds_change_show_it() -> None:
     gold = _adds("pkg/scores.py", "x = 1").replace(b"+x = 1\n", b" results['test_score'] = []\n+x = 1\n")
     assert signs_in_patch(_adds("pkg/other.py", "results['test_score'] = 1"), gold) == []

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Edit = tuple[int, int, str]
 """Start and end in bytes, and the new text."""
 
-SUFFIXES = (".js", ".cjs", ".mjs", ".jsx", ".ts", ".cts", ".mts", ".tsx")
 _GRAMMARS = {
     ".ts": ("tree_sitter_typescript", "language_typescript"),
     ".cts": ("tree_sitter_typescript", "language_typescript"),

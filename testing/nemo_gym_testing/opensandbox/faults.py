@@ -21,6 +21,8 @@ class Faults:
     lose_creates: int = 0
     """This many creates succeed, but their clients get no response."""
     create_takes_s: float = 0.0
+    end_after_page: list[str] = field(default_factory=list)
+    """These boxes end right after the next page of a listing was composed."""
     status_reason: str = "CONTAINER"
     """The reason that every box's status gives."""
     open_sidecars: bool = False

@@ -185,6 +185,8 @@ class FakeOpenSandbox:
         boxes.sort(key=lambda box: box.created_at, reverse=True)
         page, size = int(request.query.get("page", 1)), int(request.query.get("pageSize", 20))
         pages = -(-len(boxes) // size)
+        while self.faults.end_after_page:
+            await self._provider.close(self._boxes[self.faults.end_after_page.pop()].handle)
         return web.json_response(
             {
                 "items": [box.view(self.faults.status_reason) for box in boxes[(page - 1) * size : page * size]],

@@ -21,7 +21,7 @@ from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import BoxLabel, ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.facade import create_provider
-from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider, creation, tool
+from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider, connection, creation, tool
 from nemo_gym.sandbox.providers.opensandbox import provider as opensandbox_provider
 from nemo_gym_testing.opensandbox import FakeOpenSandbox, serving
 from nemo_gym_testing.opensandbox import server as fake_server
@@ -321,6 +321,24 @@ async def test_box_whose_sidecar_does_not_deny_everything_is_destroyed(
             await provider.create(closed)
         setattr(fake.faults, fault, False)
         assert await ids(provider, spec) == []
+
+
+# --------------------------------------------------------------------------------------------------------- listings
+
+
+@pytest.mark.parametrize("ended", [[4], [4, 3, 2]])
+async def test_listing_of_several_pages_names_every_box_that_lives_while_others_end(
+    provider: OpenSandboxProvider,
+    spec: SandboxSpec,
+    fake: FakeOpenSandbox,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: list[int],
+) -> None:
+    monkeypatch.setattr(connection, "_PAGE", 2)
+    made = [(await provider.create(spec)).sandbox_id for _ in range(5)]
+    fake.faults.end_after_page = [made[n] for n in ended]
+    listed = await ids(provider, spec)
+    assert {box for n, box in enumerate(made) if n not in ended} <= set(listed)
 
 
 # ------------------------------------------------------------------------------------------------ leases and access

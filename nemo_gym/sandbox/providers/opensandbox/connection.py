@@ -185,14 +185,20 @@ class Connection:
         from opensandbox.models.sandboxes import SandboxFilter
 
         boxes: dict[str, BackendInfo] = {}
-        page = 1
+        page, total = 1, 0
         while True:
             page_filter = SandboxFilter(metadata=metadata or None, page_size=_PAGE, page=page)
             answer = await (await self.manager()).list_sandbox_infos(page_filter)
             boxes |= {info.id: info for info in answer.sandbox_infos}
-            if not answer.pagination.has_next_page:
+            fewer, total = total - answer.pagination.total_items, answer.pagination.total_items
+            if page > 1 and fewer > 0:
+                # The server numbers the boxes anew for each page, the latest first. So boxes may have moved forward,
+                # over the end of the page before, into the place of those that ended meanwhile.
+                page = max(1, page - -(-fewer // _PAGE))
+            elif answer.pagination.has_next_page:
+                page += 1
+            else:
                 return list(boxes.values())
-            page += 1
 
     async def aclose(self) -> None:
         transport, manager = self._transport, self._manager

@@ -55,9 +55,10 @@ class WarmPools:
         self._tasks = BackgroundTasks()
 
     async def start(self) -> None:
-        """Destroy the warm boxes of an earlier process, and keep the pools filled from now on."""
+        """Destroy the warm boxes of an earlier process, and keep the pools filled from now on. The reconciler destroys
+        later what cannot be destroyed now."""
         for box in [box for box in self._boxes.live.values() if box.creator == OWNER]:
-            await self._boxes.destroy(box, "closed")
+            await self._drop(box)
         if self._pools:
             self._tasks.start(self._keep_filled(), name="broker warm pools")
         if self._prefetch:

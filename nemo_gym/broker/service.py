@@ -101,11 +101,7 @@ class BrokerService:
             await self.images.reconcile()
         except NemoGymError as error:
             log.warning("images_not_reconciled", error=str(error)[:300])
-        try:
-            await self._warm.start()
-        except NemoGymError as error:
-            # The reconciler destroys later what could not be destroyed now.
-            log.warning("warm_pools_not_started", error=str(error)[:300])
+        await self._warm.start()
 
     async def not_ready(self) -> dict[str, Any] | None:
         """Return why the broker cannot do its work, or ``None`` if it can."""

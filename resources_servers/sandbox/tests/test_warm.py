@@ -6,13 +6,14 @@ import asyncio
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from nemo_gym.broker.backend import SANDBOX_LABEL
 from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
-from resources_servers.sandbox.tests.conftest import StartBroker
+from resources_servers.sandbox.tests.conftest import KILLING_PROGRAM, StartBroker
 
 WARM = {"size": 2, "spec": {"env": {"KIND": "warm"}}}
 SPEC = {"env": {"KIND": "warm"}}
@@ -69,6 +70,25 @@ async def test_warm_box_that_died_is_not_handed_out(start_broker: StartBroker, l
             assert (await box.run('echo "$KIND"')).stdout == b"warm\n"
     finally:
         await backend.aclose()
+
+
+async def test_pools_are_filled_after_a_restart_in_which_old_warm_boxes_cannot_be_destroyed(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    fail = tmp_path / "fail"
+    env = {"KILL_LOG": str(tmp_path / "boundaries"), "FAIL_FILE": str(fail)}
+    broker = start_broker(program=(KILLING_PROGRAM,), env=env, warm=[WARM], reconcile_interval_s=0.5)
+    async with calling(broker) as api:
+        old = await filled(api)
+        broker.kill()
+        fail.write_text("close SandboxError")
+        broker.start()
+        fail.unlink()
+
+        async def made_anew() -> bool:
+            return len(set(await warm_ids(api)) - set(old)) == 2
+
+        await eventually(made_anew, "the pool is filled")
 
 
 async def test_create_cut_off_during_the_hand_over_finds_its_box_when_repeated(start_broker: StartBroker) -> None:

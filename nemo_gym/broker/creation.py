@@ -44,6 +44,8 @@ class _Pool(NamedTuple):
     spec: BoxSpec
     size: int
     idle: list[Box]
+    renewed: list[Box]
+    """Boxes whose lease is being renewed: a renewal must not end after the box has a new owner."""
 
 
 class WarmPools:
@@ -51,7 +53,7 @@ class WarmPools:
 
     def __init__(self, boxes: Boxes, pools: list[WarmPool], prefetch: list[str]) -> None:
         self._boxes, self._prefetch = boxes, prefetch
-        self._pools = [_Pool(_poolable(pool.spec), pool.size, []) for pool in pools]
+        self._pools = [_Pool(_poolable(pool.spec), pool.size, [], []) for pool in pools]
         self._tasks = BackgroundTasks()
 
     async def start(self) -> None:
@@ -59,8 +61,11 @@ class WarmPools:
         later what cannot be destroyed now."""
         for box in [box for box in self._boxes.live.values() if box.creator == OWNER]:
             await self._drop(box)
+        # A pool whose boxes are slow to make, or cannot be made, holds up no other pool and no renewal.
+        for pool in self._pools:
+            self._tasks.start(self._keep_filled(pool), name="broker warm pool")
         if self._pools:
-            self._tasks.start(self._keep_filled(), name="broker warm pools")
+            self._tasks.start(self._keep_alive(), name="broker warm leases")
         if self._prefetch:
             self._tasks.start(self._fetch(), name="broker prefetch")
 
@@ -70,8 +75,9 @@ class WarmPools:
     async def take(self, order: CreateOrder) -> Box | None:
         """Hand over a live warm box with the order's spec to the order's creator; ``None`` if there is none."""
         requested_spec = _poolable(order.body.spec)
-        for spec, _, idle in self._pools:
-            if spec != requested_spec:
+        for pool in self._pools:
+            idle = pool.idle
+            if pool.spec != requested_spec:
                 continue
             while idle and self._boxes.admission.may_have_more(order.owner):
                 box = idle.pop(0)
@@ -147,28 +153,40 @@ class WarmPools:
         except NemoGymError as error:
             log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(error)[:300])
 
-    async def _keep_filled(self) -> None:
+    async def _keep_filled(self, pool: _Pool) -> None:
+        admission = self._boxes.admission
         while True:
             pause_s = _TICK_S
-            admission = self._boxes.admission
-            if admission.waiting and not admission.has_place:
-                await self.give_way()  # a create found no box to take the place of, because it was made or renewed
-            for spec, size, idle in self._pools:
-                idle[:] = [box for box in idle if box.state is BoxState.RUNNING]
-                try:
-                    for box in [*idle]:
-                        if box in idle and box.left_s < _LEASE_S / 2:
-                            idle.remove(box)  # a renewal must not end after the box has a new owner
-                            try:
-                                await self._boxes.renew(box, _LEASE_S)
-                            finally:
-                                idle.append(box)
-                    if len(idle) < size and admission.has_place and not admission.waiting:
-                        idle.append(await self._make(spec))
-                except NemoGymError as error:
-                    log.warning("warm_pool_not_filled", image=spec.image, error=str(error)[:300])
-                    pause_s = _RETRY_S
+            pool.idle[:] = [box for box in pool.idle if box.state is BoxState.RUNNING]
+            try:
+                is_short = len(pool.idle) + len(pool.renewed) < pool.size
+                if is_short and admission.has_place and not admission.waiting:
+                    pool.idle.append(await self._make(pool.spec))
+            except NemoGymError as error:
+                log.warning("warm_pool_not_filled", image=pool.spec.image, error=str(error)[:300])
+                pause_s = _RETRY_S
             await asyncio.sleep(pause_s)
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self._boxes.admission.waiting and not self._boxes.admission.has_place:
+                await self.give_way()  # a create found no box to take the place of, because it was made or renewed
+            for pool in self._pools:
+                for box in [box for box in pool.idle if box.left_s < _LEASE_S / 2]:
+                    pool.idle.remove(box)
+                    pool.renewed.append(box)
+                    self._tasks.start(self._renew(pool, box), name=f"renew {box.sandbox_id}")
+
+    async def _renew(self, pool: _Pool, box: Box) -> None:
+        try:
+            await self._boxes.renew(box, _LEASE_S)
+        except NemoGymError as error:
+            log.warning("warm_box_not_renewed", sandbox_id=box.sandbox_id, error=str(error)[:300])
+            await asyncio.sleep(_RETRY_S)
+        finally:
+            pool.renewed.remove(box)
+            pool.idle.append(box)
 
     async def _make(self, spec: BoxSpec) -> Box:
         self._boxes.admission.occupy(OWNER)

@@ -9,8 +9,16 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from nemo_gym.broker import creation
 from nemo_gym.broker.backend import SANDBOX_LABEL
+from nemo_gym.broker.config import BrokerConfig, WarmPool
+from nemo_gym.broker.service import BrokerService
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.facade import create_provider
+from nemo_gym.sandbox.wire.models import BoxSpec
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.conftest import KILLING_PROGRAM, StartBroker
@@ -89,6 +97,45 @@ async def test_pools_are_filled_after_a_restart_in_which_old_warm_boxes_cannot_b
             return len(set(await warm_ids(api)) - set(old)) == 2
 
         await eventually(made_anew, "the pool is filled")
+
+
+async def test_warm_box_is_kept_while_another_pool_waits_for_its_image(
+    local_backend: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creation, "_LEASE_S", 6.0)
+    backend = create_provider(local_backend)
+    create, pulled = backend.create, asyncio.Event()
+
+    async def pulling(spec: SandboxSpec) -> SandboxHandle:
+        if spec.env["KIND"] == "pulled":
+            await pulled.wait()
+        return await create(spec)
+
+    monkeypatch.setattr(backend, "create", pulling)
+    warm = [WarmPool(size=1, spec=BoxSpec(env={"KIND": kind})) for kind in ("warm", "pulled")]
+    config = BrokerConfig(
+        name="broker",
+        entrypoint="app.py",
+        host="localhost",
+        port=1,
+        sandbox_provider=local_backend,
+        warm=warm,
+        on_stop="destroy",
+    )
+    broker = BrokerService(config, tmp_path / "state", backend, None)
+    await broker.start()
+    try:
+
+        async def made() -> bool:
+            return any(box.ready for box in broker.boxes.live.values())
+
+        await eventually(made, "the box is made")
+        (box,) = [box for box in broker.boxes.live.values() if box.ready]
+        await asyncio.sleep(creation._LEASE_S + 2)
+        assert box.ready
+    finally:
+        pulled.set()
+        await broker.aclose()
 
 
 async def test_create_cut_off_during_the_hand_over_finds_its_box_when_repeated(start_broker: StartBroker) -> None:

@@ -175,6 +175,13 @@ class Upkeep:
         """Number of boxes without a record that were destroyed so far."""
         return self._reconciler.reaped
 
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the last reconciliation failed, as a whole or for a box that clients wait for."""
+        return self.unreconciled is not None or any(
+            box.adopting and box.state is not BoxState.CLOSING for box in self._boxes.live.values()
+        )
+
     async def start(self) -> None:
         """Reconcile once, then start the periodic tasks, which soon repeat a reconciliation that failed."""
         await self._reconcile()
@@ -182,7 +189,7 @@ class Upkeep:
         retry_s = min(interval_s, _RECONCILE_RETRY_S)
         self._periodic.start(self._every(_EXPIRY_TICK_S, self._expire), name="broker leases")
         self._periodic.start(
-            self._every(lambda: interval_s if self.unreconciled is None else retry_s, self._reconcile),
+            self._every(lambda: retry_s if self._is_behind else interval_s, self._reconcile),
             name="broker reconcile",
         )
         self._periodic.start(self._every(_FORGET_EVERY_S, self._forget), name="broker forget")

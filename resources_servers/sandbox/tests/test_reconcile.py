@@ -21,7 +21,7 @@ from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import SandboxStatus
 from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests.api import LentBox, calling, eventually
-from resources_servers.sandbox.tests.conftest import FailingBroker, StartBroker
+from resources_servers.sandbox.tests.conftest import KILLING_PROGRAM, FailingBroker, StartBroker
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
 
@@ -327,3 +327,24 @@ async def test_commands_of_a_killed_broker_are_killed_in_docker_boxes_and_no_oth
 def test_wrong_database_url_is_refused_by_name(start_broker: StartBroker) -> None:
     with pytest.raises(AssertionError, match="database_url"):
         start_broker(database_url="mysql://x/y")
+
+
+async def test_box_whose_backend_failed_at_the_restart_is_taken_over_soon_after(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    fail = tmp_path / "fail"
+    env = {"KILL_LOG": str(tmp_path / "boundaries"), "FAIL_FILE": str(fail)}
+    broker = start_broker(program=(KILLING_PROGRAM,), env=env, reconcile_interval_s=600)
+    async with calling(broker) as api:
+        box = await api.box()
+        broker.kill()
+        fail.write_text("renew SandboxError")
+        broker.start()
+        assert not (await box.ask("GET")).json["ready"]
+        fail.unlink()
+
+        async def ready() -> bool:
+            return bool((await box.ask("GET")).json["ready"])
+
+        await eventually(ready, "the box is taken over")
+        assert (await box.run("echo here")).stdout == b"here\n"

@@ -20,6 +20,8 @@ class Faults:
     """The faults of the next ``run`` commands of a helper, in order; other commands are not affected."""
     lose_creates: int = 0
     """This many creates succeed, but their clients get no response."""
+    refuse_creates: int = 0
+    """This many creates are refused with 429, as by a pool that is full."""
     create_takes_s: float = 0.0
     end_after_page: list[str] = field(default_factory=list)
     """These boxes end right after the next page of a listing was composed."""

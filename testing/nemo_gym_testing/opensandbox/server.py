@@ -118,6 +118,11 @@ class FakeOpenSandbox:
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if self.faults.refuse_creates:
+            self.faults.refuse_creates -= 1
+            refusal = problem(429, "KUBERNETES::POOL_CAPACITY_EXHAUSTED", "no capacity became available")
+            refusal.headers["Retry-After"] = "1"
+            return refusal
         # Like the real server, complete a create even if its client has disconnected.
         making = asyncio.create_task(self._make(body))
         self._making.add(making)

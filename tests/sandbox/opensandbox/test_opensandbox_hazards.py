@@ -267,6 +267,18 @@ async def test_creates_with_one_key_of_two_processes_agree_on_one_box(
     assert await ids(providers[0], spec) == [boxes[0].sandbox_id]
 
 
+async def test_create_waits_for_room_as_long_as_a_box_may_take(
+    provider: OpenSandboxProvider, spec: SandboxSpec, fake: FakeOpenSandbox
+) -> None:
+    fake.faults.refuse_creates = 2
+    box = await provider.create(spec)
+    assert await ids(provider, spec) == [box.sandbox_id]
+    fake.faults.refuse_creates = 100
+    with pytest.raises(SandboxCreateError, match="no capacity") as caught:
+        await provider.create(spec.replace(ready_timeout_s=2.5))
+    assert caught.value.retryable
+
+
 async def test_create_that_takes_too_long_raises_in_time_and_leaves_nothing(
     provider: OpenSandboxProvider, spec: SandboxSpec, fake: FakeOpenSandbox
 ) -> None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from nemo_gym._util.tasks import waiting_s
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import BoxLabel, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
@@ -314,6 +315,12 @@ def sdk_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
 
 def status_of(error: BaseException) -> int | None:
     return getattr(error, "status_code", None)
+
+
+def requested_wait_s(error: BaseException) -> float:
+    """The wait that the server requested with ``Retry-After``; 0 if it requested none."""
+    wait = getattr(error, "retry_after", None)
+    return waiting_s(wait.total_seconds()) or 0.0 if isinstance(wait, timedelta) else 0.0
 
 
 def code_of(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym._util.tasks import paused
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, paused
 from nemo_gym.contract.errors import (
     SandboxCapabilityError,
     SandboxCreateError,
@@ -31,6 +31,7 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
     OpenSandboxBox,
     errors_translated,
     has_ended,
+    requested_wait_s,
     sdk_errors,
     status_of,
     translate,
@@ -96,6 +97,8 @@ _IDLE = ["/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; d
 _LATE_S = 20.0
 """How long to look for the box of a create that failed without a response: the server may still be creating it."""
 _ADOPT_S = 10.0
+_LONGEST_PAUSE_S = 10.0
+"""Longest pause between two creates that a server without room refuses, unless it requests a longer one."""
 _CREATE_TIMEOUT_S = 600.0
 """Limit on the silence of a create, which takes as long as the server needs to pull the image. A spec's
 ``ready_timeout_s`` may end it earlier; the default one begins with the server's answer."""
@@ -140,8 +143,20 @@ class Creation:
         if self._spec.idempotency_key and (existing := await self._oldest_box()) is not None:
             return await self._adopt(existing.id)
         self._image = await self._images.reference(self._image)
-        began, lease_s = time.monotonic(), max(self._ttl_s, _SHORTEST_TIMEOUT_S)
-        sandbox_id = await self._create(lease_s)
+        lease_s = max(self._ttl_s, _SHORTEST_TIMEOUT_S)
+        backoff = Backoff(first_s=1.0, longest_s=_LONGEST_PAUSE_S, patience_s=self._left_s(), jitter=NETWORK_JITTER)
+        while True:
+            began = time.monotonic()
+            try:
+                sandbox_id = await self._create(lease_s)
+                break
+            except SandboxCreateError as error:
+                # The server has no room; it created nothing, and says when to ask again.
+                refusal = error.__cause__
+                if refusal is None or status_of(refusal) != 429 or self.created is not None:
+                    raise
+                if not await backoff.again(at_least_s=requested_wait_s(refusal)):
+                    raise
         if time.monotonic() - began > lease_s / 2:
             # The server counts the lease from the request, so its pull may have used all of it. It has the image now.
             await self.discard()

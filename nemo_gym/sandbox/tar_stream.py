@@ -457,3 +457,5 @@ async def single_file(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, Non
                 yield event
             done = done or event is None
     parser.close()
+    if not done:  # pipes, sockets and devices are left out of archives
+        raise ArchiveError("it is not a regular file")

@@ -432,7 +432,7 @@ def test_member_that_is_larger_than_max_bytes_is_refused_before_its_content_come
         list(filtered([encode_header(huge)], again=list, max_bytes=1_000_000))
 
 
-async def test_single_file_gives_the_content_and_raises_when_it_is_a_directory() -> None:
+async def test_single_file_gives_the_content_and_raises_when_it_is_something_else() -> None:
     async def content(tar: bytes) -> bytes:
         async def stream() -> AsyncIterator[bytes]:
             yield tar
@@ -440,8 +440,10 @@ async def test_single_file_gives_the_content_and_raises_when_it_is_a_directory()
         return b"".join([piece async for piece in single_file(stream())])
 
     assert await content(pack_bytes("f", b"content")) == b"content"
-    with pytest.raises(ArchiveError, match="not a regular file"):
-        await content(build(member("d", tarfile.DIRTYPE)))
+    assert await content(pack_bytes("f", b"")) == b""
+    for other in (build(member("d", tarfile.DIRTYPE)), archive.END_OF_ARCHIVE):
+        with pytest.raises(ArchiveError, match="not a regular file"):
+            await content(other)
     with pytest.raises(ArchiveError, match="early"):
         await content(pack_bytes("f", b"content")[:600])
 

@@ -46,10 +46,11 @@ class FileChecks(Checks):
         await box.upload(tmp_path / "a", "/tmp/owned")
         assert await sh(box, "test -w /tmp/owned; stat -c %u /tmp/owned") == await sh(box, "id -u")
 
-    async def test_missing_file_and_directory_raise_and_leave_no_target(
+    async def test_missing_file_directory_and_pipe_raise_and_leave_no_target(
         self, box: AsyncSandbox, tmp_path: Path
     ) -> None:
-        for path in ("/no/such/file", "/etc"):
+        await sh(box, "mkfifo /tmp/pipe")
+        for path in ("/no/such/file", "/etc", "/tmp/pipe"):
             with pytest.raises(SandboxError) as caught:
                 await box.download(path, tmp_path / "back")
             assert not isinstance(caught.value, SandboxLostError)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import InvalidBodyError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Door, SandboxSpec
 from nemo_gym.http.connections import watched_socket
 from nemo_gym.sandbox.archive import pack_bytes
@@ -161,6 +161,15 @@ async def test_broken_archive_is_lost_and_never_short(
     with pytest.raises(SandboxError):
         await remote.put_archive(box, "/srv/in", tar())
     assert taken == 1
+
+
+async def test_path_that_is_not_utf8_is_refused_and_not_taken_for_its_directory(
+    remote: RemoteProvider, box: SandboxHandle
+) -> None:
+    await remote.exec(box, "mkdir /srv/d; echo other > /srv/d/other")
+    with pytest.raises(InvalidBodyError, match="cannot be sent"):
+        async for _ in remote.get_archive(box, "/srv/d/\udcff"):
+            pass
 
 
 async def test_whole_archive_passes_after_connections_broke(

@@ -268,6 +268,12 @@ def refusals() -> Any:
 
 
 def _url(url: str, query: Mapping[str, Any] | list[tuple[str, str]] | None) -> URL:
+    """Raises `InvalidBodyError` for lone surrogates, which would be left out: a path would be another's."""
+    for _, value in query.items() if isinstance(query, Mapping) else query or ():
+        try:
+            str(value).encode()
+        except UnicodeError as error:
+            raise InvalidBodyError(f"{value!r} cannot be sent to the broker: {error}", started="no") from error
     return URL(url, encoded=True).with_query(query) if query else URL(url, encoded=True)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from nemo_gym.rollouts.store.schema import NEW_COLUMNS
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
 LOST = StageFailure(StageName.RUN, FailureKind.AGENT_LOST, "gone")
+NOT_NEEDED = StageFailure(StageName.INIT, FailureKind.CANCELLED, "not needed", retryable=False)
 
 
 def spec(number: int, *, row: bytes = b'{"a":1}', priority: int = 0) -> JobSpec:
@@ -183,8 +185,7 @@ async def test_jobs_and_results_are_there_after_a_new_start(open_store: OpenStor
 
 async def test_cancel_records_queued_jobs_of_the_selection_only(store: SqlJobStore) -> None:
     await store.submit([spec(number) for number in range(4)])
-    reason = StageFailure(StageName.INIT, FailureKind.CANCELLED, "not needed", retryable=False)
-    cancelled = await store.cancel(JobSelector(job_ids=frozenset({"run.1-0", "run.2-0"})), reason, failure_row)
+    cancelled = await store.cancel(JobSelector(job_ids=frozenset({"run.1-0", "run.2-0"})), NOT_NEEDED, failure_row)
     assert [job.job_id for job in cancelled] == ["run.1-0", "run.2-0"]
     counts = await store.counts()
     assert (counts[JobState.CANCELLED], counts[JobState.QUEUED]) == (2, 2)
@@ -310,14 +311,51 @@ async def test_overdue_job_with_a_stored_result_is_claimed_to_be_ended_when_its_
 async def test_cancelled_jobs_that_others_hold_are_marked_and_not_run_again(store: SqlJobStore) -> None:
     await store.submit([spec(number) for number in range(3)])
     held, other = await store.claim("w", 2, 60)
-    reason = StageFailure(StageName.INIT, FailureKind.CANCELLED, "not needed", retryable=False)
-    cancelled = await store.cancel(JobSelector(job_ids=frozenset({held.job_id, "run.2-0"})), reason, failure_row)
+    cancelled = await store.cancel(JobSelector(job_ids=frozenset({held.job_id, "run.2-0"})), NOT_NEEDED, failure_row)
     assert [job.job_id for job in cancelled] == ["run.2-0"]
     assert await store.asked_to_end("w") == {held.job_id: "not needed"}
     await store.requeue(held)
     await store.requeue(other)
     (to_end,) = await store.claim_overdue("w", 10, 60)
     assert (to_end.job_id, to_end.cancel_reason) == (held.job_id, "not needed")
+
+
+class HeldRoom(Room):
+    """A room whose claim waits, in its open transaction, until it is `let`."""
+
+    reached, let = threading.Event(), threading.Event()
+
+    def pick(self, candidates: Sequence[tuple[int, int, str]], limit: int) -> list[int]:
+        self.reached.set()
+        assert self.let.wait(60)
+        return super().pick(candidates, limit)
+
+
+async def test_job_that_another_process_claims_while_it_is_cancelled_is_asked_to_end(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    here, there = PostgresJobStore(url), PostgresJobStore(url)
+    await here.submit([spec(0)])
+    room = HeldRoom(agents={"agent": 1}, environment_of={}, environments={})
+    claiming = asyncio.ensure_future(there.claim("w", 1, 60, room))
+    await asyncio.to_thread(room.reached.wait, 60)
+    cancelling = asyncio.ensure_future(here.cancel(JobSelector(), NOT_NEEDED, failure_row))
+    await asyncio.wait({cancelling}, timeout=0.5)  # it may wait for the claim
+    room.let.set()
+    (claimed,) = await claiming
+    assert await cancelling == []
+    assert await there.asked_to_end("w") == {claimed.job_id: "not needed"}
+    await here.aclose()
+    await there.aclose()
+
+
+async def test_job_that_is_queued_again_while_it_is_cancelled_is_recorded(store: SqlJobStore) -> None:
+    await store.submit([spec(0)])
+    (held,) = await store.claim("w", 1, 60)
+    cancelling = asyncio.ensure_future(store.cancel(JobSelector(), NOT_NEEDED, failure_row))
+    await asyncio.sleep(0)  # it has looked for queued jobs before, and looks for claimed ones after
+    await store.requeue(held)
+    assert [job.job_id for job in await cancelling] == [held.job_id]
+    assert (await store.counts())[JobState.CANCELLED] == 1
 
 
 async def test_results_are_read_on_behind_any_of_them(open_store: OpenStore) -> None:

@@ -419,8 +419,11 @@ class SqlJobStore:
         cancelled: list[Job] = []
 
         def mark(connection: Connection) -> int:
+            # Also queued jobs that were not taken: one that another process is claiming, which appears as queued until
+            # that claim is committed, or one that was claimed then and is queued again. One statement finds both.
+            unended = "state = 'claimed'" if taken else "(state = 'claimed' OR state = 'queued')"
             return connection.execute(
-                f"UPDATE jobs SET cancel_reason = ? WHERE state = 'claimed' AND cancel_reason IS NULL AND {where}",
+                f"UPDATE jobs SET cancel_reason = ? WHERE {unended} AND cancel_reason IS NULL AND {where}",
                 (failure.reason, *values),
             ).rowcount
 
@@ -441,7 +444,7 @@ class SqlJobStore:
             cancelled += taken
             writes = [self._finish(j, JobState.CANCELLED, (*j.failures, failure), render(j, failure)) for j in taken]
             await asyncio.gather(*writes)
-            # Repeat: a job may be claimed or queued again between the two transactions.
+            # Repeat: jobs may be claimed or queued again between the two transactions.
             if not await self._writer.call(mark) and not taken:
                 return cancelled
 

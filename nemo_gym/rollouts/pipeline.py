@@ -690,7 +690,10 @@ class AsyncDispatcher:
             return
         attempt = JobAttempt.of(job, self._servers(job.spec.agent))
         attempt_begins(attempt)
+        earlier = self._attempts.get(job.job_id)
         self._attempts[job.job_id] = attempt
+        if earlier is not None:  # its lease has expired, for example while the store was unreachable
+            self._lose(earlier)
         if self._pool is not None:
             self._pool.admit(attempt)
         if job.left_s is not None:
@@ -744,10 +747,14 @@ class AsyncDispatcher:
                 if attempt.job.job_id in held or attempt.has_result:
                     continue
                 if self._attempts.get(attempt.job.job_id) is attempt:
-                    log.warning("lease lost", rollout_id=attempt.job.job_id)
-                    attempt.lost = True
-                    for pool in self._stage_pools:
-                        pool.interrupt(attempt)
+                    self._lose(attempt)
+
+    def _lose(self, attempt: JobAttempt) -> None:
+        """Give up an attempt whose lease was lost."""
+        log.warning("lease lost", rollout_id=attempt.job.job_id)
+        attempt.lost = True
+        for pool in self._stage_pools:
+            pool.interrupt(attempt)
 
     # Hand-over
 
@@ -869,8 +876,6 @@ class AsyncDispatcher:
     async def _abandoned(self, attempt: JobAttempt, *, for_good: bool = False) -> None:
         """Queue the job again, because the dispatcher stops or the lease was lost. Release what the attempt holds,
         unless the job's next claimer, which may have it by now, continues this attempt at EVAL."""
-        if self._attempts.get(attempt.job.job_id) is not attempt:
-            return
         resumes = not for_good and await _is_resumable(attempt)
         if not resumes:
             await attempt.close(self._config.close_timeout_s)
@@ -899,9 +904,9 @@ class AsyncDispatcher:
     def _drop(self, attempt: JobAttempt) -> None:
         if self._attempts.get(attempt.job.job_id) is attempt:
             del self._attempts[attempt.job.job_id]
-            attempt_ends(attempt)
             if (handle := self._deadlines.pop(attempt.job.job_id, None)) is not None:
                 handle.cancel()
+        attempt_ends(attempt)
         if self._pool is not None:
             self._pool.release(attempt)
             self._wake.set()

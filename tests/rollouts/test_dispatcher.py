@@ -157,6 +157,19 @@ async def test_attempt_is_given_up_when_another_process_has_taken_its_lease(make
         assert running.events == []
 
 
+async def test_attempt_is_given_up_when_its_own_dispatcher_claims_the_job_again(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": ["t0"]})
+    async with Running(chain, 1, agent_caps={"trivial": 2}) as running:
+        await running.wait(lambda: len(chain.notes("act")) == 1, "the act to start")
+        assert await running.store.release() == 1  # as the claim does after its lease has expired
+        await running.wait(lambda: ("r.0-0", 2) in chain.notes("act"), "the job to be claimed again")
+        await running.wait(lambda: ("r.0-0", 1) in chain.notes("cancelled"), "the first act to be stopped")
+        await running.dispatcher.cancel(JobSelector(), "not needed")
+        await running.wait(lambda: sorted(chain.notes("close")) == [("r.0-0", 1), ("r.0-0", 2)], "both to be closed")
+        assert running.core.pool is not None
+        assert [server.busy for server in running.core.pool.all()] == [0, 0, 0]
+
+
 async def test_no_lease_is_called_lost_while_a_finished_attempt_is_closed(make_chain: MakeChain) -> None:
     chain = make_chain(environment={"close_s": 1.0})
     with structlog.testing.capture_logs() as logs:

@@ -506,7 +506,8 @@ class AsyncDispatcher:
             servers: returns the servers of an agent; raises `KeyError` for an agent that is not here.
             pool: the servers' places; without a pool every queued job may be claimed.
             owner: names this dispatcher in the store's leases.
-            sweeps: look every second for overdue queued jobs, and for jobs that other processes cancelled.
+            sweeps: look every second for overdue queued jobs, and for jobs that were cancelled by other processes, or
+                after they were claimed and before their attempt began.
         """
         self._store = store
         self._config = config
@@ -731,7 +732,7 @@ class AsyncDispatcher:
                     await self._requeue_if_held(job, new_attempt=False, delay_s=LEFT_S)
                 else:
                     await self._admit(job)
-            if self._store.is_shared() and self._attempts:
+            if self._attempts:
                 for job_id, reason in (await self._store.asked_to_end(self._owner)).items():
                     if (attempt := self._attempts.get(job_id)) is not None:
                         self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))

@@ -283,6 +283,30 @@ async def test_stop_leaves_an_attempt_that_is_graded_open_and_its_successor_grad
     assert sorted(chain.notes("seed")) == sorted(chain.notes("close")) == sorted(chain.notes("finalize"))
 
 
+async def test_cancel_reaches_a_claimed_job_that_waits_while_others_of_its_claim_are_ended(
+    make_chain: MakeChain,
+) -> None:
+    chain = make_chain(agent={"hang": ["t0"]})
+    async with Running(chain, 1, concurrency=16, sweeps=True) as running:
+        await running.wait(lambda: len(chain.notes("act")) == 1, "the act to start")
+        (record,) = [record async for record in running.store.iterate(JobSelector())]
+        ended: dict[str, JobState] = {}
+        cancels: list[asyncio.Task[Any]] = []
+
+        def on_end(event: JobEvent) -> None:
+            ended[event.job.job_id] = event.state
+            if not cancels:
+                selector = JobSelector(job_ids=frozenset({"last"}))
+                cancels.append(asyncio.create_task(running.dispatcher.cancel(selector, "not needed")))
+
+        running.dispatcher._listener = on_end
+        overdue = [replace(record.spec, job_id=f"late-{number}", deadline_s=0.0) for number in range(10)]
+        await running.store.submit([*overdue, replace(record.spec, job_id="last")])
+        running.dispatcher.notify()
+        await running.wait(lambda: "last" in ended, "the last to be cancelled")
+        assert ended["last"] == JobState.CANCELLED
+
+
 async def test_cancelled_job_whose_attempt_was_left_open_is_closed(make_chain: MakeChain) -> None:
     chain = make_chain(environment={"verify_failures": 1})
     async with Running(chain, 1, retry_delay_s=60) as first:

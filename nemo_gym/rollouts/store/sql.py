@@ -308,7 +308,7 @@ class SqlJobStore:
         return await self._writer.call(operation)
 
     async def asked_to_end(self, owner: str) -> dict[str, str]:
-        """Return the jobs of ``owner`` that another process cancelled, each with the reason."""
+        """Return the jobs that were cancelled while ``owner`` held them, each with the reason."""
 
         def operation(connection: Connection) -> dict[str, str]:
             cursor = connection.execute(

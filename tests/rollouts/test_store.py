@@ -298,6 +298,17 @@ async def test_jobs_past_their_deadline_are_claimed_to_be_ended(store: SqlJobSto
     assert endless.left_s is None
 
 
+async def test_jobs_to_end_are_claimed_from_a_claimer_that_is_gone(store: SqlJobStore) -> None:
+    await store.submit([replace(spec(3), deadline_s=0.0)])
+    await store.claim("works", 1, 60)
+    await store.submit([spec(0), replace(spec(1), deadline_s=0.0), spec(2)])
+    await store.claim("gone", 3, 0.0)
+    await store.cancel(JobSelector(job_ids=frozenset({"run.0-0"})), NOT_NEEDED, failure_row)
+    to_end = await store.claim_overdue("w", 10, 60)
+    assert sorted((job.job_id, job.cancel_reason) for job in to_end) == [("run.0-0", "not needed"), ("run.1-0", None)]
+    assert await store.claim_overdue("w", 10, 60) == []
+
+
 async def test_overdue_job_with_a_stored_result_is_claimed_to_be_ended_when_its_pause_is_over(
     store: SqlJobStore,
 ) -> None:

@@ -240,14 +240,18 @@ class SqlJobStore:
         return room.pick(candidates, limit)
 
     async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
-        """Claim queued jobs whose deadline has passed or which were cancelled; the claimer records how they ended.
-        Those with a stored result are not claimed before their time, since a claimer may leave them to another."""
+        """Claim jobs whose deadline has passed or which were cancelled, if they are queued or their lease has expired;
+        the claimer records how they ended. Queued ones with a stored result are not claimed before their time, since a
+        claimer may leave them to another."""
 
         def overdue(connection: Connection, now: float) -> list[int]:
-            due = "SELECT seq FROM jobs WHERE state = 'queued' AND {} LIMIT ?" + self._dialect.locking
-            over = due.format("deadline_at <= ? AND (run_result IS NULL OR not_before <= ?)")
+            due = "SELECT seq FROM jobs WHERE state = {} LIMIT ?" + self._dialect.locking
+            over = due.format("'queued' AND deadline_at <= ? AND (run_result IS NULL OR not_before <= ?)")
             rows = connection.execute(over, (now, now, limit)).fetchall()
-            rows += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
+            rows += connection.execute(due.format("'queued' AND cancel_reason IS NOT NULL"), (limit,)).fetchall()
+            # `claim` would queue these again, but a dispatcher without a free place does not call it.
+            left = due.format("'claimed' AND lease_until < ? AND (cancel_reason IS NOT NULL OR deadline_at <= ?)")
+            rows += connection.execute(left, (now, now, limit)).fetchall()
             return list(dict.fromkeys(seq for (seq,) in rows))
 
         claimed: list[Job] = []

@@ -261,7 +261,7 @@ def test_group_that_runs_longer_than_the_bound_is_stopped_and_dropped_or_run_aga
 def test_group_whose_failed_samples_wait_to_begin_anew_is_not_too_old() -> None:
     async def work(directory: Path) -> None:
         options: dict[str, Any] = {"samples_per_group": 2, "epochs": 1, "max_weights_lag": 0}
-        keys = {"retry_delay_s": 20}
+        keys = {"retry_delay_s": 2}  # by the store's clock, which is not simulated
         async with simulated_sampler(
             directory, [task("a", breaks=[0, 1])], breaking(times=1), keys, **options
         ) as sampler:

@@ -21,6 +21,7 @@ gc.disable()  # during test collection, which makes no garbage: the collector wo
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported and collected lives to the end: no full collection need walk it
     gc.enable()
 
 

@@ -506,8 +506,7 @@ class AsyncDispatcher:
             servers: returns the servers of an agent; raises `KeyError` for an agent that is not here.
             pool: the servers' places; without a pool every queued job may be claimed.
             owner: names this dispatcher in the store's leases.
-            sweeps: look every second for overdue queued jobs, and for jobs that were cancelled by other processes, or
-                after they were claimed and before their attempt began.
+            sweeps: look every second for overdue queued jobs, and for jobs that other processes cancelled.
         """
         self._store = store
         self._config = config
@@ -658,7 +657,8 @@ class AsyncDispatcher:
             # Claim in batches, because each claim is a durable write.
             if free and (free >= max(1, self._init.capacity // 2) or not self._init.waiting):
                 jobs, is_full = await self._claim(free)
-                for job in jobs:
+                # First those that begin, which a cancel finds as attempts; to record the end of the others takes time.
+                for job in sorted(jobs, key=lambda job: _stopped_before(job) is not None):
                     await self._admit(job)
                 if jobs:
                     continue
@@ -732,7 +732,7 @@ class AsyncDispatcher:
                     await self._requeue_if_held(job, new_attempt=False, delay_s=LEFT_S)
                 else:
                     await self._admit(job)
-            if self._attempts:
+            if self._store.is_shared() and self._attempts:
                 for job_id, reason in (await self._store.asked_to_end(self._owner)).items():
                     if (attempt := self._attempts.get(job_id)) is not None:
                         self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))

@@ -287,7 +287,7 @@ async def test_cancel_reaches_a_claimed_job_that_waits_while_others_of_its_claim
     make_chain: MakeChain,
 ) -> None:
     chain = make_chain(agent={"hang": ["t0"]})
-    async with Running(chain, 1, concurrency=16, sweeps=True) as running:
+    async with Running(chain, 1, concurrency=16) as running:
         await running.wait(lambda: len(chain.notes("act")) == 1, "the act to start")
         (record,) = [record async for record in running.store.iterate(JobSelector())]
         ended: dict[str, JobState] = {}

@@ -152,8 +152,17 @@ class NeMoGymResponseInputText(ResponseInputTextParam):
     pass
 
 
+class _HistoryTextPart(TypedDict, total=False):
+    """Text of an earlier answer, as datasets hold it: its ``annotations`` may be absent."""
+
+    type: Required[Literal["output_text"]]
+    text: Required[str]
+    annotations: list[Annotation]
+    logprobs: list[Logprob] | None
+
+
 class NeMoGymEasyInputMessage(BaseModel):
-    content: str | NeMoGymResponseInputContentList
+    content: str | list[NeMoGymResponseInputContentPart | _HistoryTextPart]
     role: Literal["user", "assistant", "system", "developer"]
     type: Literal["message"] = "message"
 
@@ -344,9 +353,14 @@ def _member(item: Any) -> str | None:
     return cls.__name__
 
 
-def _require_type(value: Any) -> Any:
-    if isinstance(value, dict) and "type" not in value:
-        raise ValueError("an output item needs its 'type'")
+def _check_output(value: Any) -> Any:
+    if isinstance(value, dict):
+        if "type" not in value:
+            raise ValueError("an output item needs its 'type'")
+        content = value.get("content")
+        parts = content if value["type"] == "message" and isinstance(content, list) else ()
+        if "id" not in value and any(isinstance(part, dict) and part.get("type") == "output_text" for part in parts):
+            raise ValueError("an output message needs its 'id'")  # only in a prompt's history may it be absent
     return value
 
 
@@ -383,4 +397,4 @@ NeMoGymResponseInputItem: TypeAlias = Annotated[
     ),
 ]
 NeMoGymResponseInput: TypeAlias = list[NeMoGymResponseInputItem]
-NeMoGymResponseOutputItem: TypeAlias = Annotated[NeMoGymResponseInputItem, BeforeValidator(_require_type)]
+NeMoGymResponseOutputItem: TypeAlias = Annotated[NeMoGymResponseInputItem, BeforeValidator(_check_output)]

@@ -112,6 +112,41 @@ def test_run_of_an_agents_own_is_sampled_as_the_run_says_and_gives_its_tokens(tm
         assert row["response"]["temperature"] == 0.5
 
 
+HISTORY = [{"type": "output_text", "text": "A, I think."}], "A, I think."
+"""The same earlier answer twice; the first as datasets hold it, without an endpoint's id, status and annotations."""
+
+
+def write_histories(directory: Path) -> None:
+    with (directory / "in.jsonl").open("w") as file:
+        for said in HISTORY:
+            turns = [("user", "A or B?"), ("assistant", said), ("user", "Sure?")]
+            params = {"input": [{"role": role, "content": content} for role, content in turns]}
+            file.write(json.dumps({"responses_create_params": params, "expected_answer": "B"}) + "\n")
+
+
+def results_of_histories(directory: Path) -> list[dict[str, Any]]:
+    rows = sorted(results(directory), key=lambda row: int(row["_ng_task_index"]))
+    assert [row["reward"] for row in rows] == [1.0, 1.0]
+    assert [row["responses_create_params"]["input"][1]["content"] for row in rows] == [*HISTORY]
+    return rows
+
+
+def test_earlier_answer_in_a_row_may_be_bare_parts_of_text(tmp_path: Path) -> None:
+    write_histories(tmp_path)
+    with tiny_engine(tmp_path, "rules:\n  - name: answer\n    steps:\n      - {say: '[B]'}\n") as url:
+        engine = (f"policy_base_url={url}", "policy_model_name=tiny", f"policy_path={tmp_path / 'policy'}")
+        limit = "++policy_model.responses_api_models.gateway.policy.max_context_tokens=8192"
+        finish(ng_run(tmp_path, "agent=simple_agent", "environment=verify_only", "model=vllm", *engine, limit))
+    parts, text = ([chain["prompt_ids"] for chain in row["ng_trajectory"]] for row in results_of_histories(tmp_path))
+    assert parts == text and parts[0]
+
+
+def test_agent_and_model_of_nemo_gyms_style_take_an_earlier_answer_as_bare_parts_of_text(tmp_path: Path) -> None:
+    write_histories(tmp_path)
+    finish(ng_run(tmp_path, "agent=runs_itself", "environment=verify_only"))
+    results_of_histories(tmp_path)
+
+
 def test_each_result_stands_once_when_ng_run_was_killed_and_resumed(tmp_path: Path) -> None:
     write_rows(tmp_path, 400)
     words = ("agent=one_shot", "environment=choice_questions", "concurrency=4")

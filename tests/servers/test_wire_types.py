@@ -53,6 +53,8 @@ def test_classes_carry_the_names_that_plugins_import_them_by() -> None:
             "NeMoGymResponseOutputMessageForTraining",
         ),
         ({"role": "assistant", "content": "x"}, "NeMoGymEasyInputMessage"),
+        ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, "NeMoGymEasyInputMessage"),
+        ({"type": "message", "role": "assistant", "content": TEXT}, "NeMoGymEasyInputMessage"),
         ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, "NeMoGymResponseFunctionToolCall"),
         (
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **TOKENS},
@@ -89,6 +91,14 @@ def test_wrong_item_is_refused_with_what_is_wrong(item: Any, said: str) -> None:
 def test_output_item_needs_its_type() -> None:
     with pytest.raises(ValidationError, match="needs its 'type'"):
         types.NeMoGymResponse.model_validate(response() | {"output": [{"role": "assistant", "content": "x"}]})
+
+
+def test_message_of_an_answer_needs_its_id_in_a_response_but_not_in_a_prompt() -> None:
+    message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
+    asked = {"input": [message]}
+    assert types.NeMoGymResponseCreateParamsNonStreaming.model_validate(asked).model_dump(exclude_unset=True) == asked
+    with pytest.raises(ValidationError, match="needs its 'id'"):
+        types.NeMoGymResponse.model_validate(response() | {"output": [message]})
 
 
 @pytest.mark.parametrize("effort", ["none", "xhigh"])

@@ -435,7 +435,9 @@ class StageError(Exception):
 
 
 _REFUSAL_STATUSES = frozenset({400, 401, 403, 404, 405, 413, 422})
-_KEY_REFUSED = re.compile(r"refused (its|the) API key|engine_credential|invalid_api_key")
+_SETTING_REFUSED = re.compile(
+    r"refused (its|the) API key|engine_credential|invalid_api_key|has no such model or route"
+)
 _CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window|size)|too many tokens|prompt is too long", re.IGNORECASE)
 
 
@@ -446,8 +448,8 @@ def is_context_exceeded(said: str) -> bool:
 
 def outcome_of_refusal(status: int | None, said: str) -> AgentOutcome:
     """Decide whether an endpoint refused the request or could not be reached, by its status and error text. The text
-    matters because a gateway answers 502 for an engine that refuses the gateway's key."""
-    refused = status in _REFUSAL_STATUSES or _KEY_REFUSED.search(said) is not None
+    matters because a gateway answers 502 for an engine that refuses the gateway's key, or lacks its model."""
+    refused = status in _REFUSAL_STATUSES or _SETTING_REFUSED.search(said) is not None
     return AgentOutcome.MODEL_REFUSED if refused else AgentOutcome.MODEL_UNREACHABLE
 
 

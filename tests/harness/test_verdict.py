@@ -48,6 +48,7 @@ TOO_LONG_AT_ONCE = seen(requests=1, refused=1, last_error="400: maximum context 
 TOO_LARGE = seen(requests=3, answered=2, refused=1, last_error="413: the body is larger than 33554432 bytes")
 TOO_LARGE_AT_ONCE = seen(requests=1, refused=1, last_error="413: the body is larger than 33554432 bytes")
 NO_KEY = seen(requests=3, failed=3, failures_since_answer=3, last_error="502: engine 'e' refused its API key (401)")
+NO_MODEL = seen(requests=1, failed=1, failures_since_answer=1, last_error="502: engine 'e' has no such model or route")
 
 
 def ended(
@@ -73,6 +74,7 @@ def judged(said: AgentOutcome, how: HarnessEnded) -> Judgement:
         (COMPLETED, seen(requests=2, refused=2, last_error="400: no"), REFUSED_BY_MODEL, "2 of 2 requests .*400: no"),
         (CRASHED, seen(requests=2, refused=2, last_error="404: no such model"), REFUSED_BY_MODEL, "no such model"),
         (CRASHED, NO_KEY, REFUSED_BY_MODEL, "refused its API key"),
+        (CRASHED, NO_MODEL, REFUSED_BY_MODEL, "no such model"),
         (CRASHED, seen(requests=1, failed=1, failures_since_answer=1, last_error="401: no"), REFUSED_BY_MODEL, "no"),
         (CRASHED, TOO_LONG_AT_ONCE, CONTEXT_EXCEEDED, "first request does not fit .*4096 tokens"),
         (COMPLETED, TOO_LONG_AT_ONCE, CONTEXT_EXCEEDED, "first request"),

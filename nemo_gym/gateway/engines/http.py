@@ -431,7 +431,8 @@ class HttpEngine:
             return EngineTimeoutError(f"engine '{self.name}' answered {status}: {quoted}", retryable=True, **details)
         if status == 404 and not probe:
             return EngineLacksModelError(
-                f"engine '{self.name}' at {self.endpoint.base_url} has no such model or route (404): {quoted}",
+                f"engine '{self.name}' at {self.endpoint.base_url} has no such model or route (404); are its base URL"
+                f" and policy_model_name (the engine's 'model') right? {quoted}",
                 body=body,
                 **details,
             )

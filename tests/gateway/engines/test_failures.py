@@ -9,6 +9,8 @@ import pytest
 
 from nemo_gym._util.tasks import RETRY_AFTER_AT_MOST_S, retry_after_s
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.contract.verdict import outcome_of_model_error
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
     EngineConnections,
@@ -63,6 +65,18 @@ async def test_fault_becomes_its_class(
     assert type(caught.value) is expected
     assert caught.value.retryable is retryable and caught.value.details["engine"] == "e0"
     assert len(fake.calls) == 1, "an adapter never retries by itself"
+
+
+async def test_error_of_an_engine_without_the_model_names_the_setting_and_what_the_engine_said(
+    http: EngineConnections,
+) -> None:
+    async with FakeVllmEngine() as fake:
+        fake.faults.append(Status(404, b"The model `m` does not exist."))
+        with pytest.raises(
+            EngineLacksModelError, match=r"policy_model_name \(the .*The model `m` does not exist"
+        ) as caught:
+            await vllm(fake, http).generate(REQUEST)
+    assert outcome_of_model_error(caught.value) is AgentOutcome.MODEL_REFUSED
 
 
 async def test_engine_is_unreachable_when_nothing_listens(http: EngineConnections) -> None:

@@ -38,6 +38,8 @@ class OpenAIEngine(HttpEngine):
     async def probe(self) -> None:
         try:
             await super().probe()
+        except EngineRefusedError:
+            pass  # not every endpoint lists its models, and one that refuses to is there
         except EngineFailedError as error:
             # A server may fail to list models and still serve one: `transformers serve` does without a model cache.
             # Its health route decides then.

@@ -164,6 +164,19 @@ async def test_engine_that_came_back_without_the_model_gets_no_more_calls() -> N
         assert len(bad.calls) < 6 and "has no such model" in engine_of(pool.status(), "bad")["last_error"]
 
 
+async def test_endpoint_that_does_not_list_its_models_comes_back_into_service(eventually: Callable[..., Any]) -> None:
+    class Unlisted(FakeOpenAIEngine):
+        HEALTH = "/nothing"
+
+    async with Unlisted() as fake:
+        named = CONFIG.validate_python({"type": "openai", "base_url": fake.url, "name": "a"})
+        async with EnginePool([named], routing=RoutingConfig(probe_interval_s=0.02)) as pool:
+            await fake.stop()
+            await eventually(lambda: engine_of(pool.status(), "a")["state"] == "down")
+            await fake.start()
+            await eventually(lambda: engine_of(pool.status(), "a")["state"] == "trial")
+
+
 async def test_engine_that_comes_back_with_a_shorter_context_is_asked_again(eventually: Callable[..., Any]) -> None:
     async with FakeVllmEngine() as fake:
         fake.max_model_len = 16_384

@@ -458,6 +458,8 @@ class HttpEngine:
         text = self._quoted(orjson.dumps(error))
         if code == 429:
             return EngineRateLimitedError(f"engine '{self.name}' asks to wait: {text}", engine=self.name)
+        if code == 408:
+            return EngineTimeoutError(f"engine '{self.name}' gave up: {text}", retryable=True, engine=self.name)
         if isinstance(code, int) and 400 <= code < 500:
             return EngineRefusedError(
                 f"engine '{self.name}' refused the request: {text}",

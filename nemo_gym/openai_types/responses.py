@@ -152,5 +152,5 @@ class NeMoGymResponse(Response):
     """A response whose items may carry token ids."""
 
     output: list[NeMoGymResponseOutputItem]  # type: ignore[assignment]
-    reasoning: _Reasoning | None = None
+    reasoning: _Reasoning | shared.Reasoning | None = None
     usage: NeMoGymResponseUsage | None = None

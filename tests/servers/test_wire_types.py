@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from openai.types.shared import Reasoning
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_gym import openai_utils as types
@@ -109,6 +110,11 @@ def test_every_reasoning_effort_of_endpoints_is_known(effort: str) -> None:
     assert answered.model_dump()["reasoning"]["effort"] == effort
     chat = {"messages": [{"role": "user", "content": "?"}], "reasoning_effort": effort}
     assert types.NeMoGymChatCompletionCreateParamsNonStreaming.model_validate(chat).reasoning_effort == effort
+
+
+def test_response_takes_openais_own_reasoning_object() -> None:
+    answered = types.NeMoGymResponse(**response(), reasoning=Reasoning(effort="low"))
+    assert answered.model_dump(exclude_unset=True)["reasoning"] == {"effort": "low"}
 
 
 def test_request_parameters_of_newer_endpoints_are_known() -> None:

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from nemo_gym.contract.errors import ModelError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import (
     NOT_STORED,
@@ -589,7 +590,11 @@ def _input_content(content: Any) -> Any:
 
 
 def completion_of_response(response: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Responses object to a chat completion."""
+    """Convert a Responses object to a chat completion. Raises `ModelError` for one that failed, because a completion
+    cannot say so."""
+    if response.get("status") == "failed":
+        said = (response.get("error") or {}).get("message") or "it gives no reason"
+        raise ModelError(f"the model endpoint could not finish its answer: {said}", retryable=True)
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for where, item in objects_in(response.get("output"), "output"):
         kind = item.get("type")

@@ -234,6 +234,18 @@ async def test_answer_that_the_endpoint_broke_off_is_no_translated_reply(stack: 
     assert (reply.status, reply.headers["x-should-retry"]) == (502, "true")
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+async def test_response_that_failed_is_no_translated_reply(stack: Stack, endpoint: Any, path: str) -> None:
+    made = Endpoint()
+    failed = {"status": "failed", "error": {"code": "server_error", "message": "it broke"}, "output": []}
+    real = await endpoint(responses=made.reply({**RESPONSE, **failed}))
+    harness = await session(stack, real.url)
+    reply = await harness.post(path, max_tokens=9, messages=[{"role": "user", "content": "hi"}])
+    assert (reply.status, reply.headers["x-should-retry"]) == (502, "true")
+    assert "it broke" in await reply.text()
+    assert (await (await harness.post("/responses", input="hi")).json())["status"] == "failed"
+
+
 async def test_token_limit_gets_the_name_that_the_endpoint_asks_for(stack: Stack, endpoint: Any) -> None:
     made = Endpoint()
     said = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."

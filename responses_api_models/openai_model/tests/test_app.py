@@ -234,6 +234,23 @@ async def test_answer_that_the_endpoint_broke_off_is_no_translated_reply(stack: 
     assert (reply.status, reply.headers["x-should-retry"]) == (502, "true")
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
+@pytest.mark.parametrize(
+    ("code", "status", "tries"), [(502, 502, 2), ("server_error", 502, 2), (429, 429, 1), (408, 408, 1), (400, 400, 1)]
+)
+async def test_error_in_a_body_with_status_200_is_treated_as_the_status_that_it_names(
+    stack: Stack, endpoint: Any, path: str, code: int | str, status: int, tries: int
+) -> None:
+    made = Endpoint()
+    told = made.reply({"error": {"code": code, "message": "Provider returned error"}, "user_id": "u"})
+    real = await endpoint(chat=told, responses=told)
+    harness = await session(stack, real.url, max_retries=1)
+    asked = {"input": "hi"} if path == "/responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    reply = await harness.post(path, max_tokens=9, **asked)
+    assert (reply.status, len(made.seen)) == (status, tries)
+    assert "Provider returned error" in await reply.text()
+
+
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
 async def test_response_that_failed_is_no_translated_reply(stack: Stack, endpoint: Any, path: str) -> None:
     made = Endpoint()

@@ -34,6 +34,7 @@ from openai.types.responses.response_output_item import (
     McpCall,
     McpListTools,
 )
+from openai.types.responses.response_output_refusal_param import ResponseOutputRefusalParam
 from openai.types.responses.response_output_text_param import Annotation, Logprob
 from openai.types.responses.response_reasoning_item import Content as ReasoningContent
 from openai.types.responses.response_reasoning_item import Summary
@@ -153,16 +154,16 @@ class NeMoGymResponseInputText(ResponseInputTextParam):
 
 
 class _HistoryTextPart(TypedDict, total=False):
-    """Text of an earlier answer, as datasets hold it: its ``annotations`` may be absent."""
+    """Text of an earlier answer, as datasets hold it: its ``annotations`` may be absent, or null in a table."""
 
     type: Required[Literal["output_text"]]
     text: Required[str]
-    annotations: list[Annotation]
+    annotations: list[Annotation] | None
     logprobs: list[Logprob] | None
 
 
 class NeMoGymEasyInputMessage(BaseModel):
-    content: str | list[NeMoGymResponseInputContentPart | _HistoryTextPart]
+    content: str | list[NeMoGymResponseInputContentPart | _HistoryTextPart | ResponseOutputRefusalParam]
     role: Literal["user", "assistant", "system", "developer"]
     type: Literal["message"] = "message"
 
@@ -330,7 +331,7 @@ _INFERRED = (
 def _message_class(item: dict[str, Any]) -> type[BaseModel]:
     content = item.get("content")
     if isinstance(content, list):
-        if item.get("role", "assistant") == "assistant" and "id" in item:
+        if item.get("role", "assistant") == "assistant" and item.get("id") is not None:
             return NeMoGymResponseOutputMessage
         if "status" in item and item.get("role") != "assistant":
             return NeMoGymMessage
@@ -359,7 +360,9 @@ def _check_output(value: Any) -> Any:
             raise ValueError("an output item needs its 'type'")
         content = value.get("content")
         parts = content if value["type"] == "message" and isinstance(content, list) else ()
-        if "id" not in value and any(isinstance(part, dict) and part.get("type") == "output_text" for part in parts):
+        if value.get("id") is None and any(
+            isinstance(part, dict) and part.get("type") in ("output_text", "refusal") for part in parts
+        ):
             raise ValueError("an output message needs its 'id'")  # only in a prompt's history may it be absent
     return value
 

@@ -56,6 +56,15 @@ def test_classes_carry_the_names_that_plugins_import_them_by() -> None:
         ({"role": "assistant", "content": "x"}, "NeMoGymEasyInputMessage"),
         ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, "NeMoGymEasyInputMessage"),
         ({"type": "message", "role": "assistant", "content": TEXT}, "NeMoGymEasyInputMessage"),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            "NeMoGymEasyInputMessage",
+        ),
+        (
+            # Tables hold null for what a message lacks.
+            {"role": "assistant", "id": None, "content": [{"type": "output_text", "text": "x", "annotations": None}]},
+            "NeMoGymEasyInputMessage",
+        ),
         ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, "NeMoGymResponseFunctionToolCall"),
         (
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **TOKENS},

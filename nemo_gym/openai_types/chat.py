@@ -258,6 +258,8 @@ class NeMoGymChatCompletionCreateParamsNonStreaming(BaseModel):
     user: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     web_search_options: WebSearchOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's variables of the chat template."""
     thinking: dict[str, Any] | None = None
     """A parameter of gateways to Anthropic's models, like ``output_config``."""
     output_config: dict[str, Any] | None = None

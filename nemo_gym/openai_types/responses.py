@@ -37,6 +37,7 @@ ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high",
 
 
 class _ReasoningParam(Reasoning, total=False):
+    context: Literal["auto", "current_turn", "all_turns"] | None
     effort: ReasoningEffort | None  # type: ignore[misc]
 
 

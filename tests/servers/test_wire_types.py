@@ -129,7 +129,11 @@ def test_response_takes_openais_own_reasoning_object() -> None:
 def test_request_parameters_of_newer_endpoints_are_known() -> None:
     asked = {"input": "?", "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"}
     asked |= {"conversation": "c", "moderation": {"model": "m"}, "context_management": [{"type": "compaction"}]}
+    asked |= {"reasoning": {"context": "all_turns"}}
     assert types.NeMoGymResponseCreateParamsNonStreaming.model_validate(asked).model_dump(exclude_unset=True) == asked
+    chat = {"messages": [{"role": "user", "content": "?"}], "chat_template_kwargs": {"enable_thinking": False}}
+    read = types.NeMoGymChatCompletionCreateParamsNonStreaming.model_validate(chat)
+    assert read.chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_unknown_request_parameter_is_refused() -> None:

@@ -16,6 +16,7 @@ from nemo_gym.gateway.engines.types import (
     EngineCredentialError,
     EngineError,
     EngineFailedError,
+    EngineLacksModelError,
     EngineRefusedError,
     TextReply,
 )
@@ -73,12 +74,14 @@ class OpenAIEngine(HttpEngine):
             await self._ask("POST", "/chat/completions", orjson.dumps(self._body("/chat/completions", request)))
         except EngineCredentialError as error:
             return EngineCheck(self.name, problem=error.message)
-        except EngineRefusedError as error:
-            # Other refusals are about this request, which differs from the harness's.
-            if error.details.get("upstream_status") == 404 and b"model" in error.body.lower():
+        except EngineLacksModelError as error:
+            if b"model" in error.body.lower():
                 return self.unknown_model(models)
+            return EngineCheck(self.name, warning=error.message)  # it may have the Responses API alone
         except EngineError:
-            pass  # slow, busy or broken: the rollouts' own calls have patience and retries
+            # Slow, busy or broken: the rollouts' own calls have patience and retries. Other refusals are about this
+            # request, which differs from the harness's.
+            pass
         return EngineCheck(self.name)
 
     def _body(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:

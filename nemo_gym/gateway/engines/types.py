@@ -280,7 +280,7 @@ class EngineCheck:
     context_tokens: int | None = None
     """Limit of prompt and answer together, if the engine reports it."""
     warning: str | None = None
-    """A setting that works, but may not be intended."""
+    """A setting that may not be intended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,16 +111,20 @@ async def test_model_is_the_problem_when_the_engine_has_it_not(
         ([{"id": "another"}], (200, {})),
         (None, (200, {})),
         ([], (400, {"error": {"message": "max_tokens is not supported with this model"}})),
-        (None, (404, {"detail": "Not Found"})),
         ([{"id": "another"}], (503, {})),
     ],
-    ids=["unlisted name works", "no list", "request refused", "no such route", "busy"],
+    ids=["unlisted name works", "no list", "request refused", "busy"],
 )
 async def test_what_cannot_be_found_out_is_no_problem(
     http: EngineConnections, serve: Serve, cards: Any, answer: tuple[int, Any]
 ) -> None:
     check = await openai(await serve(cards, answer=answer), http).check()
-    assert (check.problem, check.unreachable) == (None, None)
+    assert (check.problem, check.unreachable, check.warning) == (None, None, None)
+
+
+async def test_base_url_without_the_route_is_warned_about(http: EngineConnections, serve: Serve) -> None:
+    check = await openai(await serve(None, answer=(404, {"detail": "Not Found"})), http).check()
+    assert check.problem is None and "(404); are its base URL and policy_model_name" in (check.warning or "")
 
 
 async def test_key_is_the_problem_when_only_completions_want_it(http: EngineConnections, serve: Serve) -> None:

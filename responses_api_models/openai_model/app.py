@@ -120,6 +120,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             if call.dialect is Dialect.MESSAGES:
                 return relayed_error(call.dialect, status, body)
             return Response(body, status, headers, "application/json")
+        if endpoint_dialect is Dialect.CHAT:
+            _require_whole(body)
         if endpoint_dialect is call.dialect:
             return Response(body, media_type="application/json")
         return self._translated(call, endpoint_dialect, body)
@@ -267,8 +269,6 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             answer = orjson.loads(body)
             if endpoint_dialect is Dialect.RESPONSES:
                 answer = responses_chat.completion_of_response(answer)
-            if (reason := answer["choices"][0].get("finish_reason")) in BROKEN_OFF:
-                raise ModelError(f"the model endpoint broke the answer off ('{reason}')", retryable=True)
             return reply_of_completion(call, answer)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ModelError(
@@ -317,6 +317,13 @@ def _told_status(body: bytes) -> int:
         return 200
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, int) and 400 <= code < 600 else 502
+
+
+def _require_whole(completion: bytes) -> None:
+    """Raise `ModelError` for an answer that the endpoint broke off."""
+    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):  # no completion at all
+        if (reason := orjson.loads(completion)["choices"][0].get("finish_reason")) in BROKEN_OFF:
+            raise ModelError(f"the model endpoint broke the answer off ('{reason}')", retryable=True)
 
 
 def _route_is_missing(status: int, body: bytes) -> bool:

@@ -225,12 +225,13 @@ async def test_messages_are_answered_by_a_chat_endpoint(stack: Stack, endpoint: 
     assert answer["content"] == [{"type": "text", "text": "chat says hi"}] and answer["stop_reason"] == "end_turn"
 
 
-async def test_answer_that_the_endpoint_broke_off_is_no_translated_reply(stack: Stack, endpoint: Any) -> None:
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+async def test_answer_that_the_endpoint_broke_off_is_no_reply(stack: Stack, endpoint: Any, path: str) -> None:
     made = Endpoint()
     choice = {"index": 0, "message": {"role": "assistant", "content": "The first half"}, "finish_reason": "error"}
     real = await endpoint(chat=made.reply({**CHAT, "choices": [choice]}))
     harness = await session(stack, real.url)
-    reply = await harness.post("/messages", max_tokens=9, messages=[{"role": "user", "content": "hi"}])
+    reply = await harness.post(path, max_tokens=9, messages=[{"role": "user", "content": "hi"}])
     assert (reply.status, reply.headers["x-should-retry"]) == (502, "true")
 
 

@@ -51,10 +51,8 @@ def validate(argv: Sequence[str]) -> int:
         return command.exit_code_of(error)
     if arguments.dump:
         from nemo_gym._util.secrets import redact
-        from nemo_gym.config.keys import COMPOSITION
 
-        # A file may not have what the composition itself sets.
-        report["configuration"] = redact(without(composition.values, (COMPOSITION,)))
+        report["configuration"] = redact(_as_file(composition))
     if arguments.json:
         _print_json(report)
         return command.EXIT_OK
@@ -66,6 +64,19 @@ def validate(argv: Sequence[str]) -> int:
     with redirect_stdout(sys.stderr) if arguments.dump else nullcontext():
         _print_report(composition, report)
     return command.EXIT_OK
+
+
+def _as_file(composition: Composition) -> dict[str, Any]:
+    """Return the configuration as a file that composes the same: without what the composition itself sets and keys
+    that only interpolations read, which are resolved, and with the topology."""
+    from nemo_gym.config.keys import COMPOSITION, TOPOLOGY
+    from nemo_gym.config.strict import known_keys, unread
+
+    values, chosen = composition.values, composition.chosen
+    file = without(values, {COMPOSITION, *unread(values, composition.servers, known_keys())})
+    if TOPOLOGY in chosen:
+        file[TOPOLOGY] = chosen[TOPOLOGY]
+    return file
 
 
 def _print_report(composition: Composition, report: Mapping[str, Any]) -> None:

@@ -23,20 +23,15 @@ def known_keys() -> frozenset[str]:
 def check_top_level(
     merged: Merged, servers: Collection[str], known: Collection[str], free: Iterable[str], warnings: list[str]
 ) -> None:
-    """Raise `ConfigError` for every top-level key that is neither a server nor ``known`` nor used; such keys of NeMo
-    Gym's own files become ``warnings``.
+    """Raise `ConfigError` for every `unread` key; such keys of NeMo Gym's own files become ``warnings``.
 
-    A key is used when an interpolation names it, or when a string names it as a block
-    (``sandbox_provider: sandbox``). Keys from ``free`` sources (``env.yaml`` and ``+key=value``), and keys that start
-    with ``_`` or ``x-``, may be unused; one of a free source that looks like a known key misspelt becomes a warning.
+    Keys from ``free`` sources (``env.yaml`` and ``+key=value``) may be unread; one that looks like a known key
+    misspelt becomes a warning.
     """
-    used = _used(merged.values)
     free_sources = set(free)
     problems, keys = [], []
-    for key, value in merged.values.items():
-        if key in servers or key in known or key in used or key.startswith(("_", "x-")):
-            continue
-        source = merged.source_of((key,))
+    for key in unread(merged.values, servers, known):
+        value, source = merged.values[key], merged.source_of((key,))
         is_free = source in free_sources
         similar = nearest(key, {*known, *servers}, cutoff=MISSPELT if is_free else SIMILAR)
         if is_free and not similar:
@@ -50,6 +45,16 @@ def check_top_level(
         problems.append(problem)
     if problems:
         raise ConfigError("; ".join(problems), keys=keys)
+
+
+def unread(values: Mapping[str, Any], servers: Collection[str], known: Collection[str]) -> list[str]:
+    """Return the top-level keys that are neither a server nor ``known`` nor used, and do not start with ``_`` or
+    ``x-``. A key is used when an interpolation names it, or when a string names it as a block
+    (``sandbox_provider: sandbox``)."""
+    used = _used(values)
+    return [
+        key for key in values if not (key in servers or key in known or key in used or key.startswith(("_", "x-")))
+    ]
 
 
 def _used(values: Mapping[str, Any]) -> set[str]:

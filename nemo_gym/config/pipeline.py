@@ -62,8 +62,8 @@ class PipelineConfig(KeysConfig):
     WHAT: ClassVar[str] = "pipeline keys"
 
     agent_name: str | None = named("agent_name", "agent")
-    """Agent server instance for rows without ``agent_ref``, in a run for all rows; may be left out when the stack has
-    one agent."""
+    """The agent server instance of all rows; in a service, of those without ``agent_ref``. May be left out when the
+    stack has one agent."""
 
     concurrency: int = named("concurrency", "num_samples_in_parallel", default=16, ge=1)
     """Rollouts in the RUN stage at once, and the default worker count of the other stages."""
@@ -164,6 +164,11 @@ class PipelineConfig(KeysConfig):
         """Raise `ConfigError` if a cap is for an instance that does not exist."""
         reject_unknown_keys(self.agent_caps, agents, where="agent_caps")
         reject_unknown_keys(self.environment_caps, environments, where="environment_caps")
+
+    @property
+    def agent_of_all(self) -> str | None:
+        """The agent of every row, also of one with another ``agent_ref``; with ``None``, rows may name theirs."""
+        return None
 
     @property
     def overrides(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class RolloutRunConfig(PipelineConfig):
 
     @property
     def agent_of_all(self) -> str | None:
-        """The agent that the user named for this run; it runs every row, also one with another ``agent_ref``."""
+        """The agent that the user named for this run."""
         return None if self._is_agent_composed else self.agent_name
 
     @field_validator("store")

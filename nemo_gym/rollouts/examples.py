@@ -106,7 +106,7 @@ class ExampleRun:
         name = named_agent(row)
         if name is not None and not isinstance(name, str):
             raise RowError(f"example {number}: '{AGENT_REF_KEY}' must be an agent's name or an object with a 'name'")
-        agent = name or self._config.agent_name
+        agent = self._config.agent_of_all or name
         agent = agent or (agents[0] if len(agents) == 1 else None)
         if agent is None:
             raise ConfigError(f"example {number} names no agent; give it 'agent_ref'", key=AGENT_REF_KEY)

@@ -141,8 +141,6 @@ class RowChecker:
     path: Path
     config: PipelineConfig
     agents: Collection[str]
-    agent_of_all: str | None = None
-    """The agent of every row; ``None`` lets rows name theirs."""
     replaced: set[str] = field(default_factory=set)
     """The agents that rows named in vain."""
 
@@ -170,7 +168,7 @@ class RowChecker:
         ref, name = row.get(AGENT_REF_KEY), named_agent(row)
         if name is not None and not isinstance(name, str):
             raise self._error(number, None, f"'{AGENT_REF_KEY}' must be an agent's name or an object with a 'name'")
-        agent = self.agent_of_all or name or self.config.agent_name
+        agent = self.config.agent_of_all or name or self.config.agent_name
         agent = agent or (next(iter(self.agents)) if len(self.agents) == 1 else None)
         if agent is None:
             raise self._error(
@@ -233,7 +231,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
     """
     config.check_input()
     source = config.input
-    checker = RunRowChecker(source, config, agents, config.agent_of_all)
+    checker = RunRowChecker(source, config, agents)
     bad: list[RowError] = []
     without_prompt: dict[int, Promptless] = {}
     tasks = rollouts = other_shards = 0

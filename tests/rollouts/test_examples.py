@@ -97,6 +97,14 @@ async def test_examples_raise_what_is_wrong_with_the_stack(make_chain: MakeChain
         await pending
 
 
+async def test_agent_that_a_call_names_runs_examples_that_name_another(make_chain: MakeChain) -> None:
+    helper = RolloutCollectionHelper(make_chain().client())
+    (done,) = helper.run_examples([{**example(0), "agent_ref": {"name": "other"}}], agent_name="trivial")
+    _, result = await done
+    assert (result["agent_ref"]["name"], result["reward"]) == ("trivial", 1.0)
+    await helper.aclose()
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

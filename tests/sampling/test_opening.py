@@ -89,6 +89,15 @@ async def test_run_key_that_a_sampler_cannot_obey_is_refused(
             pass
 
 
+async def test_agent_that_the_sampler_is_given_runs_rows_that_name_another(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    rows = [{"responses_create_params": {"input": "A or B?"}, "agent_ref": {"name": "other"}}]
+    keys, once = chain.run_keys(agent_name="trivial"), {**TWO, "epochs": 1}
+    async with open_sampler(chain.client(), keys, rows, sampling=once, filters=ANY) as sampler:
+        batch = await sampler.next_batch(1)
+    assert [row["agent_ref"]["name"] for row in batch.rows()] == ["trivial", "trivial"]
+
+
 async def test_limit_bounds_the_rows_of_the_input(make_chain: MakeChain) -> None:
     chain = make_chain()
     chain.write_rows(3)

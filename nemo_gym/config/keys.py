@@ -107,6 +107,15 @@ UNREAD_NEMO_GYM_KEYS: Final = {
     "tasksets": "data sets by name; here `input`",
     "rollout_input": "its rows; here `input`",
     "agent_bindings": "which agent works in which environment; here `agent` and `environment`",
+    "prompt_config": "the template of all prompts; here `ng dataset render` writes it into the rows",
+    "skills": "the directory of skills that all agents may use",
+    "agent_map": "which agent runs the rows of another; here `agent_name` or the rows' `agent_ref`",
+    "fan_out": "which agents run each row; here a run for each agent",
+    "interleave_repeats": "the order in which repeats begin",
+    "rollout_collection_driver": "the function that runs the rollouts; here the pipeline does",
+    "require_complete": "whether missing rollouts fail the run; here the exit status 3 tells of them",
+    "count_failure_classes_as_zero": "which failures count as a reward of 0; here none does",
+    "count_missing_rollouts_as_zero": "whether rollouts without a result count as a reward of 0; here none does",
 }
 """Top-level keys of NeMo Gym that nothing here reads → their meaning there, and what replaces them here.
 Configurations written for NeMo Gym may hold them; a notice names those that are set."""

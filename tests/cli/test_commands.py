@@ -131,11 +131,11 @@ def test_dry_run_checks_and_starts_nothing(root: Path) -> None:
 
 
 def test_key_that_does_nothing_here_is_named_with_what_it_is_elsewhere(root: Path) -> None:
-    given = [*GROUPS, "+uv_cache_dir=/x", "+ray_head_node_address=auto"]
+    given = [*GROUPS, "+uv_cache_dir=/x", "+ray_head_node_address=auto", "+prompt_config=p.yaml", "+fan_out={a: [b]}"]
     done = command(root, "validate", *given)
     assert done.returncode == 0, done.stderr
     assert "notice: 'uv_cache_dir' does nothing here; in NeMo Gym it is uv's cache; here pip installs" in done.stdout
-    assert len(json.loads(command(root, "validate", *given, "--json").stdout)["notices"]) == 2
+    assert len(json.loads(command(root, "validate", *given, "--json").stdout)["notices"]) == 4
     assert "ng_run: 'uv_cache_dir' does nothing here" in command(root, "run", *given, "+dry_run=true").stderr
 
 

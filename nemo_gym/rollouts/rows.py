@@ -175,9 +175,10 @@ class RowChecker:
                 number, None, f"no agent: give the row 'agent_ref' or the run 'agent_name' (one of {self._choices()})"
             )
         if self.agents and agent not in self.agents:
-            raise self._error(
-                number, None, f"unknown agent '{agent}'{nearest(agent, self.agents)}; running: {self._choices()}"
-            )
+            unknown = f"unknown agent '{agent}'{nearest(agent, self.agents)}; running: {self._choices()}"
+            is_rows_own = agent == name and isinstance(self.config, RolloutRunConfig)
+            other_way = "; agent_name= names one for all rows" if is_rows_own else ""
+            raise self._error(number, None, unknown + other_way)
         if name is not None and name != agent:
             self.replaced.add(name)
         row[AGENT_REF_KEY] = {**(ref if isinstance(ref, dict) else {"type": "responses_api_agents"}), "name": agent}

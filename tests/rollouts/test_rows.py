@@ -84,6 +84,13 @@ def test_agent_that_the_run_names_runs_rows_that_name_another(tmp_path: Path) ->
     assert (inputs.agents, inputs.replaced_agents) == (("solver",), ("elsewhere", "other"))
 
 
+def test_error_of_a_row_whose_agent_does_not_run_says_how_it_can_be_run(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(with_answer(b'1, "agent_ref": {"name": "elsewhere"}'))
+    keys = {"input": tmp_path / "in.jsonl", "output": tmp_path / "out.jsonl"}
+    with pytest.raises(RowError, match="'elsewhere'; running: solver; agent_name= names one for all rows"):
+        materialize(RolloutRunConfig.of_stack(keys, {"agent": "solver"}), ["solver"], keep=False)
+
+
 def test_agent_that_the_composition_chose_runs_rows_that_name_none(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(GOOD + with_answer(b'1, "agent_ref": {"name": "other"}'))
     keys = {"input": tmp_path / "in.jsonl", "output": tmp_path / "out.jsonl"}

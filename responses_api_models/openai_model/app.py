@@ -321,6 +321,8 @@ def _told_status(body: bytes) -> int:
 
 def _require_whole(completion: bytes) -> None:
     """Raise `ModelError` for an answer that the endpoint broke off."""
+    if not any(b'"%s"' % reason.encode() in completion for reason in BROKEN_OFF):
+        return  # most answers need not be parsed
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):  # no completion at all
         if (reason := orjson.loads(completion)["choices"][0].get("finish_reason")) in BROKEN_OFF:
             raise ModelError(f"the model endpoint broke the answer off ('{reason}')", retryable=True)

@@ -279,6 +279,22 @@ async def test_create_waits_for_room_as_long_as_a_box_may_take(
     assert caught.value.retryable
 
 
+async def test_create_that_waits_for_room_asks_no_more_when_it_is_cancelled(
+    provider: OpenSandboxProvider, spec: SandboxSpec, fake: FakeOpenSandbox
+) -> None:
+    fake.faults.refuse_creates = 2
+    creating = asyncio.create_task(provider.create(spec))
+
+    async def refused() -> bool:
+        return fake.faults.refuse_creates == 1
+
+    await eventually(refused, "the create is refused", 30)
+    creating.cancel()
+    await asyncio.wait({creating})
+    await provider.aclose()  # waits for what goes on in the background
+    assert fake.faults.refuse_creates == 1
+
+
 async def test_create_that_takes_too_long_raises_in_time_and_leaves_nothing(
     provider: OpenSandboxProvider, spec: SandboxSpec, fake: FakeOpenSandbox
 ) -> None:

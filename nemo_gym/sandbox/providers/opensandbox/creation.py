@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -122,6 +123,8 @@ class Creation:
         """The id of the box that this object created. Another call with the same idempotency key may have made it."""
         self._late_s: float | None = None
         """Seconds during which a box of this create may still appear; ``None`` if none can."""
+        self.abandoned = asyncio.Event()
+        """Set when the caller has left: a create that the server refused is not sent again."""
 
     def check(self) -> None:
         """Check everything that can be checked without the server.
@@ -155,7 +158,13 @@ class Creation:
                 refusal = error.__cause__
                 if refusal is None or status_of(refusal) != 429 or self.created is not None:
                     raise
-                if not await backoff.again(at_least_s=requested_wait_s(refusal)):
+                pause_s = backoff.next_pause_s(at_least_s=requested_wait_s(refusal))
+                if pause_s is None:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self.abandoned.wait()
+                if self.abandoned.is_set():
                     raise
         if time.monotonic() - began > lease_s / 2:
             # The server counts the lease from the request, so its pull may have used all of it. It has the image now.

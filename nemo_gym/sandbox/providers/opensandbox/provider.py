@@ -140,6 +140,7 @@ class OpenSandboxProvider(StreamingProvider):
         return box
 
     async def _take_back(self, creation: Creation, creating: asyncio.Future[OpenSandboxBox]) -> None:
+        creation.abandoned.set()
         await asyncio.wait({creating})
         if not creating.cancelled() and creating.exception() is None:
             await self._close_doors(creating.result())

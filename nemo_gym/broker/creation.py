@@ -59,8 +59,8 @@ class WarmPools:
     async def start(self) -> None:
         """Destroy the warm boxes of an earlier process, and keep the pools filled from now on. The reconciler destroys
         later what cannot be destroyed now."""
-        for box in [box for box in self._boxes.live.values() if box.creator == OWNER]:
-            await self._drop(box)
+        # All at once: each takes long when the backend does not respond, and nothing is served until they have ended.
+        await asyncio.gather(*(self._drop(box) for box in self._boxes.live.values() if box.creator == OWNER))
         # A pool whose boxes are slow to make, or cannot be made, holds up no other pool and no renewal.
         for pool in self._pools:
             self._tasks.start(self._keep_filled(pool), name="broker warm pool")

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -99,6 +99,50 @@ async def test_pools_are_filled_after_a_restart_in_which_old_warm_boxes_cannot_b
         await eventually(made_anew, "the pool is filled")
 
 
+def config_of(local_backend: dict[str, Any], *kinds: str, on_stop: Literal["keep", "destroy"]) -> BrokerConfig:
+    """Of a broker with one warm box of each kind."""
+    return BrokerConfig(
+        name="broker",
+        entrypoint="app.py",
+        host="localhost",
+        port=1,
+        sandbox_provider=local_backend,
+        warm=[WarmPool(size=1, spec=BoxSpec(env={"KIND": kind})) for kind in kinds],
+        on_stop=on_stop,
+    )
+
+
+async def test_warm_boxes_of_an_earlier_process_are_destroyed_at_the_same_time(
+    local_backend: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = BrokerService(
+        config_of(local_backend, "a", "b", on_stop="keep"), tmp_path, create_provider(local_backend), None
+    )
+    await first.start()
+
+    async def made() -> bool:
+        return sum(box.ready for box in first.boxes.live.values()) == 2
+
+    await eventually(made, "the boxes are made")
+    await first.aclose()
+    backend = create_provider(local_backend)
+    close, both = backend.close, asyncio.Barrier(2)
+
+    async def close_both(handle: SandboxHandle) -> None:
+        await both.wait()
+        await close(handle)
+
+    monkeypatch.setattr(backend, "close", close_both)
+    second = BrokerService(config_of(local_backend, on_stop="destroy"), tmp_path, backend, None)
+    try:
+        async with asyncio.timeout(60):
+            await second.start()
+        assert not second.boxes.live
+    finally:
+        await both.abort()
+        await second.aclose()
+
+
 async def test_warm_box_is_kept_while_another_pool_waits_for_its_image(
     local_backend: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,16 +156,7 @@ async def test_warm_box_is_kept_while_another_pool_waits_for_its_image(
         return await create(spec)
 
     monkeypatch.setattr(backend, "create", pulling)
-    warm = [WarmPool(size=1, spec=BoxSpec(env={"KIND": kind})) for kind in ("warm", "pulled")]
-    config = BrokerConfig(
-        name="broker",
-        entrypoint="app.py",
-        host="localhost",
-        port=1,
-        sandbox_provider=local_backend,
-        warm=warm,
-        on_stop="destroy",
-    )
+    config = config_of(local_backend, "warm", "pulled", on_stop="destroy")
     broker = BrokerService(config, tmp_path / "state", backend, None)
     await broker.start()
     try:

@@ -218,9 +218,10 @@ class Upkeep:
     async def _expire(self) -> None:
         now = time.monotonic()
         for box in [*self._boxes.live.values()]:
-            # A box whose destruction failed before its intent was recorded keeps its state, and is tried again.
-            is_ending = box.closing is not None and not box.closing.done()
-            if box.deadline <= now and box.state in (BoxState.CREATING, BoxState.RUNNING) and not is_ending:
+            # A box whose destruction failed before its intent was recorded keeps its state, and is tried again. The
+            # lease of a box begins when it is made, which may take longer than the lease.
+            is_busy = any(task is not None and not task.done() for task in (box.creating, box.closing))
+            if box.deadline <= now and box.state in (BoxState.CREATING, BoxState.RUNNING) and not is_busy:
                 self._expiring.start(self._boxes.destroy(box, "expired"), name=f"expire {box.sandbox_id}")
                 await asyncio.sleep(0)
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_gym.broker.box import CreateOrder
+from nemo_gym.broker.config import BrokerConfig
+from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.facade import create_provider
+from nemo_gym.sandbox.wire.models import BoxSpec, CreateSandbox
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.conftest import StartBroker
@@ -168,6 +176,48 @@ async def test_box_is_destroyed_when_its_lease_ends_and_lives_on_when_it_is_rene
     assert (await renewed.run("echo alive")).stdout == b"alive\n"
     answer = await renewed.ask("PUT", "/lease", json={"ttl_s": 500})
     assert 400 < answer.json["ttl_s"] <= 500
+
+
+async def test_box_that_takes_longer_to_make_than_its_lease_is_made(
+    local_backend: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = create_provider(local_backend)
+    create, pulled = backend.create, asyncio.Event()
+
+    async def pulling(spec: SandboxSpec) -> SandboxHandle:
+        await pulled.wait()
+        return await create(spec)
+
+    monkeypatch.setattr(backend, "create", pulling)
+    config = BrokerConfig(
+        name="broker",
+        entrypoint="app.py",
+        host="localhost",
+        port=1,
+        sandbox_provider=local_backend,
+        on_stop="destroy",
+    )
+    broker = BrokerService(config, tmp_path, backend, None)
+    await broker.start()
+    try:
+        body = CreateSandbox(spec=BoxSpec(), ttl_s=60)
+        order = CreateOrder("me", Role.OPERATOR, "me", "key", b"digest", 60.0, body)
+        creating = asyncio.create_task(broker.creations.create(order))
+
+        async def begun() -> bool:
+            return any(box.creating is not None for box in broker.boxes.live.values())
+
+        await eventually(begun, "the create to begin")
+        (made,) = broker.boxes.live.values()
+        made.deadline = 0.0  # as after a pull of an hour
+        await asyncio.sleep(1)
+        pulled.set()
+        box, _ = await creating
+        assert box.ready
+        assert box.left_s > 30
+    finally:
+        pulled.set()
+        await broker.aclose()
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, 1e12, "NaN", None])

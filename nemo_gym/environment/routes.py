@@ -412,8 +412,8 @@ class EnvironmentRoutes:
         assert call.envelope is not None
         rollout = call.envelope.rollout
         replaced = await self.attempts.enter(rollout)
-        if replaced is not None:
-            await self._close_hook(replaced)
+        if replaced is not None:  # once begun, it goes on although this seed may be cancelled
+            await self._once("close", replaced, "", lambda: self._close_hook(replaced))
         session: LazySession = request.scope["session"]
         session[ATTEMPT_SESSION_KEY] = [rollout.run_id, rollout.rollout_id, rollout.attempt]
         reply = await self._nemo_seed(request, call.row)
@@ -602,7 +602,7 @@ class EnvironmentRoutes:
     async def _close_hook(self, rollout: RolloutIdentity) -> None:
         attempt = (f"{rollout.run_id}/{rollout.rollout_id}", rollout.attempt)
         for key, task in self._running.items():
-            if key[2:] == attempt:
+            if key[2:] == attempt and task is not asyncio.current_task():
                 task.cancel()  # nobody waits for its result, and a hook that hangs would keep its boxes for ever
         if self._steps is not None:
             self._steps.forget(rollout)

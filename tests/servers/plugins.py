@@ -107,6 +107,9 @@ class PhraseEnvironment(SimpleResourcesServer):
     graded: int = 0
     ended: int = 0
     opened: int = 0
+    closing: int = 0
+    holds_closing: bool = False
+    """Whether `close_session` waits."""
     closed: list[str] = Field(default_factory=list)
     public_metadata_keys = frozenset({"hint"})
 
@@ -141,6 +144,9 @@ class PhraseEnvironment(SimpleResourcesServer):
         return {"text": row["phrase"]}
 
     async def close_session(self, rollout: RolloutIdentity) -> None:
+        self.closing += 1
+        while self.holds_closing:  # noqa: ASYNC110 - the test runs in another loop
+            await asyncio.sleep(0.01)
         self.closed.append(rollout.attempt_id)
 
 

@@ -232,6 +232,21 @@ async def test_grading_that_never_ends_is_ended_with_its_attempt(phrase: Stack, 
     assert environment(phrase).ended == 1
 
 
+async def test_attempt_is_closed_to_the_end_when_its_successor_is_replaced_meanwhile(phrase: Stack) -> None:
+    await seed(phrase)
+    environment(phrase).holds_closing = True
+    seeding = []
+    for attempt in (2, 3):
+        body = {**ROW, "_ng_session": {"rollout": rollout(attempt=attempt).model_dump()}}
+        seeding.append(asyncio.create_task(call(phrase, "phrase", "/seed_session", body)))
+        while environment(phrase).closing < attempt - 1:  # noqa: ASYNC110 - the server runs in a loop of its own
+            await asyncio.sleep(0.01)
+    environment(phrase).holds_closing = False
+    assert [status for status, _ in await asyncio.gather(*seeding)] == [409, 200]
+    ended = [rollout(attempt=attempt).attempt_id for attempt in (1, 2)]
+    assert sorted(environment(phrase).closed) == sorted(ended)
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("broken grader", "verifier_failed"), ("no judge", "verifier_failed"), ("lost box", "sandbox_lost")],

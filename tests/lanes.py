@@ -41,6 +41,7 @@ PLACES: Mapping[str, str] = {
     "responses_api_agents/composite_agent/tests": "box",
     "responses_api_agents/mini_swe_agent/tests": "box",
     "responses_api_agents/opencode_agent/tests/test_app.py::test_example_task": "box stack cli",
+    "responses_api_agents/opencode_agent/tests/test_repository.py": "box cli",
     "responses_api_agents/oracle_agent/tests": "box",
     "responses_api_agents/qwen_code_agent/tests/test_app.py::test_example_task": "box stack cli",
     "tests/acceptance": "box stack",

@@ -105,7 +105,13 @@ class Opencode(CliHarness):
         # Without a title, opencode asks the model for one.
         return HarnessCommand(
             argv=(context.executable, "run", "--pure", "--format", "json", "--thinking", "--title", "task"),
-            env={"OPENCODE_CONFIG": config, "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+            env={
+                "OPENCODE_CONFIG": config,
+                "OPENCODE_DISABLE_MODELS_FETCH": "1",
+                # The repository's settings would win over these: its model, its permissions. opencode would also write
+                # into its .opencode directory, and so into the patch.
+                "OPENCODE_DISABLE_PROJECT_CONFIG": "1",
+            },
             files=files,
             stdin=context.prompt.encode(),
         )
@@ -131,7 +137,8 @@ class Opencode(CliHarness):
             "provider": {"policy": provider},
             "mcp": {server.name: {"type": "remote", "url": server.url, "oauth": False} for server in context.mcp},
             **({"agent": {"build": {"steps": context.max_turns}}} if context.max_turns else {}),
-            **({"instructions": [instructions]} if context.system else {}),
+            # Without the project's settings, opencode does not look for this file itself; it may be missing.
+            "instructions": [f"{context.workdir}/AGENTS.md", *([instructions] if context.system else [])],
         }
 
     def reader(self) -> EventReader:

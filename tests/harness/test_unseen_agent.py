@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.session import AgentOutcome, Topology
+from nemo_gym.contract.session import AgentOutcome, SandboxClause, SandboxSpecModel, Topology
 from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.local import LocalProvider
 from responses_api_agents.codex_agent.app import CodexAgent
 from tests.architecture.docs import example_files
 from tests.harness.conftest import Weather
-from tests.harness.stage import RUN, act, descriptor, outputs, stage
+from tests.harness.stage import IMAGE, RUN, act, descriptor, outputs, stage
 from tests.servers.stack import Stack
 
 
@@ -30,6 +30,14 @@ async def test_agent_works_in_the_world_and_its_patch_holds_nothing_of_the_harne
     assert "hello wrld" in outputs(answer)[0]
     assert "/repo" in outputs(answer)[1]
     assert await local.list({BoxLabel.RUN: RUN}) == []
+
+
+async def test_proxy_of_the_image_does_not_stand_between_the_agent_and_its_model(stack: Stack) -> None:
+    proxies = {"http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "internal.example"}
+    world = SandboxClause(spec=SandboxSpecModel(image=IMAGE, workdir="/repo", env=proxies))
+    answer = await act(stack, "look around", descriptor(Topology.AGENT_IN_ENV, sandbox=world))
+    assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)
+    assert "NO_PROXY=localhost,127.0.0.1,::1,internal.example\n" in outputs(answer)[0]
 
 
 async def test_agent_without_a_world_works_in_a_box_of_its_own(stack: Stack, local: LocalProvider) -> None:

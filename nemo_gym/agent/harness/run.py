@@ -208,6 +208,15 @@ NOT_STARTED = (126, 127)
 """Exit statuses of a command that could not be started; a shell that lacks a command also ends with them."""
 STARTED = b"echo started\n"
 """The script's first line. Its output proves that the shell itself was started."""
+PAST_PROXIES = """
+if [ -n "$http_proxy$https_proxy$all_proxy$HTTP_PROXY$HTTPS_PROXY$ALL_PROXY" ]; then
+  direct=${no_proxy:-$NO_PROXY}
+  export no_proxy="localhost,127.0.0.1,::1${direct:+,$direct}"
+  export NO_PROXY="$no_proxy"
+fi
+exec "$@"
+"""
+"""Runs a command so that a proxy that the image sets is not asked for the doors, which it cannot reach."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +255,7 @@ async def run_in_box(
         with step("box_exec", command=harness.name, sandbox_id=world.handle.sandbox_id):
             process = await world.start_exec(
                 ExecRequest(
-                    command=list(command.argv),
+                    command=["/bin/sh", "-c", PAST_PROXIES, "sh", *command.argv],
                     cwd=context.workdir,
                     env={"HOME": context.home, "TMPDIR": f"{context.home}/tmp", **command.env},
                     timeout_s=timeout_s,

@@ -58,8 +58,8 @@ class OpenHandsReader(JsonEventReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self.end: dict[str, Any] | None = None
-        """The ``end`` event: ``status`` of the conversation, and ``code`` and ``detail`` of an error."""
+        self.end: dict[str, str] | None = None
+        """The ``end`` event: ``status`` of the conversation, ``code`` and ``detail`` of an error; else empty texts."""
         self._response: str | None = None
 
     def event(self, event: dict[str, Any]) -> None:
@@ -79,7 +79,8 @@ class OpenHandsReader(JsonEventReader):
                 tokens = ("input_tokens", "output_tokens", "cached_tokens")
                 self.transcript.set_usage(**{name: int(event[name]) for name in tokens})
             case "end":
-                self.end = event
+                # The policy can print one too, with any values.
+                self.end = {key: str(event.get(key) or "") for key in ("status", "code", "detail")}
 
     def _answer(self, event: dict[str, Any]) -> None:
         """Record an answer. Its tool calls are separate events with the same response id; the first has the text."""
@@ -141,7 +142,7 @@ class OpenHands(CliHarness):
         assert isinstance(reader, OpenHandsReader)
         if reader.end is None:
             return AgentOutcome.CRASHED, ended.how
-        status, code, detail = reader.end["status"], reader.end.get("code"), reader.end.get("detail")
+        status, code, detail = reader.end["status"], reader.end["code"], reader.end["detail"]
         if status == "finished":
             return AgentOutcome.COMPLETED, None
         if status == "stuck":

@@ -77,6 +77,13 @@ def test_calls_with_one_response_are_one_turn() -> None:
             AgentOutcome.CRASHED,
             "RuntimeError: no bash",
         ),
+        (
+            {"status": "error", "code": "LLMContentPolicyViolationError", "detail": {"a": 1}},
+            AgentOutcome.REFUSED,
+            "{'a': 1}",
+        ),
+        ({"status": None, "code": [], "detail": 3}, AgentOutcome.CRASHED, "exit status 0"),
+        ({}, AgentOutcome.CRASHED, "exit status 0"),
         (None, AgentOutcome.CRASHED, "exit status 1; stderr: Killed"),
     ],
 )

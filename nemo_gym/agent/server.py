@@ -297,7 +297,8 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         ACTS.add(str(response.outcome))
-        if (failure := failure_of_outcome(response.outcome, response.outcome_detail)) is not None:
+        failure = failure_of_outcome(response.outcome, response.outcome_detail)
+        if failure is not None and not response.within_reach:
             log.warning(
                 "the act left nothing to grade",
                 rollout_id=rollout.rollout_id,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from campaigns.faults.leftovers import foreign_sockets, open_sockets
 from nemo_gym.contract.session import ActResponse, AgentOutcome, McpServer, SandboxClause, SandboxSpecModel, Topology
@@ -118,11 +119,13 @@ async def test_daemons_neither_hold_the_run_up_nor_outlive_the_box(stack: Stack,
 
 
 async def test_agent_killed_from_within_is_crashed_and_its_work_kept(stack: Stack) -> None:
-    answer = await act(stack, "kill the agent", WORLD)
+    with capture_logs() as logs:
+        answer = await act(stack, "kill the agent", WORLD)
     assert answer.outcome is AgentOutcome.CRASHED
     assert "signal 9" in (answer.outcome_detail or "")
     assert answer.within_reach
     assert "+kept" in patch(answer)
+    assert "the act left nothing to grade" not in [entry["event"] for entry in logs], "it is graded"
 
 
 async def test_agent_that_the_box_kills_for_its_memory_is_crashed(stack: Stack, local: LocalProvider) -> None:

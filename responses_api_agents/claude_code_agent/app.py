@@ -157,8 +157,10 @@ class ClaudeCode(CliHarness):
         argv = [context.executable, "-p", "--output-format", "stream-json", "--verbose"]
         argv += ["--dangerously-skip-permissions", "--session-id", context.session_uuid]
         argv += ["--mcp-config", mcp, "--strict-mcp-config"]
-        if options.bare:
-            argv.append("--bare")
+        # Not the repository's settings: their variables would win over these, and their hooks would run. Its CLAUDE.md
+        # is then read only as that of an added directory.
+        argv += ["--setting-sources", "user"]
+        argv += ["--bare"] if options.bare else ["--add-dir", context.workdir]
         if options.tools is not None:
             argv += ["--tools", ",".join(options.tools)]
         if context.max_turns is not None:
@@ -174,6 +176,7 @@ class ClaudeCode(CliHarness):
             "CLAUDE_CODE_TMPDIR": f"{context.home}/tmp",
             "CLAUDE_CODE_MAX_RETRIES": str(options.max_retries),
             "API_TIMEOUT_MS": str(int(options.request_timeout_s * 1000)),
+            "CLAUDE_CODE_ADDITIONAL_DIRECTORIES_CLAUDE_MD": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             # Send requests that any server of the dialect accepts, and the same prompt for every sample.
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",

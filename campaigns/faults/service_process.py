@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 
-from nemo_gym.cli.signals import until_signal
+from nemo_gym._util.tasks import until_signal
 from nemo_gym.config.keys import COMPOSITION
 from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.credentials import Role, StackKeys

@@ -1,6 +1,7 @@
 """Tasks: work that finishes although its caller is cancelled (`finish`), tasks in the background (`BackgroundTasks`),
 retries of failed operations (`Backoff`): growing pauses, ``Retry-After`` headers, and when to give up; deadlines that
-stand still (`paused`); and the signals that stop a command (`on_stop_signal`).
+stand still (`paused`); and work that a signal or a failure ends (`on_stop_signal`,
+`until_signal`, `until_failure`).
 """
 
 from __future__ import annotations
@@ -242,3 +243,39 @@ def waiting_s(seconds: float | None) -> float | None:
     if seconds is None or math.isnan(seconds):
         return None
     return min(max(0.0, seconds), RETRY_AFTER_AT_MOST_S)
+
+
+async def until_signal(work: Coroutine[Any, Any, int], *, stopped: int) -> int:
+    """Await ``work``. The first signal to stop cancels it, and ``stopped`` is returned; the second one kills this
+    process."""
+    task = asyncio.ensure_future(work)
+    is_stopping = False
+
+    def stop() -> None:
+        nonlocal is_stopping
+        if is_stopping:
+            # Die from the signal at once, without waiting for anything.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        is_stopping = True
+        task.cancel()
+
+    on_stop_signal(stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return stopped
+
+
+async def until_failure(work: Awaitable[int], failure: asyncio.Future[Any]) -> int:
+    """Await ``work``; as soon as ``failure`` holds an exception, cancel the work and raise that exception."""
+    doing = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({doing, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            raise failure.result()
+        return doing.result()
+    finally:
+        if not doing.done():
+            doing.cancel()
+            await asyncio.wait({doing})

@@ -34,7 +34,7 @@ def collect_command(argv: Sequence[str]) -> int:
     ).parse_args(argv)
     import uvloop
 
-    from nemo_gym.cli.signals import until_signal
+    from nemo_gym._util.tasks import until_signal
     from nemo_gym.config.overrides import given_values
     from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
     from nemo_gym.config.run_defaults import check_dataset_words

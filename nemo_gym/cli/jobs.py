@@ -51,7 +51,7 @@ def jobs_command(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     import asyncio
 
-    from nemo_gym.cli.signals import until_signal
+    from nemo_gym._util.tasks import until_signal
     from nemo_gym.config.overrides import given_values
 
     name, *words = arguments.settings or [""]

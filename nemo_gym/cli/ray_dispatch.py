@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym._util.tasks import Backoff
-from nemo_gym.cli.signals import until_failure
+from nemo_gym._util.tasks import Backoff, until_failure
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import HOST, HOSTS

@@ -258,9 +258,8 @@ async def _run(
     composition: Composition, topology: Topology | None, process: tuple[int, socket.socket], work: Work
 ) -> int:
     """Start the stack, do its work until it ends, a server fails or a signal comes, and stop."""
-    from nemo_gym._util.tasks import on_stop_signal
+    from nemo_gym._util.tasks import on_stop_signal, until_failure
     from nemo_gym.cli.sandbox_check import check_sandbox
-    from nemo_gym.cli.signals import until_failure
     from nemo_gym.stack.stack import running_stack
     from nemo_gym.stack.supervisor import stop_nursery
 

@@ -34,8 +34,8 @@ def serve_command(argv: Sequence[str]) -> int:
 def _attach(run_dir: str, words: Sequence[str]) -> int:
     import uvloop
 
+    from nemo_gym._util.tasks import until_signal
     from nemo_gym.cli.collect_rollouts import serve_jobs
-    from nemo_gym.cli.signals import until_signal
     from nemo_gym.config.overrides import given_values
     from nemo_gym.config.service import ServiceConfig
     from nemo_gym.stack.endpoints import find_stack

@@ -69,7 +69,7 @@ COMMANDS: Final = {
     "why": Command("why rollouts failed, with evidence", "why:why", plain=True),
     "logs": Command("all servers' log lines of one rollout", "logs:logs", plain=True),
     "report": Command("a run as one file for a colleague", "report:write_report", plain=True),
-    "serve": Command("rollouts as jobs over HTTP", "serve_rollouts:serve_command"),
+    "serve": Command("rollouts as jobs over HTTP", "run:serve_command"),
     "jobs": Command("submit, watch and cancel jobs", "jobs:jobs_command", plain=True),
     "list": Command("what exists: agents, environments, sandboxes, models", "listing:list_parts", plain=True),
     "search": Command("what exists and has a word", "listing:search", plain=True),
@@ -129,7 +129,7 @@ FLAGS: Final = (
     Flag(("--disable-aggregation",), "disable_aggregation", "no metrics file", "true"),
     Flag(("--dry-run",), "dry_run", "check and start nothing", "true"),
 )
-_COMPOSING: Final = ("run:", "reverify:", "serve_rollouts:")
+_COMPOSING: Final = ("run:", "reverify:")
 """How `Command.runs` begins for commands that compose servers, beside those of the group ``env``."""
 NO_SERVE = "--no-serve"
 SEARCH_DIR = "--search-dir"

@@ -1,6 +1,6 @@
 """``ng_prepare <environment> key=value…``: make, once, the images and datasets that an environment needs.
 
-``ng_prepare agents`` fetches the CLIs that agents run (`nemo_gym.cli.prepare_agents`)."""
+``ng_prepare agents [agents=a,b]`` fetches, once per machine, the CLIs that agents run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import asyncio
 import inspect
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_gym._util.lazy import module_of
+from nemo_gym._util.suggest import nearest
 from nemo_gym.cli import command
-from nemo_gym.config.keys import ENVIRONMENT_TYPE
+from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE
 from nemo_gym.config.roots import find_plugin, plugin_roots
 from nemo_gym.contract.errors import ConfigError, NemoGymError
+
+if TYPE_CHECKING:
+    from nemo_gym.agent.harness.base import CliPackage
 
 NAME = "ng_prepare"
 AGENTS = "agents"
@@ -44,8 +49,6 @@ def prepare(argv: Sequence[str]) -> int:
         parser.parse_args(words)
         raise ConfigError(f"which environment? there are: {', '.join(preparable()) or 'none'}", key="environment")
     if environment == AGENTS:
-        from nemo_gym.cli.prepare_agents import prepare_agents
-
         return prepare_agents(words)
     roots = plugin_roots()
     folder = find_plugin(ENVIRONMENT_TYPE, environment, roots)
@@ -102,3 +105,70 @@ def _result(script: Path, settings: list[str]) -> object:
         raise ConfigError(f"{script} defines neither main(overrides) nor prepare()", file=str(script))
     result = entry(settings) if inspect.signature(entry).parameters else entry()
     return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def prepare_agents(settings: Sequence[str]) -> int:
+    """Fetch the missing CLIs of all agents, or of those in ``agents=``. Raises `ConfigError` after trying all of them,
+    if one cannot be fetched or an archive is not the pinned one."""
+    from nemo_gym.agent.harness.provision.fetch import fetch
+
+    packages = cli_packages()
+    command.parser(
+        "ng_prepare agents",
+        "Fetch the CLIs that agents run, in their pinned versions, once per machine; agents=a,b fetches some of them."
+        f" Agents: {', '.join(packages)}.",
+        words="agents=NAME,NAME",
+    ).parse_args(settings)
+    failed: list[str] = []
+    for name in chosen_agents(settings, packages):
+        package = packages[name]
+        print(f"{name}: {package.name} {package.version} …", flush=True)
+        try:
+            print(f"{name}: {fetch(package)}", flush=True)
+        except ConfigError as error:
+            failed.append(f"{name}: {error.message}")
+    if failed:
+        raise ConfigError("; ".join(failed), key="agents")
+    return command.EXIT_OK
+
+
+def cli_packages() -> Mapping[str, CliPackage]:
+    """Map each agent of every plugin root to the package that must be fetched for it."""
+    found: dict[str, CliPackage] = {}
+    roots = plugin_roots()
+    sys.path[:0] = [str(root) for root in roots if str(root) not in sys.path]
+    for root in roots:
+        for path in sorted(root.glob(f"{AGENT_TYPE}/*/app.py")):
+            # An agent without a harness runs no CLI, and importing it may need packages that are not installed here.
+            if "harness_class" in path.read_text(encoding="utf-8") and (package := _package(path)) is not None:
+                found.setdefault(path.parent.name.removesuffix("_agent"), package)
+    return found
+
+
+def _package(path: Path) -> CliPackage | None:
+    from nemo_gym.agent.harness.agent import CliAgent
+
+    # Under a name of its own: the package's own module may be imported, here or later.
+    name = f"scanned_{AGENT_TYPE}_{path.parent.name}"
+    for value in vars(module_of(path, name)).values():
+        if isinstance(value, type) and issubclass(value, CliAgent) and "harness_class" in vars(value):
+            package = value.harness_class.package
+            return package if package.is_fetched else None
+    return None
+
+
+def chosen_agents(settings: Sequence[str], packages: Mapping[str, CliPackage]) -> list[str]:
+    """Return the agents that ``agents=`` names, or all. Raises `ConfigError` for unknown agents and settings."""
+    names = list(packages)
+    for word in settings:
+        key, sign, value = word.partition("=")
+        if key != "agents" or not sign:
+            raise ConfigError(f"'{word}' is not a setting of ng_prepare agents; it takes agents=NAME,NAME", key=key)
+        names = [name.strip().removesuffix("_agent") for name in value.split(",")]
+    for name in names:
+        if name not in packages:
+            hint = nearest(name, packages)
+            raise ConfigError(
+                f"no agent '{name}' runs a CLI{hint}; those that do: {', '.join(packages)}", key="agents"
+            )
+    return names

@@ -25,7 +25,7 @@ from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
 from nemo_gym.cli import export_trajectories, jobs, plan_placement, prorl_server
-from nemo_gym.cli.prepare_agents import chosen, cli_packages
+from nemo_gym.cli.prepare import chosen_agents, cli_packages
 from nemo_gym.config import sandbox_blocks
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
@@ -199,7 +199,7 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
         case "ng_jobs":
             assert set(given_values(settings[1:])) <= set(jobs.KEYS[settings[0]])
         case "ng_prepare" if settings[:1] == ["agents"]:
-            assert set(chosen(settings[1:], cli_packages())) <= set(cli_packages())
+            assert set(chosen_agents(settings[1:], cli_packages())) <= set(cli_packages())
         case "ng_prepare" if settings[1].startswith("dataset="):
             DataSet.parse(settings[1].partition("=")[2], None, ROOT / "resources_servers" / settings[0])
         case "ng_prepare":

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from nemo_gym.cli.prepare_agents import cli_packages
+from nemo_gym.cli.prepare import cli_packages
 from nemo_gym.config.composition import SANDBOX, Composition
 from nemo_gym.config.sandbox_blocks import resolve_provider_config
 from nemo_gym.config.servers import references

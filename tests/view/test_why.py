@@ -11,7 +11,7 @@ import pytest
 from rich.text import Text
 
 from nemo_gym._util.terminal import shown
-from nemo_gym.cli import command, jobs, oracle_check
+from nemo_gym.cli import command, jobs
 from nemo_gym.cli.logs import logs
 from nemo_gym.cli.show import show
 from nemo_gym.cli.validate import validate
@@ -228,7 +228,9 @@ def test_commands_print_what_rows_and_logs_hold_as_text(
     assert show([output, f"task{MOVES}"]) == 0
     assert why([output]) == 0
     assert logs(["rollout=run.7-0", f"run_dir={tmp_path / 'run'}"]) == 0
-    monkeypatch.setattr(oracle_check, "check_with_oracle", lambda words: [f"task{MOVES} with oracle=gold: reward 0"])
+    monkeypatch.setattr(
+        "nemo_gym.cli.validate.check_with_oracle", lambda words: [f"task{MOVES} with oracle=gold: reward 0"]
+    )
     assert validate(["--oracle"]) == 1
     jobs._print_stderr(f"job: {MOVES}")
     with pytest.raises(SystemExit):

@@ -16,10 +16,8 @@ import pytest
 
 from nemo_gym._util.exact_json import require_exact_integers
 from nemo_gym.cli import gym
-from nemo_gym.cli.listing import list_parts, search
-from nemo_gym.cli.plugin_tests import plugin_folder, run_tests
+from nemo_gym.cli.plugins import init_agent, init_environment, list_parts, plugin_folder, run_tests, search
 from nemo_gym.cli.profile import aggregate, profile, render
-from nemo_gym.cli.scaffold import init_agent, init_environment
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
 from nemo_gym.config.overrides import given_values

@@ -1,7 +1,9 @@
-"""``ng_show``: a run, one rollout of it, or two runs compared, in the terminal."""
+"""A run in the terminal: ``ng_show`` shows it, one rollout of it, or two runs compared; ``ng_why`` says for each class
+of failure what happened, the evidence and what helps; ``ng_logs`` prints all servers' log lines about one rollout."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -293,3 +295,134 @@ def _print_comparison(console: Console, first: ResultIndex, second: ResultIndex,
     )
     if result["only_a"] or result["only_b"]:
         console.print(f"not compared: {counted(result['only_a'], 'task')} in A alone, {result['only_b']} in B alone")
+
+
+def main_why() -> None:
+    command.run("ng_why", why)
+
+
+def why(argv: Sequence[str]) -> int:
+    """Explain the failures. Return 0, also if nothing failed."""
+    parser = command.plain_parser(
+        "ng_why",
+        "Explain why rollouts of a run have no verdict, findings, or no reward: for each class what happened, the"
+        " evidence, the servers' log lines, and what usually helps; with a rollout (its id, task#sample, or a task)"
+        " for that rollout.",
+    )
+    parser.add_argument("output", metavar="OUTPUT", help="result file")
+    parser.add_argument("rollout", nargs="?", metavar="ROLLOUT", help="one rollout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args(argv)
+    from nemo_gym.view.why import explain_rollout, explain_run
+
+    index = open_shown(arguments.output)
+    if arguments.rollout:
+        explained = explain_rollout(index, arguments.rollout)
+        classes = [] if explained is None else [explained]
+    else:
+        classes = [*explain_run(index)]
+    if arguments.json:
+        print(json.dumps({"output": str(index.files.output), "classes": classes}, indent=2))
+    else:
+        _print_causes(index, classes)
+    return command.EXIT_OK
+
+
+def _print_causes(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
+    from nemo_gym.view import live
+    from nemo_gym.view.queries import notes
+    from nemo_gym.view.text import one_line
+
+    tell = partial(say, command.result_console())
+    for note in notes(index):
+        tell(note, "yellow")
+    if not classes:
+        progress = live.progress(index.files)
+        if progress is not None and progress["collecting"] and "total" in progress:
+            tell(f"Nothing to explain yet: {progress['ended']} of {progress['total']} rollouts have ended, all well.")
+        else:
+            tell("Nothing to explain: every rollout has a reward, and none has findings.")
+    for each in classes:
+        named = ", ".join(one_line(name, 70) for name in each["named"])
+        more = ", …" if each["rollouts"] > len(each["named"]) else ""
+        tell(f"\n{each['rollouts']} × {each['title']}  ({named}{more})", "bold")
+        tell(f"  {each['happened']}")
+        for evidence in each["evidence"]:
+            tell(f"  evidence: {one_line(evidence, 400)}")
+        for line in each["failing_lines"]:
+            tell(f"  {one_line(each['evaluation_log'], 120)}: {one_line(line, 160)}", "red")
+        for line in each["log_lines"]:
+            extra = (f"{one_line(key)}={one_line(value, 200)}" for key, value in line["more"].items())
+            source = f"  {line['at']}: {one_line(line['level'])}"
+            tell(" ".join((f"{source}: {one_line(line['event'], 200)}", *extra)), "yellow")
+        if not each["log_lines"] and each["label"].startswith("no verdict"):
+            where = ", ".join(each["log_folders"]) or "their folder is not known, or no longer there"
+            tell(f"  no server logged anything about it ({where})", "dim")
+        tell(f"  what helps: {each['helps']}")
+        if each["rollout_id"] is not None:
+            tell(f"  more: ng_show {index.files.output} {each['rollout_id']}", "dim")
+
+
+def main_logs() -> None:
+    command.run("ng_logs", logs)
+
+
+def logs(argv: Sequence[str]) -> int:
+    """Print the lines in order of time. Return 1 if there are none."""
+    parser = command.plain_parser(
+        "ng_logs",
+        "Print what all servers logged about one rollout, in order. rollout= is its id. output= names the result file"
+        " (then task#sample works, too), run_dir= a run's folder; without either, all runs of this user are searched.",
+    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="rollout=ID [output=FILE | run_dir=DIR]")
+    parser.add_argument("--json", action="store_true", help="print the lines as they stand in the logs")
+    arguments = parser.parse_args(argv)
+    from nemo_gym._util.terminal import shown
+    from nemo_gym.view.logs import lines_of
+    from nemo_gym.view.text import one_line
+
+    given = command.settings_of(arguments.words, ("rollout", "run_dir", "output"))
+    if not given.get("rollout"):
+        raise ConfigError("rollout=: is missing; ng_show and the result rows name it (_ng_rollout_id)", key="rollout")
+    rollout, folders, row = _locate(given)
+    lines = lines_of(folders, rollout, row)
+    for line in lines:
+        if arguments.json:
+            print(json.dumps({"server": line.server, "timestamp": line.timestamp, "level": line.level,
+                              "event": line.event, "rollout_id": line.rollout_id, **line.more}))  # fmt: skip
+            continue
+        trace = str(line.more.get("exception", ""))
+        extra = (f"{one_line(key)}={one_line(value, 300)}" for key, value in line.more.items() if key != "exception")
+        source = " ".join(map(one_line, (line.timestamp, line.server, line.level)))
+        print(" ".join((f"{source}: {one_line(line.event, 400)}", *extra)))
+        for text in trace.splitlines():
+            print(f"    {shown(text)}")
+    if not lines:
+        searched = ", ".join(str(folder) for folder in folders[:3]) or "no folder"
+        command.complain("ng_logs", f"no server logged anything about '{rollout}' ({searched})")
+    return command.EXIT_OK if lines else command.EXIT_FAILED
+
+
+def _locate(given: dict[str, str]) -> tuple[str, list[Path], dict[str, Any]]:
+    """Return the rollout's id, the folders to search, and its result row (empty if there is none)."""
+    rollout = given["rollout"]
+    if "output" in given:
+        from nemo_gym.view.index import ViewError
+        from nemo_gym.view.logs import log_folders
+        from nemo_gym.view.queries import find_row
+
+        index = open_shown(given["output"])
+        try:
+            result = find_row(index, rollout)
+        except ViewError:
+            return rollout, log_folders(index.files, {}), {}  # it may still be running
+        return str(result.columns["rollout_id"]), log_folders(index.files, result.row), result.row
+    if "run_dir" in given:
+        folder = Path(given["run_dir"], "logs")
+        if not folder.is_dir():
+            raise ConfigError(f"run_dir=: '{given['run_dir']}' has no folder 'logs'", key="run_dir")
+        return rollout, [folder], {}
+    from nemo_gym.config.compose import run_directory_root
+
+    root = run_directory_root()
+    return rollout, sorted(path for path in root.glob("*/logs") if path.is_dir()) if root.is_dir() else [], {}

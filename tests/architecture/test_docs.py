@@ -223,7 +223,7 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
 
 def _seeing_works(line: CommandLine, place: Path) -> None:
     """The command does what it says, over a result file in the place that the page names."""
-    from nemo_gym.cli import logs, report, show, view, why
+    from nemo_gym.cli import report, show, view
     from nemo_gym.view.runs import Runs
     from tests.view.results import failed, row, write
 
@@ -236,11 +236,11 @@ def _seeing_works(line: CommandLine, place: Path) -> None:
         case "ng_show":
             assert show.show(line.words[1:]) == 0
         case "ng_why":
-            assert why.why(line.words[1:]) == 0
+            assert show.why(line.words[1:]) == 0
         case "ng_report":
             assert report.write_report(line.words[1:]) == 0
         case "ng_logs":  # no server of it ever ran
-            assert logs.logs(line.words[1:]) == 1
+            assert show.logs(line.words[1:]) == 1
         case _:
             assert view.NAME == "ng_view"
             shown = [word for word in line.words[1:] if not word.startswith("--")]

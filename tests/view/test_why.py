@@ -12,10 +12,8 @@ from rich.text import Text
 
 from nemo_gym._util.terminal import shown
 from nemo_gym.cli import command, jobs
-from nemo_gym.cli.logs import logs
-from nemo_gym.cli.show import show
+from nemo_gym.cli.show import logs, show, why
 from nemo_gym.cli.validate import validate
-from nemo_gym.cli.why import why
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind
 from nemo_gym.rollouts.report import print_agents, print_table

@@ -13,9 +13,9 @@ _RUN_HELPER = ("GlobalConfigDictParserConfig", "RunHelper")
 
 def __getattr__(name: str) -> Any:
     if name in _RUN_HELPER:
-        from nemo_gym.cli import run_helper
+        from nemo_gym.cli import program
 
-        return getattr(run_helper, name)
+        return getattr(program, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

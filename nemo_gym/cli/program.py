@@ -1,7 +1,7 @@
 """Runs from a program: ``from nemo_gym import run`` for notebooks and scripts, ``run_async`` for trainers.
 
 The servers run in a separate process, as with `ng env start`. The rollouts run in this process, through the pipeline
-of ``ng_run`` (`run_collection`), and write the same files.
+of ``ng_run`` (`run_collection`), and write the same files. NeMo Gym's `RunHelper` only starts and stops the servers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from nemo_gym.cli.command import key_of, result_console
 from nemo_gym.cli.run import check_rollout_run
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
+from nemo_gym.config.files import read_yaml
 from nemo_gym.config.overrides import word_of
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
 from nemo_gym.config.run_defaults import complete_run, default_output
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, run_collection, show_finished
@@ -321,3 +322,71 @@ def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
             key="output",
         ) from error
     return file
+
+
+_DROPPED_KEYS = frozenset(
+    {
+        "head_server",
+        "ray_head_node_address",
+        "global_aiohttp_connector_limit",
+        "global_aiohttp_connector_limit_per_host",
+        "config_paths",
+    }
+)
+"""Keys of NeMo RL that are dropped: there is no head server and no Ray here, and connections are not limited."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalConfigDictParserConfig:
+    """Where a run helper's configuration comes from."""
+
+    dotenv_path: Path | None = None
+    """A YAML file with more keys (``env.yaml``); ``initial_global_config_dict`` takes precedence over it."""
+    initial_global_config_dict: Mapping[str, Any] | None = None
+    skip_load_from_cli: bool = False
+    """Accepted; the program's own command line is never read."""
+    skip_load_from_dotenv: bool = False
+
+
+class RunHelper:
+    """Starts the servers in a separate process. `RolloutCollectionHelper` finds them."""
+
+    def __init__(self) -> None:
+        self._stack: BackgroundStack | None = None
+
+    def start(self, global_config_dict_parser_config: GlobalConfigDictParserConfig) -> StackEntry:
+        """Start everything and wait until it is ready. Raises `ConfigError`, `ServerError`."""
+        from omegaconf import OmegaConf
+
+        if self._stack is not None:
+            raise ConfigError("this run helper has started its servers already; shut it down first")
+        given = global_config_dict_parser_config
+        initial: Any = given.initial_global_config_dict or {}
+        # Interpolations stay unresolved: some refer to keys of the files, and the policy's URL is still a list here.
+        plain: Any = OmegaConf.to_container(initial) if OmegaConf.is_config(initial) else initial
+        values = dict(plain)
+        paths = [str(path) for path in values.get("config_paths") or ()]
+        if given.dotenv_path is not None and given.dotenv_path.is_file() and not given.skip_load_from_dotenv:
+            values = {**read_yaml(given.dotenv_path), **values}
+        values = {name: value for name, value in values.items() if name not in _DROPPED_KEYS}
+        urls = values.get("policy_base_url")
+        if isinstance(urls, list) and len(urls) == 1:
+            values["policy_base_url"] = urls[0]
+        self._stack = BackgroundStack(values=values, config_paths=paths)
+        try:
+            return self._stack.start()
+        except BaseException:
+            self._stack = None
+            raise
+
+    def poll(self) -> None:
+        """Raise `ServerError` if the servers do not run. NeMo RL calls this to check the health of its environment."""
+        if self._stack is None:
+            raise ServerError("the servers are not running; start them first")
+        self._stack.check()
+
+    def shutdown(self) -> None:
+        """Stop the servers; idempotent."""
+        if self._stack is not None:
+            self._stack.stop()
+            self._stack = None

@@ -11,7 +11,6 @@ from nemo_gym._util.files import INSTALL_ROOT, cache_root
 from nemo_gym.config import compatibility
 from nemo_gym.config import servers as server_blocks
 from nemo_gym.config.composition import SANDBOX, Composition
-from nemo_gym.config.directives import apply_directives
 from nemo_gym.config.files import include_paths, load_files, read_yaml
 from nemo_gym.config.groups import (
     Choice,
@@ -34,10 +33,9 @@ from nemo_gym.config.keys import (
     MODEL_TYPE,
     TOPOLOGY,
 )
-from nemo_gym.config.layers import Layer, Merged, leaves, lookup
+from nemo_gym.config.layers import MISSING, Layer, Merged, apply_directives, leaves, lookup, resolve
 from nemo_gym.config.nemo_gym_files import take_environment_servers
 from nemo_gym.config.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
-from nemo_gym.config.resolve import MISSING, resolve
 from nemo_gym.config.roots import plugin_roots
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.strict import check_top_level, known_keys

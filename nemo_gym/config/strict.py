@@ -7,9 +7,8 @@ from typing import Any
 
 from nemo_gym._util.suggest import MISSPELT, SIMILAR, nearest
 from nemo_gym.config.keys import COMPOSITION, GROUPS, NEMO_GYM_KEYS, SUITE_KEYS
-from nemo_gym.config.layers import Merged, leaves
+from nemo_gym.config.layers import Merged, interpolated_keys, leaves
 from nemo_gym.config.nemo_gym_files import is_nemo_gyms
-from nemo_gym.config.resolve import interpolated_keys
 from nemo_gym.contract.errors import ConfigError
 
 

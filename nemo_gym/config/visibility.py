@@ -14,8 +14,7 @@ from typing import Any
 from nemo_gym._util.secrets import is_secret, without_password
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.keys import COMPOSITION, ENVIRONMENT_TYPE, HOSTS, MODEL_TYPE, OBSERVABILITY
-from nemo_gym.config.layers import leaves, lookup
-from nemo_gym.config.resolve import interpolated_keys
+from nemo_gym.config.layers import interpolated_keys, leaves, lookup
 from nemo_gym.config.servers import references
 
 

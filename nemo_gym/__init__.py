@@ -93,7 +93,7 @@ __all__ = [
 def _resolve_under_cwd_or_install(path: str | Path) -> Path:
     """NeMo Gym's name for finding a configuration's relative path: under ``NEMO_GYM_EXTRA_ROOTS``, the working
     directory, the installation. A path that does not exist is taken relative to the working directory."""
-    from nemo_gym.config.roots import plugin_roots
+    from nemo_gym.config.files import plugin_roots
 
     relative = Path(path).expanduser()
     if relative.is_absolute():
@@ -103,8 +103,8 @@ def _resolve_under_cwd_or_install(path: str | Path) -> Path:
 
 
 def component_search_roots() -> list[Path]:
-    """NeMo Gym's name for `nemo_gym.config.roots.plugin_roots`."""
-    from nemo_gym.config.roots import plugin_roots
+    """NeMo Gym's name for `nemo_gym.config.files.plugin_roots`."""
+    from nemo_gym.config.files import plugin_roots
 
     return plugin_roots()
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from nemo_gym._util.files import write_whole
-from nemo_gym.config.roots import plugin_roots
+from nemo_gym.config.files import plugin_roots
 from nemo_gym.contract.errors import ConfigError, RowError, not_json
 from nemo_gym.contract.verdict import PARAMS_KEY
 from nemo_gym.rollouts.rows import read_row, row_error

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
 from nemo_gym._util.lazy import module_of
-from nemo_gym.config.roots import plugin_roots
+from nemo_gym.config.files import plugin_roots
 from nemo_gym.contract.verdict import AGENT_REF_KEY, PARAMS_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 
 TASK_DATA_MODULE_NAME = "task_data"

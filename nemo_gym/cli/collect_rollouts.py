@@ -59,7 +59,7 @@ def collect_command(argv: Sequence[str]) -> int:
 
 
 def _environment_of(stack: StackEntry) -> Path | None:
-    from nemo_gym.config.roots import find_plugin
+    from nemo_gym.config.files import find_plugin
 
     if "environment" not in stack.chosen:
         return None

@@ -20,8 +20,8 @@ import orjson
 from nemo_gym._util.suggest import first_line, nearest
 from nemo_gym.cli import command
 from nemo_gym.config.datasets import DataSet, digest_of
+from nemo_gym.config.files import find_plugin
 from nemo_gym.config.keys import ENVIRONMENT_TYPE
-from nemo_gym.config.roots import find_plugin
 from nemo_gym.contract.errors import ConfigError
 
 DIRECTORIES = "NEMO_GYM_DATASETS"

@@ -246,7 +246,7 @@ def _is_true(flag: str, value: str) -> bool:
 
 def add_root(folder: str) -> None:
     """Look for plugins below ``folder`` first."""
-    from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
+    from nemo_gym.config.files import EXTRA_ROOTS_VARIABLE
 
     existing = os.environ.get(EXTRA_ROOTS_VARIABLE)
     os.environ[EXTRA_ROOTS_VARIABLE] = os.pathsep.join(part for part in (folder, existing) if part)
@@ -254,7 +254,7 @@ def add_root(folder: str) -> None:
 
 def _composed(settings: list[str], files: list[str], *, needs_policy: bool) -> list[str]:
     """Return the settings of a command that composes, with files in place of the names of NeMo Gym's plugins."""
-    from nemo_gym.config.roots import find_file, plugin_roots
+    from nemo_gym.config.files import find_file, plugin_roots
 
     roots = plugin_roots()
     has_own_files = bool(files)  # they may define a model

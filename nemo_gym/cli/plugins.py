@@ -16,7 +16,7 @@ from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym._util.suggest import nearest
 from nemo_gym.cli import command
 from nemo_gym.cli.gym import SEARCH_DIR, add_root
-from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE, find_plugin, plugin_roots
+from nemo_gym.config.files import EXTRA_ROOTS_VARIABLE, find_plugin, plugin_roots
 from nemo_gym.contract.errors import ConfigError
 
 KINDS = {"agents": "agent", "environments": "environment", "sandboxes": "sandbox", "models": "model"}
@@ -43,7 +43,7 @@ def search(argv: Sequence[str]) -> int:
 
 
 def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> int:
-    from nemo_gym.config.groups import Choice, available, find_group_file
+    from nemo_gym.config.files import Choice, available, find_group_file
 
     for folder in folders:
         add_root(folder)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from nemo_gym._util.lazy import module_of
 from nemo_gym._util.suggest import nearest
 from nemo_gym.cli import command
+from nemo_gym.config.files import find_plugin, plugin_roots
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE
-from nemo_gym.config.roots import find_plugin, plugin_roots
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 
 if TYPE_CHECKING:

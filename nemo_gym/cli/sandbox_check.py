@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.compatibility import sandbox_provider, side_of
 from nemo_gym.config.composition import Composition, backend_of, boxes_at
-from nemo_gym.config.groups import available
+from nemo_gym.config.files import available
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import AGENT_TYPE, MODEL_TYPE
 from nemo_gym.config.servers import ServerBlock, references

@@ -11,12 +11,15 @@ from nemo_gym._util.files import INSTALL_ROOT, cache_root
 from nemo_gym.config import compatibility
 from nemo_gym.config import servers as server_blocks
 from nemo_gym.config.composition import SANDBOX, Composition
-from nemo_gym.config.files import include_paths, load_files, read_yaml
-from nemo_gym.config.groups import (
+from nemo_gym.config.files import (
     Choice,
     LoadedGroup,
     choose_instance,
+    include_paths,
+    load_files,
     load_group,
+    plugin_roots,
+    read_yaml,
     require_name,
     take_choices,
     unknown_choice,
@@ -36,7 +39,6 @@ from nemo_gym.config.keys import (
 from nemo_gym.config.layers import MISSING, Layer, Merged, apply_directives, leaves, lookup, resolve
 from nemo_gym.config.nemo_gym_files import take_environment_servers
 from nemo_gym.config.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
-from nemo_gym.config.roots import plugin_roots
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.strict import check_top_level, known_keys
 from nemo_gym.contract.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from nemo_gym.config.files import find_file, plugin_roots
 from nemo_gym.config.pipeline import PipelineConfig, named
-from nemo_gym.config.roots import find_file, plugin_roots
 from nemo_gym.contract.errors import ConfigError
 
 _COMPRESSED = (

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.config.datasets import DataSet
+from nemo_gym.config.files import find_file, find_plugin
 from nemo_gym.config.keys import AGENT_TYPE
-from nemo_gym.config.roots import find_file, find_plugin
 from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:

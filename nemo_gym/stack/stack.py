@@ -15,9 +15,9 @@ from nemo_gym._util.secrets import redact
 from nemo_gym.config.check import free_ports
 from nemo_gym.config.compose import run_directory_root
 from nemo_gym.config.composition import Composition
+from nemo_gym.config.files import find_plugin
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import COMPOSITION
-from nemo_gym.config.roots import find_plugin
 from nemo_gym.config.visibility import Address
 from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.contract.errors import ConfigError

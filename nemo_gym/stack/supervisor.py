@@ -22,11 +22,11 @@ from nemo_gym._util.files import COMMAND_DIRECTORY_VARIABLE
 from nemo_gym._util.secrets import scrub, secret_values
 from nemo_gym._util.tasks import BackgroundTasks, Backoff, pause_after
 from nemo_gym.config.composition import Composition
+from nemo_gym.config.files import EXTRA_ROOTS_VARIABLE
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE, OBSERVABILITY
 from nemo_gym.config.launch import ServerLaunch, write_launch
 from nemo_gym.config.plugin_keys import entrypoint
-from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.visibility import Address, call_targets, endpoints, pipeline_view, server_view
 from nemo_gym.contract.credentials import Role, StackKeys

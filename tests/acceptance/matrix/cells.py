@@ -21,9 +21,8 @@ from nemo_gym.cli.sandbox_check import check_sandbox
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import Composition
-from nemo_gym.config.groups import Choice, choose_instance, load_group
+from nemo_gym.config.files import Choice, choose_instance, find_plugin, load_group
 from nemo_gym.config.keys import GROUPS, MODEL_TYPE, TOPOLOGY
-from nemo_gym.config.roots import find_plugin
 from nemo_gym.config.servers import references
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Topology

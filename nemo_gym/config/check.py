@@ -11,11 +11,11 @@ from nemo_gym.config.composition import Composition
 from nemo_gym.config.files import EXTRA_ROOTS_VARIABLE, missing_roots
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE, UNREAD_NEMO_GYM_KEYS
-from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.observability import ObservabilityConfig
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.plugin_keys import check_server_keys, entrypoint
 from nemo_gym.config.servers import ServerBlock
+from nemo_gym.config.strict import refuse
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import SESSION_TTL_S, Topology
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.composition import SANDBOX, Composition
 from nemo_gym.config.keys import AGENT_TYPE, COMPOSITION, DEFAULT_MODEL, MODEL_TYPE, TOPOLOGY
-from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.plugin_keys import class_constant
 from nemo_gym.config.servers import ServerBlock, references
+from nemo_gym.config.strict import refuse
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Topology
 

@@ -37,10 +37,9 @@ from nemo_gym.config.keys import (
     TOPOLOGY,
 )
 from nemo_gym.config.layers import MISSING, Layer, Merged, apply_directives, leaves, lookup, resolve
-from nemo_gym.config.nemo_gym_files import take_environment_servers
 from nemo_gym.config.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
 from nemo_gym.config.servers import ServerBlock
-from nemo_gym.config.strict import check_top_level, known_keys
+from nemo_gym.config.strict import check_top_level, known_keys, take_environment_servers
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Topology
 

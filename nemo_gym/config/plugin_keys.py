@@ -17,8 +17,8 @@ from pathlib import Path
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.files import find_plugin
 from nemo_gym.config.keys import SERVER_KEYS
-from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.servers import ServerBlock
+from nemo_gym.config.strict import refuse
 from nemo_gym.contract.errors import ConfigError
 
 CORE_BASES = frozenset({"SimpleResourcesServer", "SimpleResponsesAPIAgent", "SimpleResponsesAPIModel"})

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import SERVER_TYPES
 from nemo_gym.config.layers import Merged
-from nemo_gym.config.nemo_gym_files import refuse
+from nemo_gym.config.strict import refuse
 from nemo_gym.contract.errors import ConfigError
 
 

@@ -109,7 +109,7 @@ def test_what_nemo_gym_lets_pass_is_a_warning_in_its_files_and_a_mistake_in_othe
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         composed(root, text + SOLVER)
-    from nemo_gym.config.nemo_gym_files import _belongs
+    from nemo_gym.config.strict import _belongs
 
     written_for_nemo_gym(root)
     _belongs.cache_clear()

@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 
 from campaigns.bench.report import Bar, argument_parser, print_report
 from campaigns.bench.workloads import SampledGroup, SamplingWorkload, SimulatedStages, Timeless, simulate
+from nemo_gym.config.pipeline import SamplingConfig
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import JobEvent, JobSpec
 from nemo_gym.rollouts.pipeline import AsyncDispatcher

@@ -20,7 +20,7 @@ import uvloop
 
 from nemo_gym._util.tasks import until_signal
 from nemo_gym.config.keys import COMPOSITION
-from nemo_gym.config.service import ServiceConfig
+from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.service.routes import host

@@ -11,8 +11,8 @@ from nemo_gym.cli import command
 from nemo_gym.config.keys import OBSERVABILITY
 
 if TYPE_CHECKING:
+    from nemo_gym.config.pipeline import ServiceConfig
     from nemo_gym.config.run import RolloutRunConfig
-    from nemo_gym.config.service import ServiceConfig
     from nemo_gym.rollouts.collection import CollectionResult
     from nemo_gym.rollouts.rows import MaterializedInputs
     from nemo_gym.stack.endpoints import StackEntry

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym._util.tasks import Backoff, until_failure
 from nemo_gym.config.composition import Composition
-from nemo_gym.config.hosts import Hosts
+from nemo_gym.config.hosts import PIPELINE, Hosts, NodePart, RayConfig, RayNode, hosts_block, name_of
 from nemo_gym.config.keys import HOST, HOSTS
-from nemo_gym.config.ray import PIPELINE, NodePart, RayConfig, RayNode, hosts_block, name_of
 from nemo_gym.contract.credentials import is_loopback
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.client import url_host

@@ -80,7 +80,7 @@ def _attach(run_dir: str, words: Sequence[str]) -> int:
     from nemo_gym._util.tasks import until_signal
     from nemo_gym.cli.collect_rollouts import serve_jobs
     from nemo_gym.config.overrides import given_values
-    from nemo_gym.config.service import ServiceConfig
+    from nemo_gym.config.pipeline import ServiceConfig
     from nemo_gym.stack.endpoints import find_stack
 
     stack = find_stack(run_dir)
@@ -150,8 +150,8 @@ def compose_stack(
     composition decides."""
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
+    from nemo_gym.config.hosts import NodePart, RayConfig
     from nemo_gym.config.launch import die_with_parent
-    from nemo_gym.config.ray import NodePart, RayConfig
     from nemo_gym.config.run_defaults import complete_run
     from nemo_gym.stack.ports import check_addresses
 
@@ -385,7 +385,7 @@ def _joining(composition: Composition, service: str) -> Work:
 
 def _serving(composition: Composition) -> Work:
     from nemo_gym.cli.collect_rollouts import serve_jobs
-    from nemo_gym.config.service import ServiceConfig
+    from nemo_gym.config.pipeline import ServiceConfig
 
     values = composition.serve_values()
     if "agent" in composition.chosen:

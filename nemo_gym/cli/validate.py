@@ -109,7 +109,7 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     from nemo_gym.cli.sandbox_check import check_sandbox
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
-    from nemo_gym.config.ray import RayConfig
+    from nemo_gym.config.hosts import RayConfig
     from nemo_gym.config.run_defaults import complete_run
     from nemo_gym.stack.ports import check_addresses
 

@@ -157,7 +157,7 @@ def _check_run_keys(composition: Composition) -> None:
                 "join lends a stack's servers to a service elsewhere; leave out input=, output= and serve", key="join"
             )
     if composition.serves:
-        from nemo_gym.config.service import ServiceConfig
+        from nemo_gym.config.pipeline import ServiceConfig
 
         if composition.has_run or has_output:
             raise ConfigError(

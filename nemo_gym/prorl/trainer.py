@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
+from nemo_gym.config.pipeline import SamplingConfig
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import (
     TASK_INDEX_KEY,

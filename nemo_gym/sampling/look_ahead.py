@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nemo_gym.config.sampling import SamplingConfig
+from nemo_gym.config.pipeline import SamplingConfig
 
 OBSERVED = 256
 """How many of the latest groups, and of the latest rollouts, the estimates use."""

@@ -13,8 +13,8 @@ import orjson
 import structlog
 
 from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym.config.pipeline import SamplingConfig
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, new_run_id
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client

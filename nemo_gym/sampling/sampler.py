@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.config.sampling import SamplingConfig
+from nemo_gym.config.pipeline import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError, require_whole
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, group_id_of, rollout_id_of, task_id_of
 from nemo_gym.rollouts.interfaces import JobAttempt, JobEvent, JobSelector, JobSpec, JobState

@@ -28,7 +28,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from nemo_gym._util.exact_json import loads_exactly
-from nemo_gym.config.service import ServiceConfig
+from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.contract.session import IDENTIFIER

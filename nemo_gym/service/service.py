@@ -18,7 +18,7 @@ import structlog
 
 from nemo_gym._util.files import write_private
 from nemo_gym._util.tasks import BackgroundTasks, Backoff
-from nemo_gym.config.service import ServiceConfig
+from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import new_run_id

@@ -11,7 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym._util.suggest import nearest
-from nemo_gym.config.service import ServiceConfig
+from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
 from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import PARAMS_KEY, TASK_INDEX_KEY, has_prompt, task_id_of

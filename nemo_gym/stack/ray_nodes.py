@@ -21,7 +21,7 @@ from typing import Any
 
 from nemo_gym._util.files import write_all
 from nemo_gym._util.tasks import BackgroundTasks, pause_after
-from nemo_gym.config.ray import NODE_FD, NodePart, RayConfig, RayNode
+from nemo_gym.config.hosts import NODE_FD, NodePart, RayConfig, RayNode
 from nemo_gym.contract.errors import ConfigError, ServerError
 
 EXIT_CONFIG = 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.cli.plan_placement import plan
-from nemo_gym.config.sampling import SamplingConfig
+from nemo_gym.config.pipeline import SamplingConfig
 from tests.architecture.docs import PAGES, ROOT, command_lines, table, write_examples
 
 PAGE = PAGES / "sampling-for-rl.md"

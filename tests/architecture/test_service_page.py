@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.config.pipeline import PipelineConfig
-from nemo_gym.config.service import ServiceConfig
+from nemo_gym.config.pipeline import PipelineConfig, ServiceConfig
 from nemo_gym.service.submission import JobBody
 from tests.architecture.docs import PAGES, ROOT, command_lines, table, write_examples
 

@@ -15,8 +15,7 @@ import pytest
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import Composition
-from nemo_gym.config.hosts import Hosts
-from nemo_gym.config.ray import NODE_FD, NodePart, RayConfig, RayNode, hosts_block
+from nemo_gym.config.hosts import NODE_FD, Hosts, NodePart, RayConfig, RayNode, hosts_block
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.stack import ray_nodes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.config.service import ServiceConfig
+from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.http.webserver import served
 from nemo_gym.service.access import ServiceRole, ServiceTokens

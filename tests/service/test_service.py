@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 import pytest
 
-from nemo_gym.config.service import ServiceConfig
+from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.contract.credentials import RoleError
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.requests import ValueCounter

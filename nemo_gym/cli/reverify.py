@@ -192,9 +192,9 @@ def _work(files: RunFiles, environments: Mapping[str, str], concurrency: int, ti
 
 
 def _show(compared: Reverification) -> int:
+    from nemo_gym._util.terminal import one_line
     from nemo_gym.contract.verdict import MAX_REASON_CHARS
     from nemo_gym.rollouts.reverify import Outcome
-    from nemo_gym.view.text import one_line
 
     rows: list[tuple[str, Any]] = [*sorted(compared.counts.items())]
     if len(rows) > 1:

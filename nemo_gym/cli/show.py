@@ -101,10 +101,10 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
     from rich.table import Table
     from rich.text import Text
 
+    from nemo_gym._util.terminal import figure, one_line, seconds_text
     from nemo_gym.rollouts.report import counted, print_titled
     from nemo_gym.view import live
-    from nemo_gym.view.queries import Prices, TableQuery, summary, table
-    from nemo_gym.view.text import figure, one_line, seconds_text, why
+    from nemo_gym.view.queries import Prices, TableQuery, reason_text, summary, table
 
     prices = settings.pop("prices", None)
     query = TableQuery.of({"limit": "40", **settings})
@@ -131,7 +131,7 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
             "" if row["turns"] is None else str(row["turns"]),
             seconds_text(row["seconds"]),
             str(row["attempts"]),
-            Text(one_line(why(row), 48)),
+            Text(one_line(reason_text(row), 48)),
         )
     print_titled(console, f"{counted(page['total'], 'rollout')} of {index.files.output}", grid)
     remaining = page["total"] - query.offset - len(page["rows"])
@@ -145,7 +145,7 @@ def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -
 
 def progress_lines(progress: Mapping[str, Any]) -> Iterator[str]:
     """Describe the progress of a run that has not ended."""
-    from nemo_gym.view.text import one_line, seconds_text
+    from nemo_gym._util.terminal import one_line, seconds_text
 
     if progress.get("note"):
         yield progress["note"]
@@ -200,10 +200,9 @@ def _style(row: Mapping[str, Any]) -> str:
 
 
 def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole: bool) -> None:
-    from nemo_gym._util.terminal import shown
+    from nemo_gym._util.terminal import one_line, seconds_text, shown
     from nemo_gym.view.queries import find_row
     from nemo_gym.view.rollout import rollout_view, whole_texts
-    from nemo_gym.view.text import one_line, seconds_text
     from nemo_gym.view.why import explain
 
     result = find_row(index, rollout)
@@ -270,9 +269,9 @@ def _print_comparison(console: Console, first: ResultIndex, second: ResultIndex,
     from rich.table import Table
     from rich.text import Text
 
+    from nemo_gym._util.terminal import figure, figures, one_line
     from nemo_gym.rollouts.report import counted, print_titled
     from nemo_gym.view.queries import compared
-    from nemo_gym.view.text import figure, figures, one_line
 
     result = compared(first, second, changed_only=True)
     limit = command.whole_number("limit", settings.get("limit", "40"))
@@ -329,9 +328,9 @@ def why(argv: Sequence[str]) -> int:
 
 
 def _print_causes(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
+    from nemo_gym._util.terminal import one_line
     from nemo_gym.view import live
     from nemo_gym.view.queries import notes
-    from nemo_gym.view.text import one_line
 
     tell = partial(say, command.result_console())
     for note in notes(index):
@@ -377,9 +376,8 @@ def logs(argv: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", metavar="key=value", help="rollout=ID [output=FILE | run_dir=DIR]")
     parser.add_argument("--json", action="store_true", help="print the lines as they stand in the logs")
     arguments = parser.parse_args(argv)
-    from nemo_gym._util.terminal import shown
+    from nemo_gym._util.terminal import one_line, shown
     from nemo_gym.view.logs import lines_of
-    from nemo_gym.view.text import one_line
 
     given = command.settings_of(arguments.words, ("rollout", "run_dir", "output"))
     if not given.get("rollout"):

@@ -394,3 +394,8 @@ def _interval(mean: Mean | None) -> dict[str, Any] | None:
 
 def _listed(names: Any) -> str:
     return ", ".join(sorted(names))
+
+
+def reason_text(row: Mapping[str, Any]) -> str:
+    """What a table's row says of a rollout without a full reward or with findings; empty if nothing needs a word."""
+    return str(row["kinds"] or (row["label"] and (row["reason"] or row["label"])) or "")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 
-from nemo_gym._util.terminal import shown
+from nemo_gym._util.terminal import figure, figures, one_line, seconds_text, shown
 from nemo_gym.rollouts.report import counted
 from nemo_gym.view.index import ResultIndex
 from nemo_gym.view.queries import (
@@ -21,12 +21,12 @@ from nemo_gym.view.queries import (
     aggregate_metrics,
     compared,
     histogram,
+    reason_text,
     reasons,
     summary,
     table,
 )
 from nemo_gym.view.stats import Z95
-from nemo_gym.view.text import figure, figures, one_line, seconds_text, why
 from nemo_gym.view.why import explain_reason
 
 MAX_ROWS = 200
@@ -124,7 +124,7 @@ def _run_sections(index: ResultIndex, prices: Prices | None) -> Iterator[Section
                 one_line(row["outcome"], 40),
                 figure(row["turns"]),
                 seconds_text(row["seconds"]),
-                one_line(why(row), 120),
+                one_line(reason_text(row), 120),
             )
             for row in page["rows"]
         ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from nemo_gym._util.terminal import shown
+from nemo_gym._util.terminal import one_line, shown
 from nemo_gym.cli import command, jobs
 from nemo_gym.cli.show import logs, show, why
 from nemo_gym.cli.validate import validate
@@ -19,7 +19,6 @@ from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind
 from nemo_gym.rollouts.report import print_agents, print_table
 from nemo_gym.rollouts.result_rows import RolloutSummary, Tally
 from nemo_gym.view.rollout import MAX_TEXT_CHARS
-from nemo_gym.view.text import one_line
 from nemo_gym.view.why import CAUSES, cause_of, explain
 from tests.view.results import failed, row, said, write
 

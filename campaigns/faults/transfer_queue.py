@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_gym.framework.archive import TrajectoryArchive
 from nemo_gym.framework.samples import TrajectoryRow
-from nemo_gym.framework.transfer_queue import TransferQueueSink
+from nemo_gym.framework.transfer_queue import TrajectoryArchive, TransferQueueSink
 
 MOST_S = 30.0
 TOKENS = 1000

@@ -20,7 +20,6 @@ from typing import Any
 import structlog
 
 from nemo_gym.contract.errors import ConfigError, VerifierError
-from nemo_gym.framework.archive import TrajectoryArchive
 from nemo_gym.framework.batch import CARRIED, PromptSample
 from nemo_gym.framework.config import framework_block, plain
 from nemo_gym.framework.engine_bridge import EngineBridge
@@ -29,7 +28,7 @@ from nemo_gym.framework.gateways import GatewayPool
 from nemo_gym.framework.launch import GatewaysConfig, OwnGateways
 from nemo_gym.framework.runners import imported
 from nemo_gym.framework.scoring import RewardScorer
-from nemo_gym.framework.transfer_queue import TransferQueueSink
+from nemo_gym.framework.transfer_queue import TrajectoryArchive, TransferQueueSink
 from nemo_gym.gateway.tokens.trajectories import Trajectory
 from nemo_gym.stack.endpoints import StackEntry
 from nemo_gym.stack.stack import pipeline_client

@@ -16,7 +16,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, StageError, StageName
 from nemo_gym.framework.batch import PromptSample
 from nemo_gym.framework.gateways import OpenSession, SessionLostError
-from nemo_gym.framework.scoring import Score
+from nemo_gym.framework.samples import Score
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Attempt, ModelSession, RolloutSteps, Servers, failure_of, reward_of

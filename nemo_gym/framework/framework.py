@@ -31,8 +31,7 @@ from nemo_gym.framework.batch import Batch, PromptSample, partition_of, read_bat
 from nemo_gym.framework.config import CONFIG_PATH, FrameworkConfig, RolloutConfig, RunnerConfig, framework_block
 from nemo_gym.framework.gateways import GatewayPool, OpenSession, SessionLostError
 from nemo_gym.framework.runners import RayDispatch, Runner, call_runner, load_runner
-from nemo_gym.framework.samples import TrajectoryRow, trajectory_row
-from nemo_gym.framework.scoring import RewardScorer, Score, finished, score_session
+from nemo_gym.framework.samples import RewardScorer, Score, TrajectoryRow, finished, score_session, trajectory_row
 from nemo_gym.gateway.sessions import COMPLETION_TOKEN_PREFIX, INFERENCE_TOKEN_PREFIX
 from nemo_gym.gateway.tokens.trajectories import Trajectory, write_jsonl
 

@@ -31,7 +31,7 @@ from nemo_gym.framework.framework import AgentFramework, AllSessionsFailedError,
 from nemo_gym.framework.gateways import GatewayPool
 from nemo_gym.framework.launch import GatewaysConfig, OwnGateways
 from nemo_gym.framework.runners import imported
-from nemo_gym.framework.scoring import RewardScorer
+from nemo_gym.framework.samples import RewardScorer
 from nemo_gym.framework.transfer_queue import TrajectoryArchive, TransferQueueSink
 from nemo_gym.gateway.tokens.trajectories import Trajectory
 from nemo_gym.stack.endpoints import StackEntry

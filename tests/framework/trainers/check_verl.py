@@ -25,8 +25,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.framework.batch import PromptSample, read_batch
-from nemo_gym.framework.samples import trajectory_row
-from nemo_gym.framework.scoring import Score
+from nemo_gym.framework.samples import Score, trajectory_row
 from nemo_gym.framework.transfer_queue import TrajectoryArchive, TransferQueueSink
 from nemo_gym.framework.verl import AgentFrameworkRolloutAdapter, RewardLoopScorer
 from nemo_gym.gateway.tokens.trajectories import Trajectory, TrajectoryTurn

@@ -15,8 +15,8 @@ from nemo_gym.config.keys import HOST, HOSTS
 from nemo_gym.contract.credentials import is_loopback
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.client import url_host
-from nemo_gym.service.access import ServiceRole, ServiceTokens, variable_of
 from nemo_gym.service.client import ADDRESS_FILE
+from nemo_gym.service.routes import ServiceRole, ServiceTokens, variable_of
 from nemo_gym.service.service import write_address
 from nemo_gym.stack.endpoints import http_answer
 from nemo_gym.stack.ports import wait_for_others

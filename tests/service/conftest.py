@@ -13,9 +13,8 @@ import pytest
 from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.http.webserver import served
-from nemo_gym.service.access import ServiceRole, ServiceTokens
 from nemo_gym.service.client import AsyncRolloutClient
-from nemo_gym.service.routes import application
+from nemo_gym.service.routes import ServiceRole, ServiceTokens, application
 from nemo_gym.service.service import RolloutService, open_service
 from tests.rollouts.conftest import Chain, _no_session_left, make_chain, wait_until
 

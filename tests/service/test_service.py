@@ -20,9 +20,8 @@ from nemo_gym.config.pipeline import ServiceConfig
 from nemo_gym.contract.credentials import RoleError
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.requests import ValueCounter
-from nemo_gym.service.access import ServiceRole, ServiceTokens
 from nemo_gym.service.client import AsyncRolloutClient, RolloutClient, ServiceError, _batches
-from nemo_gym.service.routes import host
+from nemo_gym.service.routes import ServiceRole, ServiceTokens, host
 from nemo_gym.service.service import write_address
 from tests.rollouts.chain_process import ChainServer
 from tests.rollouts.conftest import wait_until

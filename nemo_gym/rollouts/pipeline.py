@@ -383,7 +383,7 @@ async def pipeline_telemetry(
         from nemo_gym.http.problems import install_problem_handlers
         from nemo_gym.http.telemetry import CONTENT_TYPE, render
         from nemo_gym.http.webserver import served
-        from nemo_gym.stack.scraping import added_target
+        from nemo_gym.stack.endpoints import added_target
 
         async def metrics(request: Request) -> Response:
             require_scraper(request, None, token, secured=True)

@@ -32,9 +32,16 @@ from nemo_gym.config.visibility import Address, call_targets, endpoints, pipelin
 from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.stack import nursery
-from nemo_gym.stack.endpoints import ServerEntry, StackEntry, http_answer, start_ticks, why_not_ready, write_stack
+from nemo_gym.stack.endpoints import (
+    ServerEntry,
+    StackEntry,
+    http_answer,
+    start_ticks,
+    why_not_ready,
+    write_scraping,
+    write_stack,
+)
 from nemo_gym.stack.ports import Listener, close_listeners
-from nemo_gym.stack.scraping import write_scraping
 
 STARTUP_TIMEOUT_S = 120.0
 SHUTDOWN_TIMEOUT_S = 30.0

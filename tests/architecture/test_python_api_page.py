@@ -19,8 +19,7 @@ from nemo_gym.cli.program import FRAME_COLUMNS, AsyncStack, RunResult
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.pipeline import PIPELINE
 from nemo_gym.stack.background import started_here
-from nemo_gym.stack.endpoints import running_stacks
-from nemo_gym.stack.scraping import TARGETS, TOKEN_FILE
+from nemo_gym.stack.endpoints import TARGETS, TOKEN_FILE, running_stacks
 from tests.architecture.docs import PAGES, ROOT, example_files, table
 from tests.rollouts.conftest import wait_until
 

@@ -19,8 +19,7 @@ from nemo_gym.config.compose import compose
 from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import CollectionResult, run_collection
 from nemo_gym.stack import nursery
-from nemo_gym.stack.endpoints import StackEntry
-from nemo_gym.stack.scraping import TARGETS, TOKEN_FILE
+from nemo_gym.stack.endpoints import TARGETS, TOKEN_FILE, StackEntry
 from nemo_gym.stack.stack import pipeline_client, running_stack
 from nemo_gym.stack.supervisor import stop_nursery
 

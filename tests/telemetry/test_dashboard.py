@@ -18,8 +18,8 @@ import aiohttp
 import pytest
 
 from nemo_gym.rollouts.collection import run_collection
+from nemo_gym.stack.endpoints import SCRAPE_FILE
 from nemo_gym.stack.ports import DEFAULT_HOST
-from nemo_gym.stack.scraping import SCRAPE_FILE
 from nemo_gym.stack.stack import pipeline_client
 from tests.architecture.docs import ROOT, table
 from tests.gateway.testing.processes import tiny_engine

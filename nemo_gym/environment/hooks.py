@@ -1,15 +1,20 @@
-"""The hooks of an environment: what a plugin overrides and the routes call, and what helps to write them."""
+"""The hooks of an environment: what a plugin overrides and the routes call, what helps to write them, and the tools
+among an environment's routes: ``POST /<tool>`` whose body is one pydantic model, or empty."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import posixpath
-from collections.abc import AsyncIterator, Sequence
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import PrivateAttr
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, PrivateAttr
 from starlette.requests import Request
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig, CommandPath
@@ -31,7 +36,6 @@ from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_met
 
 if TYPE_CHECKING:
     from nemo_gym.environment.owned_boxes import OwnedBoxes
-    from nemo_gym.environment.route_tools import CatchAll, RouteTool
     from nemo_gym.http.environment_bodies import (
         BaseSeedSessionRequest,
         BaseSeedSessionResponse,
@@ -326,3 +330,86 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
     def exposes_mcp(self) -> bool:
         """Whether the tools are served over MCP, by the class's ``tool_access`` or by the configuration."""
         return self.config.expose_tools_over_mcp or "mcp" in (getattr(type(self), "tool_access", None) or ())
+
+
+_TOOL_PATH = re.compile(r"/[A-Za-z][A-Za-z0-9_-]{0,63}")
+_CATCH_ALL_PATH = re.compile(r"/\{\w+(:path)?\}")
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTool:
+    """One tool as declared by its route."""
+
+    name: str
+    path: str
+    description: str
+    """The handler's docstring."""
+    input_schema: dict[str, Any]
+    output_schema: dict[str, Any] | None
+    """``None`` if the route declares no response model."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatchAll:
+    """A route that serves many tools by name (``POST /{tool}``) and so declares none of them."""
+
+    route: APIRoute
+
+    def tool(self, name: str, input_schema: dict[str, Any], description: str | None = None) -> RouteTool:
+        """Declare the tool ``name`` of this route. Raises `ConfigError` for an invalid name."""
+        if not _TOOL_PATH.fullmatch(f"/{name}"):
+            raise ConfigError(
+                f"'{name}' cannot be the name of a tool: a letter, then up to 63 letters, digits, '_' or '-'",
+                key="mcp_tools",
+            )
+        return RouteTool(name, f"/{name}", description or "", dict(input_schema), None)
+
+
+def catch_all_of(routes: Iterable[Any]) -> CatchAll | None:
+    """The application's only catch-all route; ``None`` if it has none or several."""
+    catch_alls = [
+        route
+        for route in routes
+        if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and _CATCH_ALL_PATH.fullmatch(route.path)
+    ]
+    return CatchAll(catch_alls[0]) if len(catch_alls) == 1 else None
+
+
+def tools_of(routes: Iterable[Any]) -> dict[str, RouteTool]:
+    """The tools among an application's routes, by name, in the order they were added. The suite's own routes, and
+    routes with path, query or header parameters or with several body parameters, are not tools."""
+    tools: dict[str, RouteTool] = {}
+    for route in routes:
+        if isinstance(route, APIRoute) and (tool := _tool(route)) is not None:
+            tools.setdefault(tool.name, tool)
+    return tools
+
+
+def _tool(route: APIRoute) -> RouteTool | None:
+    if "POST" not in (route.methods or ()) or not _TOOL_PATH.fullmatch(route.path) or not route.include_in_schema:
+        return None
+    dependant = route.dependant
+    if dependant.path_params or dependant.query_params or dependant.header_params or len(dependant.body_params) > 1:
+        return None
+    schema = _NO_ARGUMENTS
+    if dependant.body_params:
+        model: Any = dependant.body_params[0].field_info.annotation
+        if not _is_model(model):
+            return None
+        schema = model.model_json_schema()
+    return RouteTool(
+        name=route.path[1:],
+        path=route.path,
+        description=inspect.cleandoc(route.description or ""),
+        input_schema=schema,
+        output_schema=_output_schema(route.response_model),
+    )
+
+
+def _output_schema(response_model: Any) -> dict[str, Any] | None:
+    return response_model.model_json_schema(mode="serialization") if _is_model(response_model) else None
+
+
+def _is_model(annotation: Any) -> Any:
+    return inspect.isclass(annotation) and issubclass(annotation, BaseModel)

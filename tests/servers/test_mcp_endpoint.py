@@ -17,8 +17,8 @@ from nemo_gym.base_resources_server import BaseVerifyRequest, BaseVerifyResponse
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import McpServer
+from nemo_gym.environment.hooks import CatchAll, RouteTool, catch_all_of
 from nemo_gym.environment.mcp.endpoint import TOOLS_TTL_MS, issue_mcp_token
-from nemo_gym.environment.route_tools import CatchAll, RouteTool, catch_all_of
 from nemo_gym.server_utils import ServerClient
 from tests.servers.notes import PARAMS, Note, Notes, NotesEnvironment
 from tests.servers.plugins import CounterConfig, CounterEnvironment

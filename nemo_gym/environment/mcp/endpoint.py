@@ -27,9 +27,8 @@ from nemo_gym.contract.credentials import CREDENTIAL_HEADER, mac_of
 from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.contract.session import TOOL_UNAVAILABLE, McpServer, RolloutIdentity, SessionDescriptor
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
-from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
+from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH, RouteTool, catch_all_of, tools_of
 from nemo_gym.environment.mcp.call import call_route
-from nemo_gym.environment.route_tools import RouteTool, catch_all_of, tools_of
 from nemo_gym.http.problems import problem_response
 from nemo_gym.http.requests import CookieCodec
 from nemo_gym.http.telemetry import ROLLOUT_ID_HEADER, TRACEPARENT, attempt_context, rollout_path_prefix, tool_call

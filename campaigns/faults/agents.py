@@ -35,8 +35,8 @@ from campaigns.bench.report import Bar, Samples, argument_parser, print_report
 from campaigns.faults.agent_faults import FAULTS, KEPT, MARKS, Fault, Seen
 from campaigns.faults.leftovers import Scope, foreign_sockets, leftovers
 from nemo_gym.agent.harness.agent import CliAgent
-from nemo_gym.agent.harness.process import STOP_TIMEOUT_S
 from nemo_gym.agent.harness.provision import installed
+from nemo_gym.agent.harness.run import STOP_TIMEOUT_S
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import (
     ActRequest,

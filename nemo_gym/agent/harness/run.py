@@ -15,13 +15,15 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import PurePosixPath
+from typing import Any
 
 import structlog
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.agent.acts import at_wall_clock
 from nemo_gym.agent.harness.base import (
     CliHarness,
@@ -31,11 +33,10 @@ from nemo_gym.agent.harness.base import (
     Judgement,
     McpEndpoint,
 )
-from nemo_gym.agent.harness.events import BoundedLog, EventReader, InvocationStatus
-from nemo_gym.agent.harness.process import follow
+from nemo_gym.agent.harness.events import BoundedLog, EventReader, InvocationStatus, LineSplitter
 from nemo_gym.agent.harness.provision import UNFIT_STATUS, fitness_check
 from nemo_gym.agent.topology.world import HarnessRun, OutputLimitError, World
-from nemo_gym.contract.errors import AgentError, ConfigError, SandboxLostError
+from nemo_gym.contract.errors import AgentError, ConfigError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import (
     MODEL_DOOR,
     AgentOutcome,
@@ -46,7 +47,7 @@ from nemo_gym.contract.session import (
 )
 from nemo_gym.contract.verdict import is_context_exceeded, outcome_of_refusal
 from nemo_gym.http.telemetry import step
-from nemo_gym.sandbox.base import ExecOutcome, ExecRequest
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecProcess, ExecRequest
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 log = structlog.get_logger(__name__)
@@ -370,3 +371,69 @@ def _observations(
         "event_log": {"text": output.text(), "bytes": output.size},
         "stderr": {"text": errors.text(), "bytes": errors.size},
     }
+
+
+STOP_TIMEOUT_S = 20.0
+"""How long a killed process may take to end; also the value to pass to `act_in_world` as ``grace_s``."""
+
+
+async def follow(
+    process: ExecProcess,
+    reader: EventReader,
+    *,
+    output: BoundedLog,
+    errors: BoundedLog,
+    timeout_s: float | None,
+    watching: Coroutine[Any, Any, Judgement],
+) -> tuple[ExecEnd, Judgement | None]:
+    """Read a process until it ends. Returns its end, and why ``watching`` stopped it, if it did.
+
+    Args:
+        reader: gets standard output line by line; ``output`` and ``errors`` get both streams.
+        timeout_s: the time after which the provider ends the process; if it does not, this function soon does.
+        watching: the process and its descendants are killed when this ends. It is cancelled if the process ends first.
+    """
+    lines, stopped = LineSplitter(reader), None
+    end: ExecEnd | None = None
+
+    async def stop() -> None:
+        nonlocal stopped
+        stopped = await watching
+        bound.reschedule(asyncio.get_running_loop().time() + STOP_TIMEOUT_S / 2)
+        await _kill(process.kill())
+
+    bound = asyncio.timeout(None if timeout_s is None else timeout_s + STOP_TIMEOUT_S / 2)
+    try:
+        async with bound:
+            watch = asyncio.create_task(stop())
+            try:
+                async for event in process.events():
+                    if isinstance(event, ExecEnd):
+                        end = event
+                    elif event.stream == "stdout":
+                        output.write(event.data)
+                        lines.feed(event.data)
+                    else:
+                        errors.write(event.data)
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        end = ExecEnd(ExecOutcome.TIMED_OUT)
+    finally:
+        lines.finish()
+        if end is None or end.outcome is ExecOutcome.TIMED_OUT:
+            await _kill(process.kill())
+    await asyncio.wait({watch})
+    if not watch.cancelled() and (error := watch.exception()) is not None:
+        raise error
+    return end or ExecEnd(ExecOutcome.LOST), stopped
+
+
+async def _kill(killing: Coroutine[Any, Any, None]) -> None:
+    """Wait for the kill, even while being cancelled. If it fails, the process ends with its box at the latest."""
+    try:
+        await finish(killing, timeout_s=STOP_TIMEOUT_S / 2)
+    except TimeoutError:
+        log.warning("harness_kill_timed_out")
+    except SandboxError as error:
+        log.warning("harness_kill_failed", error=str(error))

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.agent.harness.base import CliPackage
-from nemo_gym.agent.harness.provision import installed
+from nemo_gym.agent.harness.provision import SYSTEM_DIRECTORY, host_loader, installed, take_along
 from nemo_gym.agent.harness.provision.fetch import fetch
-from nemo_gym.agent.harness.provision.libraries import SYSTEM_DIRECTORY, host_loader, take_along
 from nemo_gym.agent.harness.provision.python_tree import PYTHON_VARIABLE, find_interpreter
 from nemo_gym.contract.errors import ConfigError
 

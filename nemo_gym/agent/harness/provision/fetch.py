@@ -28,8 +28,8 @@ from nemo_gym.agent.harness.provision import (
     installed,
     is_installed,
     requirements_checksum,
+    take_along,
 )
-from nemo_gym.agent.harness.provision.libraries import take_along
 from nemo_gym.agent.harness.provision.python_tree import make_python_tree
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.archive import ArchiveError, extract

@@ -18,7 +18,7 @@ from pathlib import Path
 import orjson
 
 from nemo_gym.agent.harness.base import CliPackage
-from nemo_gym.agent.harness.provision.libraries import host_loader, listed, take_along
+from nemo_gym.agent.harness.provision import host_loader, listed, take_along
 from nemo_gym.contract.errors import ConfigError
 
 PYTHON_VARIABLE = "NEMO_GYM_AGENT_PYTHON"

@@ -15,7 +15,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import AgentOutcome, Topology
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.providers.local import LocalProvider
-from responses_api_agents.composite_agent.events import CompositeReader
+from responses_api_agents.composite_agent.app import CompositeReader
 from responses_api_agents.composite_agent.tests.conftest import EXAMPLE, composite
 from tests.harness.stage import act, descriptor
 

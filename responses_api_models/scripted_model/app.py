@@ -25,8 +25,7 @@ from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.dialects.adapters import ADAPTERS, EVENT_STREAM
 from nemo_gym.gateway.model_server import reply_of_completion
 from nemo_gym.prompt import resolve_path
-from responses_api_models.scripted_model.script import Answer, Fault, Script
-from responses_api_models.scripted_model.tools import HarnessTools
+from responses_api_models.scripted_model.script import Answer, Fault, HarnessTools, Script
 
 CHARS_PER_TOKEN = 4
 

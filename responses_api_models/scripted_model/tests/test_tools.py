@@ -9,8 +9,7 @@ import pytest
 
 from nemo_gym.contract.errors import ConfigError
 from responses_api_models.scripted_model.app import ScriptedModel
-from responses_api_models.scripted_model.script import Script
-from responses_api_models.scripted_model.tools import HarnessTools
+from responses_api_models.scripted_model.script import HarnessTools, Script
 
 SCRIPT = {
     "tasks": [

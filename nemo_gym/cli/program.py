@@ -17,8 +17,8 @@ import orjson
 import structlog
 from rich.console import Console
 
-from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym._util.suggest import nearest
+from nemo_gym._util.tasks import LoopThread
 from nemo_gym.cli.collect_rollouts import stack_telemetry
 from nemo_gym.cli.command import key_of, result_console
 from nemo_gym.cli.run import check_rollout_run

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym._util.tasks import LoopThread
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.framework.framework import OpenAICompatibleAgentFramework
 from nemo_gym.framework.samples import TrajectoryRow

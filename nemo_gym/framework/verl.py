@@ -23,7 +23,7 @@ import orjson
 import structlog
 from aiohttp import web
 
-from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym._util.tasks import LoopThread
 from nemo_gym.contract.errors import ConfigError, ServerError, VerifierError
 from nemo_gym.framework.batch import CARRIED, PromptSample
 from nemo_gym.framework.config import framework_block, plain

@@ -21,8 +21,7 @@ import orjson
 import structlog
 
 import nemo_gym.prorl.handlers  # noqa: F401 - registers the suite's own
-from nemo_gym._util.loop_thread import LoopThread
-from nemo_gym._util.tasks import BackgroundTasks
+from nemo_gym._util.tasks import BackgroundTasks, LoopThread
 from nemo_gym.contract.errors import ConfigError, ContractError, NemoGymError, require_whole
 from nemo_gym.contract.session import IDENTIFIER
 from nemo_gym.contract.verdict import StageFailure

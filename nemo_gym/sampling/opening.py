@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, TypeVar
 import orjson
 import structlog
 
-from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym._util.tasks import LoopThread
 from nemo_gym.config.pipeline import SamplingConfig
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, RowError

@@ -20,9 +20,8 @@ from typing import Any, Self, TypeVar, cast
 
 import structlog
 
-from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym._util.suggest import nearest
-from nemo_gym._util.tasks import finish
+from nemo_gym._util.tasks import LoopThread, finish
 from nemo_gym.config import sandbox_blocks
 from nemo_gym.contract.errors import ConfigError, SandboxError, SandboxLostError, reject_unknown_keys
 from nemo_gym.contract.sandbox import SandboxSpec

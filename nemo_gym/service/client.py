@@ -18,8 +18,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import aiohttp
 import orjson
 
-from nemo_gym._util.loop_thread import LoopThread
-from nemo_gym._util.tasks import NETWORK_JITTER, Backoff
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, LoopThread
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError, NemoGymError, not_json
 from nemo_gym.http.client import new_session
 

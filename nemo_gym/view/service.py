@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym._util.tasks import LoopThread
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.service.client import TOKEN_VARIABLE, Address, AsyncRolloutClient, JobView, ServiceError

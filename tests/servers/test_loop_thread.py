@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym._util.tasks import LoopThread
 
 
 async def test_work_runs_on_the_thread_and_its_errors_reach_the_caller() -> None:

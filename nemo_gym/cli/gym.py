@@ -43,7 +43,7 @@ COMMANDS: Final = {
     "eval reverify": Command("grade stored rollouts again, and compare", "reverify:reverify_command"),
     "eval profile": Command("metrics of each task of a result file", "profile:profile", plain=True),
     "eval aggregate": Command("metrics over several result files", "profile:aggregate", plain=True),
-    "eval export": Command("write trajectories for a trainer", "export_trajectories:export"),
+    "eval export": Command("write trajectories for a trainer", "profile:export"),
     "eval compare": Command("two runs task by task: name both results", "show:show", plain=True),
     "eval submit": Command("a job on a cluster", instead="start `ng eval run` from the cluster's own scheduler"),
     "eval health-check": Command("check result files", instead="`ng env validate` checks a run's rows"),

@@ -1,4 +1,5 @@
-"""``ng eval profile``, ``ng eval aggregate`` and ``ng dataset render``: files to files, without servers."""
+"""``ng eval profile``, ``ng eval aggregate``, ``ng dataset render`` and ``ng_export_trajectories``: files to files,
+without servers."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import AGENT_REF_KEY, ROLLOUT_ID_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY, without
 
 if TYPE_CHECKING:
+    from nemo_gym.gateway.tokens import Trajectory
     from nemo_gym.rollouts.reverify import Inputs
 
 
@@ -344,3 +346,61 @@ def _print(reports: Sequence[dict[str, Any]]) -> None:
         print(f"Key metrics for {report['agent_ref']['name'] or 'all rows'}:")
         for key, value in report["key_metrics"].items():
             print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
+
+
+EXPORT_KEYS = ("input", "output")
+FORMATS = (".jsonl", ".npz")
+
+
+def main_export() -> None:
+    command.run("ng_export_trajectories", export)
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write the trajectories of result rows. If a row is not of this suite, exit with 2 and write no file."""
+    parser = command.parser(
+        "ng_export_trajectories",
+        "Write the token trajectories of a run's result rows to a file, as JSON lines or as arrays (npz).\n"
+        "Each has the reward of its row's verdict, and none where the verdict is invalid.",
+        words="input=ROWS.jsonl output=FILE.(jsonl|npz)",
+    )
+    source, target = _source_and_target(parser.parse_args(argv).settings)
+
+    from nemo_gym.gateway.tokens.trajectories import write_jsonl, write_npz
+    from nemo_gym.rollouts.trajectories import trajectories_of_rows
+
+    rows = with_some = written = rewarded = 0
+
+    def counted() -> Iterator[Trajectory]:
+        nonlocal rows, with_some, written, rewarded
+        for trajectories in trajectories_of_rows(source):
+            rows += 1
+            with_some += bool(trajectories)
+            written += len(trajectories)
+            rewarded += sum(trajectory.reward is not None for trajectory in trajectories)
+            yield from trajectories
+
+    if target.suffix == ".npz":
+        write_npz(target, [*counted()])
+    else:
+        write_jsonl(target, counted())
+    print(f"{written} trajectories of {with_some} rows in {target} ({rewarded} with a reward)")
+    if rows > with_some:
+        print(f"{rows - with_some} of {rows} rows hold no trajectories")
+    return command.EXIT_OK
+
+
+def _source_and_target(words: Sequence[str]) -> tuple[Path, Path]:
+    given = command.settings_of(words, EXPORT_KEYS)
+    if missing := [key for key in EXPORT_KEYS if not given.get(key)]:
+        raise ConfigError(f"{missing[0]}=: is missing; give {' '.join(f'{key}=FILE' for key in EXPORT_KEYS)}")
+    source, target = (Path(given[key]) for key in EXPORT_KEYS)
+    if not source.is_file():
+        raise ConfigError(f"input=: '{source}' is not a file")
+    if target.suffix not in FORMATS:
+        raise ConfigError(f"output=: '{target.name}' must end in {' or '.join(FORMATS)}, which says the format")
+    if not target.parent.is_dir():
+        raise ConfigError(f"output=: there is no directory '{target.parent}'")
+    if target.exists() and target.samefile(source):
+        raise ConfigError("output=: is the input itself")
+    return source, target

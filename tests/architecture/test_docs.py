@@ -24,7 +24,7 @@ from nemo_gym.agent.harness.agent import CliAgentConfig
 from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
-from nemo_gym.cli import export_trajectories, jobs, plan_placement, prorl_server
+from nemo_gym.cli import jobs, plan_placement, profile, prorl_server
 from nemo_gym.cli.prepare import chosen_agents, cli_packages
 from nemo_gym.config import sandbox_blocks
 from nemo_gym.config.check import check_everything
@@ -205,7 +205,7 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
         case "ng_prepare":
             prepare.Options.parse(settings[1:])
         case "ng_export_trajectories":
-            assert all(word.partition("=")[0] in export_trajectories.KEYS for word in settings)
+            assert all(word.partition("=")[0] in profile.EXPORT_KEYS for word in settings)
         case "ng_reverify":
             assert settings and settings[0].endswith(".jsonl")
             _keys_exist(settings[1:])

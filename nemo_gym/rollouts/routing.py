@@ -66,7 +66,7 @@ def _implementation(
 ) -> Mapping[str, Any]:
     block = config.get(name)
     if not isinstance(block, Mapping) or server_type not in block:
-        names = [str(key) for key, value in config.items() if isinstance(value, Mapping) and server_type in value]
+        names = _instances(config, server_type)
         where = f"{referred_by}: " if referred_by else ""
         raise ConfigError(
             f"{where}no {server_type} instance is named '{name}'{nearest(name, names)}; there are:"

@@ -98,8 +98,8 @@ class Place:
         return Place(self.directory, left)
 
     def command(self, words: tuple[str, ...]) -> list[str]:
-        module = {"ng_serve_rollouts": "serve_rollouts", "ng_jobs": "jobs"}[words[0]]
-        return [sys.executable, "-c", f"from nemo_gym.cli.{module} import main; main()", *words[1:]]
+        module, main = {"ng_serve_rollouts": ("run", "main_serving"), "ng_jobs": ("jobs", "main")}[words[0]]
+        return [sys.executable, "-c", f"from nemo_gym.cli.{module} import {main}; {main}()", *words[1:]]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.gateway.tokens.conversations import said, user
 from tests.gateway.tokens.sessions import Session
 from tests.stack.stacks import command, no_traceback
 
-MODULE = "export_trajectories"
+MODULE = "profile:main_export"
 
 
 def held() -> list[dict[str, Any]]:

@@ -329,9 +329,11 @@ def unwritable(how: str) -> Iterator[int]:
 
 
 def command(root: Path, module: str, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run another command of the suite to its end, in ``root``."""
+    """Run another command of the suite to its end, in ``root``. ``module`` is ``module`` or ``module:function``."""
+    module, _, main = module.partition(":")
+    main = main or "main"
     return subprocess.run(
-        [sys.executable, "-c", f"from nemo_gym.cli.{module} import main; main()", *words],
+        [sys.executable, "-c", f"from nemo_gym.cli.{module} import {main}; {main}()", *words],
         cwd=root,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -362,7 +362,7 @@ class Supervisor:
         server.restarts += 1
         self._launch(server)
 
-    def tail(self, server: Server, lines: int = TAIL_LINES) -> str:
+    def tail(self, server: Server) -> str:
         """Return the last lines of a server's log, each after a line break, with secrets replaced."""
         try:
             with server.log.open("rb") as stream:
@@ -370,7 +370,7 @@ class Supervisor:
                 text = stream.read().decode(errors="replace")
         except OSError:
             return ""
-        return scrub("".join(f"\n  | {line}" for line in text.splitlines()[-lines:]), self._secrets)
+        return scrub("".join(f"\n  | {line}" for line in text.splitlines()[-TAIL_LINES:]), self._secrets)
 
     # -- stopping ----------------------------------------------------------------------------------------------------
 

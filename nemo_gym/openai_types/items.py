@@ -333,7 +333,7 @@ def _message_class(item: dict[str, Any]) -> type[BaseModel]:
     if isinstance(content, list):
         if item.get("role", "assistant") == "assistant" and item.get("id") is not None:
             return NeMoGymResponseOutputMessage
-        if "status" in item and item.get("role") != "assistant":
+        if item.get("status") is not None and item.get("role") != "assistant":
             return NeMoGymMessage
     return NeMoGymEasyInputMessage
 

@@ -65,6 +65,10 @@ def test_classes_carry_the_names_that_plugins_import_them_by() -> None:
             {"role": "assistant", "id": None, "content": [{"type": "output_text", "text": "x", "annotations": None}]},
             "NeMoGymEasyInputMessage",
         ),
+        (
+            {"role": "user", "id": None, "status": None, "content": [{"type": "input_text", "text": "x"}]},
+            "NeMoGymEasyInputMessage",
+        ),
         ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, "NeMoGymResponseFunctionToolCall"),
         (
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **TOKENS},

@@ -33,6 +33,7 @@ from nemo_gym.gateway.dialects.adapters import EVENT_STREAM
 from nemo_gym.gateway.dialects.endpoint import BROKEN_OFF
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
+from nemo_gym.gateway.engines.http import told_error, told_status
 from nemo_gym.gateway.engines.openai import wants_newer_budget, with_newer_budget
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.model_server import reply_of_completion, upstream_error
@@ -40,8 +41,6 @@ from nemo_gym.gateway.policy_request import ModelTimeoutError, chosen_limits, me
 from nemo_gym.http.client import get_global_aiohttp_client
 
 ROUTES = {Dialect.CHAT: "/chat/completions", Dialect.RESPONSES: "/responses"}
-_ANSWER_KEYS = frozenset({"choices", "output"})
-"""Every answer has one of them, even a Responses object that failed and has an ``error``."""
 API_KEY_ENV = "OPENAI_API_KEY"
 RETRIED_STATUSES = frozenset({500, 502, 503, 504, 520})
 FIRST_BACKOFF_S = 0.5
@@ -227,7 +226,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             async with reply:
                 retry_after = reply.headers.get("Retry-After")
                 body = b"".join([piece async for piece in _pieces(reply, self._idle_s())])
-                status = _told_status(body) if reply.status == 200 else reply.status
+                error = told_error(body) if reply.status == 200 else None
+                status = reply.status if error is None else told_status(error)
                 return status, body, {"Retry-After": retry_after} if retry_after else {}
 
     def _request_s(self) -> float:
@@ -301,22 +301,6 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             state = {"detail": f"the model endpoint {url} cannot be reached: {type(error).__name__}: {error}"}
         self._cached_readiness = (time.monotonic(), state)
         return state
-
-
-def _told_status(body: bytes) -> int:
-    """Return the status that the body of a 200 tells. OpenRouter and other proxies answer 200 before they know whether
-    their provider succeeds, and then put ``{"error": {"code": 502, …}}`` into the body."""
-    if b'"error"' not in body:
-        return 200
-    try:
-        answer = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return 200
-    error = answer.get("error") if isinstance(answer, dict) and not _ANSWER_KEYS & answer.keys() else None
-    if not error:
-        return 200
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 502
 
 
 def _require_whole(completion: bytes) -> None:

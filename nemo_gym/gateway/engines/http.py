@@ -446,21 +446,17 @@ class HttpEngine:
 
     def error_in(self, body: bytes | bytearray) -> EngineError | None:
         """Return the error that an engine put into the body of a 200; ``None`` if there is none in it."""
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            return None
-        error = value.get("error") if isinstance(value, dict) else None
-        return self._event_error(error) if error else None
+        error = told_error(body)
+        return None if error is None else self._event_error(error)
 
     def _event_error(self, error: Any) -> EngineError:
-        code = error.get("code") if isinstance(error, dict) else None
+        code = told_status(error)
         text = self._quoted(orjson.dumps(error))
         if code == 429:
             return EngineRateLimitedError(f"engine '{self.name}' asks to wait: {text}", engine=self.name)
         if code == 408:
             return EngineTimeoutError(f"engine '{self.name}' gave up: {text}", retryable=True, engine=self.name)
-        if isinstance(code, int) and 400 <= code < 500:
+        if code < 500:
             return EngineRefusedError(
                 f"engine '{self.name}' refused the request: {text}",
                 body=orjson.dumps({"error": error}),
@@ -475,6 +471,26 @@ class HttpEngine:
         if self.endpoint.api_key:
             text = text.replace(self.endpoint.api_key, "***")
         return text[:QUOTED_CHARS]
+
+
+def told_error(body: bytes | bytearray) -> Any:
+    """Return the error in the body of a 200 or in an event's data; ``None`` if there is none. OpenRouter and other
+    proxies answer 200 before they know whether their provider succeeds, and then send ``{"error": {"code": 502, …}}``.
+    """
+    if b'"error"' not in body:
+        return None
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    # A Responses object that failed has an error, too, but is an answer.
+    return value.get("error") or None if isinstance(value, dict) and "output" not in value else None
+
+
+def told_status(error: Any) -> int:
+    """Return the status that an error in the body of a 200 names; 502 if it names none."""
+    code = str(error.get("code")) if isinstance(error, dict) else ""  # LiteLLM's is a string
+    return int(code) if code.isdecimal() and 400 <= int(code) < 600 else 502
 
 
 def _listed_models(reply: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

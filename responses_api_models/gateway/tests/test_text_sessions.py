@@ -481,7 +481,14 @@ async def test_endpoint_is_asked_for_nothing_that_needs_what_was_not_asked(gatew
 
 @pytest.mark.parametrize(
     ("code", "status", "retry"),
-    [(502, 502, "true"), ("server_error", 502, "true"), (408, 504, "false"), (429, 429, "true"), (400, 400, None)],
+    [
+        (502, 502, "true"),
+        ("server_error", 502, "true"),
+        (408, 504, "false"),
+        (429, 429, "true"),
+        ("429", 429, "true"),
+        (400, 400, None),
+    ],
 )
 async def test_error_in_a_body_with_status_200_is_told_as_the_error_that_it_is(
     gateway: TextStack, code: int | str, status: int, retry: str | None

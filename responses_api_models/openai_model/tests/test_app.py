@@ -237,7 +237,8 @@ async def test_answer_that_the_endpoint_broke_off_is_no_reply(stack: Stack, endp
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
 @pytest.mark.parametrize(
-    ("code", "status", "tries"), [(502, 502, 2), ("server_error", 502, 2), (429, 429, 1), (408, 408, 1), (400, 400, 1)]
+    ("code", "status", "tries"),
+    [(502, 502, 2), ("server_error", 502, 2), (429, 429, 1), ("429", 429, 1), (408, 408, 1), (400, 400, 1)],
 )
 async def test_error_in_a_body_with_status_200_is_treated_as_the_status_that_it_names(
     stack: Stack, endpoint: Any, path: str, code: int | str, status: int, tries: int

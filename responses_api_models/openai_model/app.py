@@ -33,7 +33,7 @@ from nemo_gym.gateway.dialects.adapters import EVENT_STREAM
 from nemo_gym.gateway.dialects.endpoint import BROKEN_OFF
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
-from nemo_gym.gateway.engines.http import told_error, told_status
+from nemo_gym.gateway.engines.http import EventReader, told_error, told_status
 from nemo_gym.gateway.engines.openai import wants_newer_budget, with_newer_budget
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.model_server import reply_of_completion, upstream_error
@@ -54,8 +54,9 @@ class OpenStream:
     """A stream of the endpoint, which holds its connection and its slot until it is closed. One that nobody reads, as
     its caller left before it began, is closed when it is dropped."""
 
-    def __init__(self, reply: aiohttp.ClientResponse, held: contextlib.ExitStack) -> None:
-        self.reply = reply
+    def __init__(self, pieces: AsyncIterator[bytes], begun: bytes, held: contextlib.ExitStack) -> None:
+        """``begun``: the piece that was read already."""
+        self.begun, self.pieces = begun, pieces
         self.close = weakref.finalize(self, held.close)
         self.close.atexit = False
 
@@ -112,7 +113,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     async def infer(self, call: InferenceCall) -> Response:
         endpoint_dialect, reply = await self._ask(call)
         if isinstance(reply, OpenStream):
-            return StreamingResponse(_relay(reply, self._idle_s()), media_type=EVENT_STREAM)
+            return StreamingResponse(_relay(reply), media_type=EVENT_STREAM)
         status, body, headers = reply
         if status != 200:
             # Pass the endpoint's error on: the harness has to know what is wrong with its request.
@@ -220,15 +221,19 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             reply = await get_global_aiohttp_client().post(
                 url, data=data, headers=self._headers(), timeout=timeout, allow_redirects=False
             )
-            if stream and reply.status == 200:
-                held.callback(reply.close)
-                return OpenStream(reply, held.pop_all())
-            async with reply:
-                retry_after = reply.headers.get("Retry-After")
-                body = b"".join([piece async for piece in _pieces(reply, self._idle_s())])
-                error = told_error(body) if reply.status == 200 else None
-                status = reply.status if error is None else told_status(error)
-                return status, body, {"Retry-After": retry_after} if retry_after else {}
+            held.callback(reply.close)
+            retry_after, pieces = reply.headers.get("Retry-After"), _pieces(reply, self._idle_s())
+            if stream and reply.status == 200 and reply.content_type != "application/json":
+                # Until something has arrived, an error can still be told by the status, and be tried again.
+                begun = await anext(pieces, b"")
+                body = next(EventReader().feed(begun), b"")
+                if told_error(body) is None:
+                    return OpenStream(pieces, begun, held.pop_all())
+            else:
+                body = b"".join([piece async for piece in pieces])
+            error = told_error(body) if reply.status == 200 else None
+            status = reply.status if error is None else told_status(error)
+            return status, body, {"Retry-After": retry_after} if retry_after else {}
 
     def _request_s(self) -> float:
         return chosen_limits().request_timeout_s or self.config.request_timeout_s
@@ -335,10 +340,11 @@ async def _pieces(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator
         yield piece
 
 
-async def _relay(stream: OpenStream, idle_s: float) -> AsyncIterator[bytes]:
+async def _relay(stream: OpenStream) -> AsyncIterator[bytes]:
     """Yield the endpoint's events as they arrive. Leaving early closes the connection, so the endpoint stops work."""
     try:
-        async for piece in _pieces(stream.reply, idle_s):
+        yield stream.begun
+        async for piece in stream.pieces:
             yield piece
     finally:
         stream.close()

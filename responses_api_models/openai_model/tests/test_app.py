@@ -85,13 +85,16 @@ class Endpoint:
     async def _note(self, asked: web.Request) -> None:
         self.seen.append((asked.path, orjson.loads(await asked.read() or b"{}"), dict(asked.headers)))
 
-    async def events(self, asked: web.Request) -> web.StreamResponse:
-        await self._note(asked)
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(asked)
-        for event in EVENTS:
-            await stream.write(event)
-        return stream
+    def stream(self, *events: bytes) -> Handler:
+        async def handler(asked: web.Request) -> web.StreamResponse:
+            await self._note(asked)
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await stream.prepare(asked)
+            for event in events:
+                await stream.write(event)
+            return stream
+
+        return handler
 
     async def hang(self, asked: web.Request) -> web.StreamResponse:
         await self._note(asked)
@@ -280,7 +283,7 @@ async def test_token_limit_gets_the_name_that_the_endpoint_asks_for(stack: Stack
 
 async def test_stream_is_relayed_event_by_event_and_counted(stack: Stack, endpoint: Any) -> None:
     made = Endpoint()
-    real = await endpoint(chat=made.events)
+    real = await endpoint(chat=made.stream(*EVENTS))
     harness = await session(stack, real.url)
     for asked, events in [
         ({}, UNCOUNTED),
@@ -314,7 +317,7 @@ async def test_stream_is_one_of_the_concurrent_requests_until_its_end(stack: Sta
     may_end = asyncio.Event()
 
     async def slow_events(asked: web.Request) -> web.StreamResponse:
-        stream = await made.events(asked)
+        stream = await made.stream(*EVENTS)(asked)
         await may_end.wait()
         return stream
 
@@ -332,7 +335,7 @@ async def test_stream_is_one_of_the_concurrent_requests_until_its_end(stack: Sta
 
 async def test_stream_that_nobody_reads_leaves_the_concurrent_requests(stack: Stack, endpoint: Any) -> None:
     made = Endpoint()
-    real = await endpoint(chat=made.sequence(made.events, made.reply(CHAT)))
+    real = await endpoint(chat=made.sequence(made.stream(*EVENTS), made.reply(CHAT)))
     harness = await session(stack, real.url, max_concurrent_requests=1)
     server: Any = stack.servers["model"]
     infer = server.infer
@@ -345,6 +348,24 @@ async def test_stream_that_nobody_reads_leaves_the_concurrent_requests(stack: St
     server.__dict__["infer"] = infer_for_nobody
     assert (await harness.post("/chat/completions", messages=[], stream=True)).status == 502
     assert await asyncio.wait_for(harness.chat(), 20) == (200, CHAT)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
+@pytest.mark.parametrize("form", ["event", "event after a comment", "object"])
+@pytest.mark.parametrize(("code", "status", "tries"), [(502, 502, 2), ("429", 429, 1), (400, 400, 1)])
+async def test_error_before_a_stream_begins_is_treated_as_the_status_that_it_names(
+    stack: Stack, endpoint: Any, path: str, form: str, code: int | str, status: int, tries: int
+) -> None:
+    made, told = Endpoint(), {"error": {"code": code, "message": "Provider returned error"}}
+    comment = b": OPENROUTER PROCESSING\n\n" if form == "event after a comment" else b""
+    events = made.stream(comment + b"data: " + orjson.dumps(told) + b"\n\ndata: [DONE]\n\n")
+    handler = made.reply(told) if form == "object" else events
+    real = await endpoint(chat=handler, responses=handler)
+    harness = await session(stack, real.url, max_retries=1)
+    asked = {"input": "hi"} if path == "/responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    reply = await harness.post(path, stream=True, **asked)
+    assert (reply.status, len(made.seen)) == (status, tries)
+    assert "Provider returned error" in await reply.text()
 
 
 async def test_leaving_ends_the_endpoints_work(stack: Stack, endpoint: Any) -> None:

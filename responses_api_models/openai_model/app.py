@@ -36,6 +36,7 @@ from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEn
 from nemo_gym.gateway.engines.http import EventReader, told_error, told_status
 from nemo_gym.gateway.engines.openai import wants_newer_budget, with_newer_budget
 from nemo_gym.gateway.engines.types import EngineCheck
+from nemo_gym.gateway.inference import failure_event
 from nemo_gym.gateway.model_server import reply_of_completion, upstream_error
 from nemo_gym.gateway.policy_request import ModelTimeoutError, chosen_limits, metadata_parameters, took_too_long
 from nemo_gym.http.client import get_global_aiohttp_client
@@ -113,7 +114,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     async def infer(self, call: InferenceCall) -> Response:
         endpoint_dialect, reply = await self._ask(call)
         if isinstance(reply, OpenStream):
-            return StreamingResponse(_relay(reply), media_type=EVENT_STREAM)
+            return StreamingResponse(_relay(reply, call.dialect), media_type=EVENT_STREAM)
         status, body, headers = reply
         if status != 200:
             # Pass the endpoint's error on: the harness has to know what is wrong with its request.
@@ -340,12 +341,23 @@ async def _pieces(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator
         yield piece
 
 
-async def _relay(stream: OpenStream) -> AsyncIterator[bytes]:
-    """Yield the endpoint's events as they arrive. Leaving early closes the connection, so the endpoint stops work."""
-    try:
+async def _relay(stream: OpenStream, dialect: Dialect) -> AsyncIterator[bytes]:
+    """Yield the endpoint's events as they arrive; an error's event ends an answer that was broken off or stopped
+    arriving. Leaving early closes the connection, so the endpoint stops work."""
+
+    async def all_pieces() -> AsyncIterator[bytes]:
         yield stream.begun
         async for piece in stream.pieces:
             yield piece
+
+    try:
+        async for events in _whole_events(all_pieces()):
+            if dialect is Dialect.CHAT:  # a stream of Responses says it by the type of its last event
+                for event in events:
+                    _require_whole(_data_of(event))
+            yield b"".join(events)
+    except ModelError as error:
+        yield failure_event(dialect, error)
     finally:
         stream.close()
 
@@ -353,23 +365,34 @@ async def _relay(stream: OpenStream) -> AsyncIterator[bytes]:
 _EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 
 
+async def _whole_events(pieces: AsyncIterable[Any]) -> AsyncIterator[list[bytes]]:
+    """Yield the events that each piece of a stream completes, and at last what is left."""
+    rest = b""
+    async for piece in pieces:
+        *events, rest = _EVENT_END.split(rest + piece)
+        if events:
+            yield events
+    if rest:
+        yield [rest]
+
+
+def _data_of(event: bytes) -> bytes:
+    return next(EventReader().feed(event + b"\n\n"), b"")
+
+
 async def without_usage(stream: AsyncIterable[Any]) -> AsyncIterator[bytes]:
     """Yield a chat stream's whole events, except a chunk without choices that reports the usage: harnesses that did
     not ask for it read ``choices[0]`` of every chunk."""
-    rest = b""
-    async for piece in stream:
-        *events, rest = _EVENT_END.split(rest + piece)
+    async for events in _whole_events(stream):
         if kept := b"".join(event for event in events if not _only_reports_usage(event)):
             yield kept
-    if rest and not _only_reports_usage(rest):
-        yield rest
 
 
 def _only_reports_usage(event: bytes) -> bool:
     if b'"usage"' not in event:
         return False
     try:
-        chunk = orjson.loads(b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:")))
+        chunk = orjson.loads(_data_of(event))
     except orjson.JSONDecodeError:
         return False
     return isinstance(chunk, dict) and chunk.get("choices") == [] and bool(chunk.get("usage"))

@@ -85,13 +85,16 @@ class Endpoint:
     async def _note(self, asked: web.Request) -> None:
         self.seen.append((asked.path, orjson.loads(await asked.read() or b"{}"), dict(asked.headers)))
 
-    def stream(self, *events: bytes) -> Handler:
+    def stream(self, *events: bytes, cut: int = 10_000) -> Handler:
+        """``cut``: the size of the pieces that are sent."""
+
         async def handler(asked: web.Request) -> web.StreamResponse:
             await self._note(asked)
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await stream.prepare(asked)
-            for event in events:
-                await stream.write(event)
+            sent = b"".join(events)
+            for start in range(0, len(sent), cut):
+                await stream.write(sent[start : start + cut])
             return stream
 
         return handler
@@ -348,6 +351,19 @@ async def test_stream_that_nobody_reads_leaves_the_concurrent_requests(stack: St
     server.__dict__["infer"] = infer_for_nobody
     assert (await harness.post("/chat/completions", messages=[], stream=True)).status == 502
     assert await asyncio.wait_for(harness.chat(), 20) == (200, CHAT)
+
+
+@pytest.mark.parametrize("cut", [1, 10_000])
+async def test_stream_that_the_endpoint_broke_off_ends_with_an_error(stack: Stack, endpoint: Any, cut: int) -> None:
+    half = [EVENTS[0], b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n', *EVENTS[2:]]
+    real = await endpoint(chat=Endpoint().stream(*half, cut=cut))
+    harness = await session(stack, real.url)
+    reply = await harness.post("/chat/completions", messages=[], stream=True)
+    *before, last = (await reply.read()).removesuffix(b"\n\n").split(b"\n\n")
+    error = orjson.loads(last.removeprefix(b"data: "))["error"]
+    assert (error["type"], "'abort'" in error["message"]) == ("server_error", True)
+    assert b"".join(before) in (b"", EVENTS[0].strip())
+    assert (await harness.finalize())["turns"] == 0
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses"])

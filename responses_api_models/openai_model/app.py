@@ -121,8 +121,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             if call.dialect is Dialect.MESSAGES:
                 return relayed_error(call.dialect, status, body)
             return Response(body, status, headers, "application/json")
-        if endpoint_dialect is Dialect.CHAT:
-            _require_whole(body)
+        _require_whole(endpoint_dialect, body)
         if endpoint_dialect is call.dialect:
             return Response(body, media_type="application/json")
         return self._translated(call, endpoint_dialect, body)
@@ -309,12 +308,16 @@ class SimpleModelServer(SimpleResponsesAPIModel):
         return state
 
 
-def _require_whole(completion: bytes) -> None:
+def _require_whole(dialect: Dialect, answer: bytes) -> None:
     """Raise `ModelError` for an answer that the endpoint broke off."""
-    if not any(b'"%s"' % reason.encode() in completion for reason in BROKEN_OFF):
+    ends = BROKEN_OFF if dialect is Dialect.CHAT else responses_chat.BROKEN_OFF
+    if not any(b'"%s"' % end.encode() in answer for end in ends):
         return  # most answers need not be parsed
-    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):  # no completion at all
-        if (reason := orjson.loads(completion)["choices"][0].get("finish_reason")) in BROKEN_OFF:
+    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):  # no answer at all
+        value = orjson.loads(answer)
+        if dialect is Dialect.RESPONSES:
+            responses_chat.require_whole(value)
+        elif (reason := value["choices"][0].get("finish_reason")) in ends:
             raise ModelError(f"the model endpoint broke the answer off ('{reason}')", retryable=True)
 
 
@@ -354,7 +357,7 @@ async def _relay(stream: OpenStream, dialect: Dialect) -> AsyncIterator[bytes]:
         async for events in _whole_events(all_pieces()):
             if dialect is Dialect.CHAT:  # a stream of Responses says it by the type of its last event
                 for event in events:
-                    _require_whole(_data_of(event))
+                    _require_whole(dialect, _data_of(event))
             yield b"".join(events)
     except ModelError as error:
         yield failure_event(dialect, error)

@@ -589,12 +589,21 @@ def _input_content(content: Any) -> Any:
     ]
 
 
-def completion_of_response(response: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Responses object to a chat completion. Raises `ModelError` for one that failed, because a completion
-    cannot say so."""
-    if response.get("status") == "failed":
-        said = (response.get("error") or {}).get("message") or "it gives no reason"
+BROKEN_OFF = frozenset({"failed", "cancelled"})
+"""Statuses of responses that the endpoint did not finish."""
+
+
+def require_whole(response: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for a Responses object that the endpoint did not finish."""
+    if (status := response.get("status")) in BROKEN_OFF:
+        said = (response.get("error") or {}).get("message") or f"its status is '{status}'"
         raise ModelError(f"the model endpoint could not finish its answer: {said}", retryable=True)
+
+
+def completion_of_response(response: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a Responses object to a chat completion. Raises `ModelError` for one that was not finished, because a
+    completion cannot say so."""
+    require_whole(response)
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for where, item in objects_in(response.get("output"), "output"):
         kind = item.get("type")

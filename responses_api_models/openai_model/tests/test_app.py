@@ -259,16 +259,23 @@ async def test_error_in_a_body_with_status_200_is_treated_as_the_status_that_it_
     assert "Provider returned error" in await reply.text()
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
-async def test_response_that_failed_is_no_translated_reply(stack: Stack, endpoint: Any, path: str) -> None:
-    made = Endpoint()
-    failed = {"status": "failed", "error": {"code": "server_error", "message": "it broke"}, "output": []}
-    real = await endpoint(responses=made.reply({**RESPONSE, **failed}))
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"status": "failed", "error": {"code": "server_error", "message": "it broke"}, "output": []}, "it broke"),
+        ({"status": "cancelled", "error": None}, "cancelled"),
+    ],
+)
+async def test_response_that_the_endpoint_did_not_finish_is_no_reply(
+    stack: Stack, endpoint: Any, path: str, changed: dict[str, Any], said: str
+) -> None:
+    real = await endpoint(responses=Endpoint().reply({**RESPONSE, **changed}))
     harness = await session(stack, real.url)
-    reply = await harness.post(path, max_tokens=9, messages=[{"role": "user", "content": "hi"}])
+    asked = {"input": "hi"} if path == "/responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    reply = await harness.post(path, max_tokens=9, **asked)
     assert (reply.status, reply.headers["x-should-retry"]) == (502, "true")
-    assert "it broke" in await reply.text()
-    assert (await (await harness.post("/responses", input="hi")).json())["status"] == "failed"
+    assert said in await reply.text()
 
 
 async def test_token_limit_gets_the_name_that_the_endpoint_asks_for(stack: Stack, endpoint: Any) -> None:

@@ -23,6 +23,27 @@ KINDS = {"agents": "agent", "environments": "environment", "sandboxes": "sandbox
 """The command's argument → the setting that takes the listed names."""
 MAX_CHARS = 100
 _ALIASES = {"benchmarks": "environments"}
+_SCAFFOLDS = Path(__file__).with_name("scaffolds")
+_ENVIRONMENTS: Final = {
+    "qa": "A question and its answer.",
+    "mcp": "Tools over MCP and as routes.",
+    "box": "Work in a box.",
+    "step": "A state that tools change, step by step.",
+    "judge": "An answer that another model judges.",
+}
+"""The kinds of environments; each is also a flag of ``ng env init``."""
+_RUN = """
+    export NEMO_GYM_EXTRA_ROOTS=$root
+    ng env test $name
+    ng_run $words input=resources_servers/$name/data/example.jsonl output=results/$name.jsonl
+"""
+_README = """# $Title
+
+$what
+
+The files: `app.py` grades, `configs/$name.yaml` configures, `data/example.jsonl` holds rows,
+`data/scripted_policy.yaml` says what a scripted model does with them, `tests/` tries the grading without a server.
+$run"""
 
 
 def list_parts(argv: Sequence[str]) -> int:
@@ -171,29 +192,6 @@ def plugin_folder(name: str) -> Path:
     roots = plugin_roots()
     found = [root / kind / name for kind in SERVER_TYPES for root in roots if (root / kind / name).is_dir()]
     return found[0].resolve() if found else find_plugin(ENVIRONMENT_TYPE, name, roots)
-
-
-_SCAFFOLDS = Path(__file__).with_name("scaffolds")
-_ENVIRONMENTS: Final = {
-    "qa": "A question and its answer.",
-    "mcp": "Tools over MCP and as routes.",
-    "box": "Work in a box.",
-    "step": "A state that tools change, step by step.",
-    "judge": "An answer that another model judges.",
-}
-"""The kinds of environments; each is also a flag of ``ng env init``."""
-_RUN = """
-    export NEMO_GYM_EXTRA_ROOTS=$root
-    ng env test $name
-    ng_run $words input=resources_servers/$name/data/example.jsonl output=results/$name.jsonl
-"""
-_README = """# $Title
-
-$what
-
-The files: `app.py` grades, `configs/$name.yaml` configures, `data/example.jsonl` holds rows,
-`data/scripted_policy.yaml` says what a scripted model does with them, `tests/` tries the grading without a server.
-$run"""
 
 
 def init_environment(argv: Sequence[str]) -> int:

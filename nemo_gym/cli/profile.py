@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from nemo_gym.gateway.tokens import Trajectory
     from nemo_gym.rollouts.reverify import Inputs
 
+EXPORT_KEYS = ("input", "output")
+FORMATS = (".jsonl", ".npz")
+
 
 def profile(argv: Sequence[str]) -> int:
     """Write NeMo Gym's two files: ``<stem>_reward_profiling.jsonl``, with a line for each task and its row as
@@ -346,10 +349,6 @@ def _print(reports: Sequence[dict[str, Any]]) -> None:
         print(f"Key metrics for {report['agent_ref']['name'] or 'all rows'}:")
         for key, value in report["key_metrics"].items():
             print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
-
-
-EXPORT_KEYS = ("input", "output")
-FORMATS = (".jsonl", ".npz")
 
 
 def main_export() -> None:

@@ -44,6 +44,23 @@ _log = structlog.get_logger(__name__)
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A JSONL file, or rows in memory."""
+FRAME_COLUMNS = [
+    *("task_id", "task", "sample", "agent", "reward", "valid", "outcome", "findings", "turns"),
+    *("input_tokens", "output_tokens", "seconds", "attempts", "reason"),
+]
+"""The columns of `RunResult.data_frame`."""
+_KEYS_OF_ONE_RUN = {*RUN_KEYS, "dataset", "split", "run", "config_paths"} - {"run_dir"}
+"""Settings that a run on running servers may have. Run groups and files are among them: they can hold run keys."""
+_DROPPED_KEYS = frozenset(
+    {
+        "head_server",
+        "ray_head_node_address",
+        "global_aiohttp_connector_limit",
+        "global_aiohttp_connector_limit_per_host",
+        "config_paths",
+    }
+)
+"""Keys of NeMo RL that are dropped: there is no head server and no Ray here, and connections are not limited."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +127,6 @@ class RunResult:
         return pandas.DataFrame(lines, columns=FRAME_COLUMNS)
 
 
-FRAME_COLUMNS = [
-    *("task_id", "task", "sample", "agent", "reward", "valid", "outcome", "findings", "turns"),
-    *("input_tokens", "output_tokens", "seconds", "attempts", "reason"),
-]
-"""The columns of `RunResult.data_frame`."""
-
-
 def _place(row: Mapping[str, Any]) -> tuple[int, int]:
     return row[TASK_INDEX_KEY], row[ROLLOUT_INDEX_KEY]
 
@@ -125,10 +135,6 @@ def _read(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     return sorted((orjson.loads(line) for line in file.read_bytes().splitlines() if line), key=_place)
-
-
-_KEYS_OF_ONE_RUN = {*RUN_KEYS, "dataset", "split", "run", "config_paths"} - {"run_dir"}
-"""Settings that a run on running servers may have. Run groups and files are among them: they can hold run keys."""
 
 
 class AsyncStack:
@@ -317,18 +323,6 @@ def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
             key="output",
         ) from error
     return file
-
-
-_DROPPED_KEYS = frozenset(
-    {
-        "head_server",
-        "ray_head_node_address",
-        "global_aiohttp_connector_limit",
-        "global_aiohttp_connector_limit_per_host",
-        "config_paths",
-    }
-)
-"""Keys of NeMo RL that are dropped: there is no head server and no Ray here, and connections are not limited."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from nemo_gym.config.composition import Composition
 
 NAME = "ng_validate"
+MARKER = "verified.yaml"
+"""The file in an environment's folder that records the last oracle run that passed."""
+_UNKNOWN = "unknown"
+"""Stands for the commit of a folder that is not under version control."""
+_RUN = "from nemo_gym.cli.run import main; main()"
+_SOURCES = (".", f":(exclude){MARKER}", ":(exclude)*.md", ":(exclude)tests", ":(exclude,glob)**/__pycache__/**")
+"""Git's path patterns for the files of the folder that the marker covers."""
 
 
 def main() -> None:
@@ -159,13 +166,6 @@ def _print_json(value: Any) -> None:
     print()
 
 
-MARKER = "verified.yaml"
-"""The file in an environment's folder that records the last oracle run that passed."""
-_UNKNOWN = "unknown"
-"""Stands for the commit of a folder that is not under version control."""
-_RUN = "from nemo_gym.cli.run import main; main()"
-
-
 def check_with_oracle(words: Sequence[str]) -> list[str]:
     """Compose ``words``, run each row with the gold solution and with none; write the marker if all grades are right.
 
@@ -245,10 +245,6 @@ def folder_of(composition: Composition) -> Path:
     if folder is None:
         raise ConfigError("no environment is chosen; add environment=…", key="environment")
     return folder
-
-
-_SOURCES = (".", f":(exclude){MARKER}", ":(exclude)*.md", ":(exclude)tests", ":(exclude,glob)**/__pycache__/**")
-"""Git's path patterns for the files of the folder that the marker covers."""
 
 
 def _wrong_grades(output: Path, mode: str) -> Iterable[str]:

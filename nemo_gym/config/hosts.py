@@ -27,6 +27,12 @@ from nemo_gym.config.visibility import Address
 from nemo_gym.contract.credentials import ROOT_KEY_BYTES, StackKeys
 from nemo_gym.contract.errors import ConfigError
 
+NODE_FD = "NEMO_GYM_RAY_NODE_FD"
+PIPELINE = "pipeline"
+"""The name of the command's own host, which runs the pipeline and no server."""
+LOOPBACK = "127.0.0.0/8"
+RUN_FILES = ("input", "output", "input_jsonl_fpath", "output_jsonl_fpath", "dataset", "split")
+
 
 class _Machine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -180,13 +186,6 @@ def _check_places(composition: Composition, replicas: Mapping[str, list[Address]
         for key in ("host", "port"):
             if server.values.get(key):
                 raise server.wrong(key, f": {HOSTS}.machines sets where servers listen; remove the key")
-
-
-NODE_FD = "NEMO_GYM_RAY_NODE_FD"
-PIPELINE = "pipeline"
-"""The name of the command's own host, which runs the pipeline and no server."""
-LOOPBACK = "127.0.0.0/8"
-RUN_FILES = ("input", "output", "input_jsonl_fpath", "output_jsonl_fpath", "dataset", "split")
 
 
 class RayConfig(BaseModel):

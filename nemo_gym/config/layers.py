@@ -31,6 +31,9 @@ from nemo_gym.config.keys import (
 from nemo_gym.contract.errors import ConfigError
 
 Path = tuple[str, ...]
+MISSING = "???"
+_REFERENCE = re.compile(r"\$\{\s*(?:oc\.(?:select|decode|deprecated)\s*:\s*)?([A-Za-z_][\w.-]*)\s*(?=[},\[])")
+_VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
@@ -211,11 +214,6 @@ def _delete_keys(values: Any) -> None:
             values.pop(str(name).strip(), None)
     for item in values.values():
         _delete_keys(item)
-
-
-MISSING = "???"
-_REFERENCE = re.compile(r"\$\{\s*(?:oc\.(?:select|decode|deprecated)\s*:\s*)?([A-Za-z_][\w.-]*)\s*(?=[},\[])")
-_VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 
 
 def interpolated_keys(text: str) -> list[str]:

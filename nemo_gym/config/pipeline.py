@@ -15,6 +15,8 @@ from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.contract.session import ChosenLimits, Limits
 from nemo_gym.contract.verdict import MAX_EVALUATION_LOG_CHARS, SAMPLING_KEYS
 
+POSTGRES_SCHEMES = ("postgresql://", "postgres://")
+
 
 def named(*names: str, default: Any = None, **constraints: Any) -> Any:
     """A field that is also known by NeMo Gym's spellings."""
@@ -225,9 +227,6 @@ def _problem_text(problem: Any) -> str:
         return str(message)
     key = ".".join(map(str, problem["loc"]))
     return f"{key} is required" if problem["type"] == "missing" else f"{key}: {message} (got {problem.get('input')!r})"
-
-
-POSTGRES_SCHEMES = ("postgresql://", "postgres://")
 
 
 class ServiceConfig(PipelineConfig):

@@ -54,6 +54,9 @@ _COLLECTED = "collected"
 """The name of the harvest item of `EnvironmentHooks.boxed_session`."""
 GRADING_LEASE_S = 120.0
 """How long a box of `EnvironmentHooks.grading_box` outlives a killed server."""
+_TOOL_PATH = re.compile(r"/[A-Za-z][A-Za-z0-9_-]{0,63}")
+_CATCH_ALL_PATH = re.compile(r"/\{\w+(:path)?\}")
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ReverifyMode(StrEnum):
@@ -330,11 +333,6 @@ class EnvironmentHooks(BaseResourcesServer, AggregateMetricsMixin, SimpleServer)
     def exposes_mcp(self) -> bool:
         """Whether the tools are served over MCP, by the class's ``tool_access`` or by the configuration."""
         return self.config.expose_tools_over_mcp or "mcp" in (getattr(type(self), "tool_access", None) or ())
-
-
-_TOOL_PATH = re.compile(r"/[A-Za-z][A-Za-z0-9_-]{0,63}")
-_CATCH_ALL_PATH = re.compile(r"/\{\w+(:path)?\}")
-_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,15 @@ RECOVERY_TIMEOUT_S = 20.0
 _PROBE_TIMEOUT_S = 1.0
 _REWRITTEN_AT_ONCE = 128
 log = structlog.get_logger(__name__)
+_SCHEMA = """
+create table if not exists rows (
+    partition text not null,
+    key text not null,
+    tag blob not null,
+    fields blob not null,
+    primary key (partition, key)
+) without rowid;
+"""
 
 
 class TransferQueueError(NemoGymError):
@@ -286,17 +295,6 @@ def _listens(info: Any) -> bool:
         with socket.create_connection((info.ip, info.ports["put_get_socket"]), timeout=_PROBE_TIMEOUT_S):
             return True
     return False
-
-
-_SCHEMA = """
-create table if not exists rows (
-    partition text not null,
-    key text not null,
-    tag blob not null,
-    fields blob not null,
-    primary key (partition, key)
-) without rowid;
-"""
 
 
 class TrajectoryArchive:

@@ -39,6 +39,9 @@ from nemo_gym.stack.stack import pipeline_client
 
 _SCORER_COLUMNS = tuple(name for name in CARRIED if name != "uid")
 log = structlog.get_logger(__name__)
+START_TIMEOUT_S = 30.0
+MAX_BODY_BYTES = 256 << 20
+_PASSED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos")
 
 
 def build_agent_framework(
@@ -232,11 +235,6 @@ def _model_config(config: Any) -> Any:
     from verl.utils.config import omega_conf_to_dataclass
 
     return omega_conf_to_dataclass(config.actor_rollout_ref.model)
-
-
-START_TIMEOUT_S = 30.0
-MAX_BODY_BYTES = 256 << 20
-_PASSED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos")
 
 
 class TokenClient(Protocol):

@@ -32,6 +32,25 @@ from nemo_gym.http.delivery import DELIVERIES, untaken
 _HEAD, _HEAD_END = b"HTTP/1.", b"\r\n\r\n"
 _JOINED_BYTES = 64 * 1024
 """Copying more costs more than a second write."""
+PROGRESS_BYTES = 1024
+"""Body bytes that must arrive within the timeout. Fewer count as no progress: a trickle cannot hold a connection."""
+MAX_HEAD_BYTES = 128 * 1024
+"""The limit for a request's line and headers. The parser copies an unfinished header each time more of it arrives, so
+an endless header would block the event loop for seconds, and at that point the sender's credential is unchecked."""
+_RECHECK_S = 0.25
+_EMPTY = b"connection: close\r\ncontent-length: 0\r\n\r\n"
+_TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _EMPTY
+_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _EMPTY
+SERVER_KEEPALIVE_S = 75
+"""Longer than the client's keep-alive, so that the client always closes an idle connection first."""
+SHUTDOWN_GRACE_S = 90
+"""How long a stopping server waits for open requests before it cancels their handlers."""
+LISTEN_BACKLOG = 4096
+MALLOC_SETTINGS = {-1: 32 << 20, -3: 16 << 20}
+"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes. A request of a few hundred KiB is copied several times.
+With the defaults that memory returns to the kernel after each request and is mapped again page by page for the next,
+which takes longer than all other work on those bytes."""
+log = structlog.get_logger(__name__)
 
 
 class JoinedWrites:
@@ -75,17 +94,6 @@ class JoinedWrites:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-
-PROGRESS_BYTES = 1024
-"""Body bytes that must arrive within the timeout. Fewer count as no progress: a trickle cannot hold a connection."""
-MAX_HEAD_BYTES = 128 * 1024
-"""The limit for a request's line and headers. The parser copies an unfinished header each time more of it arrives, so
-an endless header would block the event loop for seconds, and at that point the sender's credential is unchecked."""
-_RECHECK_S = 0.25
-_EMPTY = b"connection: close\r\ncontent-length: 0\r\n\r\n"
-_TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _EMPTY
-_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _EMPTY
 
 
 class WatchedHttpProtocol(HttpToolsProtocol):
@@ -216,19 +224,6 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(_TIMED_OUT)
         self.transport.close()
-
-
-SERVER_KEEPALIVE_S = 75
-"""Longer than the client's keep-alive, so that the client always closes an idle connection first."""
-SHUTDOWN_GRACE_S = 90
-"""How long a stopping server waits for open requests before it cancels their handlers."""
-LISTEN_BACKLOG = 4096
-MALLOC_SETTINGS = {-1: 32 << 20, -3: 16 << 20}
-"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes. A request of a few hundred KiB is copied several times.
-With the defaults that memory returns to the kernel after each request and is mapped again page by page for the next,
-which takes longer than all other work on those bytes."""
-
-log = structlog.get_logger(__name__)
 
 
 class WebServer(uvicorn.Server):

@@ -59,13 +59,12 @@ SSE_IDLE_S = 15.0
 
 T = TypeVar("T", bound=BaseModel)
 Endpoint = Callable[[Request], Awaitable[Response]]
+Id = Annotated[str, Field(pattern=IDENTIFIER.pattern, max_length=256)]
+MIN_TOKEN_CHARS = 16
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
-
-
-Id = Annotated[str, Field(pattern=IDENTIFIER.pattern, max_length=256)]
 
 
 class CancelBody(_Body):
@@ -316,9 +315,6 @@ def _selector(request: Request, *known: str) -> JobSelector:
             f"state: '{states}' must be one or more of {', '.join(JobState)}, with commas between them", key="state"
         ) from None
     return JobSelector(group_id=query.get("group"), run_id=query.get("run"), states=chosen)
-
-
-MIN_TOKEN_CHARS = 16
 
 
 class ServiceRole(StrEnum):

@@ -28,6 +28,10 @@ from nemo_gym.config.compose import run_directory_root
 from nemo_gym.contract.errors import ConfigError
 
 STACK_FILE = "stack.json"
+SCRAPE_TOKEN_FILE = "metrics.token"
+SCRAPE_FILE = "prometheus.yml"
+SCRAPE_TARGETS = "metrics"
+SCRAPE_JOB = "nemo_gym"
 
 
 @dataclass(frozen=True)
@@ -252,20 +256,14 @@ def public_listing(stack: StackEntry) -> list[dict[str, Any]]:
     return [asdict(server) for server in stack.servers]
 
 
-TOKEN_FILE = "metrics.token"
-SCRAPE_FILE = "prometheus.yml"
-TARGETS = "metrics"
-JOB = "nemo_gym"
-
-
 def write_scraping(run_dir: Path, token: str, servers: Sequence[tuple[str, str, str]], run_id: str) -> None:
     """Write the run's scrape configuration. ``servers``: instance, server type and URL of each."""
-    folder = run_dir / TARGETS
+    folder = run_dir / SCRAPE_TARGETS
     folder.mkdir(mode=0o700, exist_ok=True)
-    write_private(run_dir / TOKEN_FILE, token)
+    write_private(run_dir / SCRAPE_TOKEN_FILE, token)
     job = {
-        "job_name": JOB,
-        "authorization": {"credentials_file": str(run_dir / TOKEN_FILE)},
+        "job_name": SCRAPE_JOB,
+        "authorization": {"credentials_file": str(run_dir / SCRAPE_TOKEN_FILE)},
         "file_sd_configs": [{"files": [str(folder / "*.json")]}],
     }
     # JSON is YAML.
@@ -277,7 +275,7 @@ def write_scraping(run_dir: Path, token: str, servers: Sequence[tuple[str, str, 
 @contextmanager
 def added_target(run_dir: Path, name: str, url: str, run_id: str) -> Iterator[None]:
     """Add a target to the run until the block ends."""
-    folder = run_dir / TARGETS
+    folder = run_dir / SCRAPE_TARGETS
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{name}-{os.getpid()}.json"
     write_private(path, json.dumps([_target(url, server=name, server_type=name, run_id=run_id)], indent=1))

@@ -23,6 +23,7 @@ from responses_api_agents.composite_agent.options import (
 )
 
 MAX_TEXT_BYTES = 64 * 1024
+EXAMPLE = Path(__file__).with_name("example")
 
 
 class CompositeReader(JsonEventReader):
@@ -86,9 +87,6 @@ class CompositeReader(JsonEventReader):
             self.transcript.add_usage(**tokens)
         self.transcript.thinks(str(event.get("reasoning") or ""), invocation=invocation)
         self.transcript.says(str(event.get("text") or ""), invocation=invocation)
-
-
-EXAMPLE = Path(__file__).with_name("example")
 
 
 class Composite(CliHarness):

@@ -25,6 +25,7 @@ from nemo_gym.contract.errors import ConfigError, ModelError
 
 ChatMessage = Mapping[str, Any]
 PROMPT_CHARS_SHOWN = 120
+COMMAND = "$command"
 
 
 class ScriptError(ModelError):
@@ -329,9 +330,6 @@ def _observations(messages: Sequence[ChatMessage]) -> list[str]:
         elif observed:
             observed[-1].append(text_of(message))
     return ["\n".join(texts) for texts in observed]
-
-
-COMMAND = "$command"
 
 
 class Spelling(BaseModel):

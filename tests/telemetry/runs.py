@@ -19,7 +19,7 @@ from nemo_gym.config.compose import compose
 from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import CollectionResult, run_collection
 from nemo_gym.stack import nursery
-from nemo_gym.stack.endpoints import TARGETS, TOKEN_FILE, StackEntry
+from nemo_gym.stack.endpoints import SCRAPE_TARGETS, SCRAPE_TOKEN_FILE, StackEntry
 from nemo_gym.stack.stack import pipeline_client, running_stack
 from nemo_gym.stack.supervisor import stop_nursery
 
@@ -40,7 +40,7 @@ class Run:
     def targets(self) -> dict[str, str]:
         """Server → URL of what Prometheus would scrape."""
         found = {}
-        for path in (self.run_dir / TARGETS).glob("*.json"):
+        for path in (self.run_dir / SCRAPE_TARGETS).glob("*.json"):
             for target in json.loads(path.read_text()):
                 labels = target["labels"]
                 found[labels["server"]] = f"{labels['__scheme__']}://{target['targets'][0]}/metrics"
@@ -50,7 +50,7 @@ class Run:
         self, url: str, token: str | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
         """Status and text; with the run's token, where no other is given."""
-        token = token or (self.run_dir / TOKEN_FILE).read_text()
+        token = token or (self.run_dir / SCRAPE_TOKEN_FILE).read_text()
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}", **(headers or {})}) as http,
             http.get(url) as reply,

@@ -55,6 +55,26 @@ log = structlog.get_logger(__name__)
 # /tmp comes last: some CLIs distrust it.
 CANDIDATES = ("/var/tmp/nemo-gym-agent", "/tmp/nemo-gym-agent", "/run/nemo-gym-agent", "/nemo-gym-agent")
 """The same in every box: CLIs put their paths into prompts, and samples of one task should have the same prompt."""
+POLL_S = 0.2
+MAX_OUTPUT_BYTES = 512 * 1024 * 1024
+"""The limit for each output stream; beyond it, output is read and discarded. Far less is ever kept in memory."""
+STDERR_BYTES = 16 * 1024
+SETUP_TIMEOUT_S = 60.0
+NOT_STARTED = (126, 127)
+"""Exit statuses of a command that could not be started; a shell that lacks a command also ends with them."""
+STARTED = b"echo started\n"
+"""The script's first line. Its output proves that the shell itself was started."""
+PAST_PROXIES = """
+if [ -n "$http_proxy$https_proxy$all_proxy$HTTP_PROXY$HTTPS_PROXY$ALL_PROXY" ]; then
+  direct=${no_proxy:-$NO_PROXY}
+  export no_proxy="localhost,127.0.0.1,::1${direct:+,$direct}"
+  export NO_PROXY="$no_proxy"
+fi
+exec "$@"
+"""
+"""Runs a command so that a proxy that the image sets is not asked for the doors, which it cannot reach."""
+STOP_TIMEOUT_S = 20.0
+"""How long a killed process may take to end; also the value to pass to `act_in_world` as ``grace_s``."""
 
 
 # A harness's own directory in the box: fresh, and outside of the work directory and of harvested paths
@@ -181,9 +201,6 @@ def _model_detail(model: DoorStatistics, ending: Judgement) -> str:
     return f"{detail}; by the harness it {ending[0].replace('_', ' ')}" + (f": {ending[1]}" if ending[1] else "")
 
 
-POLL_S = 0.2
-
-
 # What ends a run early
 
 
@@ -199,25 +216,6 @@ async def until_over(
         if door is not None and max_model_failures is not None and door.failures_since_answer >= max_model_failures:
             return AgentOutcome.MODEL_UNREACHABLE, f"stopped after {door.failures_since_answer} failures in a row"
         await asyncio.sleep(POLL_S)
-
-
-MAX_OUTPUT_BYTES = 512 * 1024 * 1024
-"""The limit for each output stream; beyond it, output is read and discarded. Far less is ever kept in memory."""
-STDERR_BYTES = 16 * 1024
-SETUP_TIMEOUT_S = 60.0
-NOT_STARTED = (126, 127)
-"""Exit statuses of a command that could not be started; a shell that lacks a command also ends with them."""
-STARTED = b"echo started\n"
-"""The script's first line. Its output proves that the shell itself was started."""
-PAST_PROXIES = """
-if [ -n "$http_proxy$https_proxy$all_proxy$HTTP_PROXY$HTTPS_PROXY$ALL_PROXY" ]; then
-  direct=${no_proxy:-$NO_PROXY}
-  export no_proxy="localhost,127.0.0.1,::1${direct:+,$direct}"
-  export NO_PROXY="$no_proxy"
-fi
-exec "$@"
-"""
-"""Runs a command so that a proxy that the image sets is not asked for the doors, which it cannot reach."""
 
 
 @dataclass(frozen=True)
@@ -371,10 +369,6 @@ def _observations(
         "event_log": {"text": output.text(), "bytes": output.size},
         "stderr": {"text": errors.text(), "bytes": errors.size},
     }
-
-
-STOP_TIMEOUT_S = 20.0
-"""How long a killed process may take to end; also the value to pass to `act_in_world` as ``grace_s``."""
 
 
 async def follow(

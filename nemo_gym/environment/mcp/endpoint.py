@@ -52,6 +52,9 @@ _SAME_FOR_ALL: dict[str, Any] = {"ttlMs": TOOLS_TTL_MS, "cacheScope": "public"}
 _ATTEMPT = "nemo_gym.mcp_attempt"
 
 log = structlog.get_logger(__name__)
+MCP_TOKEN_TTL_S = 24 * 3600.0
+"""How long a token is valid at most; closing or replacing its attempt invalidates it earlier."""
+_KIND = "ngm1"
 
 
 class McpEndpoint:
@@ -289,11 +292,6 @@ def _token(request: Request) -> str | None:
 # Tokens for one attempt at one environment's MCP endpoint, valid nowhere else.
 #
 # Format: ``ngm1.<claims>.<mac>``; the claims are base64 of ``[run id, rollout id, attempt, expiry in Unix seconds]``
-
-MCP_TOKEN_TTL_S = 24 * 3600.0
-"""How long a token is valid at most; closing or replacing its attempt invalidates it earlier."""
-
-_KIND = "ngm1"
 
 
 def issue_mcp_token(key: bytes, rollout: RolloutIdentity, *, ttl_s: float = MCP_TOKEN_TTL_S) -> str:

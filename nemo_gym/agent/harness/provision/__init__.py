@@ -26,6 +26,17 @@ SYSTEM_DIRECTORY = "system-directory"
 """A file beside the copied libraries. It names the system directory in which their loader looks for libraries."""
 _LISTED = re.compile(r"^\t(\S+) => (\S+) \(0x", re.MULTILINE)
 _MISSING = re.compile(r"^\t(\S+) => not found", re.MULTILINE)
+INSTALL_COMMAND = "ng_prepare agents"
+RECORD = "node_modules/.package-lock.json"
+"""The record of the unpacked npm packages, with their checksums."""
+PYTHON_RECORD = "python.json"
+"""The same for PyPI packages: ``{"python": its version, "requirements": the file's checksum}``."""
+MARKER = ".installed"
+"""The last file that an installation writes; a directory without it is incomplete."""
+GLIBC = ".glibc"
+"""The directory with a copy of glibc for a program that needs it, for images without glibc."""
+UNFIT_STATUS = 97
+"""The exit status of `fitness_check` if the image cannot run a package."""
 
 
 def host_loader() -> Path:
@@ -66,20 +77,6 @@ def _system_directory(loader: Path) -> str:
     match = re.search(r"^\s+(/\S+) \(system search path\)", completed.stdout, re.MULTILINE)
     # Loaders older than glibc 2.33 do not print their search path.
     return match.group(1).rstrip("/") if match else "/lib64"
-
-
-INSTALL_COMMAND = "ng_prepare agents"
-RECORD = "node_modules/.package-lock.json"
-"""The record of the unpacked npm packages, with their checksums."""
-PYTHON_RECORD = "python.json"
-"""The same for PyPI packages: ``{"python": its version, "requirements": the file's checksum}``."""
-MARKER = ".installed"
-"""The last file that an installation writes; a directory without it is incomplete."""
-GLIBC = ".glibc"
-"""The directory with a copy of glibc for a program that needs it, for images without glibc."""
-
-UNFIT_STATUS = 97
-"""The exit status of `fitness_check` if the image cannot run a package."""
 
 
 def fetched_directory(package: CliPackage) -> Path:

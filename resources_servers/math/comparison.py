@@ -7,7 +7,9 @@ that cannot be parsed or compared is wrong; only a missing package is an error.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -50,7 +52,19 @@ def compare(expected: str, answer: str) -> dict[str, Any]:
     extraction = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     parsed = parse(answer, extraction, parsing_timeout=None)
     read = next((part for part in parsed if isinstance(part, str)), None)
-    return {"right": bool(gold and parsed) and verify(gold, parsed, timeout_seconds=None), "read": read}
+    finer = _decimals_below_thousandths(gold)
+    right = bool(gold and parsed) and verify(gold, parsed, 6 + finer, 15 + finer, timeout_seconds=None)
+    return {"right": right, "read": read}
+
+
+def _decimals_below_thousandths(gold: Sequence[Any]) -> int:
+    """Return how many more decimals a small expected number needs: math-verify compares six decimals of a float and
+    fifteen of an expression, with which 1e-19 is 0, and any other small number."""
+    for part in gold:
+        value = getattr(part, "rhs", part)
+        if getattr(value, "is_number", False) and 0 < (magnitude := float(abs(value.doit().evalf()))) < 1e-3:
+            return math.ceil(-3 - math.log10(magnitude))
+    return 0
 
 
 def _in_latex(expected: str) -> list[str]:

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 _LATEX = re.compile(r"[\\{}$]")
-_PERCENT = re.compile(r"([-+]?[\d,]*\.?\d+) *%")
+_PERCENT = re.compile(r"([-+]?[\d,]*\.?\d+) *\\?%")
 _NUMBER_WITH_UNIT = re.compile(r"([-+]?[\d.,/]*\d(?:[eE][-+]?\d+)?(?: +\d+/\d+)?)((?: +[A-Za-z]{3,})+)")
 _NO_UNIT = re.compile(
     "illion|hundred|thousand|dozen|percent|pct|hal[fv]|third|fourth|fifth|sixth|eighth|tenth|squared|cubed|factorial|"
@@ -43,15 +43,19 @@ def compare(expected: str, answer: str) -> dict[str, Any]:
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    gold = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
-    meant = [part for latex in _in_latex(expected) for part in parse(f"\\boxed{{{latex}}}", parsing_timeout=None)]
-    if meant and _MISREAD.search(expected):
-        # math-verify reads "3 1/2" as 2 and "1e-05" as Euler's number minus 5. The same words are still right.
-        gold = [part for part in gold if isinstance(part, str)]
-    gold += meant
+    def with_meaning(plain: str, parsed: list[Any]) -> list[Any]:
+        meant = [part for latex in _in_latex(plain) for part in parse(f"\\boxed{{{latex}}}", parsing_timeout=None)]
+        if meant and _MISREAD.search(plain):
+            # math-verify reads "3 1/2" as 2 and "1e-05" as Euler's number minus 5. The same words are still right.
+            parsed = [part for part in parsed if isinstance(part, str)]
+        return parsed + meant
+
+    gold = with_meaning(expected, parse(f"\\boxed{{{expected}}}", parsing_timeout=None))
     extraction = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     parsed = parse(answer, extraction, parsing_timeout=None)
     read = next((part for part in parsed if isinstance(part, str)), None)
+    if read is not None:
+        parsed = with_meaning(read, parsed)
     finer = _decimals_below_thousandths(gold)
     right = bool(gold and parsed) and verify(gold, parsed, 6 + finer, 15 + finer, timeout_seconds=None)
     return {"right": right, "read": read}
@@ -67,17 +71,17 @@ def _decimals_below_thousandths(gold: Sequence[Any]) -> int:
     return 0
 
 
-def _in_latex(expected: str) -> list[str]:
-    """Return what an expected answer in plain notation means where math-verify, which reads LaTeX, misreads it."""
-    if _LATEX.search(expected):
-        return []
-    if (percent := _PERCENT.fullmatch(expected)) is not None:
+def _in_latex(plain: str) -> list[str]:
+    """Return what an answer in plain notation or percent means where math-verify, which reads LaTeX, misreads it."""
+    if (percent := _PERCENT.fullmatch(plain)) is not None:
         return [f"{percent[1]}\\%", percent[1], f"\\frac{{{percent[1]}}}{{100}}"]
-    latex = _NAMES.sub(r"\\\1", expected)
+    if _LATEX.search(plain):
+        return []
+    latex = _NAMES.sub(r"\\\1", plain)
     with_unit = _NUMBER_WITH_UNIT.fullmatch(latex)
     if with_unit is not None and not _NO_UNIT.search(with_unit[2]):
         latex = f"{with_unit[1]}\\text{{{with_unit[2]}}}"
     for notation, replacement in _TO_LATEX:
         latex = notation.sub(replacement, latex)
-    in_digits = [format(Decimal(expected), "f")] if re.fullmatch(f"[+-]?{_SCIENTIFIC}", expected) else []
-    return [latex, *in_digits] if latex != expected else []
+    in_digits = [format(Decimal(plain), "f")] if re.fullmatch(f"[+-]?{_SCIENTIFIC}", plain) else []
+    return [latex, *in_digits] if latex != plain else []

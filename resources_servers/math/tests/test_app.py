@@ -127,6 +127,27 @@ def test_answer_to_an_expected_one_in_plain_notation_is_judged_by_its_value(
     assert judged == {said: said in right for said in right + wrong}
 
 
+@pytest.mark.parametrize(
+    ("expected", "right", "wrong"),
+    [
+        ("0.0015", ["1.5e-3", "0.15%", "0.15\\%"], ["1.5e-2", "1.5"]),
+        ("6.67\\times10^{-11}", ["6.67e-11", "6.67E-11"], ["6.68e-11", "6.67e-10"]),
+        ("\\frac{7}{2}", ["3 1/2", "3.5", "7/2"], ["3 1/3"]),
+        ("2", ["2."], ["3 1/2"]),
+        ("2\\pi", ["2*pi", "2pi"], ["pi"]),
+        ("x^2", ["x**2"], ["x*2"]),
+        ("50", ["50%", "50\\%", "50 \\%"], ["5\\%", "0.5"]),
+        ("50\\%", ["50", "0.5", "\\frac12", "50%", "50\\%"], ["5", "500\\%"]),
+        ("18", ["18 dollars", "18."], ["8 dollars", "18 million"]),
+    ],
+)
+def test_answer_in_plain_notation_or_percent_is_judged_by_its_value(
+    expected: str, right: list[str], wrong: list[str]
+) -> None:
+    judged = {said: compare(_expected(row(expected)), f"So \\boxed{{{said}}}.")["right"] for said in right + wrong}
+    assert judged == {said: said in right for said in right + wrong}
+
+
 @pytest.mark.parametrize("expected", ["46", "\\frac{1}{2}", "1,000", "\\{1,2\\}", "50\\%", "12 cm", "x=3", "C"])
 @pytest.mark.parametrize("said", ["So it is \\boxed{%s} metres.", "First $x=7$. $$\\boxed{%s}$$ Or $8$?", " \n"])
 async def test_answer_in_the_words_of_the_expected_one_is_judged_as_by_a_comparison_and_without_one(

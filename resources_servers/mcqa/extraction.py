@@ -15,10 +15,11 @@ ANSWER_CHARS = 20_000
 """Only this many characters at the end of an answer are searched, because the choice stands there."""
 _BOX = "\\boxed{"
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|textrm|mathrm|mathbf|mathsf|boldsymbol)\{([^{}]*)\}")
-_AROUND = " \t\r\n.,:;!*_`\"'$()[]{}"
+_AROUND = " \t\r\n.,:;!*_`\"'$()[]{}\\"
 _ANSWER = re.compile(r"\banswer(?:\s+is)?[ \t*_`]*[:=][\s*_`]*(?!answer\b)([^\n]*)", re.IGNORECASE)
 _LETTER_FIRST = re.compile(r"[ \t*_`$(\[]*([A-Z])(?:[.:,)\]*_`]|\s*$)")
 _LABEL = re.compile(r"([A-Z])\s*[:.)-]")
+_LABELLED = re.compile(r"([A-Za-z])\W+(.+)", re.DOTALL)
 _OTHER_LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?:\s*[:.)-]|\W*$)")
 
 
@@ -58,10 +59,14 @@ def lenient_choice(answer: str, options: Mapping[str, str]) -> str | None:
     plain = answer.strip(_AROUND)
     if plain.upper() in options:
         return plain.upper()
+    texts = {letter: _folded(_unwrapped(text)) for letter, text in options.items()}
     folded = _folded(plain)
-    for letter, text in options.items():
-        if folded and folded == _folded(text):
+    for letter, text in texts.items():
+        if folded and folded == text:
             return letter
+    labelled = _LABELLED.fullmatch(plain)
+    if labelled is not None and texts.get(labelled[1].upper()) == _folded(labelled[2]):
+        return labelled[1].upper()
     leading_letter = _LETTER_FIRST.match(answer)
     return leading_letter[1] if leading_letter is not None and leading_letter[1] in options else None
 

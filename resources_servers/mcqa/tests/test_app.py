@@ -88,6 +88,12 @@ async def verdict(stack: Stack, row: dict[str, Any], text: str) -> dict[str, Any
         (COLON, "Answer: B. (The answer is: Canberra, since the capital moved.)", "B"),
         (COLON, "Answer: \\boxed{B}", "B"),
         (COLON, "Answer: $\\boxed{\\text{B}}$", "B"),
+        (COLON, "Answer: B (Canberra)", "B"),
+        (COLON, "Answer: B - Canberra", "B"),
+        (COLON, "Answer: b) Canberra", "B"),
+        (COLON, "Answer: \\(B\\)", "B"),
+        (COLON, "Answer: A (Canberra)", None),
+        (STRICT, "\\boxed{\\(B\\)}", "B"),
         (COLON, "Answer: Brisbane", None),
         (COLON, "Answer:\nA city", None),
         (COLON, "Answer: B\nAnswer:", None),
@@ -96,6 +102,14 @@ async def verdict(stack: Stack, row: dict[str, Any], text: str) -> dict[str, Any
 )
 def test_choice_is_the_last_one_in_the_form_asked_for(mode: Grading, text: str, chosen: str | None) -> None:
     assert choice(text, OPTIONS, mode) == chosen
+
+
+def test_text_of_an_option_is_compared_as_the_answer_is_where_both_are_latex() -> None:
+    options = {"A": "$10\\text{ cm}$", "B": "$\\mathbf{v}$", "C": "\\(\\frac{1}{2}\\)"}
+    chosen = [
+        choice(f"\\boxed{{{said}}}", options, BOXED) for said in ("10\\text{ cm}", "\\mathbf{v}", "\\frac{1}{2}")
+    ]
+    assert chosen == ["A", "B", "C"]
 
 
 def test_boxes_that_never_close_are_read_in_bounded_time() -> None:

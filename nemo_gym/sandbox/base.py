@@ -409,6 +409,15 @@ class Connectable(Protocol):
 
 
 @runtime_checkable
+class TellsOverrun(Protocol):
+    """The provider ends boxes that exceed a limit, and knows which ones it ended for that."""
+
+    async def overrun(self, handle: SandboxHandle) -> str | None:
+        """Return what a box exceeded so that it was ended; ``None`` if that is not why it is gone."""
+        ...
+
+
+@runtime_checkable
 class SupportsFencing(Protocol):
     """The provider can revoke other processes' access to a box while the box lives."""
 

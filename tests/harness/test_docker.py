@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.contract.session import AgentOutcome, McpServer, Topology
+from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.contract.session import (
+    ActRequest,
+    AgentOutcome,
+    InferenceEndpoint,
+    McpServer,
+    SandboxClause,
+    SandboxSpecModel,
+    Topology,
+)
 from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
@@ -44,6 +53,25 @@ async def test_agent_works_in_the_world_and_its_patch_holds_nothing_of_the_harne
     patch = answer.artifacts[0].content().decode()
     assert "+hello world" in patch
     assert patch.count("diff --git") == 1
+    assert await docker.list({BoxLabel.RUN: RUN}) == []
+
+
+async def test_box_that_was_ended_for_what_its_policy_wrote_is_a_crash_to_be_graded(docker: DockerProvider) -> None:
+    async def fills_the_disk(world: World, run: HarnessRun) -> None:
+        await world.exec("head -c 200000000 /dev/zero > /repo/big; sleep 600")
+
+    spec = SandboxSpecModel.model_validate(
+        {"image": staging.IMAGE, "workdir": "/repo", "resources": {"disk_gib": 0.05}}
+    )
+    request = ActRequest(
+        responses_create_params={"input": "do it"},
+        descriptor=descriptor(Topology.AGENT_IN_ENV, sandbox=SandboxClause(spec=spec)),
+        inference=InferenceEndpoint(base_url="http://127.0.0.1:9/v1", token="token"),
+    )
+    answer = await act_in_world(request, docker, fills_the_disk)
+    assert (answer.outcome, answer.within_reach) == (AgentOutcome.CRASHED, True)
+    assert "its limit disk_gib allows 53687091" in (answer.outcome_detail or "")
+    assert [artifact.error for artifact in answer.artifacts] == [answer.outcome_detail]
     assert await docker.list({BoxLabel.RUN: RUN}) == []
 
 

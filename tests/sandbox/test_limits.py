@@ -90,7 +90,9 @@ async def test_box_that_writes_too_much_fails_or_ends_and_its_neighbour_goes_on(
     if done.outcome is ExecOutcome.LOST:  # for an ordinary user, whose boxes have no disks of their own
         with pytest.raises(SandboxLostError, match=r"wrote more than the 0\.05 GiB that its limit disk_gib allows"):
             await place.provider.start_exec(writer, ExecRequest("true"))
+        assert "limit disk_gib" in (await place.provider.overrun(writer) or "")
     else:
+        assert await place.provider.overrun(writer) is None
         assert "No space left on device" in (done.stderr or "")
         assert await place.run(writer, "rm /var/big; echo well") == "well\n"
     assert await place.run(neighbour, "head -c 20000000 /dev/zero > /var/little; echo well") == "well\n"
@@ -107,6 +109,8 @@ async def test_docker_box_that_writes_too_much_ends_and_its_neighbour_goes_on(bo
     assert (await boxes.provider.exec(neighbour, f"truncate -s 10T /var/sparse; {little}")).stdout == "well\n"
     done = await boxes.provider.exec(writer, too_much + "; sleep 600", timeout_s=60)
     assert done.outcome is ExecOutcome.LOST
+    assert "its limit disk_gib" in (await boxes.provider.overrun(writer) or "")
+    assert await boxes.provider.overrun(free) is None
 
     async def only_the_others() -> bool:
         return set(await boxes.ids()) == {neighbour.sandbox_id, free.sandbox_id}

@@ -36,6 +36,7 @@ from nemo_gym.contract.session import (
     ActResponse,
     AgentOutcome,
     Artifact,
+    HarvestItem,
     SandboxRef,
     Topology,
 )
@@ -52,6 +53,7 @@ from nemo_gym.sandbox.base import (
     SandboxProvider,
     SupportsDoorStatistics,
     SupportsLoopbackDoor,
+    TellsOverrun,
     box_labels,
     require,
 )
@@ -270,9 +272,18 @@ async def act_in_world(
     async with _acquire_box(request, provider, topology, binding, lease_ttl_s) as world:
         started = time.monotonic()
         wall_clock_s = request.wall_clock_s(default_wall_clock_s)
-        await _run_in_bounds(harness, world, run, wall_clock_s, grace_s)
+        items = request.descriptor.harvest if binding.is_world and binding.lent is None else ()
+        try:
+            await _run_in_bounds(harness, world, run, wall_clock_s, grace_s)
+            artifacts = await _harvest(world, items)
+        except SandboxLostError:
+            overrun = await world.provider.overrun(world.handle) if isinstance(world.provider, TellsOverrun) else None
+            if overrun is None:
+                raise
+            # The policy can do this whenever it likes: another attempt or a masked sample would be at its command.
+            run.outcome, run.detail, run.within_reach = AgentOutcome.CRASHED, overrun, True
+            artifacts = [Artifact.of(item.name, item.kind, b"", error=overrun) for item in items]
         run.observations.setdefault("seconds", round(time.monotonic() - started, 3))
-        artifacts = await _harvest(world, request) if binding.is_world and binding.lent is None else []
     return ActResponse(
         response=run.response or response_object([], model="none"),
         outcome=run.outcome,
@@ -341,8 +352,7 @@ async def _run_in_bounds(
         run.outcome, run.detail = AgentOutcome.CRASHED, f"{type(error).__name__}: {error}"
 
 
-async def _harvest(world: World, request: ActRequest) -> list[Artifact]:
-    items = request.descriptor.harvest
+async def _harvest(world: World, items: Sequence[HarvestItem]) -> list[Artifact]:
     if not items:
         return []
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -176,6 +177,13 @@ def ensure_watchdog(engine_url: str) -> None:
             f"docker: the watchdog that removes boxes when their lease ends could not be started ({error}); "
             f"see {path.with_suffix('.log')}"
         ) from error
+
+
+def overrun(engine_url: str, container_id: str) -> str | None:
+    """Return what the engine's watchdog wrote when it removed this box for what it had written to disk, if it did."""
+    with contextlib.suppress(OSError), lock_path(engine_url).with_suffix(".log").open(errors="replace") as lines:
+        return next((line.strip() for line in lines if line.startswith(f"removing box {container_id[:12]}:")), None)
+    return None
 
 
 # -- Container -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from nemo_gym.sandbox.doors import door_server
 from nemo_gym.sandbox.linux import listen_in_network_namespace
 from nemo_gym.sandbox.providers.docker import archives
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
-from nemo_gym.sandbox.providers.docker.creation import Creation, ensure_watchdog
+from nemo_gym.sandbox.providers.docker.creation import Creation, ensure_watchdog, overrun
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.images import Images
@@ -187,6 +187,9 @@ class DockerProvider(StreamingProvider):
         except SandboxError:
             return SandboxStatus.UNKNOWN
         return _STATES.get(inspection["State"]["Status"], SandboxStatus.UNKNOWN)
+
+    async def overrun(self, handle: SandboxHandle) -> str | None:
+        return await self._engine.call(overrun, self._engine.url, handle.sandbox_id)
 
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
         box = box_of(handle)

@@ -192,9 +192,10 @@ def watch_disks(engine: Engine) -> None:
         began = now_s()
         try:
             for container_id, (size, limit) in over_disk_limit(engine).items():
-                engine.remove(container_id)
-                line = f"removed box {container_id[:12]}: it wrote {size} bytes, its limit disk_gib allows {limit}\n"
+                # First, because whoever uses the box asks why it is gone as soon as it is; see `creation.overrun`.
+                line = f"removing box {container_id[:12]}: it wrote {size} bytes, its limit disk_gib allows {limit}\n"
                 sys.stderr.write(line)
+                engine.remove(container_id)
         except (OSError, http.client.HTTPException, ValueError):
             pass  # the engine does not respond; `watch` notices if that lasts
         except Exception as error:  # noqa: BLE001

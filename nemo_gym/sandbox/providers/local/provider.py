@@ -161,6 +161,14 @@ class LocalProvider(StreamingProvider):
             return SandboxStatus.UNKNOWN
         return SandboxStatus(answer["status"])
 
+    async def overrun(self, handle: SandboxHandle) -> str | None:
+        try:
+            answer = await self._client().request({"op": "status", "box": handle.sandbox_id})
+        except SandboxLostError:  # the supervisor is gone, and no limit of the box is why
+            return None
+        reason = answer.get("termination_reason") or ""
+        return f"the box was ended: {reason}" if "disk_gib" in reason else None
+
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
         if ttl_s <= 0:
             raise SandboxError(f"ttl_s must be positive, not {ttl_s}")

@@ -385,7 +385,8 @@ class Supervisor:
         box = self._boxes.get(box_id)
         if box is not None and box.termination_reason is None:
             return {"status": "running", **_info(box)}
-        return {"status": "stopped", "termination_reason": self._dead.get(box_id)}
+        reason = self._dead.get(box_id) if box is None else box.termination_reason
+        return {"status": "stopped", "termination_reason": reason}
 
     async def do_renew(self, _c: Client, message: Message, _d: list[int], _s: list[int]) -> None:
         self._box(message).renew(float(message["ttl_s"]))

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import aiohttp
@@ -30,6 +30,7 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
 from nemo_gym.gateway.dialects.adapters import EVENT_STREAM
+from nemo_gym.gateway.dialects.content import refuse
 from nemo_gym.gateway.dialects.endpoint import BROKEN_OFF
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
@@ -42,6 +43,8 @@ from nemo_gym.gateway.policy_request import ModelTimeoutError, chosen_limits, me
 from nemo_gym.http.client import get_global_aiohttp_client
 
 ROUTES = {Dialect.CHAT: "/chat/completions", Dialect.RESPONSES: "/responses"}
+_HOSTED_TOOLS = ("web_search", "file_search", "code_interpreter", "mcp", "shell")
+_HOSTED_OPTIONS = ("web_search_options", "plugins")
 API_KEY_ENV = "OPENAI_API_KEY"
 RETRIED_STATUSES = frozenset({500, 502, 503, 504, 520})
 FIRST_BACKOFF_S = 0.5
@@ -82,6 +85,9 @@ class SimpleModelServerConfig(BaseResponsesAPIModelConfig):
     openai_default_headers: dict[str, str] = Field(default_factory=dict, repr=False)
     max_concurrent_requests: int | None = Field(None, gt=0)
     """The limit of concurrent requests, each until the end of its reply; ``None`` means no limit."""
+    hosted_tools: bool = False
+    """Whether requests of sessions may name tools that the endpoint itself runs, such as a web search. With them, a
+    box without a network reaches what the endpoint reaches."""
     drop_input_reasoning_items: bool = False
     """Leave reasoning items out of Responses inputs, for endpoints that refuse the items they produced themselves."""
     connect_timeout_s: float = Field(CONNECT_TIMEOUT_S, gt=0)
@@ -170,6 +176,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             body = {**parameters, **body, "metadata": metadata}
             if not metadata:
                 del body["metadata"]
+        if call.session is not None and not self.config.hosted_tools:
+            _refuse_hosted_tools(body)
         body = {**self.config.extra_body, **body, "model": self.config.openai_model}
         if dialect is not call.dialect:
             body.pop("stream", None)
@@ -306,6 +314,21 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             state = {"detail": f"the model endpoint {url} cannot be reached: {type(error).__name__}: {error}"}
         self._cached_readiness = (time.monotonic(), state)
         return state
+
+
+def _refuse_hosted_tools(body: Mapping[str, Any]) -> None:
+    tools = body.get("tools")
+    kinds = {
+        f"tools.{number}": str(tool.get("type"))
+        for number, tool in enumerate(tools if isinstance(tools, list) else ())
+        if isinstance(tool, Mapping)
+    }
+    where = [place for place, kind in kinds.items() if kind.startswith(_HOSTED_TOOLS)]
+    where += [name for name in _HOSTED_OPTIONS if body.get(name) is not None]
+    if where:
+        refuse(
+            where[0], "is run by the endpoint; if a run's rows need that, set the model server's 'hosted_tools: true'"
+        )
 
 
 def _require_whole(dialect: Dialect, answer: bytes) -> None:

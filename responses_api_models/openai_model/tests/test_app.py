@@ -180,6 +180,35 @@ async def test_reply_is_passed_through_with_the_endpoints_model_and_key(stack: S
     assert (await harness.finalize())["usage"] == {"input_tokens": 11, "output_tokens": 5, "total_tokens": 16}
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/responses", {"input": "hi", "tools": [{"type": "web_search"}]}),
+        ("/responses", {"input": "hi", "tools": [{"type": "function", "name": "f"}, {"type": "web_search_preview"}]}),
+        ("/responses", {"input": "hi", "tools": [{"type": "mcp", "server_url": "https://mcp.example/"}]}),
+        ("/responses", {"input": "hi", "metadata": {"extra_body": '{"plugins": [{"id": "web"}]}'}}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "web_search_options": {}}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "plugins": [{"id": "web"}]}),
+    ],
+)
+async def test_box_gets_no_network_through_the_endpoints_own_tools(
+    stack: Stack, endpoint: Any, path: str, asked: dict[str, Any]
+) -> None:
+    made = Endpoint()
+    real = await endpoint(chat=made.reply(CHAT), responses=made.reply(RESPONSE))
+    reply = await (await session(stack, real.url)).post(path, **asked)
+    assert (reply.status, made.seen) == (400, [])
+    assert "hosted_tools" in await reply.text()
+
+
+async def test_endpoints_own_tools_are_used_where_a_run_allows_them(stack: Stack, endpoint: Any) -> None:
+    made = Endpoint()
+    real = await endpoint(responses=made.reply(RESPONSE))
+    harness = await session(stack, real.url, hosted_tools=True)
+    assert (await harness.post("/responses", input="hi", tools=[{"type": "web_search"}])).status == 200
+    assert made.seen[0][1]["tools"] == [{"type": "web_search"}]
+
+
 @pytest.mark.parametrize("missing", [(), ("responses",)], ids=["passed through", "translated"])
 async def test_parameters_in_metadata_reach_the_endpoint(
     stack: Stack, endpoint: Any, missing: tuple[str, ...]

@@ -32,6 +32,7 @@ from nemo_gym.gateway.parsing.formats import (
     ReasoningFormat,
     Segment,
 )
+from nemo_gym.gateway.tokens.history import shared_length
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 
@@ -109,9 +110,7 @@ def _rendered_answer(policy: PolicyTokenizer, message: Mapping[str, Any]) -> str
         prompt = policy.render([question], tools=tools)
     except TemplateRefusedError:
         return None
-    at = whole.rfind("questionprobe") + len("questionprobe")
-    if whole.startswith(prompt):
-        at = len(prompt)
+    at = max(shared_length(prompt, whole), whole.rfind("questionprobe") + len("questionprobe"))
     end = policy.find_stop(whole, at) if policy.turn_end is not None else None
     return whole[at:end]
 

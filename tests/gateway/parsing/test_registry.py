@@ -15,7 +15,7 @@ import pytest
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.parsing import ParsedAnswer, ParsedCall, Segment, answer_parser
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
-from tests.gateway.parsing.policies import policy
+from tests.gateway.parsing.policies import FOLDER, policy
 from tests.gateway.tokens import policies as token_policies
 
 HERE = "tests.gateway.parsing.test_registry"
@@ -168,6 +168,16 @@ def test_harmony_is_found_when_the_template_writes_it(tmp_path: Path) -> None:
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""  # noqa: E501
     token_policies.write(tmp_path, "chatml_think")
     assert answer_parser(PolicyTokenizer.load(tmp_path, chat_template=template)).name == "harmony"
+
+
+def test_formats_are_found_when_the_prompt_opens_reasoning_that_the_template_leaves_out_of_answers(
+    tmp_path: Path,
+) -> None:
+    template = (FOLDER / "qwen3_coder.jinja").read_text()
+    opening = template.replace("{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n<think>\\n' }}")
+    assert opening != template
+    token_policies.write(tmp_path, "chatml_think")
+    assert answer_parser(PolicyTokenizer.load(tmp_path, chat_template=opening)).name == "qwen3_coder+think"
 
 
 def test_importing_the_parsers_loads_no_engine_and_no_transformers() -> None:

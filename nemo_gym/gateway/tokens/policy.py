@@ -327,7 +327,8 @@ class PolicyTokenizer:
 
 _ANSWER: Message = {"role": "assistant", "content": "answerprobe"}
 _RESULT: Message = {"role": "tool", "tool_call_id": "abcdef123", "name": "f", "content": "r"}
-_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+_FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"type": "function", "function": _FUNCTION}
 
 
 def _calling_message() -> Message:

@@ -66,6 +66,14 @@ def test_policy_reads_a_template_from_the_tokenizer_config(tmp_path: Path) -> No
     assert PolicyTokenizer.load(folder).render([user("x")]) == policy("chatml_think").render([user("x")])
 
 
+def test_policy_is_loaded_when_its_template_lists_the_parameters_of_tools(tmp_path: Path) -> None:
+    listed = "{% for tool in tools or [] %}{% for name in tool.function.parameters.properties.keys() %}{{ name }}"
+    folder = write(tmp_path, "chatml_think")
+    own = (folder / "chat_template.jinja").read_text()
+    loaded = PolicyTokenizer.load(folder, chat_template=f"{listed}{{% endfor %}}{{% endfor %}}{own}")
+    assert loaded.stops.keys() == policy("chatml_think").stops.keys()
+
+
 def test_policy_rejects_a_stop_token_it_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="<nope>"):
         PolicyTokenizer.load(write(tmp_path, "chatml_think"), stop_tokens=["<nope>"])

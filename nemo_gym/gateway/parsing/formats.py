@@ -719,12 +719,13 @@ def _named(text: str, at: int) -> tuple[list[ParsedCall], int] | None:
 CALL_FORMATS: dict[str, CallFormat] = {
     # Hermes, Qwen 2.5 and 3, and many derived from them: <tool_call>{"name": …, "arguments": {…}}</tool_call>
     "hermes": FramedJson(r"<tool_call>", r"\s*+(?:</tool_call>|\Z)"),
-    # Qwen3-Coder: <function=name><parameter=key>value</parameter></function>, usually inside <tool_call>.
+    # Qwen3-Coder: <function=name><parameter=key>value</parameter></function>, usually inside <tool_call>. Seed-OSS:
+    # the same inside <seed:tool_call>.
     "qwen3_coder": TaggedCalls(
-        opening=r"(?:<tool_call>\s{0,16})?<function=([^<>\n]{1,256})>",
+        opening=r"(?:<(?:seed:)?tool_call>\s{0,16})?<function=([^<>\n]{1,256})>",
         parameter=r"<parameter=([^<>\n]{1,256})>",
         parameter_end=r"</parameter>",
-        closing=r"</function>(?:\s{0,16}</tool_call>)?|</tool_call>",
+        closing=r"</function>(?:\s{0,16}</(?:seed:)?tool_call>)?|</(?:seed:)?tool_call>",
         value_newlines=True,
     ),
     # GLM 4.5 and later: <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>

@@ -330,6 +330,12 @@ def test_call_ends_with_its_frame_when_the_policy_left_out_the_end(name: str, te
     assert split(f"{text}\n{text}", F_AND_G) == ["", f, "\n", f, ""]
 
 
+def test_frame_of_seed_oss_belongs_to_the_call() -> None:
+    text = "<seed:tool_call>\n<function=f>\n<parameter=a>ls</parameter>\n</function>\n</seed:tool_call>"
+    f = call("f", '{"a": "ls"}')
+    assert CALL_FORMATS["qwen3_coder"].split(f"{text}\n{text}", F_AND_G) == ["", f, "\n", f, ""]
+
+
 @pytest.mark.parametrize("name", UNCLOSED)
 def test_value_ends_at_the_tools_next_parameter_when_the_policy_left_out_the_end(name: str) -> None:
     segments = CALL_FORMATS[name].split(UNCLOSED[name][2], F_AND_G)

@@ -347,7 +347,8 @@ REASONING_FORMATS = {
 @dataclass(frozen=True, slots=True)
 class ComposedParser:
     """Removes the reasoning first: a call within the reasoning is not a call. Policies leave the reasoning unclosed
-    before a call at times, so calls at the end of an answer that is all reasoning end it."""
+    before a call at times, or close it after the call, so calls at the end of an answer that is all reasoning end it.
+    """
 
     name: str
     reasoning: ReasoningFormat | None
@@ -362,7 +363,7 @@ class ComposedParser:
         reasoning, rest = (None, text) if tags is None else tags.split(text, prompt_tail)
         if self.calls is None or not parse_calls:
             return ParsedAnswer(None, reasoning) if rest is None else _answer(rest, reasoning)
-        if rest is None:
+        if rest is None or (reasoning is not None and not rest):
             segments = self.calls.split(reasoning or "", tools)
             calls = tuple(segment for segment in segments if isinstance(segment, ParsedCall))
             if not calls or any(isinstance(segment, str) and segment.strip() for segment in segments[1:]):

@@ -206,6 +206,7 @@ def test_call_at_the_end_of_unclosed_reasoning_is_a_call(name: str, opening: str
     assert parse(text, tool_parser=name, tail=tail) == ParsedAnswer(None, "I list them.", (a,))
     assert parse(f"{text}\n{second}", tool_parser=name, tail=tail) == ParsedAnswer(None, "I list them.", (a, B))
     assert parse(text, tool_parser=name, tail=tail, parse_calls=False).calls == ()
+    assert parse(f"{text}\n</think>\n\n", tool_parser=name, tail=tail) == ParsedAnswer(None, "I list them.", (a,))
 
 
 def test_call_that_unclosed_reasoning_goes_on_after_is_none() -> None:

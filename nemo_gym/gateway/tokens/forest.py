@@ -288,11 +288,15 @@ class IncrementalEncoder:
         start: list[Message] = [{"role": "system", "content": system}] if continued.system else []
         # Some templates number images, so the history has one per message.
         images = [{"type": "image_url", "image_url": {"url": ""}}] if continued.media else []
+        # Others number results, or write the first ones differently.
+        calling: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        called = [calling, _RESULT] if continued.calls else []
         earlier: list[Message] = [
             message
             for turn in range(depth)
             for message in (
                 {"role": "user", "content": [{"type": "text", "text": f"{self._user} {turn}"}, *images]},
+                *called,
                 {"role": "assistant", "content": f"earlier {turn}"},
             )
         ]

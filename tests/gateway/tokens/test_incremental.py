@@ -97,6 +97,10 @@ ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 LAST_RESULT = (
     "{% if loop.last or message.role != 'tool' or messages[loop.index].role != 'tool' %}" + CHATML + "{% endif %}"
 )
+NUMBERED_RESULTS = (
+    "{% set seen = namespace(results=0) %}{% for message in messages %}{% if message.role == 'tool' %}"
+    "{% set seen.results = seen.results + 1 %}{{ seen.results }}{% endif %}" + CHATML + "{% endfor %}" + ASK
+)
 COUNTED = "{{ messages | length }} messages\n{% for message in messages %}" + CHATML + "{% endfor %}" + ASK
 
 
@@ -106,6 +110,7 @@ COUNTED = "{{ messages | length }} messages\n{% for message in messages %}" + CH
         (COUNTED, [], 1, "anew"),
         ("{% for message in messages %}" + LAST_RESULT + "{% endfor %}" + ASK, [], 2, "elsewhere or nowhere"),
         ("{% for message in messages %}{{ message.role + message.content + ' the' }}{% endfor %}", ["e"], 1, "joins"),
+        (NUMBERED_RESULTS, [], 2, "differently depending on earlier ones"),
     ],
 )
 def test_continuation_is_unproven_when_it_would_differ_from_the_whole(

@@ -207,7 +207,7 @@ class TokenBackend:
                 _details(sampled, request),
                 generation.ids_json,
             ),
-            message,
+            _message(parsed, sampled.context.call_id, own_ids=True),
         )
         answer = Answer(
             sampled.context.call_id,
@@ -262,14 +262,16 @@ def _refuse_constraints(request: PolicyRequest) -> None:
         )
 
 
-def _message(parsed: ParsedAnswer, call_id: str) -> dict[str, Any]:
+def _message(parsed: ParsedAnswer, call_id: str, own_ids: bool = False) -> dict[str, Any]:
+    """Return the answer as a message. ``own_ids``: with the ids that the policy wrote, which are not always unique, so
+    that only the policy sees them."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning is not None:
         message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
         message["tool_calls"] = [
             {
-                "id": f"call_{call_id[:20]}{number:02d}",
+                "id": (call.call_id if own_ids else None) or f"call_{call_id[:20]}{number:02d}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from json.decoder import scanstring  # type: ignore[attr-defined]
@@ -247,6 +247,8 @@ class ParsedCall:
     name: str
     arguments: str
     """JSON text; the policy's own text if that is valid JSON."""
+    call_id: str | None = field(default=None, compare=False)
+    """The id that the policy wrote, for formats that have ids: its template writes it again with the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +409,7 @@ class FramedJson:
     """Calls of the form ``opening {json} closing``.
 
     The JSON is the arguments if ``opening`` has a group ``name``, otherwise an object with the name and the arguments.
+    A group ``id`` is the call's id.
     A frame with any other content is text. The end of the answer closes a frame too: engines omit the closing markup
     if it is the stop token.
     """
@@ -425,7 +428,8 @@ class FramedJson:
             start = skip_space(text, at)
             if self._named:
                 found = arguments_at(text, start) or self._nothing_at(text, start)
-                call = None if found is None else (ParsedCall(opened["name"], found[0]), found[1])
+                call_id = opened.groupdict().get("id")
+                call = None if found is None else (ParsedCall(opened["name"], found[0], call_id), found[1])
             else:
                 call = call_at(text, start)
             if call is None or (closed := self._closing.match(text, call[1])) is None:
@@ -746,7 +750,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
     # Kimi K2: functions.name:0 and JSON arguments between tokens.
     "kimi_k2": FramedJson(
         r"(?:<\|tool_calls_section_begin\|>\s{0,16})?<\|tool_call_begin\|>\s{0,16}"
-        rf"(?:functions\.)?(?P<name>{NAME})(?::[0-9]{{1,9}})?\s{{0,16}}<\|tool_call_argument_begin\|>",
+        rf"(?P<id>(?:functions\.)?(?P<name>{NAME})(?::[0-9]{{1,9}})?)\s{{0,16}}<\|tool_call_argument_begin\|>",
         r"\s*+(?:<\|tool_call_end\|>(?:\s{0,16}<\|tool_calls_section_end\|>)?|\Z)",
     ),
     # MiniMax M2: <invoke name="f"><parameter name="key">value</parameter></invoke> in <minimax:tool_call>.

@@ -492,7 +492,7 @@ class TokenForest:
         return Prepared(None, ids, reading, 0, reason, detail)
 
     def commit(self, prepared: Prepared, sampled: Sampled, message: Message) -> Turn:
-        """Keep an answer. ``message``: the assistant message as it is delivered.
+        """Keep an answer. ``message``: the assistant message as it is delivered; ids of calls may differ.
 
         Raises `ModelError`, and keeps nothing, if ids and logprobs do not match each other or the policy, or if the
         turn that the request continues was taken back meanwhile.

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from nemo_gym.gateway.backend import CallContext
+from nemo_gym.gateway.engines import FinishReason, Generation
+from nemo_gym.gateway.parsing import answer_parser
+from nemo_gym.gateway.policy_request import PolicyRequest
+from nemo_gym.gateway.routing.pool import EnginePool
+from nemo_gym.gateway.token_backend import TokenBackend, TokenConversations, TokenSample
+from tests.gateway.parsing.policies import policy
+from tests.gateway.tokens.conversations import TOOLS, result, user
+
+
+def written(number: int) -> str:
+    return f"<|tool_call_begin|>functions.shell:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+
+
+@pytest.mark.parametrize("first", [0, 3])
+async def test_results_name_calls_as_the_policy_did_while_the_harness_gets_ids_of_its_own(first: int) -> None:
+    used = policy("kimi_k2")
+    async with EnginePool(kind="token") as pool:
+        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
+        conversations: TokenConversations = backend.conversations(datetime(2026, 3, 1))
+        messages: list[dict[str, Any]] = [user("look")]
+        given: set[str] = set()
+        for turn in range(2):
+            prepared = conversations.forest.prepare(messages, TOOLS)
+            text = f"<|tool_calls_section_begin|>{written(first)}{written(first + 1)}<|tool_calls_section_end|>"
+            ids = used.encode(text + "<|im_end|>")
+            generation = Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e")
+            sample = TokenSample(prepared, generation, CallContext("s", f"{turn:032x}"[::-1]), 0.1)
+            answer, _, _ = backend.commit(conversations, PolicyRequest(messages, TOOLS), sample)
+            calls = [call["id"] for call in answer.message["tool_calls"]]
+            results = [{**result(0, f"r{number}"), "tool_call_id": each} for number, each in enumerate(calls)]
+            messages = [*messages, dict(answer.message), *results[::-1]]
+            given.update(calls)
+            shown = used.decode(conversations.forest.prepare(messages, TOOLS).context)
+            assert f"Return of functions.shell:{first}\nr0" in shown
+            assert f"Return of functions.shell:{first + 1}\nr1" in shown
+        assert len(given) == 4

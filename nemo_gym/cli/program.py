@@ -24,6 +24,7 @@ from nemo_gym.cli.command import key_of, result_console
 from nemo_gym.cli.run import check_rollout_run
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.files import read_yaml
 from nemo_gym.config.overrides import word_of
 from nemo_gym.config.pipeline import PipelineConfig
@@ -33,6 +34,7 @@ from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, run_collection, show_finished
+from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.stack.background import BackgroundStack
 from nemo_gym.stack.endpoints import StackEntry
 from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
@@ -283,6 +285,7 @@ def _background(words: Sequence[str]) -> BackgroundStack:
 def _plan(words: Sequence[str], rows: Rows | None) -> tuple[RolloutRunConfig, RunOutlook]:
     """Compose and check everything that can be checked before any server starts."""
     composition = compose(words)
+    written: Path | None = None
     if rows is not None:
         given = composition.run_values()
         if composition.has_run or "dataset" in composition.values:
@@ -290,8 +293,21 @@ def _plan(words: Sequence[str], rows: Rows | None) -> tuple[RolloutRunConfig, Ru
         if not isinstance(rows, str | Path):
             output = Path(given.get("output") or given.get("output_jsonl_fpath") or default_output())
             composition.values["output"] = str(output)
-            rows = _write_input(rows, output)
+            file = output.with_name(f"{output.stem}_input.jsonl")
+            written = None if file.exists() else file
+            files = RunFiles(output, Path(given["store"]) if given.get("store") else None)
+            refused_before = files.lock.exists() and not files.store.exists()
+            rows = _write_input(rows, output, file, replace=refused_before or bool(given.get("overwrite")))
         composition.values["input"] = str(rows)
+    try:
+        return _checked(composition)
+    except BaseException:
+        if written is not None:
+            written.unlink(missing_ok=True)
+        raise
+
+
+def _checked(composition: Composition) -> tuple[RolloutRunConfig, RunOutlook]:
     complete_run(composition, wanted=True)
     if not composition.has_run:
         raise ConfigError(
@@ -302,21 +318,26 @@ def _plan(words: Sequence[str], rows: Rows | None) -> tuple[RolloutRunConfig, Ru
     return check_rollout_run(composition, keep=True)
 
 
-def _write_input(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
-    """Write rows from memory to a file beside the results, which refer to it."""
-    file = output.with_name(f"{output.stem}_input.jsonl")
+def _write_input(rows: Iterable[Mapping[str, Any]], output: Path, file: Path, *, replace: bool) -> Path:
+    """Write rows from memory to ``file`` beside the results, which refer to it."""
     if not isinstance(rows, Iterable):
         raise ConfigError(
             f"input must be the path of a JSONL file, or rows: an iterable of dicts; got {type(rows).__name__}",
             key="input",
         )
     try:
-        lines = [orjson.dumps(row) + b"\n" for row in rows]
+        content = b"".join(orjson.dumps(row) + b"\n" for row in rows)
     except TypeError as error:
         raise ConfigError(f"input: a row is not JSON ({error})", key="input") from error
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"".join(lines))
+        if not replace and file.exists() and file.read_bytes() != content:
+            raise ConfigError(
+                f"output '{output}': rows from memory go to {file} beside it, which holds other rows: choose another"
+                " 'output', or discard that file and a run at the output with overwrite=true",
+                key="output",
+            )
+        file.write_bytes(content)
     except OSError as error:
         raise ConfigError(
             f"output '{output}': rows from memory go to {file} beside it, which cannot be written ({error.strerror})",

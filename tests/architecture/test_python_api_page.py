@@ -16,7 +16,7 @@ import pytest
 
 from nemo_gym import run, start_async
 from nemo_gym.cli.program import FRAME_COLUMNS, AsyncStack, RunResult
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.rollouts.pipeline import PIPELINE
 from nemo_gym.stack.background import started_here
 from nemo_gym.stack.endpoints import TARGETS, TOKEN_FILE, running_stacks
@@ -128,6 +128,23 @@ async def test_start_that_is_cancelled_leaves_no_server(place: Path) -> None:
 def test_what_is_wrong_is_refused_before_a_server_starts(place: Path, keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(**keys)  # type: ignore[arg-type]
+
+
+def test_rows_from_memory_replace_no_file_of_other_rows(place: Path) -> None:
+    mine = place / "train_input.jsonl"
+    mine.write_text("my rows\n")
+    with pytest.raises(ConfigError, match=r"train_input\.jsonl beside it, which holds other rows.*overwrite=true"):
+        run(**CHOSEN, input=[{}], output="train.jsonl")
+    assert mine.read_text() == "my rows\n"
+
+
+@pytest.mark.parametrize("wrong", [{}, {"agent_name": "none"}], ids=["after the start", "before the start"])
+def test_refused_rows_from_memory_can_be_mended(place: Path, wrong: dict[str, str]) -> None:
+    with pytest.raises(RowError, match="unknown agent 'none'" if wrong else "has no prompt"):
+        run(**CHOSEN, input=[{}], output="train.jsonl", **wrong)
+    row = {"responses_create_params": {"input": "2 + 2?"}}
+    with pytest.raises(RowError, match="unknown agent 'none'"):
+        run(**CHOSEN, input=[row], output="train.jsonl", agent_name="none")
 
 
 @pytest.mark.parametrize("key", ["model", "environment", "policy_base_url", "mcqa.resources_servers.x", "run_dir"])

@@ -198,6 +198,8 @@ class Stack:
         self._stack = stack
 
     def run(self, input: Rows | None = None, *settings: str, show: bool = False, **keys: Any) -> RunResult:
+        if self._loop.loop.is_closed():
+            raise ServerError("the servers of this stack were stopped; start others with nemo_gym.start")
         return self._loop.run(self._stack.run(input, *settings, show=show, **keys))
 
     def close(self) -> None:

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from nemo_gym import run, start_async
-from nemo_gym.cli.program import FRAME_COLUMNS, AsyncStack, RunResult
-from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym._util.tasks import LoopThread
+from nemo_gym.cli.program import FRAME_COLUMNS, AsyncStack, RunResult, Stack
+from nemo_gym.contract.errors import ConfigError, RowError, ServerError
 from nemo_gym.rollouts.pipeline import PIPELINE
 from nemo_gym.stack.background import started_here
 from nemo_gym.stack.endpoints import TARGETS, TOKEN_FILE, running_stacks
@@ -94,6 +95,14 @@ async def test_metrics_of_the_pipeline_are_served_while_the_stack_runs(place: Pa
         ):
             assert (reply.status, "stage_seconds_count" in await reply.text()) == (200, True)
     assert not [*targets.glob(f"{PIPELINE}-*.json")]
+
+
+def test_stack_that_was_stopped_says_so(place: Path) -> None:
+    loop = LoopThread("test")
+    stack = Stack(loop, AsyncStack([], None, AsyncExitStack()))  # type: ignore[arg-type]
+    stack.close()
+    with pytest.raises(ServerError, match="were stopped"):
+        stack.run(limit=1)
 
 
 async def test_start_that_is_cancelled_leaves_no_server(place: Path) -> None:

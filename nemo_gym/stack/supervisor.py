@@ -280,6 +280,10 @@ class Supervisor:
         while not server.ended.is_set() and not self._stopping:
             response = await http_answer(server.listener.address.url, "/ready", timeout_s=5.0)
             server.not_ready = why_not_ready(response)
+            if response is not None and response[0] == ConfigError.status:
+                problem = f"server '{server.name}': {scrub(str(server.not_ready), self._secrets)}; see {server.log}"
+                self._fail(ConfigError(problem, instance=server.instance))
+                return
             if loop.time() > tell_at and server.not_ready is not None:
                 self._say(f"waiting for server '{server.name}': {server.not_ready}")
                 tell_at = loop.time() + NEXT_WORD_AFTER_S

@@ -34,6 +34,7 @@ from nemo_gym.base_resources_server import (
     BaseVerifyResponse,
     SimpleResourcesServer,
 )
+from nemo_gym.contract.errors import ConfigError
 from helper import expected_of  # beside this file, as plugins do
 
 
@@ -44,6 +45,7 @@ class SumConfig(BaseResourcesServerConfig):
     hang_at_stop: bool = False
     slow_start_s: float = 0.0
     waits_for: str = ""
+    finds_wrong: str = ""
 
 
 class SumVerifyRequest(BaseVerifyRequest):
@@ -75,6 +77,8 @@ class SumServer(SimpleResourcesServer):
         return app
 
     async def ready(self) -> dict | None:
+        if self.config.finds_wrong:
+            raise ConfigError(self.config.finds_wrong)
         return {"detail": self.config.waits_for} if self.config.waits_for else await super().ready()
 
     async def verify(self, body: SumVerifyRequest) -> SumVerifyResponse:

@@ -276,6 +276,12 @@ def test_wait_for_a_server_says_what_is_missing(root: Path) -> None:
         assert "not ready after 12 s: sums (the database is locked)" in stack.stderr
 
 
+def test_wrong_value_that_a_server_finds_when_asked_whether_it_is_ready_ends_the_run(root: Path) -> None:
+    with ng_run(root, SUMS, 'sums.resources_servers.sums.finds_wrong="pull must be never"') as stack:
+        assert stack.wait_end() == 2
+        assert "ng_run: error: server 'sums': pull must be never; see " in stack.stderr
+
+
 def test_configured_port_is_used(root: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

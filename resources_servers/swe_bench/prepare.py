@@ -26,6 +26,7 @@ from typing import Any
 from nemo_gym._util.tasks import on_stop_signal
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import backend_of
+from nemo_gym.config.files import find_file, plugin_roots
 from nemo_gym.contract.errors import ConfigError, NemoGymError, reject_unknown_keys
 from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore
@@ -112,8 +113,9 @@ class Options:
                 raise ConfigError(f"ng_prepare swe_bench: repos={directory} is not a directory")
         environments = values.pop("environments", None)
         instances = frozenset(part for part in values.pop("instances", "").split(",") if part)
+        rows = Path(values.pop("rows")).expanduser()
         return cls(
-            rows=Path(values.pop("rows")).expanduser(),
+            rows=rows if rows.exists() else find_file(rows, plugin_roots()) or rows,  # as a run finds its input
             repos=repos,
             environments=Path(environments).expanduser() if environments else None,
             workers=int(workers),

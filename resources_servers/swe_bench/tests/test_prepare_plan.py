@@ -233,6 +233,17 @@ def test_every_row_that_a_run_takes_can_be_prepared(row: dict[str, Any], tmp_pat
     assert [plan.row.instance_id for plan in _plans(Options.parse(words))] == [EXAMPLE["instance_id"]]
 
 
+def test_rows_are_found_where_a_run_finds_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = "resources_servers/swe_bench/data/example.jsonl"
+    plans = _plans(Options.parse([f"rows={relative}", "sandbox=local", f"instances={EXAMPLE['instance_id']}"]))
+    assert [plan.row.instance_id for plan in plans] == [EXAMPLE["instance_id"]]
+    (tmp_path / relative).parent.mkdir(parents=True)
+    (tmp_path / relative).write_text(json.dumps({**EXAMPLE, "instance_id": "my__own-1"}) + "\n")
+    plans = _plans(Options.parse([f"rows={relative}", "sandbox=local"]))
+    assert [plan.row.instance_id for plan in plans] == ["my__own-1"]
+
+
 def test_row_whose_tests_need_files_that_no_patch_carries_is_refused() -> None:
     assets = {"problem_statement": ["a.png"], "patch": [], "test_patch": []}
     assert SweBenchRow.from_mapping({**EXAMPLE, "image_assets": assets})

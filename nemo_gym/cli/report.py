@@ -42,7 +42,7 @@ def write_report(argv: Sequence[str]) -> int:
     given = command.settings_of((word for word in arguments.words if word not in outputs), KEYS)
     form = given.get("format", "html")
     if form not in FORMATS:
-        raise ConfigError(f"format={form}: is one of {', '.join(FORMATS)}", key="format")
+        raise ConfigError(f"format={form}: must be one of {', '.join(FORMATS)}", key="format")
     if not outputs:
         raise ConfigError("name a result file")
     prices = Prices.read(Path(given["prices"])) if given.get("prices") else None

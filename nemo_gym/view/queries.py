@@ -78,10 +78,10 @@ class TableQuery:
         if query.sort not in SORTS:
             raise ConfigError(f"sort={query.sort}{nearest(query.sort, sorted(SORTS))}; there are: {_listed(SORTS)}")
         if query.reward and query.reward not in REWARDS:
-            raise ConfigError(f"reward={query.reward}: is one of {_listed(REWARDS)}")
+            raise ConfigError(f"reward={query.reward}: must be one of {_listed(REWARDS)}")
         for name, bound in (("turns", query.turns), ("seconds", query.seconds)):
             if bound and not _BOUND.fullmatch(bound):
-                raise ConfigError(f"{name}={bound}: is a number, or a bound such as >20 or <5")
+                raise ConfigError(f"{name}={bound}: must be a number, or a bound such as >20 or <5")
         return replace(query, limit=min(query.limit, MAX_ROWS))
 
     def where(self) -> tuple[str, list[Any]]:

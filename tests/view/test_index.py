@@ -78,7 +78,7 @@ def test_filters(output: Path, words: dict[str, str], found: int) -> None:
     [
         ({"agnet": "x"}, r"'agnet' is not a filter \(did you mean 'agent'\?\)"),
         ({"sort": "rewrd"}, r"sort=rewrd \(did you mean 'reward'\?\)"),
-        ({"reward": "2"}, "reward=2: is one of"),
+        ({"reward": "2"}, "reward=2: must be one of"),
         ({"limit": "-1"}, "limit=-1: not a number"),
     ],
 )
@@ -411,7 +411,7 @@ def test_turns_and_time_have_bounds(tmp_path: Path) -> None:
         ["run.0-0"],
         [],
     )
-    with pytest.raises(ConfigError, match=r"turns=many: is a number, or a bound such as >20"):
+    with pytest.raises(ConfigError, match=r"turns=many: must be a number, or a bound such as >20"):
         TableQuery.of({"turns": "many"})
 
 

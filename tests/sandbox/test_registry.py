@@ -190,10 +190,12 @@ def test_rewrite_image_replaces_the_first_prefix_that_fits() -> None:
 
 def test_nemo_gyms_module_paths_give_the_same_objects() -> None:
     from nemo_gym.sandbox.api import AsyncSandbox, Sandbox
-    from nemo_gym.sandbox.providers import base
+    from nemo_gym.sandbox.providers import SandboxSpec, base
+    from nemo_gym.sandbox.providers import create_provider as of_the_package
     from nemo_gym.sandbox.providers import registry as provider_registry
 
     assert (AsyncSandbox, Sandbox) == (sandbox.AsyncSandbox, sandbox.Sandbox)
     assert base.SandboxSpec is sandbox.SandboxSpec
     assert base.ConnectableProvider is sandbox.Connectable
-    assert provider_registry.create_provider is create_provider
+    assert provider_registry.create_provider is of_the_package is create_provider
+    assert SandboxSpec is sandbox.SandboxSpec

@@ -261,10 +261,14 @@ def _composed(settings: list[str], files: list[str], *, needs_policy: bool) -> l
     result: list[str] = []
     for word in settings:
         key, _, value = word.partition("=")
+        asset, _, flavour = value.partition("/")  # NeMo Gym's name/flavour: another file of the same plugin
         if key == "benchmark":
-            files.append(f"benchmarks/{value}/config.yaml")
+            nested = f"benchmarks/{value}/config.yaml"
+            is_flavour = flavour and not find_file(nested, roots)
+            files.append(f"benchmarks/{value}.yaml" if is_flavour else nested)
         elif key == "environment" and not find_file(f"configs/environment/{value}.yaml", roots):
-            candidates = (f"environments/{value}/config.yaml", f"resources_servers/{value}/configs/{value}.yaml")
+            own = f"resources_servers/{asset}/configs/{flavour or asset}.yaml"
+            candidates = (f"environments/{value}/config.yaml", f"environments/{value}.yaml", own)
             plugin_file = next((path for path in candidates if find_file(path, roots)), None)
             if plugin_file is None or any(other.startswith("agent=") for other in settings):
                 result.append(word)
@@ -272,7 +276,7 @@ def _composed(settings: list[str], files: list[str], *, needs_policy: bool) -> l
                 # The file defines the agent as well.
                 files.append(plugin_file)
         elif key == "model" and not find_file(f"configs/model/{value}.yaml", roots):
-            files.append(f"responses_api_models/{value}/configs/{value}.yaml")
+            files.append(f"responses_api_models/{asset}/configs/{flavour or asset}.yaml")
         else:
             result.append(word)
     if files:

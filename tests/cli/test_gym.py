@@ -106,6 +106,23 @@ def test_names_of_nemo_gyms_plugins_become_their_files(tmp_path: Path, monkeypat
     assert settings == ["policy_base_url=http://h/v1", "+config_paths=[brings_its_model.yaml]"]
 
 
+def test_a_flavour_of_nemo_gyms_plugin_is_another_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [
+        "benchmarks/exam/hard.yaml",
+        "benchmarks/exam/easy/config.yaml",
+        "environments/quiz/remote.yaml",
+        "resources_servers/quiz/configs/judge.yaml",
+        "responses_api_models/odd/configs/hosted/large.yaml",
+    ]
+    for path in files:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("a: 1")
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
+    words = "--benchmark exam/hard --benchmark exam/easy --environment quiz/remote --resources-server quiz/judge"
+    _, settings = gym.translated("env start", [*words.split(), "--model-type", "odd/hosted/large"])
+    assert settings == [f"+config_paths=[{','.join(files)}]"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -21,9 +21,10 @@ OWN_ROWS = Path("data", "example.jsonl")
 
 
 def complete_run(composition: Composition, *, wanted: bool) -> None:
-    """Set what the settings of a run leave out: as ``input`` the rows of ``dataset``, those of a benchmark of NeMo
-    Gym's or the environment's own; as ``output`` a file in a directory named after the time. Without ``wanted``, do so
-    only if one of ``input``, ``output`` and ``dataset`` is given; with it, also if the environment ships rows.
+    """Set what the settings of a run leave out: as ``input`` the rows of ``dataset``, those of an agent's data set of
+    the type ``split``, those of a benchmark of NeMo Gym's or the environment's own; as ``output`` a file in a
+    directory named after the time. Without ``wanted``, do so only if one of ``input``, ``output`` and ``dataset`` is
+    given; with it, also if the environment ships rows.
 
     Raises:
         ConfigError: ``dataset`` is not prepared, or stands beside ``input``; or a benchmark's rows cannot be used.
@@ -33,42 +34,43 @@ def complete_run(composition: Composition, *, wanted: bool) -> None:
     has_input = composition.has_run
     has_output = "output" in given or "output_jsonl_fpath" in given
     dataset, split = values.pop("dataset", None), values.pop("split", None)
-    check_dataset_words(dataset, split, has_input=has_input)
+    finds_rows = not has_input and (wanted or has_output) and "input" not in values
+    of_type = str(split) if finds_rows and dataset is None and split is not None else None
+    check_dataset_words(dataset, None if of_type else split, has_input=has_input)
     plugin = environment_folder(composition)
     if dataset is not None:
         values["input"] = str(DataSet.parse(str(dataset), split, plugin).prepared())
-    elif not has_input and (wanted or has_output) and "input" not in values:
+    elif finds_rows:
         own_rows = plugin / OWN_ROWS if plugin is not None else None
-        if (benchmark := _benchmark_file(composition)) is not None:
+        if of_type is not None or _has_benchmark(composition):
             # Never the environment's examples: their score would pass for the benchmark's.
-            values |= {**_benchmark_run(composition, benchmark), **given}
+            values |= {**_run_of_data_set(composition, of_type or "benchmark"), **given}
         elif own_rows is not None and own_rows.is_file():
             values["input"] = str(own_rows)
     if (values.get("input") is not None or has_input) and not has_output:
         values["output"] = str(default_output())
 
 
-def _benchmark_file(composition: Composition) -> Path | None:
-    """The configuration of a benchmark of NeMo Gym's (``benchmarks/<name>/config.yaml``) in this composition."""
+def _has_benchmark(composition: Composition) -> bool:
+    """Whether a file of NeMo Gym's ``benchmarks`` is in this composition."""
     folders = [root / "benchmarks" for root in composition.roots]
-    files = (file for file in composition.files if file.name == "config.yaml")
-    return next((file for file in files if any(map(file.is_relative_to, folders))), None)
+    return any(file.is_relative_to(folder) for file in composition.files for folder in folders)
 
 
-def _benchmark_run(composition: Composition, file: Path) -> dict[str, Any]:
-    """Return the run keys of a benchmark: its agent has one data set of the type ``benchmark``."""
+def _run_of_data_set(composition: Composition, of_type: str) -> dict[str, Any]:
+    """Return the run keys of the one data set of this type that an agent of NeMo Gym's form has."""
     chosen = composition.chosen.get("agent")
     found: list[tuple[str, Mapping[str, Any]]] = [
         (agent.instance, dataset)
         for agent in composition.servers.values()
         if agent.server_type == AGENT_TYPE and chosen in (None, agent.instance)
         for dataset in agent.values.get("datasets") or ()
-        if isinstance(dataset, Mapping) and dataset.get("type") == "benchmark"
+        if isinstance(dataset, Mapping) and dataset.get("type") == of_type
     ]
     if len(found) != 1:
         raise ConfigError(
-            f"the agents of {file} have {len(found)} data sets of the type benchmark, and one is run at a time; name"
-            " the rows with --input (input=)",
+            f"the agents have {len(found)} data sets of the type {of_type}, and one is run at a time; name the rows"
+            " with --input (input=), or a data set with dataset=",
             key="input",
         )
     ((agent_name, dataset),) = found
@@ -78,13 +80,13 @@ def _benchmark_run(composition: Composition, file: Path) -> dict[str, Any]:
         script = dataset.get("prepare_script")
         makes = f" ({script} makes it)" if script else ""
         raise ConfigError(
-            f"the benchmark's file {named} is not there{makes}; make it, or name rows with --input (input=)",
+            f"the data set's file {named} is not there{makes}; make it, or name rows with --input (input=)",
             key="input",
         )
     if (template := dataset.get("prompt_config")) is not None:
         render = shlex.join(["ng", "dataset", "render", "--prompt-config", str(template), "-i", str(rows)])
         raise ConfigError(
-            f"the benchmark's 'prompt_config' is not supported: write the prompts into its rows first: {render} -o"
+            f"the data set's 'prompt_config' is not supported: write the prompts into its rows first: {render} -o"
             f" worded.jsonl; then add --input worded.jsonl --num-repeats {repeats}",
             key="prompt_config",
         )

@@ -162,6 +162,33 @@ def test_a_benchmark_runs_its_own_rows_as_often_as_it_says(root: Path) -> None:
     assert not composition.has_run
 
 
+@pytest.mark.parametrize(("type", "file"), [("validation", "config.yaml"), ("benchmark", "hard.yaml")])
+def test_a_split_is_the_data_set_of_that_type_of_the_agent(root: Path, type: str, file: str) -> None:
+    benchmark(root, "", type=type)
+    written = root / "benchmarks" / "quiz" / "config.yaml"
+    chosen = written.rename(written.with_name(file))
+    for words in ([f"+config_paths=[{chosen}]", f"split={type}"], [f"+config_paths=[{chosen}]", f"++split={type}"]):
+        composition = compose(words)
+        complete_run(composition, wanted=True)
+        assert composition.values["input"] == str(root / "benchmarks" / "quiz" / "data" / "rows.jsonl")
+        assert composition.values["agent_name"] == "solver"
+    composition = compose([f"+config_paths=[{chosen}]", "split=train"])
+    with pytest.raises(ConfigError, match="0 data sets of the type train"):
+        complete_run(composition, wanted=True)
+    composition = compose([f"+config_paths=[{chosen}]", f"split={type}", "input=mine.jsonl"])
+    with pytest.raises(ConfigError, match="split= is a part of a data set"):
+        complete_run(composition, wanted=True)
+
+
+def test_a_benchmark_of_another_name_never_runs_the_examples_of_its_environment(root: Path) -> None:
+    benchmark(root, "")
+    written = root / "benchmarks" / "quiz" / "config.yaml"
+    written.rename(written.with_name("hard.yaml"))
+    composition = compose(translated("eval run", ["--benchmark", "quiz/hard"])[1])
+    complete_run(composition, wanted=True)
+    assert composition.values["input"] == str(root / "benchmarks" / "quiz" / "data" / "rows.jsonl")
+
+
 @pytest.mark.parametrize(
     ("datasets", "type", "told"),
     [

@@ -8,14 +8,14 @@ import asyncio
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym._util.lazy import module_of
 from nemo_gym._util.suggest import nearest
 from nemo_gym.cli import command
-from nemo_gym.config.files import find_plugin, plugin_roots
+from nemo_gym.config.files import find_file, find_plugin, plugin_roots, read_yaml
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 NAME = "ng_prepare"
 AGENTS = "agents"
 """Given in place of an environment."""
+_BENCHMARK = "benchmark="
+"""NeMo Gym's ``--benchmark NAME``, given in place of an environment."""
 _DATASET_SETTINGS = ("dataset=", "split=", "sha256=", "refresh=")
 """Settings about the data set; an environment's ``prepare.py`` gets ``rows=`` in their place."""
 
@@ -36,7 +38,8 @@ def main() -> None:
 def prepare(argv: Sequence[str]) -> int:
     """Call ``main(overrides)`` of the environment's ``prepare.py`` and return its exit code."""
     words = list(argv)
-    environment = words.pop(0) if words and words[0][0] not in "-+~" and "=" not in words[0] else None
+    chosen = words[0] if words and words[0][0] not in "-+~" else ""
+    environment = words.pop(0) if chosen and ("=" not in chosen or chosen.startswith(_BENCHMARK)) else None
     if environment is None:
         parser = command.parser(
             NAME,
@@ -51,6 +54,8 @@ def prepare(argv: Sequence[str]) -> int:
     if environment == AGENTS:
         return prepare_agents(words)
     roots = plugin_roots()
+    if environment.startswith(_BENCHMARK):
+        return _prepare_benchmark(environment.removeprefix(_BENCHMARK), words, roots)
     folder = find_plugin(ENVIRONMENT_TYPE, environment, roots)
     script = folder / "prepare.py"
     values = dict(
@@ -81,9 +86,31 @@ def preparable() -> list[str]:
     )
 
 
-def _call(script: Path, roots: Sequence[Path], settings: list[str]) -> int:
-    """Call ``main`` (or NeMo Gym's ``prepare``), async or not, with the settings if it takes an argument. An error of
-    the script's own is printed with the part of its traceback that begins there."""
+def _prepare_benchmark(name: str, words: Sequence[str], roots: Sequence[Path]) -> int:
+    """NeMo Gym's ``eval prepare --benchmark NAME``: run the script that makes the rows of its data set."""
+    from nemo_gym.config.overrides import given_values
+
+    files = [f"benchmarks/{name}/config.yaml", f"benchmarks/{name}.yaml"]
+    file = next((found for path in files if (found := find_file(path, roots))), None)
+    if file is None:
+        raise ConfigError(f"there is no benchmark '{name}': no root of plugins has {files[0]}", key="benchmark")
+    named = next(_prepare_scripts(read_yaml(file)), None)
+    if named is None or (script := find_file(named, roots)) is None:
+        raise ConfigError(f"{file} names no 'prepare_script' that exists", key="benchmark")
+    return _call(script, roots, given_values(words).get("prepare_script_args") or {})
+
+
+def _prepare_scripts(node: object) -> Iterator[str]:
+    if isinstance(node, Mapping) and isinstance(node.get("prepare_script"), str):
+        yield node["prepare_script"]
+    for child in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
+        yield from _prepare_scripts(child)
+
+
+def _call(script: Path, roots: Sequence[Path], settings: list[str] | dict[str, Any]) -> int:
+    """Call ``main`` (or NeMo Gym's ``prepare``), async or not, with the settings if it takes an argument; a
+    benchmark's ``prepare`` takes them by name. An error of the script's own is printed with the part of its traceback
+    that begins there."""
     sys.path[:0] = [str(script.parent), *(str(root) for root in roots if str(root) not in sys.path)]
     try:
         result = _result(script, settings)
@@ -98,12 +125,18 @@ def _call(script: Path, roots: Sequence[Path], settings: list[str]) -> int:
     return result if isinstance(result, int) and not isinstance(result, bool) else command.EXIT_OK
 
 
-def _result(script: Path, settings: list[str]) -> object:
-    module = module_of(script, f"{ENVIRONMENT_TYPE}.{script.parent.name}.prepare")
-    entry = getattr(module, "main", None) or getattr(module, "prepare", None)
+def _result(script: Path, settings: list[str] | dict[str, Any]) -> object:
+    is_benchmark = isinstance(settings, dict)
+    folder = "benchmarks" if is_benchmark else ENVIRONMENT_TYPE
+    module = module_of(script, f"{folder}.{script.parent.name}.{script.stem}")
+    entry = None if is_benchmark else getattr(module, "main", None)
+    entry = entry or getattr(module, "prepare", None)
     if not callable(entry):
         raise ConfigError(f"{script} defines neither main(overrides) nor prepare()", file=str(script))
-    result = entry(settings) if inspect.signature(entry).parameters else entry()
+    if isinstance(settings, dict):
+        result = entry(**settings)
+    else:
+        result = entry(settings) if inspect.signature(entry).parameters else entry()
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 

@@ -78,7 +78,7 @@ def _run_of_data_set(composition: Composition, of_type: str) -> dict[str, Any]:
     rows = find_file(named, composition.roots)
     if rows is None:
         script = dataset.get("prepare_script")
-        makes = f" ({script} makes it)" if script else ""
+        makes = f" ({script} makes it: ng eval prepare --benchmark NAME)" if script else ""
         raise ConfigError(
             f"the data set's file {named} is not there{makes}; make it, or name rows with --input (input=)",
             key="input",

@@ -495,6 +495,23 @@ def test_prepare_calls_the_environments_script(root: Path, source: str, expected
     assert f"got {words}" in done.stdout
 
 
+@pytest.mark.parametrize(("name", "file"), [("exam", "config"), ("exam/hard", "hard")])
+def test_prepare_runs_the_script_that_a_benchmark_of_nemo_gym_names(root: Path, name: str, file: str) -> None:
+    data = (
+        f"{{type: benchmark, jsonl_fpath: benchmarks/exam/data/rows.jsonl, prepare_script: benchmarks/exam/{file}.py}}"
+    )
+    agent = f"{{responses_api_agents: {{simple_agent: {{datasets: [{data}]}}}}}}"
+    write(root / f"benchmarks/exam/{file}.yaml", f"exam_agent: {agent}\n")
+    source = "from benchmarks.exam.made import MADE\n"
+    source += "def prepare(split='test', most=1):\n    print('got', split, most, MADE)\n"
+    write(root / f"benchmarks/exam/{file}.py", source + "\ndef main():\n    raise SystemExit('parses sys.argv')\n")
+    write(root / "benchmarks/exam/made.py", "MADE = 'rows'\n")
+    done = command(root, "prepare", f"benchmark={name}", "+prepare_script_args.split=dev")
+    assert done.returncode == 0, done.stderr
+    assert "got dev 1 rows" in done.stdout
+    assert "there is no benchmark 'exan'" in command(root, "prepare", "benchmark=exan").stderr
+
+
 @pytest.mark.parametrize(
     ("source", "error"),
     [

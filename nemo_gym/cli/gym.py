@@ -131,6 +131,7 @@ FLAGS: Final = (
 )
 _COMPOSING: Final = ("run:", "reverify:")
 """How `Command.runs` begins for commands that compose servers, beside those of the group ``env``."""
+_OF_SERVERS: Final = ("environment", "benchmark", "model", "policy_model_name", "policy_base_url", "policy_api_key")
 NO_SERVE = "--no-serve"
 SEARCH_DIR = "--search-dir"
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -186,6 +187,7 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
     runs = COMMANDS[name].runs
     settings: list[str] = []
     files: list[str] = []
+    composing: list[str] = []  # flags that say which servers start
     remaining = list(words)
     while remaining:
         word = remaining.pop(0)
@@ -205,6 +207,8 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
                 if not remaining or (remaining[0].startswith("-") and not _NUMBER.fullmatch(remaining[0])):
                     raise ConfigError(f"{flag} needs a value", key=flag)
                 value = remaining.pop(0)
+            if definition is not None and definition.key in _OF_SERVERS:
+                composing.append(flag)
             if definition is None:
                 add_root(value)
             elif definition.key == "config_paths":
@@ -218,11 +222,10 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
     if runs.startswith(_COMPOSING) or name.startswith("env "):
         # Grading again takes the model of the run's own configuration, if it needs one.
         return runs, _composed(settings, files, needs_policy=name != "eval reverify")
-    if files:
-        called = f"{name} {NO_SERVE}" if name == "eval run" else name
-        raise ConfigError(
-            f"'{called}' composes no servers, so --config would do nothing; leave it out", key="config_paths"
-        )
+    called = f"{name} {NO_SERVE}" if name == "eval run" else name
+    if files or (composing and name == "eval run"):
+        flag = "--config" if files else composing[0]
+        raise ConfigError(f"'{called}' composes no servers, so {flag} would do nothing; leave it out", key=flag)
     return runs, [f"agent_name={word[6:]}" if word.startswith("agent=") else word for word in settings]
 
 

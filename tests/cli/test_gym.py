@@ -79,6 +79,12 @@ def test_a_configuration_file_that_a_command_would_not_read_is_refused(words: st
         gym.translated(name, [*rest, "--config", "new.yaml"])
 
 
+@pytest.mark.parametrize("flag", ["--benchmark", "--resources-server", "--model-type", "--model", "--model-url"])
+def test_a_flag_about_servers_that_run_already_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--no-serve' composes no servers, so {flag} would do nothing"):
+        gym.translated("eval run", ["--no-serve", "-a", "solver", flag, "word"])
+
+
 def test_grading_again_composes_what_its_flags_say() -> None:
     words = ["out.jsonl", "--config", "new.yaml", "--agent", "solver", "--model-url", "http://h/v1"]
     _, settings = gym.translated("eval reverify", words)

@@ -65,7 +65,9 @@ class RolloutRunConfig(PipelineConfig):
 
     @classmethod
     def of_stack(cls, given: Mapping[str, Any], chosen: Mapping[str, str]) -> Self:
-        """Parse ``given``. If it names no agent, the one that the composition chose runs the rows that name none."""
+        """Parse ``given``, in which ``null`` leaves a key out. If it names no agent, the one that the composition
+        chose runs the rows that name none."""
+        given = {key: value for key, value in given.items() if value is not None}
         if "agent" not in chosen or {"agent", "agent_name"} & set(given):
             return cls.parse(given)
         config = cls.parse({**given, "agent_name": chosen["agent"]})

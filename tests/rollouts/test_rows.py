@@ -91,6 +91,14 @@ def test_error_of_a_row_whose_agent_does_not_run_says_how_it_can_be_run(tmp_path
         materialize(RolloutRunConfig.of_stack(keys, {"agent": "solver"}), ["solver"], keep=False)
 
 
+def test_a_setting_that_is_null_is_left_out(tmp_path: Path) -> None:
+    keys = {"input": tmp_path / "in.jsonl", "output": tmp_path / "out.jsonl"}
+    none = {"num_repeats": None, "concurrency": None, "limit": None, "agent_name": None}
+    assert RolloutRunConfig.of_stack({**keys, **none}, {"agent": "solver"}) == RolloutRunConfig.of_stack(
+        keys, {"agent": "solver"}
+    )
+
+
 def test_agent_that_the_composition_chose_runs_rows_that_name_none(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(GOOD + with_answer(b'1, "agent_ref": {"name": "other"}'))
     keys = {"input": tmp_path / "in.jsonl", "output": tmp_path / "out.jsonl"}

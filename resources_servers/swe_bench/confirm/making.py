@@ -140,16 +140,16 @@ class Maker:
         """Make the renderings in these words, and evaluate them with one run of gold and one of base."""
         material = self._material
         sets: list[tuple[RenderedSet, Calls]] = []
-        for seed, pinned, calls in words[:BLINDED]:
-            blinded = material.render("blind", seed, pinned)
-            assert blinded is not None
-            sets.append((blinded, calls))
         seed, pinned, calls = words[BLINDED]
         for path in sorted({test.partition("|")[0] for test in public if material.is_fixed(test)}):
             for inside in (False, True) if material.package else (False,):
                 plain = material.render("blind", seed, pinned, plain=path, inside=inside)
                 if plain is not None:
                     sets.append((plain, calls))
+        for seed, pinned, calls in words[:BLINDED]:
+            blinded = material.render("blind", seed, pinned)
+            assert blinded is not None
+            sets.append((blinded, calls))
         if varied is not None:
             seed, kinds, calls = varied
             rendered_set = material.render("blind", seed, None, kinds=kinds)

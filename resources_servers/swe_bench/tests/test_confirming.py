@@ -177,6 +177,24 @@ async def test_a_failed_confirmation_is_outweighed_by_two_clean_ones_alone(
     assert left == []
 
 
+async def test_nothing_has_run_under_a_test_runner_when_a_plain_rendering_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Code could leave a working copy of itself there."""
+    plain, varied = Rendering({}, "/var/tmp/p", plain="p.py"), Rendering({}, "/var/tmp/v")
+    blinded = CONTROLS.renderings[0].rendering
+    controls = replace(CONTROLS, renderings=tuple(ControlledRendering(one, {}) for one in (blinded, plain, varied)))
+    seen: list[Rendering] = []
+
+    async def run(_: EvalSite, row: SweBenchRow, patch: bytes, renderings: Sequence[Rendering], **__: Any) -> Recorded:
+        seen.extend(renderings)
+        return Recorded(True, records=("",) * len(renderings))
+
+    monkeypatch.setattr(verdicts, "run_renderings", run)
+    await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", controls)
+    assert seen == [plain, blinded, varied]
+
+
 LATE = EvalRun(applied=True, apply_log="", outcome=ExecOutcome.TIMED_OUT)
 PART = b"""diff --git a/conftest.py b/conftest.py
 new file mode 100644

@@ -87,10 +87,10 @@ def _ng_encode_as(value, kind, base, depth, left):
         return ["bytes", text.hex()] if len(text) <= _ng_MAX_TEXT else ["cut"]
     if base is list or base is tuple:
         return [base.__name__, [_ng_encode(one, depth + 1, left) for one in base.__iter__(value)]]
-    if base is set or base is frozenset:
-        return ["set", [_ng_encode(one, depth + 1, left) for one in base.__iter__(value)]]
-    if base is dict:
-        pairs = dict.items(value)
+    if base is set or base is frozenset or issubclass(kind, _ng_VIEWS):
+        return ["set", [_ng_encode(one, depth + 1, left) for one in (base or kind).__iter__(value)]]
+    if base is dict or kind is _ng_PROXY:
+        pairs = (base or kind).items(value)
         return ["dict", [[_ng_encode(k, depth + 1, left), _ng_encode(v, depth + 1, left)] for k, v in pairs]]
     if base is range or base is slice:
         return [base.__name__, [_ng_encode(one, depth + 1, left) for one in (value.start, value.stop, value.step)]]
@@ -109,6 +109,10 @@ def _ng_encode_other(value, kind, depth, left):
             plain = numpy.ndarray.tolist(value) if name == "numpy.ndarray" else numpy.generic.item(value)
             if type(plain) is not kind:
                 return ["array", _ng_encode(plain, depth + 1, left)]
+        if name in ("collections.UserDict", "collections.UserList"):
+            plain = object.__getattribute__(value, "__dict__").get("data")
+            if _ng_base(type(plain)) in (dict, list):
+                return ["as", _ng_encode_as(plain, type(plain), _ng_base(type(plain)), depth, left), _ng_said(value)]
         if name in ("datetime.date", "datetime.time", "datetime.timedelta", "uuid.UUID", "pathlib.PurePath"):
             return ["text", name, str(value)[:_ng_MAX_TEXT]]
     if "builtins.BaseException" in names:
@@ -135,6 +139,8 @@ def _ng_said(value):
         return None
 
 
+_ng_VIEWS = (type({}.keys()), type({}.items()))
+_ng_PROXY = type(type.__dict__)
 _ng_PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, range, slice, type)
 
 

@@ -31,7 +31,7 @@ from resources_servers.swe_bench.confirm.expecting import checks_of
 from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text, words_of
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
-from resources_servers.swe_bench.confirm.values import Check, equal, same_form
+from resources_servers.swe_bench.confirm.values import Check, equal, is_value, same_form
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.prepare import Options, prepare
 from resources_servers.swe_bench.row import SweBenchRow, TestId, read_rows, resolve_image
@@ -264,6 +264,28 @@ def test_it():
     same, other = recorded_by(source, tmp_path, discover=True)
     assert equal(*same, said=True)
     assert not equal(*other, said=True)
+
+
+@pytest.mark.parametrize(
+    ("returned", "wrong", "expected"),
+    [
+        ("{'a': 1}.keys()", "{'b': 1}.keys()", "{'a'}"),
+        ("OrderedDict(a=1).items()", "OrderedDict(a=2).items()", "{('a', 1)}"),
+        ("MappingProxyType({'a': 1})", "MappingProxyType({'a': 2})", "{'a': 1}"),
+        ("UserList(['a'])", "UserList(['b'])", "['a']"),
+        ("UserDict(a=1)", "UserDict(a=2)", "{'a': 1}"),
+    ],
+)
+def test_a_collection_that_equals_a_plain_one_counts_by_what_it_holds(
+    returned: str, wrong: str, expected: str, tmp_path: Path
+) -> None:
+    imports = "from collections import OrderedDict, UserDict, UserList\nfrom types import MappingProxyType\n"
+    right, other = (f"{imports}def test_it():\n    assert {one} == {expected}\n" for one in (returned, wrong))
+    ((value, plain),) = recorded_by(right, tmp_path, discover=True)
+    ((other_value, _),) = recorded_by(other, tmp_path, discover=True)
+    assert is_value(value)
+    assert equal(value, plain, said=True)
+    assert not equal(other_value, plain)
 
 
 def test_error_of_a_class_that_moved_is_still_what_the_test_names(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Some files are not under test but decide how tests run (`decides_how_tests_run`)
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -194,18 +195,13 @@ RUNNER_FILES = frozenset(
         "Makefile",
         "package.json",
         "jasmine.json",
-        "jest.config.js",
-        "jest.config.ts",
-        "vitest.config.js",
-        "vitest.config.ts",
-        "karma.conf.js",
-        ".mocharc.js",
-        ".mocharc.json",
-        ".mocharc.yml",
-        ".babelrc",
         ".npmrc",
     }
 )
+_SCRIPT_RUNNER_FILE = re.compile(
+    r"^(?:(?:jest|vitest|vite|babel|ava)\.(?:config|workspace)\.\w+|karma\.conf\.\w+|\.(?:mocha|babel|tap|nyc)rc(?:\.\w+)?)$"
+)
+"""Matches the files that runners of JavaScript tests read, by any of their suffixes."""
 FIXTURE_SUFFIXES = (".html", ".json", ".txt", ".css", ".svg", ".xml", ".snap", ".out", ".yml", ".yaml", ".golden")
 """The suffixes of files that may hold what tests expect."""
 SCRIPT_SUFFIXES = (".js", ".cjs", ".mjs", ".jsx", ".ts", ".cts", ".mts", ".tsx")
@@ -243,10 +239,18 @@ def decides_how_tests_run(path: str) -> bool:
     return (
         name in RUNNER_FILES
         or name.endswith((".pth", ".egg-link"))
-        or bool(_TEST_FILE.match(name))
+        or bool(_TEST_FILE.match(name) or _SCRIPT_RUNNER_FILE.match(name))
+        or any(part.endswith((".dist-info", ".egg-info")) for part in parts)  # these may name plugins
+        or _replaces_library(parts)
         or not _TEST_DIRECTORIES.isdisjoint(parts[:-1])
         or PurePosixPath(parts[0]).stem in _RUNNER_MODULES
     )
+
+
+def _replaces_library(parts: tuple[str, ...]) -> bool:
+    """Whether ``python -m`` imports the file, in the repository's root, in place of the library's module."""
+    is_module = len(parts) == 1 and parts[0].endswith((".py", ".so"))
+    return (is_module or parts[1:] == ("__init__.py",)) and parts[0].partition(".")[0] in sys.stdlib_module_names
 
 
 def is_control_part(section: FilePatch, gold_paths: set[str]) -> bool:

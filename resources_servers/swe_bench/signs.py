@@ -255,8 +255,10 @@ def _replaces_library(parts: tuple[str, ...]) -> bool:
 
 def is_control_part(section: FilePatch, gold_paths: set[str]) -> bool:
     """Whether a section belongs in the control run without source changes: it names a file that decides how tests run
-    and that the gold patch does not change. For a copy, the new name counts too."""
-    return any(decides_how_tests_run(path) and path not in gold_paths for path in section.paths)
+    and that the gold patch does not change. For a copy, the new name counts too. A package's own test support is part
+    of the product, unless it is a plugin."""
+    named = any(decides_how_tests_run(path) and path not in gold_paths for path in section.paths)
+    return named and not _is_test_support(section)
 
 
 def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:
@@ -275,7 +277,7 @@ def without_runner_code(patch: bytes, gold_patch: bytes) -> bytes:
     like a warning that is filtered. So do packages of the product that are called ``test`` or ``testing``."""
     gold = paths_of(gold_patch)
     sections = split_patch(patch)
-    control = {section for section in sections if is_control_part(section, gold) and not _belongs_to_product(section)}
+    control = {section for section in sections if is_control_part(section, gold) and not _is_setting(section)}
     paths = {path for section in control for path in section.paths}
     parents = _parents(paths)
     return joined(
@@ -289,15 +291,19 @@ def _parents(paths: Iterable[str]) -> set[str]:
     return {str(parent) for path in paths for parent in PurePosixPath(path).parents}
 
 
-def _belongs_to_product(section: FilePatch) -> bool:
-    """Whether a section of the control part is a mere setting or a package's own test support."""
-    if b"mode 120000" in section.text or b"\nGIT binary patch" in section.text:
-        return False
-    names = {PurePosixPath(path).name for path in section.paths}
-    if names <= _SETTINGS:
-        return not any(_LOADS_CODE.search(line) for line in section.added_lines)
+def _is_setting(section: FilePatch) -> bool:
+    """Whether a section of the control part only changes settings that load no code."""
+    is_settings_file = {PurePosixPath(path).name for path in section.paths} <= _SETTINGS
+    return is_settings_file and _is_text(section) and not any(_LOADS_CODE.search(line) for line in section.added_lines)
+
+
+def _is_test_support(section: FilePatch) -> bool:
     is_plugin = any(b"pytest" in line for line in section.added_lines)
-    return not is_plugin and all(_in_test_package(path) for path in section.paths)
+    return _is_text(section) and not is_plugin and all(_in_test_package(path) for path in section.paths)
+
+
+def _is_text(section: FilePatch) -> bool:
+    return b"mode 120000" not in section.text and b"\nGIT binary patch" not in section.text
 
 
 def _in_test_package(path: str) -> bool:
@@ -470,7 +476,9 @@ def _signs(sections: Iterable[FilePatch], *, with_old_lines: bool = False) -> li
     for section in sections:
         path = section.paths[-1] if section.paths else ""
         is_python = path.endswith((".py", ".pyx"))
-        if not (is_python or path.endswith(SCRIPT_SUFFIXES)) or decides_how_tests_run(path):
+        if not (is_python or path.endswith(SCRIPT_SUFFIXES)):
+            continue
+        if decides_how_tests_run(path) and not _in_test_package(path):
             continue
         before = b""
         for raw_line in [*section.added_lines, *(section.old_lines if with_old_lines else ())]:

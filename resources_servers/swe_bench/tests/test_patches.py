@@ -314,6 +314,15 @@ def test_what_the_script_runs_from_the_repositorys_root_decides_how_tests_run(pa
     assert not decides_how_tests_run(f"src/vendor/{path}")
 
 
+def test_a_packages_own_test_support_belongs_to_the_product_and_shows_signs() -> None:
+    helper = _adds("pkg/testing/lengths.py", "def joined(words): ...")
+    assert divided(helper, b"") == (b"", helper)
+    plugin = _adds("pkg/testing/plugin.py", "def pytest_runtest_makereport(): ...")
+    assert divided(plugin, b"") == (plugin, b"")
+    looking = _adds("pkg/testing/lengths.py", "fits = 'unittest' in sys.modules")
+    assert [sign.what for sign in signs_in_patch(looking, b"")] == ["test runner"]
+
+
 def _section(path: str, line: str) -> bytes:
     return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-x\n+{line}\n".encode()
 

@@ -40,6 +40,7 @@ from resources_servers.swe_bench.signs import decides_how_tests_run, paths_of, s
 SAMPLED_TESTS = 12
 """The maximum number of PASS_TO_PASS functions that are confirmed too."""
 _WORD = re.compile(r"[^\W\d_]+")
+_RELATIVE_IMPORT = re.compile(r"^from \.", re.MULTILINE)
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)")
 _DOCUMENTS = (".md", ".rst", ".txt", ".po", ".mo", ".svg", ".png")
 _LOCK_FILES = ("package-lock.json", "npm-shrinkwrap.json", "yarn.lock", "pnpm-lock.yaml")
@@ -204,6 +205,7 @@ class Material:
             kinds: test → what is varied in it, in place of relabelling. Other tests are left out.
             plain: render only this file, to run without a test runner.
             inside: run it as a module of the package that gold changes, so that calls look like the package's own.
+                Else it runs as a program, or in its own package if it imports from there.
         """
         rng = random.Random(f"{seed}{plain}{inside}")
         records = f"/var/tmp/{random_name(rng)}"
@@ -251,6 +253,9 @@ class Material:
             plain_path = str(PurePosixPath(plain).with_name(name))
         elif inside and self.package:
             plain_path, module = f"{self.package.path}/{name}", f"{self.package.name}.{PurePosixPath(name).stem}"
+        elif _RELATIVE_IMPORT.search(file.source):
+            plain_path = str(PurePosixPath(plain).with_name(name))
+            module = ".".join(PurePosixPath(plain_path).with_suffix("").parts)
         return RenderedSet(Rendering({plain_path: file.source, **file.beside}, records, plain_path, module), files)
 
     async def run(self, patch: bytes, renderings: Sequence[Rendering]) -> Recorded:

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from nemo_gym.sandbox.base import SandboxProvider
 from resources_servers.swe_bench.confirm.controls import ControlledRendering
 from resources_servers.swe_bench.confirm.making import BLINDED
 from resources_servers.swe_bench.confirm.material import Material, Package, RenderedSet
@@ -26,6 +27,9 @@ from resources_servers.swe_bench.confirm.telling import (
 )
 from resources_servers.swe_bench.confirm.values import Check, Value
 from resources_servers.swe_bench.confirm.wording import OWN_NUMBERS, first_pins
+from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
+from resources_servers.swe_bench.row import SweBenchRow, read_rows
 
 
 def test_one_rendering_keeps_the_numbers_of_the_tests_and_others_do_not() -> None:
@@ -55,6 +59,26 @@ def test_plain_rendering_stands_in_the_package_of_the_first_module_that_gold_cha
         for path in ("lib/tool/__init__.py", "lib/tool/deep/__init__.py", "setup.py", "alone.py"):
             tar.addfile(tarfile.TarInfo(path))
     assert Package.of(changed, Pristine({}, buffer.getvalue())) == package
+
+
+@pytest.mark.parametrize(
+    ("imports", "directory", "package"),
+    [("from tool import shorten", "", ""), ("import tool\nfrom .compat import NAMES", "tests/", "tests.")],
+)
+def test_plain_rendering_of_a_test_that_imports_from_its_own_package_stands_there(
+    imports: str, directory: str, package: str
+) -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS)))
+    material = Material(EvalSite(cast(SandboxProvider, None), "image"), row, random.Random(0))
+    path = "tests/test_x.py"
+    material.sources = {path: f"{imports}\n\ndef test_limit():\n    assert shorten(NAMES) == 'some'\n"}
+    material.chosen = {path: Chosen(frozenset({"test_limit"}), frozenset())}
+    rendered = material.render("blind", 1, None, plain=path)
+    assert rendered is not None
+    name = rendered.rendering.plain.removeprefix(directory)
+    assert rendered.rendering.files.keys() == {directory + name}
+    assert rendered.rendering.module == (package + name.removesuffix(".py") if package else "")
+    assert "/" not in name
 
 
 def test_plain_rendering_within_the_package_is_kept_unless_it_confirms_less() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.cli.plan_placement import plan
+from nemo_gym.cli.plan_placement import Node, plan, plan_placement
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.placement import Node, plan_placement
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])

@@ -16,6 +16,7 @@ from uuid import uuid4
 from pydantic import BaseModel, Field, TypeAdapter
 
 from nemo_gym.gateway.dialects.responses import chat_request, response_of_completion, responses_request
+from nemo_gym.openai_types import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS
 from nemo_gym.openai_types.chat import (
     NeMoGymChatCompletion,
     NeMoGymChatCompletionCreateParamsNonStreaming,
@@ -23,7 +24,6 @@ from nemo_gym.openai_types.chat import (
 )
 from nemo_gym.openai_types.items import NeMoGymResponseInputItem, NeMoGymResponseOutputItem
 from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
-from nemo_gym.openai_types.tokens import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS
 
 __all__ = [
     "ResponsesConverter",

@@ -36,8 +36,8 @@ from openai.types.shared_params import FunctionDefinition, Metadata
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
+from nemo_gym.openai_types import TokenIDLogProbMixin, TokenIDLogProbTypedDictMixin, check_tokens
 from nemo_gym.openai_types.responses import ReasoningEffort
-from nemo_gym.openai_types.tokens import TokenIDLogProbMixin, TokenIDLogProbTypedDictMixin, check_tokens
 
 __all__ = [
     "NeMoGymChatCompletion",

@@ -41,7 +41,7 @@ from openai.types.responses.response_reasoning_item import Summary
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from nemo_gym.openai_types.tokens import TOKEN_FIELDS, TokenIDLogProbMixin
+from nemo_gym.openai_types import TOKEN_FIELDS, TokenIDLogProbMixin
 
 __all__ = [
     "RESPONSES_TO_TRAIN",

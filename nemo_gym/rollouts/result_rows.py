@@ -36,7 +36,7 @@ from nemo_gym.contract.verdict import (
     decide_validity,
     public_params,
 )
-from nemo_gym.openai_types.tokens import TOKEN_FIELDS
+from nemo_gym.openai_types import TOKEN_FIELDS
 from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent
 from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
 

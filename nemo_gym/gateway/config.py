@@ -15,7 +15,7 @@ from nemo_gym.gateway.backend import CallLimits
 from nemo_gym.gateway.capture import CaptureConfig
 from nemo_gym.gateway.engines import EngineConfig
 from nemo_gym.gateway.inference import FIRST_EVENT_GRACE_S, PING_INTERVAL_S
-from nemo_gym.gateway.journal import Durability
+from nemo_gym.gateway.journal_log import Durability
 from nemo_gym.gateway.model_server import BaseResponsesAPIModelConfig
 from nemo_gym.gateway.routing.calls import RetryConfig
 from nemo_gym.gateway.routing.pool import EnginePool

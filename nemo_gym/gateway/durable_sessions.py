@@ -19,17 +19,8 @@ from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError, InvalidBodyError
 from nemo_gym.contract.session import NONE_CHOSEN, SESSION_TTL_S, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.backend import Backend, C, D
-from nemo_gym.gateway.journal import (
-    DEADLINE_REASON,
-    Durability,
-    JournalDamagedError,
-    JournalError,
-    JournalFullError,
-    ReplayedSession,
-    SessionJournal,
-    SessionRecord,
-    SessionState,
-)
+from nemo_gym.gateway.journal import DEADLINE_REASON, ReplayedSession, SessionJournal, SessionRecord, SessionState
+from nemo_gym.gateway.journal_log import Durability, JournalDamagedError, JournalError, JournalFullError
 from nemo_gym.gateway.live_session import LiveSession, SessionAnswers, decode_committed, large_texts_of
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.gateway.sessions import (

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from nemo_gym.gateway.journal.log import framed, read_frames
+from nemo_gym.gateway.journal_log import framed, read_frames
 from nemo_gym.gateway.policy_request import JsonText, coalesced, size_of, written
 
 LARGE = orjson.dumps([*range(50_000)])

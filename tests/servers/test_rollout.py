@@ -12,7 +12,7 @@ import pytest
 
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.verdict import FailureKind, StageError, StageName
-from nemo_gym.gateway.journal import JournalFullError
+from nemo_gym.gateway.journal_log import JournalFullError
 from nemo_gym.http import peers
 from nemo_gym.http.client import read_whole
 from nemo_gym.http.connections import Reply

@@ -13,9 +13,8 @@ from campaigns.bench.report import Bar
 from campaigns.faults.gateway.bodies import ROLLOUT
 from campaigns.faults.gateway.processes import GatewayProcess, policy_in
 from campaigns.faults.gateway_restart import full_disk, kills
-from nemo_gym.gateway.journal import SessionRecord
-from nemo_gym.gateway.journal.log import framed
-from nemo_gym.gateway.journal.session_journal import RecordKind, encode
+from nemo_gym.gateway.journal import RecordKind, SessionRecord, encode
+from nemo_gym.gateway.journal_log import framed
 from nemo_gym.gateway.live_session import encode_committed
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage
 

@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from campaigns.faults.gateway_restart import small_disk
-from nemo_gym.gateway.journal import (
+from nemo_gym.gateway.journal_log import (
     Durability,
     JournalBusyError,
     JournalDamagedError,
     JournalError,
     JournalFullError,
     JournalLog,
+    framed,
+    read_frames,
 )
-from nemo_gym.gateway.journal.log import framed, read_frames
 
 
 def frame(payload: bytes) -> bytes:

@@ -13,16 +13,8 @@ import pytest
 
 from campaigns.faults.gateway_restart import small_disk
 from nemo_gym.contract.errors import ContractError, FencedError
-from nemo_gym.gateway.journal import (
-    JournalDamagedError,
-    JournaledBody,
-    JournalError,
-    JournalFullError,
-    ReplayedSession,
-    SessionJournal,
-    SessionRecord,
-    SessionState,
-)
+from nemo_gym.gateway.journal import JournaledBody, ReplayedSession, SessionJournal, SessionRecord, SessionState
+from nemo_gym.gateway.journal_log import JournalDamagedError, JournalError, JournalFullError
 
 
 def record(session_id: str, deadline_at: float = 5000.0) -> SessionRecord:

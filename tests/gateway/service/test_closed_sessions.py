@@ -15,7 +15,8 @@ import pytest
 
 from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.durable_sessions import DurableSessions
-from nemo_gym.gateway.journal import Durability, JournalFullError, JournalLog, SessionJournal
+from nemo_gym.gateway.journal import SessionJournal
+from nemo_gym.gateway.journal_log import Durability, JournalFullError, JournalLog
 from nemo_gym.gateway.sessions import KEEP_CLOSED_AT_LEAST, KEEP_CLOSED_BYTES, OpenedSession
 
 

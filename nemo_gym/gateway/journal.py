@@ -24,7 +24,7 @@ import orjson
 import structlog
 
 from nemo_gym.contract.errors import ContractError, FencedError
-from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalDamagedError, JournalError, JournalLog
+from nemo_gym.gateway.journal_log import SEGMENT_BYTES, Durability, JournalDamagedError, JournalError, JournalLog
 from nemo_gym.gateway.policy_request import Buffer, size_of
 
 log = structlog.get_logger(__name__)

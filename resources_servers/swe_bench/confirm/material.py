@@ -18,8 +18,13 @@ from pathlib import PurePosixPath
 from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench.confirm.assertions import Mode, Probe, Side
 from resources_servers.swe_bench.confirm.javascript.rendering import render_javascript
-from resources_servers.swe_bench.confirm.javascript.syntax import Code, choose
-from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORDS, SELECTS_BY_TITLE, words_of_code
+from resources_servers.swe_bench.confirm.javascript.syntax import (
+    JAVASCRIPT_WORDS,
+    SELECTS_BY_TITLE,
+    Code,
+    choose,
+    words_of_code,
+)
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, words_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
 from resources_servers.swe_bench.confirm.runs import (

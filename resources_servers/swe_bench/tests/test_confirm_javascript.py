@@ -21,8 +21,7 @@ from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore
 from resources_servers.swe_bench.confirm.javascript import syntax
 from resources_servers.swe_bench.confirm.javascript.rendering import render_javascript
-from resources_servers.swe_bench.confirm.javascript.syntax import Code, choose
-from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORDS, words_of_code
+from resources_servers.swe_bench.confirm.javascript.syntax import JAVASCRIPT_WORDS, Code, choose, words_of_code
 from resources_servers.swe_bench.confirm.labels import Labels
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered
 from resources_servers.swe_bench.confirm.runs import read_records

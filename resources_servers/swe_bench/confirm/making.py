@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, ControlledTest, RowControls, Strength
-from resources_servers.swe_bench.confirm.expecting import checks_of, decide_sides
 from resources_servers.swe_bench.confirm.material import Calls, Material, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Chosen
 from resources_servers.swe_bench.confirm.telling import (
@@ -25,6 +24,8 @@ from resources_servers.swe_bench.confirm.telling import (
     GOLD_RUNS,
     Rated,
     Telling,
+    checks_of,
+    decide_sides,
     may_be_strong,
     without_surplus,
 )

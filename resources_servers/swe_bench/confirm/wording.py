@@ -6,9 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from resources_servers.swe_bench.confirm.expecting import holds, steady
 from resources_servers.swe_bench.confirm.material import Call, Calls, Material, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Rendered
+from resources_servers.swe_bench.confirm.telling import holds, steady
 from resources_servers.swe_bench.confirm.values import equal, same_form
 from resources_servers.swe_bench.confirm.varying import KINDS, Kind
 

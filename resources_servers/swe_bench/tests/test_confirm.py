@@ -27,10 +27,10 @@ from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.canary import make_canary_script
 from resources_servers.swe_bench.confirm import making, runs
 from resources_servers.swe_bench.confirm.controls import ControlledTest, ControlStore, RowControls
-from resources_servers.swe_bench.confirm.expecting import checks_of
 from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text, words_of
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
+from resources_servers.swe_bench.confirm.telling import checks_of
 from resources_servers.swe_bench.confirm.values import Check, equal, is_value, same_form
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.prepare import Options, prepare

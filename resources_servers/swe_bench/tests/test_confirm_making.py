@@ -12,7 +12,7 @@ import pytest
 
 from nemo_gym.sandbox.base import SandboxProvider
 from resources_servers.swe_bench.confirm.controls import ControlledRendering
-from resources_servers.swe_bench.confirm.making import BLINDED
+from resources_servers.swe_bench.confirm.making import BLINDED, OWN_NUMBERS, first_pins
 from resources_servers.swe_bench.confirm.material import Material, Package, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, render
 from resources_servers.swe_bench.confirm.runs import Pristine, Recorded, Rendering
@@ -26,7 +26,6 @@ from resources_servers.swe_bench.confirm.telling import (
     without_surplus,
 )
 from resources_servers.swe_bench.confirm.values import Check, Value
-from resources_servers.swe_bench.confirm.wording import OWN_NUMBERS, first_pins
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
 from resources_servers.swe_bench.row import SweBenchRow, read_rows

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, ControlledTest, RowControls, Strength
+from resources_servers.swe_bench.confirm.labels import KINDS, Kind
 from resources_servers.swe_bench.confirm.material import Call, Calls, Material, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Chosen, Rendered
 from resources_servers.swe_bench.confirm.telling import (
@@ -34,7 +35,6 @@ from resources_servers.swe_bench.confirm.telling import (
 )
 from resources_servers.swe_bench.confirm.twins import TWINS, TWINS_BESIDE, Twin, TwinMaker
 from resources_servers.swe_bench.confirm.values import equal, same_form
-from resources_servers.swe_bench.confirm.varying import KINDS, Kind
 from resources_servers.swe_bench.eval_box import EvalSite, Steps
 from resources_servers.swe_bench.row import SweBenchRow
 

@@ -25,7 +25,7 @@ from resources_servers.swe_bench.confirm.javascript.syntax import (
     choose,
     words_of_code,
 )
-from resources_servers.swe_bench.confirm.labels import Labels, random_name, words_of
+from resources_servers.swe_bench.confirm.labels import Kind, Labels, Variation, random_name, words_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
 from resources_servers.swe_bench.confirm.runs import (
     Pristine,
@@ -36,7 +36,6 @@ from resources_servers.swe_bench.confirm.runs import (
     run_renderings,
 )
 from resources_servers.swe_bench.confirm.values import Value
-from resources_servers.swe_bench.confirm.varying import Kind, Variation
 from resources_servers.swe_bench.eval_box import EvalSite, Steps
 from resources_servers.swe_bench.row import SweBenchRow, TestId
 from resources_servers.swe_bench.signs import SCRIPT_SUFFIXES as JAVASCRIPT

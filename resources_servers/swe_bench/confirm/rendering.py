@@ -18,7 +18,7 @@ from resources_servers.swe_bench.confirm.assertions import (
     Side,
     is_constant,
 )
-from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of
+from resources_servers.swe_bench.confirm.labels import Labels, Variation, random_name, tokens_of
 from resources_servers.swe_bench.confirm.slicing import (
     FunctionNode,
     case_rows,
@@ -29,7 +29,6 @@ from resources_servers.swe_bench.confirm.slicing import (
     slice_away,
     strip_ids,
 )
-from resources_servers.swe_bench.confirm.varying import Variation
 from resources_servers.swe_bench.row import TestId
 
 _RECORDER = Path(__file__).with_name("recorder.py")

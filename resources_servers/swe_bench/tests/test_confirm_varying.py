@@ -6,8 +6,7 @@ import ast
 import random
 import re
 
-from resources_servers.swe_bench.confirm.labels import Labels
-from resources_servers.swe_bench.confirm.varying import KINDS, Kind, Variation
+from resources_servers.swe_bench.confirm.labels import KINDS, Kind, Labels, Variation
 
 SOURCE = """
 def test_one():

@@ -57,7 +57,7 @@ from resources_servers.swe_bench import prepare
 from resources_servers.swe_bench.app import SweBenchConfig
 from responses_api_agents.claude_code_agent.app import ClaudeCodeOptions
 from responses_api_agents.codex_agent.app import CodexOptions
-from responses_api_agents.composite_agent.options import CompositeOptions
+from responses_api_agents.composite_agent.app import CompositeOptions
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgentConfig
 from responses_api_agents.opencode_agent.app import OpencodeOptions
 from responses_api_agents.oracle_agent.app import OracleAgentConfig

@@ -65,8 +65,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
 
     async def _attempt(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
         from nemo_gym.agent.acts import PolicyClient, at_wall_clock
-        from responses_api_agents.simple_agent.loop import Ended, Rules, converse
-        from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
+        from responses_api_agents.simple_agent.loop import Ended, Rules, Toolbox, ToolServerError, converse
 
         config, transcript = self.config, Transcript(whole=True)
         limit = config.max_steps or config.max_turns

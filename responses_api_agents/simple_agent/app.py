@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar
 
-from pydantic import Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from nemo_gym.agent.harness.events import Transcript
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
@@ -106,12 +106,15 @@ class SimpleAgent(SimpleResponsesAPIAgent):
 
 
 def __getattr__(name: str) -> Any:
-    # Only NeMo Gym's agents import these, and loading them is slow, so they are loaded on demand.
-    if name in ("SimpleAgentRunRequest", "SimpleAgentVerifyRequest", "SimpleAgentVerifyResponse"):
-        from responses_api_agents.simple_agent import bodies
+    """NeMo Gym's names of bodies with every field of a row, for agents that subclass this one. They are made on
+    demand, because loading their bases is slow."""
+    if name not in ("SimpleAgentRunRequest", "SimpleAgentVerifyRequest", "SimpleAgentVerifyResponse"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nemo_gym.http import environment_bodies
 
-        return getattr(bodies, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base = getattr(environment_bodies, name.replace("SimpleAgent", "Base"))
+    body = globals()[name] = type(name, (base,), {"__module__": __name__, "model_config": ConfigDict(extra="allow")})
+    return body
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import pytest
 
 from nemo_gym.contract.errors import ConfigError, RowError
 from resources_servers.swe_bench.preparation.boxes import add_tree, cause_of, pip_settings, registry_access
-from resources_servers.swe_bench.preparation.builder import Prepared
 from resources_servers.swe_bench.preparation.environments import skip_member
 from resources_servers.swe_bench.preparation.plan import (
     Environment,
@@ -24,7 +23,7 @@ from resources_servers.swe_bench.preparation.plan import (
     make_plans,
     read_environments,
 )
-from resources_servers.swe_bench.prepare import Options, _plans, summary
+from resources_servers.swe_bench.prepare import Options, Prepared, _plans, summary
 from resources_servers.swe_bench.row import SweBenchRow
 
 PRELUDE = """#!/bin/bash

@@ -23,17 +23,18 @@ from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.store import SqlJobStore
 from nemo_gym.sampling.groups import (
     DEFAULT_FILTERS,
+    OBSERVED,
     Batch,
     Carried,
     Group,
     GroupFilter,
+    LookAhead,
     Sample,
     WeightsSpan,
     why_left_out,
 )
 from nemo_gym.sampling.ledger import GroupRecord, GroupState, SamplerLedger
 from nemo_gym.sampling.loader import LoaderCursor
-from nemo_gym.sampling.look_ahead import OBSERVED, LookAhead
 
 STATE_VERSION = 1
 STATE_MEMBERS = {

@@ -17,9 +17,9 @@ from pydantic import TypeAdapter
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.engines import EngineConfig, Sampling, TokenRequest
-from nemo_gym.gateway.routing.calls import RetryConfig
-from nemo_gym.gateway.routing.pool import EnginePool
-from nemo_gym.gateway.routing.router import RoutingConfig
+from nemo_gym.gateway.engines.calls import RetryConfig
+from nemo_gym.gateway.engines.pool import EnginePool
+from nemo_gym.gateway.engines.router import RoutingConfig
 from tests.servers.stack import rollout, running_stack
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)

@@ -27,9 +27,9 @@ from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.durable_sessions import DurableSessions, RewardSource, checked_depth
 from nemo_gym.gateway.engines import EngineConfig, pinned_sampling
+from nemo_gym.gateway.engines.pool import EnginePool
 from nemo_gym.gateway.inference import CallRequest, Inference
 from nemo_gym.gateway.live_session import LiveSession
-from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import token_in
 from nemo_gym.http.problems import refused, unexpected
 from nemo_gym.http.requests import JsonResponse, parse_json_object

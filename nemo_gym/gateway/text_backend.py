@@ -19,6 +19,7 @@ from nemo_gym.gateway.dialects.endpoint import BROKEN_OFF, chat_body, end_of, me
 from nemo_gym.gateway.dialects.errors import overflow_of
 from nemo_gym.gateway.engines import EngineAnswerError, EngineFailedError, EngineRefusedError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
+from nemo_gym.gateway.engines.pool import EnginePool
 from nemo_gym.gateway.policy_request import (
     OVERRIDING,
     TOKEN_BUDGETS,
@@ -28,7 +29,6 @@ from nemo_gym.gateway.policy_request import (
     JsonText,
     PolicyRequest,
 )
-from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens.forest import Prepared
 from nemo_gym.gateway.tokens.history import Prefix

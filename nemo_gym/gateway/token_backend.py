@@ -23,10 +23,10 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     pinned_sampling,
 )
+from nemo_gym.gateway.engines.pool import EnginePool
 from nemo_gym.gateway.engines.types import TokenizerProbe
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, JsonText, PolicyRequest
-from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import (
     History,
     IncrementalEncoder,

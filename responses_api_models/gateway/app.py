@@ -28,6 +28,9 @@ from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.errors import dialect_of
 from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines import EngineConfig
+from nemo_gym.gateway.engines.calls import RetryConfig
+from nemo_gym.gateway.engines.pool import EnginePool
+from nemo_gym.gateway.engines.router import HealthState, RoutingConfig
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.inference import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, CallRequest, Inference
 from nemo_gym.gateway.journal_log import Durability
@@ -41,9 +44,6 @@ from nemo_gym.gateway.routes import (
     engine_routes,
     require_engine,
 )
-from nemo_gym.gateway.routing.calls import RetryConfig
-from nemo_gym.gateway.routing.pool import EnginePool
-from nemo_gym.gateway.routing.router import HealthState, RoutingConfig
 from nemo_gym.gateway.sessions import (
     COMPLETION_TOKEN_PREFIX,
     KEEP_CLOSED_S,

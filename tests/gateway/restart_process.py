@@ -15,10 +15,10 @@ from aiohttp import web
 
 from nemo_gym.gateway.dialects.chat import request_fingerprint
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, Generation, Sampling, TokenRequest, VllmEngine
+from nemo_gym.gateway.engines.calls import EngineCalls
+from nemo_gym.gateway.engines.router import Router
 from nemo_gym.gateway.journal import SessionJournal, SessionRecord
 from nemo_gym.gateway.live_session import SessionAnswers
-from nemo_gym.gateway.routing.calls import EngineCalls
-from nemo_gym.gateway.routing.router import Router
 
 
 async def main(directory: Path, engine_url: str) -> None:

@@ -83,7 +83,7 @@ class _AiohttpConnections:
 
 
 def _aiohttp_client() -> None:
-    from nemo_gym.gateway.routing import pool
+    from nemo_gym.gateway.engines import pool
 
     pool.EngineConnections = _AiohttpConnections
 

@@ -1,5 +1,5 @@
-"""Engines that sample from the policy: adapters, requests, answers and errors. Their configuration is part of a model
-server's configuration, or comes from the trainer at run time."""
+"""Engines that sample from the policy: adapters, requests, answers and errors; their pool, router and calls.
+Their configuration is part of a model server's, or comes from the trainer at run time."""
 
 from __future__ import annotations
 

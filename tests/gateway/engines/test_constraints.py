@@ -9,8 +9,8 @@ import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.engines import EngineConnections
+from nemo_gym.gateway.engines import calls as resuming
 from nemo_gym.gateway.engines.types import schema_of
-from nemo_gym.gateway.routing import calls as resuming
 from tests.gateway.engines.test_token_engines import STREAMING, WIRES, engine_on, request
 
 SCHEMA = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}

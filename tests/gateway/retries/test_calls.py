@@ -25,8 +25,8 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.routing.calls import EngineCalls, RetryBudget, RetryConfig
-from nemo_gym.gateway.routing.router import HealthState, Router, RoutingConfig
+from nemo_gym.gateway.engines.calls import EngineCalls, RetryBudget, RetryConfig
+from nemo_gym.gateway.engines.router import HealthState, Router, RoutingConfig
 from nemo_gym_testing.gateway import CutOff, FakeVllmEngine, Hang, Status
 from tests.gateway.stubs import StubEngine
 

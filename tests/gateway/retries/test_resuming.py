@@ -20,8 +20,8 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.routing.calls import EngineCalls, RetryConfig, TokenCalls
-from nemo_gym.gateway.routing.router import Router
+from nemo_gym.gateway.engines.calls import EngineCalls, RetryConfig, TokenCalls
+from nemo_gym.gateway.engines.router import Router
 from nemo_gym_testing.gateway import Abort, CutOff, FakeEngine, FakeSglangEngine, FakeVllmEngine, Status
 
 PROMPT = [5, 6, 7]

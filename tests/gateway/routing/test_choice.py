@@ -12,7 +12,7 @@ import pytest
 from nemo_gym._util.tasks import RETRY_AFTER_AT_MOST_S
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineError, EngineRateLimitedError, EngineUnreachableError
-from nemo_gym.gateway.routing.router import HealthState, NoEngineError, Reservation, Router, RoutingConfig
+from nemo_gym.gateway.engines.router import HealthState, NoEngineError, Reservation, Router, RoutingConfig
 from tests.gateway.stubs import Clock, StubEngine
 
 Stubs = Router[StubEngine]

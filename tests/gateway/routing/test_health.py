@@ -19,8 +19,8 @@ from nemo_gym.gateway.engines import (
     EngineUnreachableError,
     VllmEngine,
 )
-from nemo_gym.gateway.routing.pool import Prober
-from nemo_gym.gateway.routing.router import HealthState, Router, RoutingConfig
+from nemo_gym.gateway.engines.pool import Prober
+from nemo_gym.gateway.engines.router import HealthState, Router, RoutingConfig
 from nemo_gym_testing.gateway import FakeVllmEngine
 from tests.gateway.stubs import StubEngine
 

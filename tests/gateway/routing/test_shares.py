@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 
 from nemo_gym.gateway.engines import EngineLostError, EngineUnreachableError
-from nemo_gym.gateway.routing.pool import Prober
-from nemo_gym.gateway.routing.router import HealthState, Reservation, Router
+from nemo_gym.gateway.engines.pool import Prober
+from nemo_gym.gateway.engines.router import HealthState, Reservation, Router
 from tests.gateway.stubs import StubEngine
 
 Stubs = Router[StubEngine]

@@ -16,8 +16,8 @@ from starlette.routing import Route
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from nemo_gym.gateway.engines import Sampling, TokenRequest
+from nemo_gym.gateway.engines.pool import EnginePool
 from nemo_gym.gateway.routes import engine_routes
-from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.http.requests import JsonResponse, require_role
 from nemo_gym_testing.gateway import FakeVllmEngine
 from tests.servers.stack import Stack, running_stack

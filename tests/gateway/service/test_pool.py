@@ -15,9 +15,9 @@ from pydantic import TypeAdapter
 
 from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.engines import EngineConfig, Generation, Sampling, TokenRequest
-from nemo_gym.gateway.routing.calls import RetryConfig
-from nemo_gym.gateway.routing.pool import EngineKind, EnginePool
-from nemo_gym.gateway.routing.router import RoutingConfig
+from nemo_gym.gateway.engines.calls import RetryConfig
+from nemo_gym.gateway.engines.pool import EngineKind, EnginePool
+from nemo_gym.gateway.engines.router import RoutingConfig
 from nemo_gym_testing.gateway import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine, Status
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from nemo_gym.gateway.engines import EngineConnections, FinishReason, Sampling, TokenEngine, TokenRequest
-from nemo_gym.gateway.routing.calls import EngineCalls, RetryConfig, TokenCalls
-from nemo_gym.gateway.routing.pool import Prober
-from nemo_gym.gateway.routing.router import Router, RoutingConfig
+from nemo_gym.gateway.engines.calls import EngineCalls, RetryConfig, TokenCalls
+from nemo_gym.gateway.engines.pool import Prober
+from nemo_gym.gateway.engines.router import Router, RoutingConfig
 from nemo_gym.gateway.tokens import Trajectory, TrajectoryTurn
 from nemo_gym.gateway.tokens.trajectories import as_row, write_jsonl
 from nemo_gym_testing.gateway import Abort, CutOff, Status

@@ -17,9 +17,9 @@ import structlog
 from nemo_gym._util.files import write_private
 from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
+from nemo_gym.gateway.engines.calls import EngineCalls, RetryConfig, TokenCalls
+from nemo_gym.gateway.engines.router import E, HealthState, Replica, Router, RoutingConfig
 from nemo_gym.gateway.engines.types import EngineCheck, EngineError, EngineFailedError, TokenizerProbe
-from nemo_gym.gateway.routing.calls import EngineCalls, RetryConfig, TokenCalls
-from nemo_gym.gateway.routing.router import E, HealthState, Replica, Router, RoutingConfig
 
 # Probes engines that are out of service, and those without an answered call for a while.
 

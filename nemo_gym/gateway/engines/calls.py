@@ -16,6 +16,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym._util.tasks import Backoff
+from nemo_gym.gateway.engines.router import E, Router
 from nemo_gym.gateway.engines.types import (
     EngineError,
     EngineRateLimitedError,
@@ -28,7 +29,6 @@ from nemo_gym.gateway.engines.types import (
     TokenRequest,
     WeightsSpan,
 )
-from nemo_gym.gateway.routing.router import E, Router
 
 
 class RetryBudget:

@@ -1,1 +1,0 @@
-"""Fair routing of calls to many engines: choice, reservations, health, retries."""

@@ -129,7 +129,7 @@ class EngineCalls(Generic[E]):
         """Return the answer of the first successful try, or raise the `EngineError` of the last."""
         tries = _Tries(self, session_id)
         while True:
-            reservation = await self.router.acquire(session_id, without=tries.without)
+            reservation = await self.router.acquire(session_id, avoid=tries.avoid)
             try:
                 with reservation:
                     async with reservation.guard():
@@ -151,7 +151,7 @@ class EngineCalls(Generic[E]):
         at the engine."""
         tries = _Tries(self, session_id, avoid)
         while True:
-            reservation = await self.router.acquire(session_id, without=tries.without)
+            reservation = await self.router.acquire(session_id, avoid=tries.avoid)
             handed_on = False
             try:
                 with reservation:
@@ -180,21 +180,11 @@ class _Tries(Generic[E]):
         self._calls = calls
         self._session_id = session_id
         self._count = 0
-        self._failed: set[str] = {*avoid}
+        self.avoid: set[str] = {*avoid}
+        """The engines that failed this call, or were to be avoided from the start."""
         self._refused: set[str] = set()
         self._backoff = Backoff(first_s=calls.config.first_backoff_s, longest_s=calls.config.max_backoff_s)
         calls.budget.earn()
-
-    def without(self) -> set[str]:
-        """Return the engines to skip: those that failed this call, as long as another one is in service."""
-        if not self._failed:
-            return set()
-        alternatives = {
-            replica.name
-            for replica in self._calls.router.replicas
-            if replica.name not in self._failed and not replica.draining and replica.health.admits(0)
-        }
-        return self._failed if alternatives else set()
 
     async def failed(self, engine: E, error: EngineError) -> None:
         """Return when the call is to be tried again; raise ``error`` if it is not."""
@@ -211,8 +201,8 @@ class _Tries(Generic[E]):
             raise error
         if not error.elsewhere or self._count >= self._calls.config.max_tries:
             raise error
-        self._failed.add(engine.name)
-        another = bool(self.without())
+        self.avoid.add(engine.name)
+        another = bool(self._calls.router.skipped(self.avoid))
         if not another and (isinstance(error, EngineRateLimitedError) or not error.retryable):
             # The caller can wait as well as the gateway can, and knows better whether it wants to.
             raise error

@@ -332,7 +332,7 @@ class _Guard:
 @dataclass(slots=True, eq=False)
 class _Waiter(Generic[E]):
     session_id: str | None
-    without: Callable[[], Collection[str]]
+    avoid: Collection[str]
     future: asyncio.Future[Reservation[E]]
 
 
@@ -478,17 +478,15 @@ class Router(Generic[E]):
         chosen.idle.clear()
         return Reservation(chosen, self, session_id)
 
-    async def acquire(
-        self, session_id: str | None = None, *, without: Callable[[], Collection[str]] = tuple
-    ) -> Reservation[E]:
-        """Reserve a place; calls that have to wait are served in order of arrival. ``without`` is asked again while
-        the call waits. Raises `EngineRateLimitedError` if all engines in service asked to wait, `NoEngineError` if
-        none had room or came back in time."""
-        skipped = without()
+    async def acquire(self, session_id: str | None = None, *, avoid: Collection[str] = ()) -> Reservation[E]:
+        """Reserve a place; calls that have to wait are served in order of arrival. ``avoid`` names engines to use
+        only if no other is in service. Raises `EngineRateLimitedError` if all engines in service asked to wait,
+        `NoEngineError` if none had room or came back in time."""
+        skipped = self.skipped(avoid)
         if (reservation := self.reserve(session_id, without=skipped)) is not None:
             return reservation
         self._refuse_when_all_cool(skipped)
-        waiter = _Waiter(session_id, without, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(session_id, avoid, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
             async with asyncio.timeout(self.config.queue_timeout_s):
@@ -521,6 +519,11 @@ class Router(Generic[E]):
     def home(self, session_id: str) -> str | None:
         """Return the engine that has a session's prefix cache."""
         return self._homes.get(session_id)
+
+    def skipped(self, avoid: Collection[str]) -> Collection[str]:
+        """Return the engines to skip: those in ``avoid``, as long as another one is in service."""
+        others = (replica for name, replica in self._replicas.items() if name not in avoid)
+        return avoid if any(not other.draining and other.health.admits(0) for other in others) else ()
 
     def in_service(self, name: str) -> bool:
         """Return whether an engine may get calls, even if it is full now."""
@@ -631,7 +634,7 @@ class Router(Generic[E]):
         for waiter in waiting:
             if waiter.future.done():
                 continue
-            without = () if full else waiter.without()
+            without = () if full else self.skipped(waiter.avoid)
             reservation = None if full else self.reserve(waiter.session_id, without=without)
             if reservation is None:
                 # If no engine has room for a call that may go anywhere, none has room for the other calls.

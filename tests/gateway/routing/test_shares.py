@@ -131,7 +131,7 @@ async def test_long_trial_ends_while_probes_succeed() -> None:
     await prober.round()
     trial = router.reserve(without={"b", "c"})
     assert trial is not None
-    waiting = asyncio.create_task(router.acquire(without=lambda: {"b", "c"}))
+    waiting = asyncio.create_task(router.acquire(avoid={"b", "c"}))
     for _ in range(2):
         assert not waiting.done()
         await prober.round()

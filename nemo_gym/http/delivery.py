@@ -194,4 +194,4 @@ class Deliveries:
 
 
 DELIVERIES = Deliveries()
-"""The watched responses of this process's web server, if it runs `nemo_gym.http.webserver.WatchedHttpProtocol`."""
+"""The watched responses of this process's web server, if it runs `nemo_gym.http.protocol.WatchedHttpProtocol`."""

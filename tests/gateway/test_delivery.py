@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from nemo_gym.gateway.live_session import SessionAnswers
 from nemo_gym.http.delivery import DELIVERIES, AnswerWatch, end, untaken
-from nemo_gym.http.webserver import WatchedHttpProtocol
+from nemo_gym.http.protocol import WatchedHttpProtocol
 
 ASK = b"POST /turn HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
 

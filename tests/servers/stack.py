@@ -17,8 +17,9 @@ import uvicorn
 from nemo_gym.config.launch import ServerLaunch
 from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.http.protocol import WatchedHttpProtocol
 from nemo_gym.http.server import SimpleServer
-from nemo_gym.http.webserver import WatchedHttpProtocol, WebServer
+from nemo_gym.http.webserver import WebServer
 from nemo_gym.server_utils import ServerClient
 
 

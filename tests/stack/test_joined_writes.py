@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from nemo_gym.http.webserver import JoinedWrites
+from nemo_gym.http.protocol import JoinedWrites
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 

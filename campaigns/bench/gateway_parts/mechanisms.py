@@ -191,9 +191,9 @@ def _layers_and_framework_routes() -> None:
 
 
 def _two_writes() -> None:
-    from nemo_gym.http import webserver
+    from nemo_gym.http import protocol
 
-    webserver.JoinedWrites = lambda transport, loop: transport
+    protocol.JoinedWrites = lambda transport, loop: transport
 
 
 def _framework_replies() -> None:

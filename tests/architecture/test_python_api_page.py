@@ -20,7 +20,7 @@ from nemo_gym.cli.program import FRAME_COLUMNS, AsyncStack, RunResult, Stack
 from nemo_gym.contract.errors import ConfigError, RowError, ServerError
 from nemo_gym.rollouts.pipeline import PIPELINE
 from nemo_gym.stack.background import started_here
-from nemo_gym.stack.endpoints import TARGETS, TOKEN_FILE, running_stacks
+from nemo_gym.stack.endpoints import SCRAPE_TARGETS, SCRAPE_TOKEN_FILE, running_stacks
 from tests.architecture.docs import PAGES, ROOT, example_files, table
 from tests.rollouts.conftest import wait_until
 
@@ -83,12 +83,12 @@ async def test_run_works_beside_a_running_loop_and_shows_a_finished_run_again(
 
 
 async def test_metrics_of_the_pipeline_are_served_while_the_stack_runs(place: Path) -> None:
-    targets = place / "run" / TARGETS
+    targets = place / "run" / SCRAPE_TARGETS
     chosen = {**CHOSEN, "run_dir": str(place / "run")}
     async with await start_async("observability.metrics_port=0", **chosen) as stack:
         await stack.run(limit=1, **chosen)  # as at the start
         (target,) = json.loads(next(targets.glob(f"{PIPELINE}-*.json")).read_text())
-        token = (place / "run" / TOKEN_FILE).read_text()
+        token = (place / "run" / SCRAPE_TOKEN_FILE).read_text()
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as http,
             http.get(f"http://{target['targets'][0]}/metrics") as reply,

@@ -16,9 +16,8 @@ import structlog
 
 from nemo_gym._util.files import write_private
 from nemo_gym.broker.access import Access, Permissions, TokenSigner
-from nemo_gym.broker.admission import Admission
 from nemo_gym.broker.backend import Backend
-from nemo_gym.broker.boxes import Boxes, Sealer
+from nemo_gym.broker.boxes import Admission, Boxes, Sealer
 from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.broker.creation import Creations, WarmPools
 from nemo_gym.broker.execs import Execs

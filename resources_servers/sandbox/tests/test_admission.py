@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from nemo_gym.broker.admission import Admission
+from nemo_gym.broker.boxes import Admission
 from nemo_gym.contract.credentials import Role
 from nemo_gym.sandbox.wire.problems import BrokerError
 from resources_servers.sandbox.tests.api import Api, calling, eventually

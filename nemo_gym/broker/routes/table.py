@@ -13,10 +13,9 @@ from starlette.responses import Response
 
 from nemo_gym.broker.access import is_trusted
 from nemo_gym.broker.routes import execs
-from nemo_gym.broker.routes.archives import archive_routes
 from nemo_gym.broker.routes.bodies import RESPONSES, json_body, parse, problem_reply, reply
 from nemo_gym.broker.routes.execs import exec_routes
-from nemo_gym.broker.routes.sandboxes import door_routes, lease_routes, live, sandbox_routes
+from nemo_gym.broker.routes.sandboxes import archive_routes, door_routes, lease_routes, live, sandbox_routes
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.contract.session import LeaseScope

@@ -14,9 +14,9 @@ from starlette.requests import Request
 
 from nemo_gym.broker.access import is_trusted
 from nemo_gym.broker.config import BrokerConfig
+from nemo_gym.broker.routes import install_routes, invalid_parameter
 from nemo_gym.broker.routes.bodies import RequestIdMiddleware, problem_reply
 from nemo_gym.broker.routes.execs import add_direct_submissions
-from nemo_gym.broker.routes.table import install_routes, invalid_parameter
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError, CredentialError

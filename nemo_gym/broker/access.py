@@ -20,7 +20,7 @@ from nemo_gym._util.suggest import nearest
 from nemo_gym.broker.box import Box
 from nemo_gym.broker.boxes import Boxes, not_adopted
 from nemo_gym.broker.config import BrokerConfig
-from nemo_gym.broker.registry.tables import BoxRecord, BoxState, LeaseRecord
+from nemo_gym.broker.registry import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.config.files import plugin_roots
 from nemo_gym.config.keys import AGENT_TYPE
 from nemo_gym.contract.credentials import Caller, Role, ServerCredentials

@@ -12,9 +12,9 @@ from typing import Literal, cast
 import structlog
 
 from nemo_gym._util.tasks import Backoff
-from nemo_gym.broker.registry.store import ExecStore
-from nemo_gym.broker.registry.tables import BoxRecord, BoxState, ExecRecord, LeaseRecord
+from nemo_gym.broker.registry import BoxRecord, BoxState, ExecRecord, LeaseRecord
 from nemo_gym.broker.spool import OutputSpool, SpoolSpace, Stream
+from nemo_gym.broker.stores import ExecStore
 from nemo_gym.contract.credentials import Caller, Role
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.session import LeaseScope

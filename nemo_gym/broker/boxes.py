@@ -24,8 +24,8 @@ from pydantic import BaseModel
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.backend import Backend
 from nemo_gym.broker.box import Box, CreateOrder
-from nemo_gym.broker.registry.store import BoxStore
-from nemo_gym.broker.registry.tables import BoxRecord, BoxState, LeaseRecord
+from nemo_gym.broker.registry import BoxRecord, BoxState, LeaseRecord
+from nemo_gym.broker.stores import BoxStore
 from nemo_gym.contract.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.telemetry import Counter

@@ -14,7 +14,7 @@ from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.box import Box, CreateOrder
 from nemo_gym.broker.boxes import Boxes, door_digest, gone, not_adopted
 from nemo_gym.broker.config import WarmPool
-from nemo_gym.broker.registry.tables import BoxState, LeaseRecord
+from nemo_gym.broker.registry import BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope

@@ -18,8 +18,8 @@ import structlog
 
 from nemo_gym.broker.access import is_trusted, sees_all
 from nemo_gym.broker.backend import Backend
-from nemo_gym.broker.registry.store import ImageStore
-from nemo_gym.broker.registry.tables import ImageRecord
+from nemo_gym.broker.registry import ImageRecord
+from nemo_gym.broker.stores import ImageStore
 from nemo_gym.contract.credentials import Caller
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import SandboxHandle, SupportsSnapshot, require

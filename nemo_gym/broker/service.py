@@ -22,9 +22,9 @@ from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.broker.creation import Creations, WarmPools
 from nemo_gym.broker.execs import Execs
 from nemo_gym.broker.images import Images
-from nemo_gym.broker.registry.database import Durability, RegistryWriter, open_engine
-from nemo_gym.broker.registry.store import BoxStore, ExecStore, ImageStore
+from nemo_gym.broker.registry import Durability, RegistryWriter, open_engine
 from nemo_gym.broker.spool import SpoolSpace
+from nemo_gym.broker.stores import BoxStore, ExecStore, ImageStore
 from nemo_gym.broker.upkeep import Upkeep
 from nemo_gym.contract.credentials import ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError

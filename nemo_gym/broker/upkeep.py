@@ -15,7 +15,7 @@ from nemo_gym.broker.box import Box
 from nemo_gym.broker.boxes import Boxes, SealError, door_digest
 from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.broker.execs import Execs
-from nemo_gym.broker.registry.tables import BoxRecord, BoxState
+from nemo_gym.broker.registry import BoxRecord, BoxState
 from nemo_gym.broker.spool import SpoolSpace
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxInfo, SandboxStatus

@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from nemo_gym.broker.access import OWNER_LABEL, Grant, is_trusted, narrower
 from nemo_gym.broker.box import Box, CreateOrder, gone_view
 from nemo_gym.broker.boxes import door_digest, gone, too_many_of_box
-from nemo_gym.broker.registry.tables import LeaseRecord
+from nemo_gym.broker.registry import LeaseRecord
 from nemo_gym.broker.routes.bodies import (
     RESPONSES,
     bounded,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.broker.registry.database import RegistryWriter
+from nemo_gym.broker.registry import RegistryWriter
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox import facade
 from resources_servers.sandbox.tests.broker_process import APP

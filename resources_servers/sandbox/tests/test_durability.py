@@ -14,10 +14,18 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
-from nemo_gym.broker.registry import database
-from nemo_gym.broker.registry.database import Durability, RegistryWriter, open_engine
-from nemo_gym.broker.registry.store import BoxStore, ExecStore, ImageStore
-from nemo_gym.broker.registry.tables import BoxRecord, BoxState, ExecRecord, ImageRecord, LeaseRecord
+from nemo_gym.broker import registry
+from nemo_gym.broker.registry import (
+    BoxRecord,
+    BoxState,
+    Durability,
+    ExecRecord,
+    ImageRecord,
+    LeaseRecord,
+    RegistryWriter,
+    open_engine,
+)
+from nemo_gym.broker.stores import BoxStore, ExecStore, ImageStore
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import LeaseScope
@@ -157,8 +165,8 @@ async def test_exec_record_waits_beside_the_loop_for_another_program_that_writes
 async def test_log_of_the_registry_stays_short_however_many_commands_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "_CHECKPOINT_PAGES", 20)
-    monkeypatch.setattr(database, "MAX_AT_ONCE", 50)
+    monkeypatch.setattr(registry, "_CHECKPOINT_PAGES", 20)
+    monkeypatch.setattr(registry, "MAX_AT_ONCE", 50)
     async with writing(f"sqlite:///{tmp_path / 'registry.sqlite'}") as writer:
         store = ExecStore(writer)
         for number in range(1000):

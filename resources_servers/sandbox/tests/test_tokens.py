@@ -22,7 +22,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from nemo_gym.broker.access import PREFIX, TokenSigner
-from nemo_gym.broker.registry.tables import LeaseRecord
+from nemo_gym.broker.registry import LeaseRecord
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.sandbox.wire.frames import FrameKind, FrameParser

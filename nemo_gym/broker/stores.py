@@ -11,14 +11,15 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, Executable, Row, bindparam, delete, exists, insert, select, update
 
-from nemo_gym.broker.registry.database import Durability, RegistryWriter
-from nemo_gym.broker.registry.tables import (
+from nemo_gym.broker.registry import (
     BoxRecord,
     BoxState,
+    Durability,
     ExecRecord,
     ImageRecord,
     LeaseRecord,
     Prepared,
+    RegistryWriter,
     boxes,
     doors,
     execs,

@@ -12,10 +12,9 @@ from dataclasses import replace
 import structlog
 
 from nemo_gym.broker.backend import EXEC_VARIABLE, Backend
-from nemo_gym.broker.box import Box, ExecRun
+from nemo_gym.broker.box import Box, ExecRun, OutputSpool, SpoolSpace
 from nemo_gym.broker.boxes import not_adopted, too_many_of_box
 from nemo_gym.broker.registry import ExecRecord
-from nemo_gym.broker.spool import OutputSpool, SpoolSpace
 from nemo_gym.broker.stores import ExecStore
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.http.telemetry import Counter

@@ -19,20 +19,21 @@ from nemo_gym._util.files import write_private
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.access import Access, Permissions, TokenSigner
 from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL, Backend
-from nemo_gym.broker.box import Box
+from nemo_gym.broker.box import Box, SpoolSpace
 from nemo_gym.broker.boxes import Admission, Boxes, Sealer, SealError, door_digest
 from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.broker.creation import Creations, WarmPools
 from nemo_gym.broker.execs import Execs
 from nemo_gym.broker.images import Images
 from nemo_gym.broker.registry import BoxRecord, BoxState, Durability, RegistryWriter, open_engine
-from nemo_gym.broker.spool import SpoolSpace
 from nemo_gym.broker.stores import BoxStore, ExecStore, ImageStore
 from nemo_gym.contract.credentials import ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.http.telemetry import Reading
 from nemo_gym.sandbox.base import SandboxInfo, SandboxProvider, SandboxStatus
 from nemo_gym.sandbox.wire.models import DoorModel
+
+log = structlog.get_logger(__name__)
 
 # -- Reconciliation ------------------------------------------------------------------------------------------------
 # Reconciliation makes the registry and the backend agree, at the start of the broker and on a timer. It completes
@@ -261,8 +262,6 @@ class Upkeep:
 
 
 # -- Service -------------------------------------------------------------------------------------------------------
-
-log = structlog.get_logger(__name__)
 
 KEY_BYTES = 32
 

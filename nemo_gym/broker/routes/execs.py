@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_gym.broker.access import Grant
-from nemo_gym.broker.box import ExecRun
+from nemo_gym.broker.box import ExecRun, Stream
 from nemo_gym.broker.routes.bodies import (
     RESPONSES,
     digest,
@@ -28,7 +28,6 @@ from nemo_gym.broker.routes.bodies import (
 )
 from nemo_gym.broker.routes.sandboxes import live
 from nemo_gym.broker.service import BrokerService
-from nemo_gym.broker.spool import Stream
 from nemo_gym.contract.session import IDENTIFIER, LeaseScope
 from nemo_gym.http.middleware import DirectRoutesMiddleware, Endpoint
 from nemo_gym.sandbox.wire.frames import (

@@ -25,8 +25,7 @@ from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.service.routes import host
 from nemo_gym.stack.stack import PIPELINE
-from nemo_gym.storage.group_commit import SqliteWriter
-from nemo_gym.storage.postgres import PostgresWriter
+from nemo_gym.storage import PostgresWriter, SqliteWriter
 
 OPERATIONS = ("offer", "claim", "record_run", "_finish", "requeue", "release", "cancel", "claim_overdue")
 """Methods of `SqlJobStore` that write."""

@@ -43,7 +43,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.storage.group_commit import GroupCommitThread, Waiting, resolve
+from nemo_gym.storage import GroupCommitThread, Waiting, resolve
 
 # -- Tables --------------------------------------------------------------------------------------------------------
 # The tables, with types that both SQLite and PostgreSQL support.

@@ -23,7 +23,7 @@ from nemo_gym.contract.errors import ConfigError, ContractError, CredentialError
 from nemo_gym.contract.session import NO_SESSION, RolloutIdentity
 from nemo_gym.contract.verdict import RowAccess, row_digest
 from nemo_gym.http.client import encode_json
-from nemo_gym.storage.group_commit import SqliteWriter
+from nemo_gym.storage import SqliteWriter
 
 MAX_KNOWN = 4096
 """Rollouts whose newest attempt and its state this process caches in memory."""

@@ -14,7 +14,7 @@ import orjson
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.store.sql import store_error
 from nemo_gym.sampling.groups import WeightsSpan
-from nemo_gym.storage.group_commit import SqliteWriter
+from nemo_gym.storage import SqliteWriter
 
 SCHEMA_VERSION = 1
 SCHEMA = """

@@ -7,7 +7,7 @@ import sqlite3
 import weakref
 
 from nemo_gym.contract.errors import ServerError
-from nemo_gym.storage.group_commit import SqliteWriter
+from nemo_gym.storage import SqliteWriter
 
 
 class Payload:

@@ -9,7 +9,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.interfaces import StoreError
 from nemo_gym.rollouts.store.schema import SCHEMA_VERSION, Dialect, statements
 from nemo_gym.rollouts.store.sql import ResultSink, SqlJobStore
-from nemo_gym.storage.postgres import PATIENCE_S, PostgresConnection, PostgresWriter
+from nemo_gym.storage import PATIENCE_S, PostgresConnection, PostgresWriter
 
 SUBMITTING = 0x6E67_6A73
 """The number of the advisory lock that a transaction takes to submit jobs."""

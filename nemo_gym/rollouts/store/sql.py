@@ -44,7 +44,7 @@ from nemo_gym.rollouts.store.schema import (
     Dialect,
     statements,
 )
-from nemo_gym.storage.group_commit import SqliteWriter
+from nemo_gym.storage import SqliteWriter
 
 ResultSink = Callable[[list[tuple[str, bytes]]], None]
 """Receives ``(state, row)`` of every committed result, on the writer's thread, before the caller's write returns."""

@@ -1,1 +1,0 @@
-"""Writers that commit records to SQLite and PostgreSQL."""

@@ -16,8 +16,7 @@ import nemo_gym_boxtool
 from nemo_gym.contract.errors import ConfigError, SandboxCreateError
 from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.opensandbox import connection
-from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSandboxBox
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSandboxBox, OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.creation import helper_program
 from nemo_gym.sandbox.providers.opensandbox.tool import STDOUT, Frame, FrameParser, ToolRun
 

@@ -26,10 +26,10 @@ from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.opensandbox import connection
-from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
+    OpenSandboxConfig,
     errors_translated,
     has_ended,
     requested_wait_s,

@@ -18,10 +18,10 @@ from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPoli
 from nemo_gym.sandbox.base import BoxLabel, ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.providers.opensandbox import tool
-from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
+    OpenSandboxConfig,
     backend_status,
     box_of,
     errors_translated,

@@ -32,7 +32,7 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
 )
 from nemo_gym.sandbox.providers.opensandbox.creation import NO_ENGINE, Creation, EngineImages
 from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
-from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
+from nemo_gym.sandbox.providers.opensandbox.tool import OpenSandboxExec
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from nemo_gym.sandbox.base import (
     SandboxProvider,
 )
 from nemo_gym.sandbox.providers.apptainer.provider import ApptainerOptions
-from nemo_gym.sandbox.providers.docker.config import DockerConfig
+from nemo_gym.sandbox.providers.docker.engine import DockerConfig
 from nemo_gym.sandbox.providers.local.client import LocalOptions
 from nemo_gym.sandbox.providers.remote.options import RemoteOptions
 from resources_servers.math.app import MathConfig

@@ -9,7 +9,7 @@ import pytest
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.docker import DockerProvider, creation
-from nemo_gym.sandbox.providers.docker.config import DockerConfig
+from nemo_gym.sandbox.providers.docker.engine import DockerConfig
 
 PROBE = """
 import ctypes, errno, json, platform, socket, subprocess, threading

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_gym.sandbox.conformance.abilities import AbilityChecks
 from nemo_gym.sandbox.conformance.lifecycle import LifecycleChecks
-from nemo_gym.sandbox.providers.docker.config import DockerConfig
+from nemo_gym.sandbox.providers.docker.engine import DockerConfig
 
 
 class TestDockerThatNests(AbilityChecks):

@@ -27,8 +27,8 @@ from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.linux import CLONE_NEWUSER, SOCKET_FAMILIES, elf_image
 from nemo_gym.sandbox.providers.docker import watchdog
 from nemo_gym.sandbox.providers.docker.archives import files_archive
-from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import (
+    DockerConfig,
     Engine,
     explain,
     sdk_errors,

@@ -19,9 +19,8 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import door_server
 from nemo_gym.sandbox.linux import listen_in_network_namespace
 from nemo_gym.sandbox.providers.docker import archives
-from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.creation import Creation, ensure_watchdog, overrun
-from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
+from nemo_gym.sandbox.providers.docker.engine import DockerConfig, Engine, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.docker.names import public_labels, renewed_name

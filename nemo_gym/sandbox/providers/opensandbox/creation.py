@@ -22,8 +22,7 @@ from nemo_gym.contract.errors import (
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import absolute
-from nemo_gym.sandbox.providers.docker.config import DockerConfig
-from nemo_gym.sandbox.providers.docker.engine import Engine
+from nemo_gym.sandbox.providers.docker.engine import DockerConfig, Engine
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.opensandbox import connection
 from nemo_gym.sandbox.providers.opensandbox.connection import (

@@ -7,7 +7,7 @@ import pytest
 from nemo_gym.contract.errors import ConfigError, SandboxError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import BoxLabel
-from nemo_gym.sandbox.providers.docker import DockerProvider, creation, names, watchdog
+from nemo_gym.sandbox.providers.docker import DockerProvider, creation, engine, watchdog
 from nemo_gym.sandbox.providers.docker.engine import engine_url, tls_certificates
 
 
@@ -64,10 +64,10 @@ def test_docker_engine_is_reached_by_tls_with_the_same_certificates_by_all_its_c
 
 @pytest.mark.parametrize("seconds", [1700000000.0, 1700000000.25])
 def test_docker_lease_end_comes_from_the_name_once_renewed(seconds: float) -> None:
-    name = names.container_name(None)
-    labels = names.container_labels({}, expires_at=5.0, env={}, idempotency_key=None)
+    name = engine.container_name(None)
+    labels = engine.container_labels({}, expires_at=5.0, env={}, idempotency_key=None)
     assert watchdog.lease_end(name, labels) == 5.0
-    renewed = names.renewed_name(names.renewed_name(name, 7.0), seconds)
+    renewed = engine.renewed_name(engine.renewed_name(name, 7.0), seconds)
     assert seconds <= (watchdog.lease_end(renewed, labels) or 0) < seconds + 1
     assert (watchdog.MANAGED, watchdog.EXPIRES_AT) == (BoxLabel.MANAGED, BoxLabel.EXPIRES_AT)
 
@@ -77,11 +77,11 @@ def test_docker_lease_end_comes_from_the_name_once_renewed(seconds: float) -> No
     ["debian:bookworm", "swebench/sweb.eval.x86_64.a_1776_b-1:latest", "localhost:5000/a/b@sha256:" + "0" * 64],
 )
 def test_docker_image_reference_keeps_names_the_engine_accepts(image: str) -> None:
-    assert names.image_reference(image) == image
+    assert engine.image_reference(image) == image
 
 
 @pytest.mark.parametrize("image", ["Some Name", "UPPER", "a//b", "x" * 300, "-a"])
 def test_docker_image_reference_derives_a_valid_name_from_any_other(image: str) -> None:
-    derived = names.image_reference(image)
+    derived = engine.image_reference(image)
     assert derived != image
-    assert names.image_reference(derived) == derived == names.image_reference(image)
+    assert engine.image_reference(derived) == derived == engine.image_reference(image)

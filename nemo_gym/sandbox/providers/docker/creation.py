@@ -28,16 +28,19 @@ from nemo_gym.sandbox.linux import CLONE_NEWUSER, SOCKET_FAMILIES, elf_image
 from nemo_gym.sandbox.providers.docker import watchdog
 from nemo_gym.sandbox.providers.docker.archives import files_archive
 from nemo_gym.sandbox.providers.docker.engine import (
+    SPEC_KEY,
     DockerConfig,
     Engine,
+    container_labels,
+    container_name,
     explain,
+    key_digest,
     sdk_errors,
     status_of,
     tls_certificates,
     translate,
 )
 from nemo_gym.sandbox.providers.docker.images import Images
-from nemo_gym.sandbox.providers.docker.names import SPEC_KEY, container_labels, container_name, key_digest
 
 # -- System call filter --------------------------------------------------------------------------------------------
 # The system call profile of boxes: it denies what dropped capabilities and namespaces do not.

@@ -19,15 +19,16 @@ from nemo_gym.sandbox.doors import DoorServer
 from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.linux import uptime_ticks
 from nemo_gym.sandbox.providers.docker.engine import (
+    EXEC_MARK,
     Attachment,
     AttachRefused,
     Engine,
     attach,
     can_half_close,
     sdk_errors,
+    spec_env,
     status_of,
 )
-from nemo_gym.sandbox.providers.docker.names import EXEC_MARK, spec_env
 from nemo_gym.sandbox.providers.docker.processes import BoxControl, Selection, kill_exec, select, signal_exec
 
 _SIGNAL_CODES = {

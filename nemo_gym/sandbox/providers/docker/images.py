@@ -18,8 +18,16 @@ from typing import IO, TYPE_CHECKING, Any
 from nemo_gym._util.lazy import lazily
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
 from nemo_gym.sandbox.linux import locked
-from nemo_gym.sandbox.providers.docker.engine import DockerConfig, Engine, explain, sdk_errors, status_of, translate
-from nemo_gym.sandbox.providers.docker.names import IMAGE_LABELS, image_reference
+from nemo_gym.sandbox.providers.docker.engine import (
+    IMAGE_LABELS,
+    DockerConfig,
+    Engine,
+    explain,
+    image_reference,
+    sdk_errors,
+    status_of,
+    translate,
+)
 
 if TYPE_CHECKING:
     import aiohttp

@@ -18,7 +18,7 @@ from pathlib import Path
 from nemo_gym._util.tasks import Backoff
 from nemo_gym.sandbox import cgroups
 from nemo_gym.sandbox.linux import live_process
-from nemo_gym.sandbox.providers.docker.names import EXEC_MARK
+from nemo_gym.sandbox.providers.docker.engine import EXEC_MARK
 
 _KILL_PATIENCE_S = 10.0
 

@@ -20,10 +20,17 @@ from nemo_gym.sandbox.doors import door_server
 from nemo_gym.sandbox.linux import listen_in_network_namespace
 from nemo_gym.sandbox.providers.docker import archives
 from nemo_gym.sandbox.providers.docker.creation import Creation, ensure_watchdog, overrun
-from nemo_gym.sandbox.providers.docker.engine import DockerConfig, Engine, sdk_errors, status_of, translate
+from nemo_gym.sandbox.providers.docker.engine import (
+    DockerConfig,
+    Engine,
+    public_labels,
+    renewed_name,
+    sdk_errors,
+    status_of,
+    translate,
+)
 from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.images import Images
-from nemo_gym.sandbox.providers.docker.names import public_labels, renewed_name
 from nemo_gym.sandbox.providers.docker.watchdog import lease_end
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 

@@ -4,7 +4,7 @@ boxes that wrote more than their disk limit, because engines have no reliable qu
 There is one watchdog per engine and user; the first process that needs it starts it. It is run by its path in an
 isolated interpreter (``python -I -S``) and imports only the standard library, so it takes about 10 MB and starts in
 some 30 ms. It reads everything from the engine: a container's lease is its label, or its name after a renewal (see
-``names.py``).
+``engine.py``).
 
     python -I -S watchdog.py LOCK_FILE ENGINE_URL [CERTIFICATES_DIRECTORY]
 """

@@ -20,6 +20,7 @@ from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.requests import JsonResponse
+from nemo_gym.sandbox.wire import CAPABILITIES, IMAGES, SANDBOXES
 from nemo_gym.sandbox.wire.models import (
     BrokerLimits,
     CapabilitiesView,
@@ -33,7 +34,6 @@ from nemo_gym.sandbox.wire.models import (
     SignalExec,
 )
 from nemo_gym.sandbox.wire.problems import BrokerError, Problem
-from nemo_gym.sandbox.wire.routes import CAPABILITIES, IMAGES, SANDBOXES
 
 # -- Service -------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from nemo_gym._util.suggest import validation_problems
 from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
 from nemo_gym.http.requests import TooManyValuesError, check_values
+from nemo_gym.sandbox.wire import EVENT_STREAM, JSON, OCTET_STREAM, PROBLEM_JSON, REQUEST_ID_HEADER
 from nemo_gym.sandbox.wire.problems import BrokerError, problem_of
-from nemo_gym.sandbox.wire.routes import EVENT_STREAM, JSON, OCTET_STREAM, PROBLEM_JSON, REQUEST_ID_HEADER
 
 # -- Models --------------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from nemo_gym.broker.routes.sandboxes import live
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.session import IDENTIFIER, LeaseScope
 from nemo_gym.http.middleware import DirectRoutesMiddleware, Endpoint
+from nemo_gym.sandbox.wire import EVENT_STREAM, OCTET_STREAM, SANDBOXES
 from nemo_gym.sandbox.wire.frames import (
     MAX_PAYLOAD_BYTES,
     PING,
@@ -42,7 +43,6 @@ from nemo_gym.sandbox.wire.frames import (
 )
 from nemo_gym.sandbox.wire.models import ExecSubmission, ExecView, SignalExec
 from nemo_gym.sandbox.wire.problems import BrokerError
-from nemo_gym.sandbox.wire.routes import EVENT_STREAM, OCTET_STREAM, SANDBOXES
 
 # -- Output --------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.sandbox.wire import IDEMPOTENCY_KEY_HEADER, SANDBOXES, TAR, sandbox
 from nemo_gym.sandbox.wire.models import (
     MAX_DOORS,
     CreatedSandbox,
@@ -49,7 +50,6 @@ from nemo_gym.sandbox.wire.models import (
     SandboxView,
 )
 from nemo_gym.sandbox.wire.problems import BrokerError, Problem, problem_of
-from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, TAR, sandbox
 
 # -- Boxes ---------------------------------------------------------------------------------------------------------
 

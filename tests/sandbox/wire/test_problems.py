@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from nemo_gym.contract import errors
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.sandbox.wire import routes
+from nemo_gym.sandbox import wire
 from nemo_gym.sandbox.wire.problems import CODES, BrokerError, Problem, error_of, parse_problem, problem_of
 
 SANDBOX_ERRORS = [
@@ -95,9 +95,9 @@ def test_names_pass_through_paths_unchanged(name: str) -> None:
         return Response(f"{box}|{name}")
 
     client = TestClient(app)
-    assert client.get(routes.image(name)).text == name
+    assert client.get(wire.image(name)).text == name
     if "/" not in name:  # servers decode before they route; ids and door names hold no slash
-        assert client.get(routes.sandbox("box", "doors", name)).text == f"box|{name}"
+        assert client.get(wire.sandbox("box", "doors", name)).text == f"box|{name}"
 
 
 def test_problem_is_immutable_and_keeps_its_details() -> None:

@@ -25,9 +25,9 @@ from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.client import close_with_the_loop, new_session
+from nemo_gym.sandbox import wire
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.models import DoorsView
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
 
@@ -58,8 +58,8 @@ class RemoteBox:
         return {"Authorization": f"Bearer {self.token}"}
 
     def url(self, *parts: str) -> str:
-        """The URL of the box, or of something below it; see `routes.sandbox`."""
-        return self.broker_url + routes.sandbox(self.sandbox_id, *parts)
+        """The URL of the box, or of something below it; see `wire.sandbox`."""
+        return self.broker_url + wire.sandbox(self.sandbox_id, *parts)
 
 
 def box_of(handle: SandboxHandle) -> RemoteBox:
@@ -148,14 +148,14 @@ class BrokerConnection:
         """
         backoff = retries(self.patience_s if patience_s is None else patience_s)
         sent = _Sent(stream)
-        headers = {routes.REQUEST_ID_HEADER: uuid.uuid4().hex, **headers}
+        headers = {wire.REQUEST_ID_HEADER: uuid.uuid4().hex, **headers}
         data: Any = None
         if isinstance(body, BaseModel):
-            data, headers["Content-Type"] = encode(body), routes.JSON
+            data, headers["Content-Type"] = encode(body), wire.JSON
         elif body is not None:
-            data, headers["Content-Type"] = body, routes.OCTET_STREAM
+            data, headers["Content-Type"] = body, wire.OCTET_STREAM
         elif stream is not None:
-            headers["Content-Type"] = routes.TAR
+            headers["Content-Type"] = wire.TAR
         while True:
             try:
                 response = await self._session(fresh=stream is not None).request(

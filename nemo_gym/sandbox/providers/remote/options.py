@@ -13,9 +13,9 @@ from yarl import URL
 
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.http.telemetry import Chooser
+from nemo_gym.sandbox import wire
 from nemo_gym.sandbox.base import SandboxCapabilities
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, answer_as
-from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.models import CapabilitiesView
 
 # -- Options -------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Brokers:
                 try:
                     answer = await connection.ask(
                         "GET",
-                        broker.url + routes.CAPABILITIES,
+                        broker.url + wire.CAPABILITIES,
                         headers=broker.headers,
                         repeatable=True,
                         patience_s=broker_patience_s if patience_s is None else patience_s,

@@ -13,6 +13,7 @@ import structlog
 
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
+from nemo_gym.sandbox import wire
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, absolute
 from nemo_gym.sandbox.providers.remote.connection import (
     BrokerConnection,
@@ -23,7 +24,6 @@ from nemo_gym.sandbox.providers.remote.connection import (
     refusals,
     retries,
 )
-from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.frames import PING_INTERVAL_S, FrameError, FrameParser
 from nemo_gym.sandbox.wire.models import ExecSubmission, SignalExec
 from nemo_gym.sandbox.wire.problems import error_of, parse_problem
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 _SILENCE_S = 3 * PING_INTERVAL_S
 _KILL_PATIENCE_S = 10.0
 """For how long a command whose submission was interrupted may still arrive at the broker."""
-_FRAMES = {"Accept": routes.OCTET_STREAM}
+_FRAMES = {"Accept": wire.OCTET_STREAM}
 
 
 class RemoteProcess:
@@ -220,7 +220,7 @@ async def get(
         opening = connection.open(
             "GET",
             box.url("archive"),
-            headers={**box.headers, "Accept": routes.TAR, routes.REQUEST_ID_HEADER: request_id},
+            headers={**box.headers, "Accept": wire.TAR, wire.REQUEST_ID_HEADER: request_id},
             query=query,
             repeatable=True,
         )

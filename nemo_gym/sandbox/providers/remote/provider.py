@@ -23,6 +23,7 @@ from nemo_gym.contract.errors import (
 )
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, SandboxSpec
 from nemo_gym.contract.session import LeaseScope, SandboxRef
+from nemo_gym.sandbox import wire
 from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.providers.remote import process
@@ -38,7 +39,6 @@ from nemo_gym.sandbox.providers.remote.connection import (
 from nemo_gym.sandbox.providers.remote.options import Broker, Brokers, RemoteOptions, find_brokers
 from nemo_gym.sandbox.providers.remote.process import RemoteProcess
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
-from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.models import (
     CommitImage,
     CreatedSandbox,
@@ -110,7 +110,7 @@ class RemoteProvider(StreamingProvider):
         self, broker: Broker, spec: SandboxSpec, key: str, body: CreateSandbox, patience_s: float | None
     ) -> SandboxHandle:
         longest_s = _ADMISSION_S + (spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S + _IMAGE_S)
-        headers = {routes.IDEMPOTENCY_KEY_HEADER: key}
+        headers = {wire.IDEMPOTENCY_KEY_HEADER: key}
         try:
             async with asyncio.timeout(longest_s):
                 answer = await self._ask(
@@ -250,7 +250,7 @@ class RemoteProvider(StreamingProvider):
         unreachable: BrokerUnreachableError | None = None
         for broker in brokers.all:
             try:
-                answer = await self._ask(broker, "GET", routes.image(image), patience_s=brokers.patience_of(broker))
+                answer = await self._ask(broker, "GET", wire.image(image), patience_s=brokers.patience_of(broker))
             except BrokerUnreachableError as error:
                 brokers.unreachable(broker)
                 unreachable = error
@@ -266,7 +266,7 @@ class RemoteProvider(StreamingProvider):
 
     async def remove_image(self, image: str) -> None:
         for broker in self._configured().all:
-            await self._ask(broker, "DELETE", routes.image(image))
+            await self._ask(broker, "DELETE", wire.image(image))
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
         """Return a `SandboxRef` with a new lease for ``scope``, or with this handle's lease if it has that scope."""
@@ -346,7 +346,7 @@ class RemoteProvider(StreamingProvider):
         self,
         broker: Broker,
         method: str,
-        path: str = routes.SANDBOXES,
+        path: str = wire.SANDBOXES,
         *,
         headers: Mapping[str, str] | None = None,
         **options: Any,

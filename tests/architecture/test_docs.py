@@ -50,7 +50,7 @@ from nemo_gym.sandbox.base import (
 from nemo_gym.sandbox.providers.apptainer.provider import ApptainerOptions
 from nemo_gym.sandbox.providers.docker.engine import DockerConfig
 from nemo_gym.sandbox.providers.local.client import LocalOptions
-from nemo_gym.sandbox.providers.remote.options import RemoteOptions
+from nemo_gym.sandbox.providers.remote.connection import RemoteOptions
 from resources_servers.math.app import MathConfig
 from resources_servers.mcqa.app import McqaConfig
 from resources_servers.swe_bench import prepare

@@ -16,8 +16,7 @@ from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import SandboxCapabilities, SandboxHandle
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.providers.remote import RemoteProvider
-from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, encode
-from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions, find_brokers
+from nemo_gym.sandbox.providers.remote.connection import Broker, BrokerConnection, RemoteOptions, encode, find_brokers
 from nemo_gym.sandbox.wire.models import CreateSandbox
 
 PLACE = {"resources_servers": {"sandbox": {"host": "127.0.0.1", "port": 4711, "url": "http://127.0.0.1:4711"}}}

@@ -28,15 +28,18 @@ from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandl
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.providers.remote import process
 from nemo_gym.sandbox.providers.remote.connection import (
+    Broker,
     BrokerConnection,
+    Brokers,
     BrokerUnreachableError,
     DoorCounts,
     RemoteBox,
+    RemoteOptions,
     answer_as,
     box_of,
+    find_brokers,
     refusals,
 )
-from nemo_gym.sandbox.providers.remote.options import Broker, Brokers, RemoteOptions, find_brokers
 from nemo_gym.sandbox.providers.remote.process import RemoteProcess
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 from nemo_gym.sandbox.wire.models import (

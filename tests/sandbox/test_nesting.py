@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.sandbox.conformance.abilities import AbilityChecks
+from nemo_gym.sandbox.conformance.base import AbilityChecks
 from nemo_gym.sandbox.conformance.lifecycle import LifecycleChecks
 from nemo_gym.sandbox.providers.docker.engine import DockerConfig
 

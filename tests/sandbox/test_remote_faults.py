@@ -18,7 +18,7 @@ from nemo_gym.contract.sandbox import Door, SandboxSpec
 from nemo_gym.http.connections import watched_socket
 from nemo_gym.sandbox.archive import pack_bytes
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
-from nemo_gym.sandbox.conformance.abilities import upstream
+from nemo_gym.sandbox.conformance.base import upstream
 from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from nemo_gym.sandbox.providers.remote.connection import box_of

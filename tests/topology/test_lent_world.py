@@ -25,7 +25,7 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxStatus
-from nemo_gym.sandbox.conformance.abilities import Upstream, upstream
+from nemo_gym.sandbox.conformance.base import Upstream, upstream
 from nemo_gym.sandbox.egress import HarnessNeeds
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.remote import RemoteProvider

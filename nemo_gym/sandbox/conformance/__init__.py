@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import pytest
 
-_PARTS = ("base", "lifecycle", "execution", "files", "network", "abilities")
+_PARTS = ("base", "lifecycle", "execution", "files", "network")
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
-from nemo_gym.sandbox.conformance.abilities import AbilityChecks  # noqa: E402  after the rewrite is registered
+from nemo_gym.sandbox.conformance.base import AbilityChecks  # noqa: E402  after the rewrite is registered
 from nemo_gym.sandbox.conformance.execution import ExecChecks, LimitChecks  # noqa: E402
 from nemo_gym.sandbox.conformance.files import ArchiveChecks, FileChecks  # noqa: E402
 from nemo_gym.sandbox.conformance.lifecycle import LifecycleChecks, OwnershipChecks  # noqa: E402

@@ -14,8 +14,7 @@ import pytest
 
 from nemo_gym.contract.sandbox import Door, NetworkPolicy
 from nemo_gym.sandbox.base import ExecEnd, ExecOutput, ExecProcess, ExecRequest, SandboxProvider, SupportsLoopbackDoor
-from nemo_gym.sandbox.conformance.abilities import Upstream, upstream
-from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, eventually, python, sh
+from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, Upstream, eventually, python, sh, upstream
 from nemo_gym.sandbox.doors import INFERENCE_ROUTES
 from nemo_gym.sandbox.facade import AsyncSandbox
 

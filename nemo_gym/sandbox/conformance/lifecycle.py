@@ -220,13 +220,34 @@ class LifecycleChecks(Checks):
 # -- Ownership -----------------------------------------------------------------------------------------------------
 
 
+async def run_other_process(order: dict[str, Any]) -> None:
+    """In another process: create a box or connect to one, then exit or wait. ``order`` holds ``provider`` (its
+    configuration), ``spec`` (fields of the box) or ``connect`` (a serialized handle), and ``then``: ``exit`` or
+    ``wait``."""
+    provider = create_provider(order["provider"])
+    if "connect" in order:
+        box = await AsyncSandbox.connect(order["connect"], provider=provider)
+    else:
+        box = await AsyncSandbox(
+            provider, SandboxSpec(**order["spec"] | {"network": NetworkPolicy(order["spec"]["network"])})
+        ).start()
+    result = await box.exec(order["command"])
+    sys.stdout.write(json.dumps({"sandbox_id": box.handle.sandbox_id, "stdout": result.stdout}) + "\n")
+    sys.stdout.flush()
+    if order["then"] == "wait":
+        await asyncio.sleep(3600)
+    if "connect" in order:
+        await box.stop()
+    await provider.aclose()
+
+
 @asynccontextmanager
 async def other_process(**order: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
     """Start another process with a box; yield the process and its report. Kill it at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        "nemo_gym.sandbox.conformance.client",
+        "-c",
+        f"import asyncio, json, sys, {__name__} as m; asyncio.run(m.run_other_process(json.loads(sys.argv[1])))",
         json.dumps(order),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -20,8 +20,7 @@ from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.docker.engine import Engine
-from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
-from nemo_gym.sandbox.providers.docker.processes import BoxControl
+from nemo_gym.sandbox.providers.docker.execution import BoxControl, DockerBox, DockerExec, box_of
 from tests.sandbox.docker_boxes import Boxes, until
 
 

@@ -25,8 +25,7 @@ from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, Sa
 from nemo_gym.sandbox.base import CAPABILITY_PROTOCOLS, ExecOutcome, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.docker.creation import lock_path, program_path
-from nemo_gym.sandbox.providers.docker.execution import box_of
-from nemo_gym.sandbox.providers.docker.processes import BoxControl
+from nemo_gym.sandbox.providers.docker.execution import BoxControl, box_of
 from nemo_gym.sandbox.providers.docker.provider import why_users_are_shared
 from tests.sandbox.docker_boxes import Boxes, until
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_gym.sandbox.providers.docker.processes import Process, select
+from nemo_gym.sandbox.providers.docker.execution import Process, select
 
 SHIM = 10
 """The parent of everything the engine starts; not in the box."""

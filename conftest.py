@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.http.logs import configure_plain_logging
+from nemo_gym.http.observability import configure_plain_logging
 from tests import lanes
 from tests import properties as properties  # its profiles: --hypothesis-profile names one
 

@@ -35,7 +35,7 @@ from campaigns.bench.report import Bar, Samples, argument_parser, print_report
 from campaigns.bench.rollouts import COMPOSITION, Round, measured, suite_stack, write_rows
 from nemo_gym.config.observability import TracesConfig
 from nemo_gym.contract.verdict import TASK_INDEX_KEY, rollout_id_of
-from nemo_gym.http import otlp, telemetry
+from nemo_gym.http import observability, telemetry
 from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.stack.stack import pipeline_client
@@ -104,7 +104,9 @@ async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round]
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory()))
         keys = (f"observability.traces.endpoint={url}", f"observability.traces.sample={SAMPLE}")
         stack = await undo.enter_async_context(suite_stack((*COMPOSITION, *keys)))
-        exporter = otlp.SpanExporter(TracesConfig(endpoint=url), {"service.name": "pipeline", "run_id": "bench"})
+        exporter = observability.SpanExporter(
+            TracesConfig(endpoint=url), {"service.name": "pipeline", "run_id": "bench"}
+        )
         telemetry.install(exporter, SAMPLE)
         client = pipeline_client(stack)
 
@@ -123,9 +125,9 @@ async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round]
                     (on if is_on else off).append(one_round)
         await asyncio.to_thread(exporter.close)
         telemetry.install(None)
-        assert not otlp.DROPPED.values, otlp.DROPPED.values
+        assert not observability.DROPPED.values, observability.DROPPED.values
         await close_global_aiohttp_client()
-        return off, on, otlp.EXPORTED.values[()] / ((runs + 1) * rollouts)
+        return off, on, observability.EXPORTED.values[()] / ((runs + 1) * rollouts)
 
 
 def sampling_us(count: int = 50_000) -> float:

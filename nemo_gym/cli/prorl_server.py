@@ -37,7 +37,7 @@ def serve(argv: Sequence[str]) -> int:
     )
     given = words_of(parser.parse_args(argv).settings)
 
-    from nemo_gym.http.logs import configure_plain_logging
+    from nemo_gym.http.observability import configure_plain_logging
     from nemo_gym.prorl import service
     from nemo_gym.prorl.async_server import TIMEOUT_S, OpenHandsServer
     from nemo_gym.prorl.client import TOKEN_ENV

@@ -26,7 +26,6 @@ from nemo_gym.contract.credentials import Role, ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.http import telemetry
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
-from nemo_gym.http.logs import configure_plain_logging
 from nemo_gym.http.middleware import (
     Application,
     BodyLimitMiddleware,
@@ -39,7 +38,7 @@ from nemo_gym.http.middleware import (
     SessionMiddleware,
     UnknownErrorMiddleware,
 )
-from nemo_gym.http.otlp import require_scraper
+from nemo_gym.http.observability import configure_plain_logging, require_scraper
 from nemo_gym.http.problems import install_problem_handlers
 from nemo_gym.http.requests import CookieCodec, JsonResponse, caller_of
 from nemo_gym.http.telemetry import CONTENT_TYPE, METRICS_PATH, Reading, render

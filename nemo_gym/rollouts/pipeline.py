@@ -33,7 +33,7 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
 from nemo_gym.http import telemetry
-from nemo_gym.http.otlp import start_traces
+from nemo_gym.http.observability import start_traces
 from nemo_gym.http.peers import REFUSED
 from nemo_gym.http.telemetry import (
     METRICS_PATH,
@@ -379,7 +379,7 @@ async def pipeline_telemetry(
         from starlette.routing import Route
 
         from nemo_gym.http.middleware import Application
-        from nemo_gym.http.otlp import require_scraper
+        from nemo_gym.http.observability import require_scraper
         from nemo_gym.http.problems import install_problem_handlers
         from nemo_gym.http.telemetry import CONTENT_TYPE, render
         from nemo_gym.http.webserver import served

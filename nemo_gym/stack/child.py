@@ -95,14 +95,12 @@ def main() -> NoReturn:
 def run_app(app: Path, roots: Sequence[Path]) -> int:
     """Run a plugin's entrypoint like a script: its folder is the working directory and comes first on ``sys.path``.
     Return the exit code; any exception is logged and reported to the parent in one line."""
-    from nemo_gym.http.logs import configure_server_logging
+    from nemo_gym.http.observability import configure_server_logging, start_server_telemetry
 
     launch = current_launch()
     assert launch is not None
     configure_server_logging(launch)
     if launch.config.get(OBSERVABILITY):
-        from nemo_gym.http.otlp import start_server_telemetry
-
         start_server_telemetry(launch)
     for stream in (sys.stdout, sys.stderr):
         # Without line buffering, the last lines of a killed server, which show the reason, would be lost.

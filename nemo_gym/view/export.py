@@ -19,7 +19,7 @@ import orjson
 
 from nemo_gym.config.observability import TracesConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.http.otlp import ENCODINGS, Collector, RefusedError
+from nemo_gym.http.observability import ENCODINGS, Collector, RefusedError
 from nemo_gym.http.telemetry import Span, SpanContext, SpanKind, context_of_attempt
 from nemo_gym.view.index import ResultIndex
 from nemo_gym.view.lines import NoResultRow, float_of, int_of, list_of, load_row, mapping_of

@@ -12,7 +12,7 @@ import logging
 import structlog
 from nemo_gym.config.launch import ServerLaunch
 from nemo_gym.http.telemetry import rollout_context
-from nemo_gym.http.logs import configure_server_logging
+from nemo_gym.http.observability import configure_server_logging
 
 configure_server_logging(ServerLaunch(instance="env", run_id="run", config={}))
 log = structlog.get_logger("plugin")
@@ -40,7 +40,7 @@ def test_lines_name_the_rollout_that_is_being_worked_on() -> None:
 
 def test_log_of_a_server_by_hand_is_plain_text_in_a_file() -> None:
     source = (
-        "import structlog; from nemo_gym.http.logs import configure_plain_logging; configure_plain_logging();"
+        "import structlog; from nemo_gym.http.observability import configure_plain_logging; configure_plain_logging();"
         " structlog.get_logger().warning('engine is slow', url='http://a')"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)

@@ -25,9 +25,8 @@ from nemo_gym.config.compose import compose
 from nemo_gym.config.launch import ServerLaunch
 from nemo_gym.config.observability import ObservabilityConfig, TracesConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.http import otlp, telemetry
-from nemo_gym.http.logs import configure_server_logging
-from nemo_gym.http.otlp import ENCODINGS, SpanExporter
+from nemo_gym.http import observability, telemetry
+from nemo_gym.http.observability import ENCODINGS, SpanExporter, configure_server_logging
 from nemo_gym.http.telemetry import MetricsUnavailableError, Span, SpanContext, SpanKind, attempt_context, render, step
 from tests.telemetry.collector import collecting, spans_in
 
@@ -82,7 +81,7 @@ def sdk_span(ours: Span) -> ReadableSpan:
         start_time=ours.start_ns,
         end_time=ours.end_ns,
         status=status,
-        instrumentation_scope=InstrumentationScope("nemo_gym", otlp.version("nemo-gym-suite")),
+        instrumentation_scope=InstrumentationScope("nemo_gym", observability.version("nemo-gym-suite")),
     )
 
 
@@ -178,7 +177,7 @@ def test_nothing_is_a_span_where_traces_are_off() -> None:
 
 
 def lost(why: str) -> float:
-    return otlp.DROPPED.values.get((why,), 0.0)
+    return observability.DROPPED.values.get((why,), 0.0)
 
 
 def until(condition: Any) -> None:
@@ -189,7 +188,7 @@ def until(condition: Any) -> None:
 
 
 def test_a_dead_collector_costs_spans_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(observability, "FIRST_PAUSE_S", 0.01)
     before, full = lost("unreachable"), lost("queue_full")
     exporter = SpanExporter(TracesConfig(endpoint="http://127.0.0.1:9", interval_s=0.01, queue_spans=100), RESOURCE)
     start = time.perf_counter()
@@ -219,7 +218,7 @@ def test_a_hanging_collector_keeps_nobody_and_no_more_than_the_queue_holds() -> 
 def test_a_collector_that_refuses_is_not_asked_again_and_one_that_is_busy_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(otlp, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(observability, "FIRST_PAUSE_S", 0.01)
     refused = lost("refused")
     with collecting() as collector:
         collector.status = 400

@@ -24,7 +24,7 @@ import structlog
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import ConfigError, NemoGymError, ServerError
 from nemo_gym.framework.samples import TrajectoryRow, shared_columns
-from nemo_gym.storage.group_commit import SqliteWriter
+from nemo_gym.storage import SqliteWriter
 
 CALL_TIMEOUT_S = 4.0
 RECOVERY_TIMEOUT_S = 20.0

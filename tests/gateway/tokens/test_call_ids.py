@@ -7,9 +7,9 @@ import pytest
 
 from nemo_gym.gateway.backend import CallContext
 from nemo_gym.gateway.engines import FinishReason, Generation
+from nemo_gym.gateway.engines.pool import EnginePool
 from nemo_gym.gateway.parsing import answer_parser
 from nemo_gym.gateway.policy_request import PolicyRequest
-from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.token_backend import TokenBackend, TokenConversations, TokenSample
 from tests.gateway.parsing.policies import policy
 from tests.gateway.tokens.conversations import TOOLS, result, user

@@ -17,6 +17,8 @@ from tests import properties as properties  # its profiles: --hypothesis-profile
 # Before numpy is loaded: more test processes than cores run, so second threads for small matrices only wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+collect_ignore = ["resources_servers/swe_bench/examples"]  # repositories, whose tests run in boxes of their own
+
 gc.disable()  # during test collection, which makes no garbage: the collector would take an eighth of the time
 
 

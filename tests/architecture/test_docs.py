@@ -223,7 +223,7 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
 
 def _seeing_works(line: CommandLine, place: Path) -> None:
     """The command does what it says, over a result file in the place that the page names."""
-    from nemo_gym.cli import report, show, view
+    from nemo_gym.cli import profile, show, view
     from nemo_gym.view.runs import Runs
     from tests.view.results import failed, row, write
 
@@ -238,7 +238,7 @@ def _seeing_works(line: CommandLine, place: Path) -> None:
         case "ng_why":
             assert show.why(line.words[1:]) == 0
         case "ng_report":
-            assert report.write_report(line.words[1:]) == 0
+            assert profile.write_report(line.words[1:]) == 0
         case "ng_logs":  # no server of it ever ran
             assert show.logs(line.words[1:]) == 1
         case _:

@@ -81,7 +81,7 @@ def test_run_goes_on_to_its_end_and_its_exit_code_although_nothing_can_be_printe
 def test_command_that_only_prints_ends_quietly_when_its_reader_has_gone(root: Path) -> None:
     with unwritable("no reader") as stream:
         ended = subprocess.run(
-            [sys.executable, "-c", "from nemo_gym.cli.status import main; main()"],
+            [sys.executable, "-c", "from nemo_gym.cli.collect_rollouts import main_status; main_status()"],
             stdout=stream,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from nemo_gym.cli.report import write_report
+from nemo_gym.cli.profile import write_report
 from nemo_gym.contract.errors import ConfigError
 from tests.telemetry.collector import collecting, spans_in
 from tests.view.results import failed, row, said, write
@@ -170,7 +170,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(python: Path, output: Path, *words: str) -> str:
-    code = "import sys; from nemo_gym.cli.report import write_report; sys.exit(write_report(sys.argv[1:]))"
+    code = "import sys; from nemo_gym.cli.profile import write_report; sys.exit(write_report(sys.argv[1:]))"
     words_ = [python, "-c", code, output, *words]
     done = subprocess.run(words_, cwd=output.parent, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

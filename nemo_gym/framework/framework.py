@@ -18,15 +18,18 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, Self
 
+import orjson
 import structlog
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym._util.tasks import finish
-from nemo_gym.contract.errors import AgentError, RowError
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import AgentError, ConfigError, RowError
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.framework.agent_server import AgentServerRunner
+from nemo_gym.contract.verdict import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, StageError, StageName
 from nemo_gym.framework.batch import Batch, PromptSample, partition_of, read_batch, uids_of
 from nemo_gym.framework.config import CONFIG_PATH, FrameworkConfig, RolloutConfig, RunnerConfig, framework_block
 from nemo_gym.framework.gateways import GatewayPool, OpenSession, SessionLostError
@@ -34,6 +37,12 @@ from nemo_gym.framework.runners import RayDispatch, Runner, call_runner, load_ru
 from nemo_gym.framework.samples import RewardScorer, Score, TrajectoryRow, finished, score_session, trajectory_row
 from nemo_gym.gateway.sessions import COMPLETION_TOKEN_PREFIX, INFERENCE_TOKEN_PREFIX
 from nemo_gym.gateway.tokens.trajectories import Trajectory, write_jsonl
+from nemo_gym.http.client import ServerClient
+from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.rollout import Attempt, ModelSession, RolloutSteps, Servers, failure_of, reward_of
+from nemo_gym.rollouts.routing import agent_instances, checked_servers
+from nemo_gym.stack.endpoints import StackEntry, find_stack, running_stacks
+from nemo_gym.stack.stack import pipeline_client
 
 log = structlog.get_logger(__name__)
 _TOKENS = re.compile(rf"(?:{INFERENCE_TOKEN_PREFIX}|{COMPLETION_TOKEN_PREFIX})[\w-]+")
@@ -41,6 +50,8 @@ _CONNECTION_ERRORS = frozenset(
     {"APIConnectionError", "ConnectError", "ReadError", "RemoteProtocolError", "ClientConnectionError"}
 )
 """Connection errors of clients that runners use, by class name, so that no client has to be imported."""
+_NO_RUN = RolloutRunConfig(input=Path("unused.jsonl"), output=Path("unused.jsonl"))
+"""A run configuration with default values, for checks that need one; nothing is run with it."""
 
 
 class TrajectorySink(Protocol):
@@ -363,3 +374,104 @@ def _is_connection_error(error: BaseException | None) -> bool:
             return True
         error, depth = error.__cause__ or error.__context__, depth + 1
     return False
+
+
+# An agent server of this suite as a runner
+
+
+class AgentServerRunner:
+    """Runs samples with one agent server.
+
+    A sample's row is its ``extra_info`` with the prompt as ``responses_create_params.input``. Only the environment
+    receives the private part of the row.
+    """
+
+    def __init__(self, agent: str, *, client: ServerClient | None = None, run_dir: Path | None = None) -> None:
+        self._agent = agent
+        self._client = client or pipeline_client(_stack_of(agent, run_dir))
+        self._peers = Peers(self._client)
+        self._servers: Servers | None = None
+
+    async def run(self, session: OpenSession, sample: PromptSample) -> Score:
+        """Run one session's rollout, and return the environment's verdict. Raises `SessionLostError` for a retryable
+        failure, and otherwise the original error, such as `StageError`."""
+        servers = await self._checked()
+        stage = StageName.INIT
+        attempt = Attempt(
+            servers=servers,
+            rollout=session.rollout.model_dump(mode="json"),
+            row=orjson.dumps(row_of(sample), default=str),
+            session=ModelSession(
+                session.session_id, session.base_url, session.inference_token, "", session.handle.model
+            ),
+        )
+        steps = RolloutSteps(self._peers)
+        try:
+            await steps.prepare(attempt)
+            stage = StageName.RUN
+            await steps.work(attempt)
+            stage = StageName.EVAL
+            verified = await steps.verify(attempt)
+        except (StageError, PeerError, TimeoutError) as error:
+            failure = failure_of(stage, error)
+            if failure.retryable:
+                raise SessionLostError(f"{failure.kind}: {failure.reason}", retryable=True) from error
+            raise
+        finally:
+            await attempt.close(30.0)
+        reward_fields = reward_of(verified)
+        return Score(float(reward_fields["reward"]), "environment", _extra(verified, reward_fields["reward_info"]))
+
+    async def _checked(self) -> Servers:
+        if self._servers is None:
+            servers = await checked_servers(self._client, self._peers, self._agent, _NO_RUN)
+            if servers.own_run:
+                raise ConfigError(
+                    f"agent '{self._agent}' overrides run(): it opens sessions of its own; name another agent server",
+                    key="agent_server",
+                )
+            # The framework holds the model session, so the agent's own model server is not used.
+            self._servers = replace(servers, model=None)
+        return self._servers
+
+
+def _stack_of(agent: str, run_dir: Path | None) -> StackEntry:
+    """Return the stack of a run directory, or by default the only running one that has the agent server: the
+    trainer's own gateways run as a stack, too. Raises `ConfigError`."""
+    if run_dir is not None:
+        return find_stack(str(run_dir))
+    stacks = running_stacks()
+    found = [stack for stack in stacks if agent in agent_instances(stack.config)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        choices = ", ".join(stack.run_dir for stack in found)
+        raise ConfigError(
+            f"{len(found)} running stacks have a server '{agent}'; choose one with stack_run_dir: {choices}",
+            key="stack_run_dir",
+        )
+    names = {name for stack in stacks for name in agent_instances(stack.config)}
+    raise ConfigError(
+        f"no running stack has a server '{agent}'{nearest(agent, names)}; start it by ng_run, or set stack_run_dir",
+        key="agent_server",
+    )
+
+
+def row_of(sample: PromptSample) -> dict[str, Any]:
+    """Return the dataset row of a sample."""
+    extra_info = sample.fields.get("extra_info")
+    row = dict(extra_info) if isinstance(extra_info, Mapping) else {}
+    params = row.get(PARAMS_KEY)
+    row[PARAMS_KEY] = {"input": sample.raw_prompt, **(params if isinstance(params, Mapping) else {})}
+    return row
+
+
+def _extra(verified: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and flags of a verdict, which trainers log beside the reward."""
+    left_out = {"reward", RESPONSE_KEY, PARAMS_KEY, SESSION_KEY}
+    numbers = {
+        name: value
+        for name, value in verified.items()
+        if name not in left_out and not name.startswith("_") and isinstance(value, bool | int | float)
+    }
+    return {**numbers, **info}

@@ -15,7 +15,7 @@ from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import ActRequest, ActResponse
 from nemo_gym.framework import SessionHandle
-from nemo_gym.framework.agent_server import AgentServerRunner
+from nemo_gym.framework.framework import AgentServerRunner
 from nemo_gym.http.client import request
 from nemo_gym.stack.endpoints import ServerEntry, StackEntry, start_ticks, write_stack
 from tests.framework import runners

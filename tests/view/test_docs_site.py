@@ -12,8 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.view.diagram import DiagramError, sequence_diagram
-from nemo_gym.view.docs import SOURCE, Site, faults_of, main
+from nemo_gym.view.docs import SOURCE, DiagramError, Site, faults_of, main, sequence_diagram
 from nemo_gym.view.runs import Runs
 from nemo_gym.view.server import viewer
 from tests.view.serving import Look, browsing, viewing

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nemo_gym.agent.acts import ACTS, ActRegistry, OwnRunMiddleware, at_wall_clock
+from nemo_gym.agent.bindings import response_object
 from nemo_gym.agent.sessions import (
     AgentCloseSessionRequest,
     AgentCloseSessionResponse,
@@ -34,7 +35,6 @@ from nemo_gym.agent.sessions import (
     AgentSessionState,
     _AgentSessionRecord,
 )
-from nemo_gym.agent.topology.bindings import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.episodes import ToolAccess, unique_tool_names

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from nemo_gym.agent.topology.world import BROKER_CLIENT
+from nemo_gym.agent.world import BROKER_CLIENT
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, ReverifyMode, SimpleResourcesServer
 from nemo_gym.config_types import CommandPath
 from nemo_gym.contract.sandbox import SandboxResources, SandboxRole

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from nemo_gym.agent.acts import PolicyClient
+from nemo_gym.agent.bindings import prompt_text
 from nemo_gym.agent.harness.agent import BoxAgent, BoxAgentConfig
-from nemo_gym.agent.topology.bindings import prompt_text
-from nemo_gym.agent.topology.world import HarnessRun, World
+from nemo_gym.agent.world import HarnessRun, World
 from nemo_gym.contract.session import ActRequest, ActResponse, Topology
 from nemo_gym.sandbox.egress import HarnessNeeds
 

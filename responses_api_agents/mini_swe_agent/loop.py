@@ -21,8 +21,8 @@ from jinja2 import Template
 from pydantic import BaseModel
 
 from nemo_gym.agent.acts import ContextExceededError, PolicyClient
-from nemo_gym.agent.topology.bindings import output_items, response_object
-from nemo_gym.agent.topology.world import HarnessRun, World
+from nemo_gym.agent.bindings import output_items, response_object
+from nemo_gym.agent.world import HarnessRun, World
 from nemo_gym.contract.errors import AgentError
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from nemo_gym.agent.topology.bindings import response_object, text_message
-from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.agent.bindings import response_object, text_message
+from nemo_gym.agent.world import HarnessRun, World, act_in_world
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.errors import AgentError, ConfigError

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.agent.bindings import FIRST_MCP_DOOR_PORT
 from nemo_gym.agent.harness.agent import CliAgent
 from nemo_gym.agent.harness.base import CliHarness, CliPackage, HarnessCommand, HarnessContext
 from nemo_gym.agent.harness.events import EventReader
-from nemo_gym.agent.topology.bindings import FIRST_MCP_DOOR_PORT
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import (
     DEFAULT_MODEL_DOOR_PORT,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.agent.world import HarnessRun, World, act_in_world
 from nemo_gym.contract.session import (
     ActRequest,
     AgentOutcome,

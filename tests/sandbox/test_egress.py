@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.agent.world import HarnessRun, World, act_in_world
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import AllowedHosts, Door
 from nemo_gym.contract.session import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.agent.topology.bindings import AgentBoxes, bind, joined, output_items
+from nemo_gym.agent.bindings import AgentBoxes, bind, joined, output_items
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.contract.session import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.agent.world import HarnessRun, World, act_in_world
 from nemo_gym.contract.errors import SandboxLostError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import (

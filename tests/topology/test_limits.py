@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from nemo_gym.agent import bindings as doors
 from nemo_gym.agent.harness.base import HarnessCommand, HarnessContext
-from nemo_gym.agent.topology import bindings as doors
-from nemo_gym.agent.topology.world import HarnessRun, OutputLimitError, OutputMeter, World, act_in_world
+from nemo_gym.agent.world import HarnessRun, OutputLimitError, OutputMeter, World, act_in_world
 from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
 from nemo_gym.contract.session import (
     ActRequest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_gym.agent.topology.bindings import world_doors
+from nemo_gym.agent.bindings import world_doors
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_gym.agent.topology.bindings import prompt_text, response_object, text_message
-from nemo_gym.agent.topology.world import Harness, HarnessRun, World, act_in_world
+from nemo_gym.agent.bindings import prompt_text, response_object, text_message
+from nemo_gym.agent.world import Harness, HarnessRun, World, act_in_world
 from nemo_gym.contract.errors import AgentError, ConfigError, ModelError, RowError, SandboxLostError
 from nemo_gym.contract.session import (
     ActRequest,

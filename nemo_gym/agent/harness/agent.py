@@ -18,11 +18,11 @@ from fastapi import FastAPI
 from pydantic import Field, PrivateAttr, ValidationError
 
 from nemo_gym._util.suggest import validation_problems
+from nemo_gym.agent.bindings import AgentBoxes, prompt_text
 from nemo_gym.agent.harness.base import CliHarness, HarnessContext
 from nemo_gym.agent.harness.run import STOP_TIMEOUT_S, RunSettings, run_in_box
 from nemo_gym.agent.server import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
-from nemo_gym.agent.topology.bindings import AgentBoxes, prompt_text
-from nemo_gym.agent.topology.world import DEFAULT_LEASE_TTL_S, Harness, HarnessRun, World, act_in_world
+from nemo_gym.agent.world import DEFAULT_LEASE_TTL_S, Harness, HarnessRun, World, act_in_world
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import SandboxSpec

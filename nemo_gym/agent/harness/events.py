@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import orjson
 
-from nemo_gym.agent.topology.bindings import response_object, text_message
+from nemo_gym.agent.bindings import response_object, text_message
 from nemo_gym.rollout_observability import (
     AgentInvocation,
     AgentObservationBundle,

@@ -35,7 +35,7 @@ from nemo_gym.agent.harness.base import (
 )
 from nemo_gym.agent.harness.events import BoundedLog, EventReader, InvocationStatus, LineSplitter
 from nemo_gym.agent.harness.provision import UNFIT_STATUS, fitness_check
-from nemo_gym.agent.topology.world import HarnessRun, OutputLimitError, World
+from nemo_gym.agent.world import HarnessRun, OutputLimitError, World
 from nemo_gym.contract.errors import AgentError, ConfigError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import (
     MODEL_DOOR,

@@ -14,7 +14,7 @@ import pytest
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
-from nemo_gym.agent.topology.bindings import process_doors, response_object, text_message
+from nemo_gym.agent.bindings import process_doors, response_object, text_message
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.sandbox.doors import DoorServer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.agent.topology.bindings import process_doors
+from nemo_gym.agent.bindings import process_doors
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology

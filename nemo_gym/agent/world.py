@@ -1,6 +1,6 @@
 """One attempt in its world: acquire the box, run the harness within its limits, harvest, and leave nothing behind.
 
-The agent server owns the box (see `nemo_gym.agent.topology.bindings` for which box that is). It renews the lease while
+The agent server owns the box (see `nemo_gym.agent.bindings` for which box that is). It renews the lease while
 the act runs, and the act runs only while the pipeline stays connected. If the environment lends the box, the
 environment renews, harvests and destroys it; the agent server only connects to it, works in it and disconnects.
 """
@@ -18,7 +18,7 @@ import structlog
 
 from nemo_gym._util.tasks import finish
 from nemo_gym.agent.acts import at_wall_clock
-from nemo_gym.agent.topology.bindings import AgentBoxes, Binding, bind, response_object
+from nemo_gym.agent.bindings import AgentBoxes, Binding, bind, response_object
 from nemo_gym.contract.errors import (
     AgentError,
     ConfigError,

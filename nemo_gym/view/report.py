@@ -16,6 +16,7 @@ from nemo_gym._util.terminal import figure, figures, one_line, seconds_text, sho
 from nemo_gym.rollouts.report import counted
 from nemo_gym.view.index import ResultIndex
 from nemo_gym.view.queries import (
+    Z95,
     Prices,
     TableQuery,
     aggregate_metrics,
@@ -26,7 +27,6 @@ from nemo_gym.view.queries import (
     summary,
     table,
 )
-from nemo_gym.view.stats import Z95
 from nemo_gym.view.why import explain_reason
 
 MAX_ROWS = 200

@@ -49,7 +49,7 @@ class LocalPlace:
 
 
 def config_below(base: Path) -> dict[str, Any]:
-    return {"state_dir": str(base / "state"), "image_dir": str(base / "images"), "linger_s": 0.2}
+    return {"state_dir": str(base / "state"), "image_dir": str(base / "images"), "linger_s": 0.5}
 
 
 @contextlib.asynccontextmanager

@@ -21,17 +21,19 @@ from nemo_gym.view.index import ResultIndex, ViewError, open_result
 from nemo_gym.view.queries import (
     Prices,
     TableQuery,
+    compare,
     compared,
     find_row,
     histogram,
+    mean_of_tasks,
     notes,
     reasons,
+    sign_test,
     summary,
     table,
     tasks,
 )
 from nemo_gym.view.rollout import chain_of, rollout_view, text_at
-from nemo_gym.view.stats import compare, mean_of_tasks, sign_test
 from tests.view.results import append, failed, row, said, write
 
 

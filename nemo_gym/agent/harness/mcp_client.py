@@ -38,7 +38,7 @@ from mcp.types import (
 
 from nemo_gym._util.exact_json import dumps_exactly
 from nemo_gym._util.lazy import lazily
-from nemo_gym.agent.harness.mcp_first import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
+from nemo_gym.agent.harness import MCP_CONNECT_TIMEOUT_S, MCP_READ_TIMEOUT_S
 from nemo_gym.contract.session import McpServer
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.telemetry import ROLLOUT_PATH_PREFIX, inject
@@ -111,7 +111,7 @@ async def connect(stack: AsyncExitStack, server: McpServer) -> McpConnection:
             headers=dict(server.headers),
             trust_env=False,
             transport=SharedSessionTransport(),
-            timeout=httpx2.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
+            timeout=httpx2.Timeout(MCP_CONNECT_TIMEOUT_S, read=MCP_READ_TIMEOUT_S),
         )
     )
     client = await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
@@ -157,7 +157,9 @@ class PostDispatcher:
                 self._server.url,
                 data=dumps_exactly(request),
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(options.get("timeout", READ_TIMEOUT_S), sock_connect=CONNECT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(
+                    options.get("timeout", MCP_READ_TIMEOUT_S), sock_connect=MCP_CONNECT_TIMEOUT_S
+                ),
                 allow_redirects=False,
             ) as reply:
                 async for message in _messages(reply):

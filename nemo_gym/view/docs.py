@@ -402,10 +402,6 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # Sequence diagrams in Mermaid's syntax as SVG: participants, messages, and loop, alt, opt and par blocks
 
 
@@ -504,3 +500,7 @@ def _frame(top: int, bottom: int, columns: int, label: str) -> str:
         f'<rect class="frame" x="20" y="{top}" width="{width}" height="{bottom - top}" rx="4"/>'
         f'<text class="label" x="28" y="{top + 15}">{escape(label)}</text>'
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -104,7 +104,6 @@ PLACES: Mapping[str, str] = {
     "tests/topology": "box",
     "tests/topology/test_lent_world.py": "box stack",
     "tests/view/test_chromium.py": "stack",
-    "tests/view/test_commands.py": "stack",
     "tests/view/test_docs_site.py::test_pages_look": "stack",
     "tests/view/test_export.py::test_mlflow": "stack",
     "tests/view/test_export.py::test_wandb": "stack",

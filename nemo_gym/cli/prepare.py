@@ -38,8 +38,10 @@ def main() -> None:
 def prepare(argv: Sequence[str]) -> int:
     """Call ``main(overrides)`` of the environment's ``prepare.py`` and return its exit code."""
     words = list(argv)
-    chosen = words[0] if words and words[0][0] not in "-+~" else ""
-    environment = words.pop(0) if chosen and ("=" not in chosen or chosen.startswith(_BENCHMARK)) else None
+    first = words[0] if words and words[0][0] not in "-+~" and "=" not in words[0] else None
+    environment = first or next((word for word in words if word.startswith(_BENCHMARK)), None)
+    if environment is not None:
+        words.remove(environment)
     if environment is None:
         parser = command.parser(
             NAME,

@@ -506,9 +506,11 @@ def test_prepare_runs_the_script_that_a_benchmark_of_nemo_gym_names(root: Path, 
     source += "def prepare(split='test', most=1):\n    print('got', split, most, MADE)\n"
     write(root / f"benchmarks/exam/{file}.py", source + "\ndef main():\n    raise SystemExit('parses sys.argv')\n")
     write(root / "benchmarks/exam/made.py", "MADE = 'rows'\n")
-    done = command(root, "prepare", f"benchmark={name}", "+prepare_script_args.split=dev")
-    assert done.returncode == 0, done.stderr
-    assert "got dev 1 rows" in done.stdout
+    words = [f"benchmark={name}", "+prepare_script_args.split=dev"]
+    for ordered in (words, words[::-1]):
+        done = command(root, "prepare", *ordered)
+        assert done.returncode == 0, done.stderr
+        assert "got dev 1 rows" in done.stdout
     assert "there is no benchmark 'exan'" in command(root, "prepare", "benchmark=exan").stderr
 
 

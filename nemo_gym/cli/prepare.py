@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ AGENTS = "agents"
 """Given in place of an environment."""
 _BENCHMARK = "benchmark="
 """NeMo Gym's ``--benchmark NAME``, given in place of an environment."""
+_CONFIG_PATHS = re.compile(r"\+{1,2}config_paths=\[([^\],]+\.yaml)\]")
+"""The older way to name a benchmark: ``ng_prepare_benchmark +config_paths=[benchmarks/NAME/config.yaml]``."""
 _DATASET_SETTINGS = ("dataset=", "split=", "sha256=", "refresh=")
 """Settings about the data set; an environment's ``prepare.py`` gets ``rows=`` in their place."""
 
@@ -40,6 +43,8 @@ def prepare(argv: Sequence[str]) -> int:
     words = list(argv)
     first = words[0] if words and words[0][0] not in "-+~" and "=" not in words[0] else None
     environment = first or next((word for word in words if word.startswith(_BENCHMARK)), None)
+    if environment is None and (file := _CONFIG_PATHS.fullmatch(words[0] if words else "")):
+        words[0] = environment = f"{_BENCHMARK}{file[1]}"
     if environment is not None:
         words.remove(environment)
     if environment is None:
@@ -92,7 +97,7 @@ def _prepare_benchmark(name: str, words: Sequence[str], roots: Sequence[Path]) -
     """NeMo Gym's ``eval prepare --benchmark NAME``: run the script that makes the rows of its data set."""
     from nemo_gym.config.overrides import given_values
 
-    files = [f"benchmarks/{name}/config.yaml", f"benchmarks/{name}.yaml"]
+    files = [name] if name.endswith(".yaml") else [f"benchmarks/{name}/config.yaml", f"benchmarks/{name}.yaml"]
     file = next((found for path in files if (found := find_file(path, roots))), None)
     if file is None:
         raise ConfigError(f"there is no benchmark '{name}': no root of plugins has {files[0]}", key="benchmark")

@@ -507,7 +507,8 @@ def test_prepare_runs_the_script_that_a_benchmark_of_nemo_gym_names(root: Path, 
     write(root / f"benchmarks/exam/{file}.py", source + "\ndef main():\n    raise SystemExit('parses sys.argv')\n")
     write(root / "benchmarks/exam/made.py", "MADE = 'rows'\n")
     words = [f"benchmark={name}", "+prepare_script_args.split=dev"]
-    for ordered in (words, words[::-1]):
+    older = [f"+config_paths=[benchmarks/exam/{file}.yaml]", words[1]]
+    for ordered in (words, words[::-1], older):
         done = command(root, "prepare", *ordered)
         assert done.returncode == 0, done.stderr
         assert "got dev 1 rows" in done.stdout

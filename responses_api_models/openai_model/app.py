@@ -339,7 +339,9 @@ def _require_whole(dialect: Dialect, answer: bytes) -> None:
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):  # no answer at all
         value = orjson.loads(answer)
         if dialect is Dialect.RESPONSES:
-            responses_chat.require_whole(value)
+            # vLLM ends the stream of an aborted answer by `response.completed`; other events tell their failure.
+            is_event = value.get("type") == "response.completed"
+            responses_chat.require_whole(value["response"] if is_event else value)
         elif (reason := value["choices"][0].get("finish_reason")) in ends:
             raise ModelError(f"the model endpoint broke the answer off ('{reason}')", retryable=True)
 
@@ -378,9 +380,8 @@ async def _relay(stream: OpenStream, dialect: Dialect) -> AsyncIterator[bytes]:
 
     try:
         async for events in _whole_events(all_pieces()):
-            if dialect is Dialect.CHAT:  # a stream of Responses says it by the type of its last event
-                for event in events:
-                    _require_whole(dialect, _data_of(event))
+            for event in events:
+                _require_whole(dialect, _data_of(event))
             yield b"".join(events)
     except ModelError as error:
         yield failure_event(dialect, error)

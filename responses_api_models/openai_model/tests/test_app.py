@@ -402,6 +402,19 @@ async def test_stream_that_the_endpoint_broke_off_ends_with_an_error(stack: Stac
     assert (await harness.finalize())["turns"] == 0
 
 
+@pytest.mark.parametrize(("kind", "is_error"), [("response.completed", True), ("response.failed", False)])
+async def test_stream_of_responses_that_was_aborted_does_not_end_as_a_whole_one(
+    stack: Stack, endpoint: Any, kind: str, is_error: bool
+) -> None:
+    begun = b'event: response.created\ndata: {"type":"response.created","response":{"status":"in_progress"}}\n\n'
+    ends = {"type": kind, "response": {"status": "cancelled" if is_error else "failed", "output": []}}
+    end = f"event: {kind}\n".encode() + b"data: " + orjson.dumps(ends) + b"\n\n"
+    real = await endpoint(responses=Endpoint().stream(begun, end))
+    harness = await session(stack, real.url)
+    said = await (await harness.post("/responses", stream=True, input="hi")).read()
+    assert (b"'cancelled'" in said, said.endswith(end)) == (is_error, not is_error)
+
+
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
 @pytest.mark.parametrize("form", ["event", "event after a comment", "object"])
 @pytest.mark.parametrize(("code", "status", "tries"), [(502, 502, 2), ("429", 429, 1), (400, 400, 1)])

@@ -30,6 +30,7 @@ from tests.stack.stacks import (
     write_rows,
 )
 
+STATUS = "collect_rollouts:main_status"
 RESULTS = "results.jsonl"
 
 
@@ -326,10 +327,10 @@ def test_agent_killed_in_mid_run_costs_no_rollout(root: Path) -> None:
 
 
 def test_status_lists_servers_and_tells_a_dead_one(root: Path) -> None:
-    assert "no stack runs" in command(root, "status").stdout
+    assert "no stack runs" in command(root, STATUS).stdout
     with ng_run(root, *GROUPS, "max_restarts=5") as stack:
         stack.wait_ready()
-        done = command(root, "status", "--json")
+        done = command(root, STATUS, "--json")
         assert done.returncode == 0, done.stderr
         (report,) = json.loads(done.stdout)["stacks"]
         assert report["run_dir"] == str(stack.run_dir)
@@ -339,11 +340,11 @@ def test_status_lists_servers_and_tells_a_dead_one(root: Path) -> None:
         assert all(server["pss_mib"] > 1 for server in servers.values())
         assert "root_key" not in done.stdout
         os.kill(servers["sums"]["pid"], signal.SIGSTOP)
-        stuck = command(root, "status", f"run_dir={stack.run_dir}")
+        stuck = command(root, STATUS, f"run_dir={stack.run_dir}")
         assert stuck.returncode == 1
         assert "silent" in stuck.stdout
         os.kill(servers["sums"]["pid"], signal.SIGCONT)
-    assert "no stack runs" in command(root, "status").stdout
+    assert "no stack runs" in command(root, STATUS).stdout
 
 
 def test_stack_of_a_killed_supervisor_is_not_taken_for_a_running_one(root: Path) -> None:
@@ -360,7 +361,7 @@ def test_stack_of_a_killed_supervisor_is_not_taken_for_a_running_one(root: Path)
 
 @pytest.mark.parametrize("name", ["run", "collect_rollouts", "status", "validate", "prepare"])
 def test_help_explains_and_ends_well(root: Path, name: str) -> None:
-    done = command(root, name, "--help")
+    done = command(root, STATUS if name == "status" else name, "--help")
     assert done.returncode == 0
     assert f"usage: ng_{name}" in done.stdout
 
@@ -401,7 +402,7 @@ def test_agents_that_cannot_be_fetched_keep_no_other_from_being_tried(root: Path
     ],
 )
 def test_expected_error_is_one_message_and_exit_code_2(root: Path, name: str, words: list[str], message: str) -> None:
-    done = command(root, name, *words)
+    done = command(root, STATUS if name == "status" else name, *words)
     assert done.returncode == 2
     assert f"ng_{name}: error: " in done.stderr
     assert message in done.stderr

@@ -37,5 +37,5 @@ def test_workers_share_the_rollouts_and_one_that_dies_costs_none(root: Path) -> 
             client.submit([job(number) for number in range(40, 80)])
             assert client.wait() == {"done": 80}
             until(lambda: stack.server("sums")["pid"] not in (pid, None), "the restart")
-        shown = command(root, "status", f"run_dir={stack.run_dir}").stdout
+        shown = command(root, "collect_rollouts:main_status", f"run_dir={stack.run_dir}").stdout
         assert sum(line.split()[:1] == ["sums"] for line in shown.splitlines()) == 2, shown

@@ -18,7 +18,7 @@ _PERCENT = re.compile(r"([-+]?[\d,]*\.?\d+) *\\?%")
 _NUMBER_WITH_UNIT = re.compile(r"([-+]?[\d.,/]*\d(?:[eE][-+]?\d+)?(?: +\d+/\d+)?)((?: +[A-Za-z]{3,})+)")
 _NO_UNIT = re.compile(
     "illion|hundred|thousand|dozen|percent|pct|hal[fv]|third|fourth|fifth|sixth|eighth|tenth|squared|cubed|factorial|"
-    "base|mod|sqrt",
+    "base|mod|sqrt| (?:plus|minus|over|choose|times +[a-z])",
     re.IGNORECASE,
 )
 _SCIENTIFIC = r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?![\w.])"

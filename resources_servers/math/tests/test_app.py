@@ -139,6 +139,11 @@ def test_answer_to_an_expected_one_in_plain_notation_is_judged_by_its_value(
         ("50", ["50%", "50\\%", "50 \\%"], ["5\\%", "0.5"]),
         ("50\\%", ["50", "0.5", "\\frac12", "50%", "50\\%"], ["5", "500\\%"]),
         ("18", ["18 dollars", "18."], ["8 dollars", "18 million"]),
+        (
+            "3",
+            ["3 times", "3 turnovers"],
+            ["3 plus four", "3 minus two", "3 times ten", "3 over four", "3 choose two"],
+        ),
     ],
 )
 def test_answer_in_plain_notation_or_percent_is_judged_by_its_value(

@@ -53,8 +53,8 @@ from nemo_gym.sandbox.base import (
     SandboxProvider,
     SupportsDoorStatistics,
     SupportsLoopbackDoor,
-    TellsOverrun,
     box_labels,
+    overrun_of,
     require,
 )
 from nemo_gym.sandbox.door_statistics import DoorStatistics
@@ -277,8 +277,7 @@ async def act_in_world(
             await _run_in_bounds(harness, world, run, wall_clock_s, grace_s)
             artifacts = await _harvest(world, items)
         except SandboxLostError:
-            overrun = await world.provider.overrun(world.handle) if isinstance(world.provider, TellsOverrun) else None
-            if overrun is None:
+            if (overrun := await overrun_of(world.provider, world.handle)) is None:
                 raise
             # The policy can do this whenever it likes: another attempt or a masked sample would be at its command.
             run.outcome, run.detail, run.within_reach = AgentOutcome.CRASHED, overrun, True

@@ -25,6 +25,7 @@ from nemo_gym.sandbox.base import (
     SandboxStatus,
     SupportsDoorStatistics,
     SupportsLoopbackDoor,
+    overrun_of,
     require,
 )
 from nemo_gym.sandbox.door_statistics import DoorStatistics
@@ -38,6 +39,7 @@ SANDBOX_LABEL = "nemo_gym.sandbox"
 """The broker's id of a box; the backend has its own."""
 EXEC_VARIABLE = "NEMO_GYM_BROKER_EXEC"
 """Environment variable of every command, which identifies the processes of a command that outlived its broker."""
+ENDED = (SandboxStatus.STOPPED, SandboxStatus.ERROR)
 _STRAYS_TIMEOUT_S = 30.0
 
 # Stop all matching processes first, so that none forks between being listed and being killed. A process in another
@@ -115,6 +117,22 @@ class Backend:
         except SandboxError:
             return error
         return BrokerError(code, error.message) if status is SandboxStatus.RUNNING else error
+
+    async def overrun(self, handle: SandboxHandle) -> str | None:
+        """Return what a box exceeded so that the provider ended it; ``None`` if that is not known to be so."""
+        try:
+            return await overrun_of(self.provider, handle)
+        except SandboxError as error:
+            log.warning("overrun_not_told", sandbox_id=handle.sandbox_id, error=str(error)[:500])
+            return None
+
+    async def has_ended(self, handle: SandboxHandle) -> bool:
+        """Return whether the provider reports that a box no longer runs, or that it is ending it for an overrun."""
+        try:
+            status = await self.provider.status(handle)
+        except SandboxError:
+            return False
+        return status in ENDED or await self.overrun(handle) is not None
 
     async def inventory(self) -> dict[str, SandboxInfo]:
         """Return the broker's own id → the backend's information, for each of this broker's boxes."""

@@ -387,6 +387,8 @@ class Box:
     image: str | None
     leases: dict[str, LeaseRecord]
     reason: str | None = None
+    overrun: str | None = None
+    """What it exceeded so that its backend ended it."""
     handle: SandboxHandle | None = None
     creating: asyncio.Task[None] | None = None
     closing: asyncio.Task[None] | None = None
@@ -468,6 +470,7 @@ class Box:
             state=_STATUS[self.state],
             ready=self.ready,
             termination_reason=cast("TerminationReason | None", self.reason),
+            overrun=self.overrun,
             labels=dict(self.labels),
             provider=provider,
             image=self.image,
@@ -496,6 +499,7 @@ def gone_view(record: BoxRecord, provider: str) -> SandboxView:
         state=SandboxStatus.ERROR if record.reason == "create_failed" else SandboxStatus.STOPPED,
         ready=False,
         termination_reason=cast("TerminationReason | None", record.reason),
+        overrun=record.detail if record.reason == "overrun" else None,
         labels=dict(record.labels),
         provider=provider,
         image=record.image,

@@ -399,17 +399,27 @@ class Boxes:
                 creating.cancel()
             await asyncio.wait({creating})
 
+    async def look(self, box: Box) -> None:
+        """Record the end of a running box now if the backend has ended it."""
+        if box.ready and box.handle is not None and await self.backend.has_ended(box.handle):
+            await self.lost(box)
+
     async def lost(self, box: Box, reason: str = "lost") -> None:
-        """Record that the backend lost the box without a request to close it."""
+        """Record that the backend ended or lost the box without a request to close it."""
         if box.state is BoxState.GONE:
             return
+        handle = box.handle
+        if handle is not None and (overrun := await self.backend.overrun(handle)) is not None:
+            box.overrun, reason = overrun, "overrun"
+        elif box.left_s <= 0:
+            reason = "expired"
         try:
-            # If the box still exists after all, it must not outlive its record.
-            await self.backend.destroy(box.sandbox_id, None)
+            # If the box still exists after all, it must not outlive its record. Its doors are open here.
+            await self.backend.destroy(box.sandbox_id, handle)
         except SandboxError as error:
             log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(error)[:500])
         box.reason = reason
-        await self._ended(box, reason)
+        await self._ended(box, reason, box.overrun)
 
     async def _ended(self, box: Box, reason: str, detail: str | None = None) -> None:
         for run in [*box.execs.values()]:

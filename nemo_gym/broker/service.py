@@ -18,7 +18,7 @@ import structlog
 from nemo_gym._util.files import write_private
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.access import Access, Permissions, TokenSigner
-from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL, Backend
+from nemo_gym.broker.backend import BROKER_LABEL, ENDED, SANDBOX_LABEL, Backend
 from nemo_gym.broker.box import Box, SpoolSpace
 from nemo_gym.broker.boxes import Admission, Boxes, Sealer, SealError, door_digest
 from nemo_gym.broker.config import BrokerConfig
@@ -30,7 +30,7 @@ from nemo_gym.broker.stores import BoxStore, ExecStore, ImageStore
 from nemo_gym.contract.credentials import ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.http.telemetry import Reading
-from nemo_gym.sandbox.base import SandboxInfo, SandboxProvider, SandboxStatus
+from nemo_gym.sandbox.base import SandboxInfo, SandboxProvider
 from nemo_gym.sandbox.wire.models import DoorModel
 
 log = structlog.get_logger(__name__)
@@ -100,9 +100,9 @@ class Reconciler:
         if not box.ready:
             return
         if info is None:
-            await self._boxes.lost(box, "expired" if box.left_s <= 0 else "lost")
-        elif info.status in (SandboxStatus.STOPPED, SandboxStatus.ERROR):
-            await self._boxes.destroy(box, "exited")
+            await self._boxes.lost(box)
+        elif info.status in ENDED:
+            await self._boxes.lost(box, "exited")
 
     # -- after a restart -----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from nemo_gym._util.tasks import finish
-from nemo_gym.contract.errors import ContractError, NemoGymError, SandboxError
+from nemo_gym.contract.errors import ContractError, NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
     Artifact,
@@ -28,7 +28,15 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.environment.attempts import AttemptKey
-from nemo_gym.sandbox.base import Connectable, SandboxHandle, SandboxProvider, SupportsFencing, box_labels, require
+from nemo_gym.sandbox.base import (
+    Connectable,
+    SandboxHandle,
+    SandboxProvider,
+    SupportsFencing,
+    box_labels,
+    overrun_of,
+    require,
+)
 from nemo_gym.sandbox.egress import HarnessNeeds, world_spec
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all
@@ -123,7 +131,7 @@ class OwnedBoxes:
 
     async def harvest(self, rollout: RolloutIdentity) -> list[Artifact]:
         """Revoke the borrowers' access, collect the descriptor's artifacts, and destroy the box. A repeated call
-        returns the same artifacts.
+        returns the same artifacts. They are empty, with the reason, if the box was ended for exceeding a limit.
 
         Raises:
             SandboxError: the box was lost, or could not be read in time.
@@ -132,8 +140,8 @@ class OwnedBoxes:
         assert isinstance(self._provider, SupportsFencing)
         async with box.lock:
             if box.artifacts is None:
-                await self._provider.fence(box.handle)
                 try:
+                    await self._provider.fence(box.handle)
                     async with (
                         asyncio.timeout(HARVEST_TIMEOUT_S),
                         keep_renewed(self._provider, box.handle, self._lease_s),
@@ -141,6 +149,11 @@ class OwnedBoxes:
                         box.artifacts = await harvest_all(
                             self._provider, box.handle, box.spec, box.harvest, box.spec.metadata
                         )
+                except SandboxLostError:
+                    # The policy can do this whenever it likes, so it is graded without its work.
+                    if (overrun := await overrun_of(self._provider, box.handle)) is None:
+                        raise
+                    box.artifacts = [Artifact.of(item.name, item.kind, b"", error=overrun) for item in box.harvest]
                 except TimeoutError:
                     raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
                 await finish(self._destroy(box))  # with its artifacts taken, nobody else would

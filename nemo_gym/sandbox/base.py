@@ -417,6 +417,11 @@ class TellsOverrun(Protocol):
         ...
 
 
+async def overrun_of(provider: SandboxProvider, handle: SandboxHandle) -> str | None:
+    """Return what a box exceeded so that its provider ended it; ``None`` if that is not known to be why it is gone."""
+    return await provider.overrun(handle) if isinstance(provider, TellsOverrun) else None
+
+
 @runtime_checkable
 class SupportsFencing(Protocol):
     """The provider can revoke other processes' access to a box while the box lives."""

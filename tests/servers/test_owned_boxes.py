@@ -11,16 +11,21 @@ from typing import Any
 import pytest
 from pydantic import PrivateAttr
 
+from nemo_gym.agent.world import HarnessRun, World, act_in_world
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import ContractError, FencedError, NemoGymError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import (
+    ActRequest,
+    AgentOutcome,
     BoxNeeds,
     CommandHarvest,
     Egress,
+    InferenceEndpoint,
     MountModel,
     Placement,
+    ResourcesModel,
     RolloutIdentity,
     SandboxClause,
     SandboxSpecModel,
@@ -32,21 +37,30 @@ from nemo_gym.http.client import get_response_json
 from nemo_gym.sandbox.base import BoxLabel, ExecOutcome, SandboxHandle, box_labels
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
+from tests.docker_engine import docker_engine
 from tests.servers.stack import Stack, rollout, running_stack
 
+__all__ = ["docker_engine"]
+
+MODEL = "http://127.0.0.1:9"
 WORKDIR = "/srv/world"
 ROW = {"responses_create_params": {"input": "work"}}
 EVERY = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.WHOLE_INTERACTION)
 
 
-def described(rollout: RolloutIdentity) -> SessionDescriptor:
+def described(rollout: RolloutIdentity, disk_gib: float | None = None) -> SessionDescriptor:
     return SessionDescriptor(
         environment="world",
         task_id=rollout.task_id,
         rollout=rollout,
         placement=Placement(topology=Topology.AGENT_IN_ENV, supported=EVERY),
         sandbox=SandboxClause(
-            spec=SandboxSpecModel(workdir="/srv/world", files={"/srv/world/note": "as it was"}, env={"OF": "world"})
+            spec=SandboxSpecModel(
+                workdir="/srv/world",
+                files={"/srv/world/note": "as it was"},
+                env={"OF": "world"},
+                resources=ResourcesModel(disk_gib=disk_gib),
+            )
         ),
         egress=Egress(env={"EGRESS": "seen"}),
         harvest=(CommandHarvest(command="cat note", cwd=WORKDIR),),
@@ -55,6 +69,7 @@ def described(rollout: RolloutIdentity) -> SessionDescriptor:
 
 class WorldConfig(BaseResourcesServerConfig):
     broker: dict[str, Any]
+    disk_gib: float | None = None
     lease_s: float = 60.0
 
 
@@ -70,7 +85,7 @@ class WorldEnvironment(SimpleResourcesServer):
         return self._boxes
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
-        return described(rollout)
+        return described(rollout, self.config.disk_gib)
 
 
 class Pipeline:
@@ -197,6 +212,34 @@ async def test_harvest_shuts_the_borrower_out_and_leaves_no_box(
     assert await world.about("/harvest", rollout(), token) == (200, harvested)
     assert (await world.about("/heartbeat", rollout(), token))[0] == 200
     assert (await world.about("/close", rollout(), token))[0] == 200
+
+
+async def test_lent_box_that_was_ended_for_what_its_policy_wrote_is_a_crash_to_be_graded(
+    stack: Stack, agent: RemoteProvider, docker_engine: str, tmp_path: Path
+) -> None:
+    async def fills_the_disk(world: World, run: HarnessRun) -> None:
+        await world.exec("head -c 200000000 /dev/zero > /srv/world/big; sleep 600")
+
+    backend = {"docker": {"base_url": docker_engine}}
+    broker = BrokerProcess(tmp_path / "docker", backend, on_stop="destroy", endpoints=[MODEL])
+    try:
+        broker.start()
+        world = start_world(stack, broker, disk_gib=0.05)
+        _, seeded = await world.seed(rollout(), {})
+        request = ActRequest(
+            responses_create_params={"input": "work"},
+            descriptor=SessionDescriptor.model_validate(seeded["descriptor"]),
+            inference=InferenceEndpoint(base_url=f"{MODEL}/v1", token="token"),
+        )
+        answer = await act_in_world(request, agent, fills_the_disk)
+        assert (answer.outcome, answer.within_reach) == (AgentOutcome.CRASHED, True)
+        status, harvested = await world.about("/harvest", rollout(), seeded["control_token"])
+        assert status == 200, harvested
+        (artifact,) = harvested["artifacts"]
+        assert (artifact["data"], artifact["error"]) == ("", answer.outcome_detail)
+        assert "its limit disk_gib allows 53687091" in artifact["error"]
+    finally:
+        broker.close()
 
 
 async def test_box_of_a_harvest_that_is_cancelled_at_its_end_is_destroyed(

@@ -139,6 +139,7 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         the reason."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.READ, creator_may=True)
         if grant.box is not None:
+            await broker.boxes.look(grant.box)
             return reply(grant.box.view(broker.backend.name))
         assert grant.record is not None
         return reply(gone_view(grant.record, broker.backend.name))

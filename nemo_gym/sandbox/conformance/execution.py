@@ -10,7 +10,15 @@ import signal
 import pytest
 
 from nemo_gym.contract.sandbox import SandboxResources
-from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxProvider, SandboxStatus
+from nemo_gym.sandbox.base import (
+    ExecEnd,
+    ExecOutcome,
+    ExecOutput,
+    ExecRequest,
+    SandboxProvider,
+    SandboxStatus,
+    overrun_of,
+)
 from nemo_gym.sandbox.conformance.base import (
     PATIENCE_S,
     Checks,
@@ -329,12 +337,16 @@ class LimitChecks(Checks):
         )
         assert await python(box, code) < 0.45
 
-    async def test_disk_limit_holds(self, provider: SandboxProvider, start: StartBox) -> None:
+    async def test_disk_limit_holds_and_a_box_that_it_ends_is_told_from_a_lost_one(
+        self, provider: SandboxProvider, start: StartBox
+    ) -> None:
         self.needs(provider, "disk_limit")
         box = await start(resources=SandboxResources(disk_gib=0.05))
+        assert await overrun_of(provider, box.handle) is None
         written = await box.exec("head -c 200000000 /dev/zero > /var/big", timeout_s=PATIENCE_S)
-        if written.ok:
+        if written.ok or written.outcome is ExecOutcome.LOST:
             await eventually(lambda: self._ended(box), "a box that wrote more than its disk limit ends")
+            assert "disk_gib" in (await overrun_of(provider, box.handle) or "")
 
     async def test_box_without_limits_in_its_spec_has_the_providers(
         self, provider: SandboxProvider, start: StartBox

@@ -121,7 +121,9 @@ class CreateSandbox(WireModel):
         return self.spec.to_spec().replace(ttl_s=self.ttl_s, metadata=dict(self.labels))
 
 
-TerminationReason = Literal["closed", "reaped", "expired", "exited", "out_of_memory", "create_failed", "lost"]
+TerminationReason = Literal[
+    "closed", "reaped", "expired", "exited", "out_of_memory", "overrun", "create_failed", "lost"
+]
 
 
 class SandboxView(WireModel):
@@ -132,6 +134,8 @@ class SandboxView(WireModel):
     ready: bool
     """Whether the box accepts execs now."""
     termination_reason: TerminationReason | None = None
+    overrun: str | None = None
+    """What the box exceeded so that its backend ended it; set if and only if `termination_reason` is ``overrun``."""
     labels: dict[str, str] = Field(default_factory=dict)
     provider: str
     image: str | None = None

@@ -52,8 +52,28 @@ async def test_box_that_vanished_is_written_off_and_its_command_is_lost(
                 return await reason(box) == "lost" and await api.ids() == []
 
             await eventually(written_off, "the box is written off, and listed no more")
+            assert (await box.ask("GET")).json["overrun"] is None
     finally:
         await backend.aclose()
+
+
+@pytest.mark.parametrize("interval_s", [0.1, 600], ids=["reconciled", "asked"])
+async def test_box_that_its_backend_ended_for_what_it_wrote_is_told_from_a_lost_one(
+    start_broker: StartBroker, docker_engine: str, interval_s: float
+) -> None:
+    broker = start_broker({"docker": {"base_url": docker_engine}}, reconcile_interval_s=interval_s)
+    async with calling(broker) as api:
+        box = await api.box(spec={"resources": {"disk_gib": 0.05}})
+        written = await box.run("head -c 200000000 /dev/zero > /var/big; sleep 600")
+        assert written.end["outcome"] == "lost"
+        view = (await box.ask("GET")).json
+        assert (view["state"], view["termination_reason"]) == ("stopped", "overrun")
+        assert "its limit disk_gib allows 53687091" in view["overrun"]
+        assert await api.ids() == []
+        broker.kill()
+        broker.start()
+        again = (await box.ask("GET")).json
+        assert (again["termination_reason"], again["overrun"]) == ("overrun", view["overrun"])
 
 
 async def test_box_without_a_record_is_reaped_and_another_brokers_is_not(

@@ -148,6 +148,12 @@ class RemoteProvider(StreamingProvider):
             return SandboxStatus.UNKNOWN
         return view.state
 
+    async def overrun(self, handle: SandboxHandle) -> str | None:
+        try:
+            return (await self._view(box_of(handle))).overrun
+        except (SandboxLostError, BrokerUnreachableError):
+            return None
+
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
         box = box_of(handle)
         with refusals():

@@ -157,6 +157,7 @@ FULL = (
     "tests/gateway/test_ablation.py",
     "tests/harness/test_docker.py::test_agent_that_is_stopped",
     "tests/harness/test_docker.py::test_hanging_agent",
+    "tests/harness/test_docker.py::test_work_that_its_harvest_box_has_no_disk_for",
     "tests/harvest/test_git_diff.py*[docker]",
     "tests/sampling/test_killed.py",
     "tests/sandbox/test_conformance_apptainer.py",

@@ -39,7 +39,14 @@ from nemo_gym.contract.errors import (
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest, GitDiffHarvest, HarvestItem
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, TarParser, encode_header, member_parts, pack_bytes
-from nemo_gym.sandbox.base import BoxLabel, ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.base import (
+    BoxLabel,
+    ExecOutcome,
+    SandboxExecResult,
+    SandboxHandle,
+    SandboxProvider,
+    overrun_of,
+)
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
 
 log = structlog.get_logger(__name__)
@@ -365,12 +372,17 @@ async def harvest_git_diff(
                 try:
                     work = work or await harvester.read_work_tree(handle, pristine, contents)
                     return await harvester.artifact(pristine, work, contents)
-                except _BoxContentsError as error:
-                    if is_second or not error.in_harvest_box:
-                        return Artifact.of(
-                            item.name, "git_diff", b"", error=str(error), truncated=error.truncated, size=error.size
-                        )
-                    log.warning("harvested again", sandbox_id=handle.sandbox_id, error=str(error))
+                except SandboxLostError:
+                    if (overrun := await overrun_of(provider, box.handle)) is None:
+                        raise
+                    error = _BoxContentsError(f"no patch can be made of the changes: {overrun}", in_harvest_box=True)
+                except _BoxContentsError as contents_error:
+                    error = contents_error
+                if is_second or not error.in_harvest_box:
+                    return Artifact.of(
+                        item.name, "git_diff", b"", error=str(error), truncated=error.truncated, size=error.size
+                    )
+                log.warning("harvested again", sandbox_id=handle.sandbox_id, error=str(error))
 
 
 def _harvest_spec(spec: SandboxSpec, labels: Mapping[str, str]) -> SandboxSpec:

@@ -75,6 +75,24 @@ async def test_box_that_was_ended_for_what_its_policy_wrote_is_a_crash_to_be_gra
     assert await docker.list({BoxLabel.RUN: RUN}) == []
 
 
+async def test_work_that_its_harvest_box_has_no_disk_for_is_graded_without_it(docker: DockerProvider) -> None:
+    async def writes_much(world: World, run: HarnessRun) -> None:
+        done = await world.exec("for i in 1 2 3; do head -c 14000000 /dev/urandom > /repo/$i; done")
+        assert done.ok, done
+
+    spec = SandboxSpecModel.model_validate(
+        {"image": staging.IMAGE, "workdir": "/repo", "resources": {"disk_gib": 0.05}}
+    )
+    request = ActRequest(
+        responses_create_params={"input": "do it"},
+        descriptor=descriptor(Topology.AGENT_IN_ENV, sandbox=SandboxClause(spec=spec)),
+        inference=InferenceEndpoint(base_url="http://127.0.0.1:9/v1", token="token"),
+    )
+    (artifact,) = (await act_in_world(request, docker, writes_much)).artifacts
+    assert "its limit disk_gib allows 53687091" in (artifact.error or "")
+    assert await docker.list({BoxLabel.RUN: RUN}) == []
+
+
 async def test_environments_tools_are_reached_from_a_scratch_box(stack: Stack, weather: Weather) -> None:
     answer = await act(stack, "ask the weather", descriptor(Topology.ENV_SANDBOXED, mcp=weather.url))
     assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)

@@ -168,18 +168,19 @@ def test_whole_transcript_cuts_nothing() -> None:
 
 def test_transcript_of_a_cli_is_bounded_and_keeps_the_last_message() -> None:
     transcript = Transcript()
-    for number in range(3 * MAX_ITEMS):
+    loops = MAX_ITEMS + 10
+    for number in range(loops):
         key = transcript.calls(f"c{number}", "read", {}, invocation="helper" if number % 2 else "main")
         transcript.returns(key, "x")
         transcript.invokes(f"i{number}", parent=f"i{number - 1}")
         transcript.compacts()
         transcript.says(f"message {number}")
     bundle = transcript.bundle("some-cli")
-    assert (len(bundle.records), transcript.tool_calls) == (3 * MAX_ITEMS, 3 * MAX_ITEMS)
+    assert (len(bundle.records), transcript.tool_calls) == (3 * MAX_ITEMS, loops)
     assert [gap.code for gap in bundle.gaps] == ["transcript_too_long"]
     output = transcript.response("m")["output"]
     assert len(output) == MAX_ITEMS + 1
-    assert output[-1]["content"][0]["text"] == transcript.final_text == f"message {3 * MAX_ITEMS - 1}"
+    assert output[-1]["content"][0]["text"] == transcript.final_text == f"message {loops - 1}"
 
 
 def test_large_texts_of_a_cli_are_left_out_except_the_last() -> None:

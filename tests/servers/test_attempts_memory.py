@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -48,10 +48,11 @@ async def growth(play: Callable[[int], Awaitable[None]], *, first: int, more: in
     return await held_after(range(first, first + more)) - before
 
 
-def in_a_fresh_process(measure: Callable[..., Coroutine[Any, Any, int]], *args: Any) -> int:
-    """In the tests' own process, leftovers of other tests allocate while one measures."""
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """One process for these tests: in their own, leftovers of other tests allocate while one measures."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(run_measure, measure, *args).result()
+        yield pool
 
 
 def run_measure(measure: Callable[..., Coroutine[Any, Any, int]], *args: Any) -> int:
@@ -76,9 +77,11 @@ async def attempts_growth(path: Path | None, ends: bool) -> int:
 
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("ends", [True, False], ids=["finished", "abandoned"])
-def test_memory_does_not_grow_with_the_number_of_rollouts(tmp_path: Path, on_disk: bool, ends: bool) -> None:
+def test_memory_does_not_grow_with_the_number_of_rollouts(
+    process: ProcessPoolExecutor, tmp_path: Path, on_disk: bool, ends: bool
+) -> None:
     path = tmp_path / "a.sqlite" if on_disk else None
-    assert in_a_fresh_process(attempts_growth, path, ends) < 150_000, "1,000 rollouts of 2 kB each"
+    assert process.submit(run_measure, attempts_growth, path, ends).result() < 150_000, "1,000 rollouts of 2 kB each"
 
 
 async def rows_growth() -> int:
@@ -95,5 +98,5 @@ async def rows_growth() -> int:
     return grown
 
 
-def test_memory_does_not_grow_with_the_rows_of_attempts_that_nobody_closes() -> None:
-    assert in_a_fresh_process(rows_growth) < 250_000, "1,000 rows of 2 kB each"
+def test_memory_does_not_grow_with_the_rows_of_attempts_that_nobody_closes(process: ProcessPoolExecutor) -> None:
+    assert process.submit(run_measure, rows_growth).result() < 250_000, "1,000 rows of 2 kB each"

@@ -17,6 +17,9 @@ class StubEngine:
         if self.probe_error is not None:
             raise self.probe_error
 
+    async def sample_one(self) -> None:
+        pass
+
 
 class Clock:
     def __init__(self) -> None:

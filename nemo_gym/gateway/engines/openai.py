@@ -23,6 +23,8 @@ from nemo_gym.gateway.engines.types import (
 from nemo_gym.gateway.policy_request import TOKEN_BUDGETS, JsonText
 from nemo_gym.http.connections import Connections
 
+_ONE_TOKEN = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
 
 class OpenAIEngine(HttpEngine):
     """``endpoint.base_url`` ends in ``/v1``; ``endpoint.model`` replaces the harness's model name. With ``logprobs``,
@@ -47,6 +49,9 @@ class OpenAIEngine(HttpEngine):
             if error.details.get("upstream_status") != 500 or not await self._says_it_is_well():
                 raise
 
+    async def sample_one(self) -> None:
+        await self.complete("/chat/completions", _ONE_TOKEN)
+
     async def _says_it_is_well(self) -> bool:
         root_request_heads = self._heads_at(self.endpoint.base_url.removesuffix("/v1"))
         try:
@@ -69,9 +74,8 @@ class OpenAIEngine(HttpEngine):
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
         """Check a model's name by asking for one token: an endpoint may accept names that it does not list."""
-        request = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         try:
-            await self._ask("POST", "/chat/completions", orjson.dumps(self._body("/chat/completions", request)))
+            await self._ask("POST", "/chat/completions", orjson.dumps(self._body("/chat/completions", _ONE_TOKEN)))
         except EngineCredentialError as error:
             return EngineCheck(self.name, problem=error.message)
         except EngineLacksModelError as error:

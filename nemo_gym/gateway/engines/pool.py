@@ -19,7 +19,13 @@ from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
 from nemo_gym.gateway.engines.calls import EngineCalls, RetryConfig, TokenCalls
 from nemo_gym.gateway.engines.router import E, HealthState, Replica, Router, RoutingConfig
-from nemo_gym.gateway.engines.types import EngineCheck, EngineError, EngineFailedError, TokenizerProbe
+from nemo_gym.gateway.engines.types import (
+    EngineCheck,
+    EngineError,
+    EngineFailedError,
+    EngineTimeoutError,
+    TokenizerProbe,
+)
 
 # Probes engines that are out of service, and those without an answered call for a while.
 
@@ -57,6 +63,7 @@ class Prober(Generic[E]):
         for replica in self._router.replicas:
             silent = not replica.heard_from
             replica.heard_from = False
+            replica.silent_checks = replica.silent_checks + bool(replica.in_flight) if silent else 0
             if replica.health.rests:
                 replica.health.rests -= 1
             elif replica not in self._being_probed and (silent or replica.health.state is not HealthState.UP):
@@ -74,6 +81,7 @@ class Prober(Generic[E]):
         self._being_probed.add(replica)
         try:
             await replica.engine.probe()
+            hangs = self._is_silent(replica) and not await self._speaks(replica)
         except EngineError as error:
             if error.fatal or not replica.heard_from:  # else calls were answered meanwhile, which proves more
                 self._router.probe_failed(replica, error)
@@ -82,7 +90,10 @@ class Prober(Generic[E]):
             failure = EngineFailedError(f"probing engine '{replica.name}' failed: {type(error).__name__}")
             self._router.probe_failed(replica, failure)
         else:
-            self._router.probe_succeeded(replica)
+            if hangs:
+                self._router.fell_silent(replica)
+            else:
+                self._router.probe_succeeded(replica)
         finally:
             self._being_probed.discard(replica)
         if replica.health.state is not before:
@@ -92,6 +103,22 @@ class Prober(Generic[E]):
                 state=replica.health.state,
                 error=replica.health.last_error,
             )
+
+    def _is_silent(self, replica: Replica[E]) -> bool:
+        config = self._router.config
+        return not replica.heard_from and replica.silent_checks * config.probe_interval_s >= config.silence_s
+
+    async def _speaks(self, replica: Replica[E]) -> bool:
+        """Ask for one token, and return whether the engine says anything to anybody meanwhile."""
+        try:
+            async with asyncio.timeout(self._router.config.silence_s):
+                await replica.engine.sample_one()
+        except (TimeoutError, EngineTimeoutError):
+            return not self._is_silent(replica)
+        except EngineError:
+            pass  # it speaks; whether it serves is for its calls to find out
+        replica.heard_from = True
+        return True
 
 
 EngineKind = Literal["token", "text"]

@@ -9,6 +9,10 @@ UP ── a fatal failure, or several in a row ──▶ DOWN ── a probe suc
 If several failures in a row are of one session alone, the engine is only suspected, because that session's requests
 may be the cause. The next probe, which should come at once, decides. Once another session got an answer after that,
 further failures of this session do not count against the engine, not even in a trial, until it gets an answer itself.
+
+An engine that hangs may still answer probes. If one with calls says nothing for long, and then not even the one token
+that it is asked for, it is SILENT until it says something. It gets calls only if no other engine is in service, and
+keeps those that it has: a server with a long queue is as silent as one that hangs.
 """
 
 from __future__ import annotations
@@ -49,6 +53,8 @@ class HealthState(StrEnum):
     TRIAL = "trial"
     """Answers probes again; gets one call at a time until one is answered, or has run for a while, because a server
     may be alive and yet unable to sample."""
+    SILENT = "silent"
+    """Answers probes, but none of its calls, and not within time a request for one token either."""
 
 
 class Health:
@@ -77,7 +83,9 @@ class Health:
 
     def admits(self, in_flight: int) -> bool:
         """Return whether the engine may get a call in addition to ``in_flight`` others."""
-        return self.state is HealthState.UP or (self.state is HealthState.TRIAL and in_flight == 0)
+        if self.state is HealthState.TRIAL:
+            return in_flight == 0
+        return self.state is not HealthState.DOWN
 
     def succeeded(self, epoch: int, session_id: str | None = None) -> bool:
         """Report an answered call; a refusal is an answer too. Returns whether that put the engine into service."""
@@ -89,9 +97,17 @@ class Health:
         if epoch != self.epoch or self.state is HealthState.DOWN:
             return False
         self._forget_failures()
-        back = self.state is HealthState.TRIAL
+        back = self.state is not HealthState.UP
         self.state = HealthState.UP
         return back
+
+    def fell_silent(self, silence_s: float) -> bool:
+        """Report that the engine says nothing to anybody. Returns whether that is news."""
+        if self.state is HealthState.SILENT:
+            return False
+        self.last_error = f"it has calls, and answered nothing for {silence_s:g} s, then not even with one token"
+        self.state = HealthState.SILENT
+        return True
 
     def answering(self, epoch: int) -> bool:
         """Report that a call is being answered. That ends a trial with success, but on probation: a failure before the
@@ -111,6 +127,8 @@ class Health:
         self.last_error = str(error)
         if self.state is HealthState.DOWN:
             return False
+        if self.state is HealthState.SILENT and not (probe or error.fatal):
+            return False  # no news: after a probe it would be on trial, as if it had spoken
         if session_id is not None and not probe:
             self._failures_by_session[session_id] = self._failures_by_session.pop(session_id, 0) + 1
             if len(self._failures_by_session) > _MAX_FAILING_SESSIONS:
@@ -142,12 +160,16 @@ class Health:
         self.suspected = False
 
     def probe_succeeded(self, in_flight: int = 0) -> bool:
-        """Report a successful probe. ``in_flight``: the engine's running calls. Returns whether it may get more."""
+        """Report a successful probe, of a silent engine one that it answered with a token, or after an answer.
+        ``in_flight``: the engine's running calls. Returns whether it may get more."""
         if self.state is HealthState.DOWN:
             self.state = HealthState.TRIAL
             self._trial_probes = 0
             return True
         self._probe_failures = 0
+        if self.state is HealthState.SILENT:
+            self.state = HealthState.UP
+            return True
         if self.suspected:
             self._forget_failures()
         if self.state is HealthState.TRIAL and in_flight:
@@ -180,6 +202,8 @@ class Replica(Generic[E]):
     """Sequence number of its last placement; in a tie, the engine with the lowest wins."""
     heard_from: bool = False
     """Whether a call was answered, at least in part, since the prober's last check."""
+    silent_checks: int = 0
+    """The prober's checks since it was heard from last, without those that found no call."""
     placed: int = 0
     """Number of calls so far."""
     calling: set[str] = field(default_factory=set)
@@ -248,7 +272,11 @@ class RoutingConfig(BaseModel):
     engine gets no other request."""
     failures_to_down: int = Field(3, ge=1)
     """Failures in a row (probes and calls) that take an engine out of service; a refused connection does so at once.
-    An engine that hangs is given up after about ``failures_to_down × (probe_interval_s + probe_timeout_s)``."""
+    An engine that answers no probes is given up after about
+    ``failures_to_down × (probe_interval_s + probe_timeout_s)``."""
+    silence_s: float = Field(60.0, gt=0)
+    """An engine that has calls and says nothing for so long is asked for one token. If that takes as long again, the
+    engine gets calls only if no other one is in service, until it says something."""
     spill_factor: float = Field(1.25, ge=1, allow_inf_nan=False)
     spill_slack: int = Field(4, ge=0)
     """A session leaves its engine, and the prefix cache there, if that engine runs more than ``spill_factor`` times
@@ -349,6 +377,8 @@ class Router(Generic[E]):
         self._homes: dict[str, str] = {}
         self._pins: dict[str, str] = {}
         self._waiters: list[_Waiter[E]] = []
+        self._silent: set[Replica[E]] = set()
+        """Those that fell silent, until `skipped` finds that they are no more."""
         self.ask_now: Callable[[Replica[E]], None] = lambda replica: None
         """Probes an engine now. Called for an engine that answers with failures, whose cause may be the requests: the
         other sessions should not wait for its next probe."""
@@ -521,9 +551,16 @@ class Router(Generic[E]):
         return self._homes.get(session_id)
 
     def skipped(self, avoid: Collection[str]) -> Collection[str]:
-        """Return the engines to skip: those in ``avoid``, as long as another one is in service."""
+        """Return the engines to skip: those in ``avoid``, as long as another one is in service, and the silent ones,
+        as long as one is in service that is neither."""
+        if self._silent:
+            self._silent = {r for r in self._silent if r.health.state is HealthState.SILENT and not r.removed}
+        silent = {*avoid, *(replica.name for replica in self._silent)} if self._silent else avoid
+        return silent if self._another(silent) else avoid if self._another(avoid) else ()
+
+    def _another(self, avoid: Collection[str]) -> bool:
         others = (replica for name, replica in self._replicas.items() if name not in avoid)
-        return avoid if any(not other.draining and other.health.admits(0) for other in others) else ()
+        return any(not other.draining and other.health.admits(0) for other in others)
 
     def in_service(self, name: str) -> bool:
         """Return whether an engine may get calls, even if it is full now."""
@@ -543,6 +580,12 @@ class Router(Generic[E]):
         if replica.health.failed(replica.health.epoch, error, probe=True):
             self._leave(replica.name)
             replica.abandon()
+            self._place_waiters()
+
+    def fell_silent(self, replica: Replica[E]) -> None:
+        """Report an engine that was asked for one token and did not answer. Its running calls go on."""
+        if replica.health.fell_silent(self.config.silence_s):
+            self._silent.add(replica)
             self._place_waiters()
 
     def answering(self, replica: Replica[E], epoch: int) -> None:
@@ -581,9 +624,11 @@ class Router(Generic[E]):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _pinned(self, session_id: str) -> str | None:
-        """Return the engine that a session is pinned to, while that engine is in service."""
+        """Return the engine that a session is pinned to, while that engine is in service and not silent."""
         name = self._pins.get(session_id)
-        return name if name is not None and self.in_service(name) else None
+        if name is None or not self.in_service(name) or self._replicas[name].health.state is HealthState.SILENT:
+            return None
+        return name
 
     def _overloaded(self, home: Replica[E], usable: list[Replica[E]]) -> bool:
         running = sum(replica.in_flight for replica in usable) + 1

@@ -23,6 +23,7 @@ from nemo_gym.gateway.engines.types import (
     TokenDelta,
     TokenRequest,
     WeightsSpan,
+    one_token,
     prompt_of,
 )
 from nemo_gym.gateway.policy_request import tokens_counted
@@ -88,6 +89,9 @@ class SglangEngine(HttpEngine):
             return await self._generate(request)
         except EngineRefusedError as error:
             return await self._generate(_fitting(request, error))
+
+    async def sample_one(self) -> None:
+        await self.generate(one_token())
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
         try:

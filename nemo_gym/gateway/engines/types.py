@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Protocol, runtime_checkable
+from uuid import uuid4
 
 import orjson
 
@@ -204,6 +205,11 @@ class TokenRequest:
     """Images in order of their placeholders, as data URLs."""
     prompt_json: bytes | None = None
     """``prompt_ids`` as a JSON array without spaces, if the caller has it; it is then sent unchanged."""
+
+
+def one_token() -> TokenRequest:
+    """Return a request for one token after the id 0, which every vocabulary has."""
+    return TokenRequest(f"one-token-{uuid4().hex}", [0], Sampling(max_tokens=1))
 
 
 def prompt_of(request: TokenRequest) -> Any:
@@ -425,6 +431,10 @@ class Engine(Protocol):
 
     async def probe(self) -> None:
         """Send one cheap request that samples nothing. Raises `EngineError` unless the engine can serve."""
+        ...
+
+    async def sample_one(self) -> None:
+        """Have one token sampled, which is dropped. An engine that hangs may answer probes, but not this."""
         ...
 
 

@@ -25,6 +25,7 @@ from nemo_gym.gateway.engines.types import (
     Sampling,
     TokenDelta,
     TokenRequest,
+    one_token,
     prompt_of,
 )
 from nemo_gym.gateway.policy_request import packed, tokens_counted
@@ -262,6 +263,9 @@ class VllmEngine(HttpEngine):
             _cached(usage or {}),
             ids_json=choice.ids_json if isinstance(choice, LongCompletion) else None,
         )
+
+    async def sample_one(self) -> None:
+        await self.generate(one_token())
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
         if self._route == "generate":

@@ -18,7 +18,7 @@ from nemo_gym.gateway.engines import EngineConfig, Generation, Sampling, TokenRe
 from nemo_gym.gateway.engines.calls import RetryConfig
 from nemo_gym.gateway.engines.pool import EngineKind, EnginePool
 from nemo_gym.gateway.engines.router import RoutingConfig
-from nemo_gym_testing.gateway import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine, Status
+from nemo_gym_testing.gateway import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine, Hang, Status
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)
 _numbers = itertools.count()
@@ -215,6 +215,87 @@ async def test_two_removals_of_one_engine_leave_one_engine_less(eventually: Call
         assert [engine["name"] for engine in pool.status()["engines"]] == ["b"]
         with pytest.raises(ConfigError, match="there is no engine 'a'; there are: b"):
             await pool.remove("a")
+
+
+IMPATIENT = RoutingConfig(probe_interval_s=0.02, silence_s=0.2)
+
+
+async def answer_of(pool: EnginePool, session: str) -> str:
+    """Make one call; return the engine that answered it."""
+    if pool.kind == "token":
+        return (await pool.token_calls.generate(session, request())).engine
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    return (await pool.text_calls.call(session, lambda engine: engine.complete("/chat/completions", body))).engine
+
+
+@pytest.mark.parametrize("wire", [FakeVllmEngine, FakeSglangEngine, FakeOpenAIEngine])
+async def test_sessions_leave_an_engine_that_hangs_and_still_answers_probes(
+    wire: type[FakeEngine], eventually: Callable[..., Any]
+) -> None:
+    async with (
+        wire() as sick,
+        wire() as well,
+        EnginePool([config(sick, "sick"), config(well, "well")], routing=IMPATIENT) as pool,
+    ):
+        homes = {await answer_of(pool, session): session for session in ("s0", "s1")}
+        pool.router.pin("pinned", "sick")
+        sick.gate.clear()
+        stuck = asyncio.create_task(answer_of(pool, homes["sick"]))
+        await eventually(lambda: engine_of(pool.status(), "sick")["state"] == "silent")
+        sessions = [homes["sick"], homes["well"], "pinned", *(f"new{number}" for number in range(8))]
+        assert {await answer_of(pool, session) for session in sessions} == {"well"}
+        assert not stuck.done() and "answered nothing" in engine_of(pool.status(), "sick")["last_error"]
+        sick.gate.set()
+        assert await stuck == "sick"
+        assert await answer_of(pool, "pinned") == "sick"
+        await eventually(lambda: engine_of(pool.status(), "sick")["state"] == "up")
+
+
+async def test_engine_that_hangs_stays_out_however_many_calls_reach_their_limit(
+    eventually: Callable[..., Any],
+) -> None:
+    async with FakeVllmEngine() as sick, FakeVllmEngine() as well:
+        engines = [config(sick, "sick", request_timeout_s=0.05), config(well, "well")]
+        async with EnginePool(engines, routing=IMPATIENT) as pool:
+            sick.gate.clear()
+            number = itertools.count()
+            while engine_of(pool.status(), "sick")["state"] != "silent":
+                assert await answer_of(pool, f"early{next(number)}") == "well", "tried there as well"
+            stuck = [call for call in sick.calls if call.body["max_tokens"] > 1]
+            probes = sick.probes
+            for late in range(20):
+                assert await answer_of(pool, f"late{late}") == "well"
+            await eventually(lambda: sick.probes > probes + 3)
+            assert engine_of(pool.status(), "sick")["state"] == "silent"
+            assert [call for call in sick.calls if call.body["max_tokens"] > 1] == stuck
+
+
+async def test_only_engine_keeps_its_calls_when_it_is_too_busy_to_answer(eventually: Callable[..., Any]) -> None:
+    async with FakeVllmEngine() as busy, EnginePool([config(busy, "busy")], routing=IMPATIENT) as pool:
+        busy.gate.clear()
+        first = asyncio.create_task(answer_of(pool, "s0"))
+        await eventually(lambda: engine_of(pool.status(), "busy")["state"] == "silent")
+        second = asyncio.create_task(answer_of(pool, "s1"))
+        await eventually(lambda: sum(call.body["max_tokens"] > 1 for call in busy.calls) == 2)
+        assert pool.ready() is None
+        busy.gate.set()
+        assert [await first, await second] == ["busy", "busy"]
+        await eventually(lambda: engine_of(pool.status(), "busy")["state"] == "up")
+
+
+async def test_engine_with_one_long_answer_is_asked_for_a_token_and_keeps_its_sessions(
+    eventually: Callable[..., Any],
+) -> None:
+    routing = RoutingConfig(probe_interval_s=0.1, silence_s=1.0)
+    async with FakeVllmEngine() as slow, FakeVllmEngine() as other:
+        async with EnginePool([config(slow, "slow"), config(other, "other")], routing=routing) as pool:
+            pool.router.pin("s", "slow")
+            slow.faults.append(Hang())
+            long = asyncio.create_task(answer_of(pool, "s"))
+            await eventually(lambda: sum(call.outcome == "answered" for call in slow.calls) == 2)
+            assert engine_of(pool.status(), "slow")["state"] == "up" and slow.probes > 2 * 5, "probes outnumber tokens"
+            assert await answer_of(pool, "s") == "slow" and not long.done()
+            long.cancel()
 
 
 async def test_weights_version_is_the_trainers_to_say() -> None:

@@ -233,8 +233,10 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             retry_after, pieces = reply.headers.get("Retry-After"), _pieces(reply, self._idle_s())
             if stream and reply.status == 200 and reply.content_type != "application/json":
                 # Until something has arrived, an error can still be told by the status, and be tried again.
-                begun = await anext(pieces, b"")
-                body = next(EventReader().feed(begun), b"")
+                begun, body, events = b"", b"", EventReader()
+                while not body and (piece := await anext(pieces, b"")):  # comments may come first
+                    begun += piece
+                    body = next(events.feed(piece), b"")
                 if told_error(body) is None:
                     return OpenStream(pieces, begun, held.pop_all())
             else:

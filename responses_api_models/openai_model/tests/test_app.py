@@ -85,16 +85,17 @@ class Endpoint:
     async def _note(self, asked: web.Request) -> None:
         self.seen.append((asked.path, orjson.loads(await asked.read() or b"{}"), dict(asked.headers)))
 
-    def stream(self, *events: bytes, cut: int = 10_000) -> Handler:
-        """``cut``: the size of the pieces that are sent."""
+    def stream(self, *events: bytes, cut: int = 10_000, pause_s: float = 0.0) -> Handler:
+        """``cut``: the size of the pieces that are sent. ``pause_s``: between two events."""
 
         async def handler(asked: web.Request) -> web.StreamResponse:
             await self._note(asked)
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await stream.prepare(asked)
-            sent = b"".join(events)
-            for start in range(0, len(sent), cut):
-                await stream.write(sent[start : start + cut])
+            for sent in events if pause_s else [b"".join(events)]:
+                for start in range(0, len(sent), cut):
+                    await stream.write(sent[start : start + cut])
+                await asyncio.sleep(pause_s)
             return stream
 
         return handler
@@ -416,15 +417,16 @@ async def test_stream_of_responses_that_was_aborted_does_not_end_as_a_whole_one(
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
-@pytest.mark.parametrize("form", ["event", "event after a comment", "object"])
+@pytest.mark.parametrize("form", ["event", "event after a comment", "event long after a comment", "object"])
 @pytest.mark.parametrize(("code", "status", "tries"), [(502, 502, 2), ("429", 429, 1), (400, 400, 1)])
 async def test_error_before_a_stream_begins_is_treated_as_the_status_that_it_names(
     stack: Stack, endpoint: Any, path: str, form: str, code: int | str, status: int, tries: int
 ) -> None:
     made, told = Endpoint(), {"error": {"code": code, "message": "Provider returned error"}}
-    comment = b": OPENROUTER PROCESSING\n\n" if form == "event after a comment" else b""
-    events = made.stream(comment + b"data: " + orjson.dumps(told) + b"\n\ndata: [DONE]\n\n")
-    handler = made.reply(told) if form == "object" else events
+    comment = b": OPENROUTER PROCESSING\n\n" if "comment" in form else b""
+    event = b"data: " + orjson.dumps(told) + b"\n\ndata: [DONE]\n\n"
+    pause_s = 0.05 if form == "event long after a comment" else 0.0
+    handler = made.reply(told) if form == "object" else made.stream(comment, event, pause_s=pause_s)
     real = await endpoint(chat=handler, responses=handler)
     harness = await session(stack, real.url, max_retries=1)
     asked = {"input": "hi"} if path == "/responses" else {"messages": [{"role": "user", "content": "hi"}]}

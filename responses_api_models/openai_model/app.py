@@ -9,6 +9,7 @@ import os
 import re
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -372,8 +373,9 @@ async def _pieces(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator
 
 
 async def _relay(stream: OpenStream, dialect: Dialect) -> AsyncIterator[bytes]:
-    """Yield the endpoint's events as they arrive; an error's event ends an answer that was broken off or stopped
-    arriving. Leaving early closes the connection, so the endpoint stops work."""
+    """Yield the endpoint's events as they arrive; an error's event ends an answer that was broken off, stopped
+    arriving, or ended without saying so. Leaving early closes the connection, so the endpoint stops work."""
+    last: deque[bytes] = deque(maxlen=_LAST_EVENTS)
 
     async def all_pieces() -> AsyncIterator[bytes]:
         yield stream.begun
@@ -383,14 +385,28 @@ async def _relay(stream: OpenStream, dialect: Dialect) -> AsyncIterator[bytes]:
     try:
         async for events in _whole_events(all_pieces()):
             for event in events:
-                _require_whole(dialect, _data_of(event))
+                data = _data_of(event)
+                _require_whole(dialect, data)
+                last.append(data)
             yield b"".join(events)
+        if not any(map(_SAYS_END.search, last)):
+            raise ModelError("the model endpoint ended its stream without saying that the answer is complete")
     except ModelError as error:
         yield failure_event(dialect, error)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        yield failure_event(dialect, ModelError(f"the model endpoint's stream broke: {type(error).__name__}"))
     finally:
         stream.close()
 
 
+_LAST_EVENTS = 8
+"""The end of an answer is among so many last events; the usage and the marker follow it."""
+# An error is an end, too. Some endpoints send no "[DONE]", others no finish reason. Within a JSON string, the quotes
+# would be escaped.
+_SAYS_END = re.compile(
+    rb'\A\[DONE\]|"finish_reason"\s*:\s*"|"error"\s*:\s*[{"]|'
+    rb'"type"\s*:\s*"(?:response\.(?:completed|incomplete|failed)|error)"'
+)
 _EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 
 

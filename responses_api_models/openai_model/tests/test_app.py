@@ -403,6 +403,35 @@ async def test_stream_that_the_endpoint_broke_off_ends_with_an_error(stack: Stac
     assert (await harness.finalize())["turns"] == 0
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
+@pytest.mark.parametrize("breaks", [True, False], ids=["connection breaks", "body ends"])
+async def test_stream_that_ends_without_saying_so_ends_with_an_error(
+    stack: Stack, endpoint: Any, path: str, breaks: bool
+) -> None:
+    begun = b'event: response.created\ndata: {"type":"response.created","response":{"status":"in_progress"}}\n\n'
+
+    async def cut_off(asked: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(asked)
+        await stream.write(begun if path == "/responses" else EVENTS[0])
+        if breaks and asked.transport is not None:
+            asked.transport.close()  # after what was written
+        return stream
+
+    real = await endpoint(chat=cut_off, responses=cut_off)
+    harness = await session(stack, real.url, max_retries=0)
+    reply = await harness.post(path, stream=True, messages=[], input="hi")
+    *_, last = (await reply.read()).removesuffix(b"\n\n").split(b"\n\n")
+    assert b"server_error" in last
+    assert (await harness.finalize())["turns"] == 0
+
+
+async def test_stream_whose_answer_is_whole_needs_no_marker(stack: Stack, endpoint: Any) -> None:
+    real = await endpoint(chat=Endpoint().stream(*EVENTS[:2]))
+    harness = await session(stack, real.url)
+    assert await (await harness.post("/chat/completions", messages=[], stream=True)).read() == b"".join(EVENTS[:2])
+
+
 @pytest.mark.parametrize(("kind", "is_error"), [("response.completed", True), ("response.failed", False)])
 async def test_stream_of_responses_that_was_aborted_does_not_end_as_a_whole_one(
     stack: Stack, endpoint: Any, kind: str, is_error: bool

@@ -10,7 +10,7 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import aiohttp
@@ -87,8 +87,8 @@ class SimpleModelServerConfig(BaseResponsesAPIModelConfig):
     max_concurrent_requests: int | None = Field(None, gt=0)
     """The limit of concurrent requests, each until the end of its reply; ``None`` means no limit."""
     hosted_tools: bool = False
-    """Whether requests of sessions may name tools that the endpoint itself runs, such as a web search. With them, a
-    box without a network reaches what the endpoint reaches."""
+    """Whether requests of sessions may name tools that the endpoint itself runs, such as a web search, and files by
+    address. With them, a box without a network reaches what the endpoint reaches."""
     drop_input_reasoning_items: bool = False
     """Leave reasoning items out of Responses inputs, for endpoints that refuse the items they produced themselves."""
     connect_timeout_s: float = Field(CONNECT_TIMEOUT_S, gt=0)
@@ -320,18 +320,34 @@ class SimpleModelServer(SimpleResponsesAPIModel):
 
 
 def _refuse_hosted_tools(body: Mapping[str, Any]) -> None:
-    tools = body.get("tools")
-    kinds = {
-        f"tools.{number}": str(tool.get("type"))
-        for number, tool in enumerate(tools if isinstance(tools, list) else ())
-        if isinstance(tool, Mapping)
-    }
-    where = [place for place, kind in kinds.items() if kind.startswith(_HOSTED_TOOLS)]
+    tools = _objects_in(body.get("tools"), "tools")
+    where = [place for place, tool in tools if str(tool.get("type")).startswith(_HOSTED_TOOLS)]
     where += [name for name in _HOSTED_OPTIONS if body.get(name) is not None]
+    where += _remote_files(body)
     if where:
         refuse(
-            where[0], "is run by the endpoint; if a run's rows need that, set the model server's 'hosted_tools: true'"
+            where[0],
+            "is run or fetched by the endpoint; if a run's rows need it, set the model server's 'hosted_tools: true'",
         )
+
+
+def _remote_files(body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where files are named by address. The endpoint fetches them, and gives the model their text."""
+    for history in ("messages", "input"):
+        for message_place, message in _objects_in(body.get(history), history):
+            for key in ("content", "output"):
+                for place, part in _objects_in(message.get(key), f"{message_place}.{key}"):
+                    file = part.get("file")
+                    data = file.get("file_data") if isinstance(file, Mapping) else None
+                    if part.get("file_url") or (isinstance(data, str) and data[:4].lower() == "http"):
+                        yield place
+
+
+def _objects_in(value: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects in a list with their places; what else is in it is for the endpoint to judge."""
+    for number, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, Mapping):
+            yield f"{where}.{number}", item
 
 
 def _require_whole(dialect: Dialect, answer: bytes) -> None:

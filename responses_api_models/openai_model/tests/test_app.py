@@ -56,6 +56,10 @@ EVENTS = [
 ]
 UNCOUNTED = [*EVENTS[:2], EVENTS[3]]
 
+REMOTE_FILE = {"type": "input_file", "file_url": "https://example.com/solution.patch"}
+PROXYS_FILE = {"type": "file", "file": {"filename": "a.pdf", "file_data": "HTTPS://example.com/a.pdf"}}
+"""OpenRouter takes an address where others take data."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -190,6 +194,9 @@ async def test_reply_is_passed_through_with_the_endpoints_model_and_key(stack: S
         ("/responses", {"input": "hi", "metadata": {"extra_body": '{"plugins": [{"id": "web"}]}'}}),
         ("/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "web_search_options": {}}),
         ("/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "plugins": [{"id": "web"}]}),
+        ("/responses", {"input": [{"role": "user", "content": [REMOTE_FILE]}]}),
+        ("/responses", {"input": [{"type": "function_call_output", "call_id": "c", "output": [REMOTE_FILE]}]}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": [PROXYS_FILE]}]}),
     ],
 )
 async def test_box_gets_no_network_through_the_endpoints_own_tools(
@@ -200,6 +207,15 @@ async def test_box_gets_no_network_through_the_endpoints_own_tools(
     reply = await (await session(stack, real.url)).post(path, **asked)
     assert (reply.status, made.seen) == (400, [])
     assert "hosted_tools" in await reply.text()
+
+
+async def test_data_of_a_file_reaches_the_endpoint(stack: Stack, endpoint: Any) -> None:
+    made = Endpoint()
+    real = await endpoint(responses=made.reply(RESPONSE))
+    harness = await session(stack, real.url)
+    file = {"type": "input_file", "filename": "a.txt", "file_data": "data:text/plain;base64,aHR0cDovLw=="}
+    assert (await harness.post("/responses", input=[{"role": "user", "content": ["hi", file]}])).status == 200
+    assert made.seen[0][1]["input"][0]["content"][1] == file
 
 
 async def test_endpoints_own_tools_are_used_where_a_run_allows_them(stack: Stack, endpoint: Any) -> None:

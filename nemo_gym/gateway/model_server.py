@@ -440,14 +440,13 @@ def _usage_in(reply: Response) -> Usage | None:
 
 
 def upstream_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> ModelError:
-    """Return the caller's error for an endpoint's error status. 429 is passed on with its ``Retry-After``."""
-    retry_after = (headers or {}).get("Retry-After")
+    """Return the caller's error for an endpoint's error status, with its ``Retry-After``. 429 is passed on."""
+    wait_s = retry_after_s((headers or {}).get("Retry-After"))
     detail = f"the model endpoint answered {status}: {message[:500]}"
     if status == 429:
-        return RateLimitedError(
-            detail, retryable=True, upstream_status=status, retry_after_s=retry_after_s(retry_after)
-        )
-    return ModelError(detail, retryable=status >= 500 or status == 408, upstream_status=status)
+        return RateLimitedError(detail, retryable=True, upstream_status=status, retry_after_s=wait_s)
+    retryable = status >= 500 or status == 408
+    return ModelError(detail, retryable=retryable, upstream_status=status, retry_after_s=wait_s)
 
 
 def __getattr__(name: str) -> Any:

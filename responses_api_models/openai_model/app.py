@@ -19,7 +19,7 @@ import structlog
 from pydantic import Field, PrivateAttr, field_validator
 from starlette.responses import Response, StreamingResponse
 
-from nemo_gym._util.tasks import NETWORK_JITTER, Backoff
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.base_responses_api_model import (
     BaseResponsesAPIModelConfig,
     InferenceCall,
@@ -216,7 +216,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                     return await self._send(dialect, body, stream=stream)
                 if not isinstance(reply, tuple) or reply[0] not in RETRIED_STATUSES:
                     return self._require_accepted(reply)
-                if not await backoff.again():
+                if not await backoff.again(instead_s=retry_after_s(reply[2].get("Retry-After"))):
                     raise upstream_error(reply[0], reply[1].decode(errors="replace"), reply[2])
 
     async def _send_once(self, url: str, data: bytes, stream: bool) -> Reply:

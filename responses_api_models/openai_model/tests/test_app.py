@@ -518,6 +518,18 @@ async def test_passing_failure_is_tried_again_and_a_lasting_one_is_reported(stac
     assert len(made.seen) == 4
 
 
+async def test_wait_that_an_overloaded_endpoint_asks_for_is_kept_and_passed_on(
+    stack: Stack, endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("responses_api_models.openai_model.app.FIRST_BACKOFF_S", 3600)
+    made = Endpoint()
+    once = made.sequence(made.reply({}, 503, {"Retry-After": "0"}), made.reply({}, 503, {"Retry-After": "7"}))
+    real = await endpoint(chat=once)
+    harness = await session(stack, real.url, max_retries=1, request_timeout_s=20)
+    reply = await harness.post("/chat/completions", messages=[])
+    assert (reply.status, reply.headers.get("Retry-After"), len(made.seen)) == (502, "7", 2)
+
+
 @pytest.mark.parametrize(
     ("status", "body"),
     [

@@ -463,7 +463,8 @@ def call_at(text: str, at: int, offered: Container[str] | None = None) -> tuple[
         return None  # no offered tool can have such a name; a lone surrogate could not even be sent
     if place is None and offered is not None and name[0] not in offered:
         return None  # {"name": "Bob"} answers a question
-    return ParsedCall(name[0], arguments), end
+    call_id = string_at(text, members["id"][0]) if "id" in members else None
+    return ParsedCall(name[0], arguments, call_id[0] if call_id and call_id[0].isprintable() else None), end
 
 
 def arguments_at(text: str, at: int) -> tuple[str, int] | None:
@@ -677,7 +678,8 @@ class LlamaJson:
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 _NAMED = re.compile(
-    rf"\s{{0,16}}(?P<name>{NAME})\s{{0,16}}(?:\[CALL_ID\][a-zA-Z0-9]{{1,64}}\s{{0,16}})?(?:\[ARGS\]\s{{0,16}})?(?={{)"
+    rf"\s{{0,16}}(?P<name>{NAME})\s{{0,16}}(?:\[CALL_ID\](?P<id>[a-zA-Z0-9]{{1,64}})\s{{0,16}})?"
+    r"(?:\[ARGS\]\s{0,16})?(?=\{)"
 )
 
 
@@ -718,7 +720,7 @@ def _named(text: str, at: int) -> tuple[list[ParsedCall], int] | None:
     head = _NAMED.match(text, at)
     if head is None or (arguments := arguments_at(text, head.end())) is None:
         return None
-    return [ParsedCall(head["name"], arguments[0])], arguments[1]
+    return [ParsedCall(head["name"], arguments[0], head["id"])], arguments[1]
 
 
 CALL_FORMATS: dict[str, CallFormat] = {

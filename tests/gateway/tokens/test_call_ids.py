@@ -42,3 +42,29 @@ async def test_results_name_calls_as_the_policy_did_while_the_harness_gets_ids_o
             assert f"Return of functions.shell:{first}\nr0" in shown
             assert f"Return of functions.shell:{first + 1}\nr1" in shown
         assert len(given) == 4
+
+
+@pytest.mark.parametrize(
+    "sampled",
+    [
+        '[TOOL_CALLS][{"name": "shell", "arguments": {}, "id": "AbCdEf123"}]',
+        "[TOOL_CALLS]shell[CALL_ID]AbCdEf123[ARGS]{}",
+    ],
+)
+async def test_result_names_the_call_by_the_id_that_the_policy_wrote_beside_it(sampled: str) -> None:
+    used = policy("inst_strict")
+    async with EnginePool(kind="token") as pool:
+        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
+        conversations: TokenConversations = backend.conversations(datetime(2026, 3, 1))
+        messages: list[dict[str, Any]] = [user("look")]
+        prepared = conversations.forest.prepare(messages, TOOLS)
+        ids = [*used.encode(sampled), *used.stop_ids]
+        sample = TokenSample(
+            prepared, Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e"), CallContext("s", "0" * 32), 0.1
+        )
+        answer, _, _ = backend.commit(conversations, PolicyRequest(messages, TOOLS), sample)
+        (call,) = answer.message["tool_calls"]
+        assert call["id"] != "AbCdEf123"
+        messages = [*messages, dict(answer.message), {**result(0, "r"), "tool_call_id": call["id"]}]
+        shown = used.decode(conversations.forest.prepare(messages, TOOLS).context)
+        assert '"call_id": "AbCdEf123"' in shown

@@ -225,14 +225,13 @@ class IncrementalEncoder:
     @cached_property
     def drops_reasoning(self) -> frozenset[str]:
         """Roles (``user``, ``tool``) after whose messages the template omits the reasoning of earlier answers."""
-        answer = f"<think>\n{self._user}\n</think>\n\n{self._answer}"
+        answer = {"role": "assistant", "content": f"<think>\n{self._user}\n</think>\n\n{self._answer}"}
+        if "reasoning_content" in self._policy.template.source:  # where answers have it
+            answer |= {"content": self._answer, "reasoning_content": self._user}
         user = {"role": "user", "content": "q"}
         follows: dict[str, list[Message]] = {
-            "user": [{"role": "assistant", "content": answer}, user],
-            "tool": [
-                {"role": "assistant", "content": answer, "tool_calls": [_CALL]},
-                _RESULT,
-            ],
+            "user": [answer, user],
+            "tool": [{**answer, "tool_calls": [_CALL]}, _RESULT],
         }
         dropped = set()
         for role, messages in follows.items():

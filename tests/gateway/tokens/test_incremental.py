@@ -14,6 +14,7 @@ from nemo_gym.gateway.tokens.forest import IncrementalEncoder, UnprovenError
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 from nemo_gym.gateway.tokens.trajectories import record_of, restore
+from nemo_gym_testing.gateway.tiny.policies import chat_template
 from tests.gateway.tokens.conversations import TOOLS, call, exchanges, result, said, sampled_ids, user
 from tests.gateway.tokens.policies import FAMILIES, policy, write
 from tests.properties import examples
@@ -74,6 +75,16 @@ def test_new_messages_are_encoded_as_in_the_whole_when_the_template_drops_reason
 )
 def test_dropped_reasoning_is_found_by_role(family: str, dropping: set[str]) -> None:
     assert IncrementalEncoder(policy(family)).drops_reasoning == dropping
+
+
+def test_dropped_reasoning_is_found_when_the_template_only_reads_it_beside_the_content(tmp_path: Path) -> None:
+    inline = "{%- if '</think>' in content and not reasoning %}"
+    template = chat_template("chatml_think")
+    assert inline in template
+    used = PolicyTokenizer.load(
+        write(tmp_path, "chatml_think"), chat_template=template.replace(inline, "{%- if false %}")
+    )
+    assert IncrementalEncoder(used).drops_reasoning == {"user"}
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,14 @@ def _reply(output: Any, max_tokens: int) -> Mapping[str, Any]:
     if reason == "stop" and (output.stop_reason == "length" or len(ids) >= max_tokens):
         reason = "length"
     extra = getattr(output, "extra_fields", None) or {}
-    version = extra.get("max_global_steps", extra.get("global_steps"))
+    last = extra.get("max_global_steps", extra.get("global_steps"))
+    first = extra.get("min_global_steps")
+    weights: dict[str, Any] = {}
+    if last is not None:
+        # Without the first version, the gateway takes the one of the answer before. The client does not say which
+        # tokens it sampled.
+        spans = [{"version": str(first), "start": 0, "end": 0}, {"version": str(last), "start": 0, "end": len(ids)}]
+        weights = {"weight_version": str(last), "weight_versions": spans[first in (None, last) :]}
     return {
         "output_ids": ids,
         "meta_info": {
@@ -328,6 +335,6 @@ def _reply(output: Any, max_tokens: int) -> Mapping[str, Any]:
             "output_token_logprobs": [
                 [float(logprob), int(token), None] for token, logprob in zip(ids, logprobs, strict=True)
             ],
-            **({"weight_version": str(version)} if version is not None else {}),
+            **weights,
         },
     }

@@ -264,19 +264,16 @@ def _refuse_constraints(request: PolicyRequest) -> None:
 
 def _message(parsed: ParsedAnswer, call_id: str, own_ids: bool = False) -> dict[str, Any]:
     """Return the answer as a message. ``own_ids``: with the ids that the policy wrote, which are not always unique, so
-    that only the policy sees them."""
+    that only the policy sees them; ``given_id`` is the harness's."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning is not None:
         message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
-        message["tool_calls"] = [
-            {
-                "id": (call.call_id if own_ids else None) or f"call_{call_id[:20]}{number:02d}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(parsed.calls)
-        ]
+        message["tool_calls"] = calls = []
+        for number, call in enumerate(parsed.calls):
+            given = {"id": f"call_{call_id[:20]}{number:02d}"}
+            ids = {"id": call.call_id, "given_id": given["id"]} if own_ids and call.call_id else given
+            calls.append({**ids, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
     return message
 
 

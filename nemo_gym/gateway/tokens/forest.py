@@ -444,6 +444,8 @@ class TokenForest:
         self._by_key: dict[bytes, list[Turn]] = {}
         self._told: dict[bytes, Told] = {}
         """By the key of a conversation that was continued."""
+        self._own_ids: dict[str, str] = {}
+        """By the id that the harness was given: the id that the policy wrote into its call."""
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -484,7 +486,8 @@ class TokenForest:
             else:
                 return context
         yield True
-        ids = array("i", self._encoder.full(messages, tools=tools, now=self.now))
+        told = [self._with_own_ids(message) for message in messages] if self._own_ids else messages
+        ids = array("i", self._encoder.full(told, tools=tools, now=self.now))
         if parent is not None and reason is SplitReason.TEMPLATE and ids[: parent.end] == parent.tokens[: parent.end]:
             # Not proven in general, but here the template's tokens equal the sampled ones.
             return Prepared(parent, ids[parent.end :], reading, shared, None, None)
@@ -546,6 +549,17 @@ class TokenForest:
         self._by_key.setdefault(turn.key, []).append(turn)
         if turn.parent is not None:
             turn.parent.children.append(turn)
+        for call in calls_of(turn.message):
+            if "given_id" in call:
+                self._own_ids[call["given_id"]] = call["id"]
+
+    def _with_own_ids(self, message: Message) -> Message:
+        def own(given_id: Any) -> Any:
+            return self._own_ids.get(given_id, given_id)
+
+        if calls := calls_of(message):
+            return {**message, "tool_calls": [{**call, "id": own(call.get("id"))} for call in calls]}
+        return {**message, "tool_call_id": own(message["tool_call_id"])} if "tool_call_id" in message else message
 
     def _deepest_turn(self, reading: Reading) -> tuple[Turn | None, int, bool]:
         """Return the turn that a request continues, the number of entries it covers, and, if there is none, whether

@@ -118,7 +118,8 @@ class Turn:
     weights_version: str | None
     details: Mapping[str, Any]
     message: Message
-    """The parsed answer as it was delivered, but with the ids of calls that the policy wrote, if it wrote any."""
+    """The parsed answer as it was delivered, but with the ids of calls that the policy wrote, if it wrote any; then
+    ``given_id`` is the harness's."""
     key: bytes
     """The key of the conversation up to and including this answer."""
     request_key: bytes

@@ -68,3 +68,28 @@ async def test_result_names_the_call_by_the_id_that_the_policy_wrote_beside_it(s
         messages = [*messages, dict(answer.message), {**result(0, "r"), "tool_call_id": call["id"]}]
         shown = used.decode(conversations.forest.prepare(messages, TOOLS).context)
         assert '"call_id": "AbCdEf123"' in shown
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_history_that_is_encoded_anew_names_calls_as_the_policy_did(restarted: bool) -> None:
+    used = policy("kimi_k2")
+    async with EnginePool(kind="token") as pool:
+        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
+        conversations: TokenConversations = backend.conversations(datetime(2026, 3, 1))
+        messages: list[dict[str, Any]] = [user("look")]
+        prepared = conversations.forest.prepare(messages, TOOLS)
+        ids = used.encode(f"<|tool_calls_section_begin|>{written(0)}<|tool_calls_section_end|><|im_end|>")
+        sample = TokenSample(
+            prepared, Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e"), CallContext("s", "0" * 32), 0.1
+        )
+        answer, record, _ = backend.commit(conversations, PolicyRequest(messages, TOOLS), sample)
+        if restarted:
+            conversations = backend.conversations(datetime(2026, 3, 1))
+            conversations.restore([record])
+        (call,) = answer.message["tool_calls"]
+        compacted = [user("go on"), dict(answer.message), {**result(0, "r0"), "tool_call_id": call["id"]}]
+        prepared = conversations.forest.prepare(compacted, TOOLS)
+        shown = used.decode(prepared.context)
+        assert prepared.parent is None
+        assert "<|tool_call_begin|>functions.shell:0<" in shown and "Return of functions.shell:0\nr0" in shown
+        assert call["id"] not in shown

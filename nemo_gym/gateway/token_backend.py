@@ -207,7 +207,7 @@ class TokenBackend:
                 _details(sampled, request),
                 generation.ids_json,
             ),
-            _message(parsed, sampled.context.call_id, own_ids=True),
+            _with_own_ids(message, parsed),
         )
         answer = Answer(
             sampled.context.call_id,
@@ -262,19 +262,32 @@ def _refuse_constraints(request: PolicyRequest) -> None:
         )
 
 
-def _message(parsed: ParsedAnswer, call_id: str, own_ids: bool = False) -> dict[str, Any]:
-    """Return the answer as a message. ``own_ids``: with the ids that the policy wrote, which are not always unique, so
-    that only the policy sees them; ``given_id`` is the harness's."""
+def _message(parsed: ParsedAnswer, call_id: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning is not None:
         message["reasoning_content"] = parsed.reasoning
     if parsed.calls:
-        message["tool_calls"] = calls = []
-        for number, call in enumerate(parsed.calls):
-            given = {"id": f"call_{call_id[:20]}{number:02d}"}
-            ids = {"id": call.call_id, "given_id": given["id"]} if own_ids and call.call_id else given
-            calls.append({**ids, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
+        message["tool_calls"] = [
+            {
+                "id": f"call_{call_id[:20]}{number:02d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(parsed.calls)
+        ]
     return message
+
+
+def _with_own_ids(message: dict[str, Any], parsed: ParsedAnswer) -> dict[str, Any]:
+    """Return the message with the ids that the policy wrote, which are not always unique, so that only the policy sees
+    them; ``given_id`` is the harness's. It is the same object if the policy wrote none: then it is kept only once."""
+    if not any(call.call_id for call in parsed.calls):
+        return message
+    calls = [
+        {**call, "id": own.call_id, "given_id": call["id"]} if own.call_id else call
+        for call, own in zip(message["tool_calls"], parsed.calls, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _end(finish: FinishReason, parsed: ParsedAnswer) -> AnswerEnd:

@@ -8,6 +8,7 @@ import pytest
 from nemo_gym.gateway.backend import CallContext
 from nemo_gym.gateway.engines import FinishReason, Generation
 from nemo_gym.gateway.engines.pool import EnginePool
+from nemo_gym.gateway.live_session import encode_committed
 from nemo_gym.gateway.parsing import answer_parser
 from nemo_gym.gateway.policy_request import PolicyRequest
 from nemo_gym.gateway.token_backend import TokenBackend, TokenConversations, TokenSample
@@ -93,3 +94,19 @@ async def test_history_that_is_encoded_anew_names_calls_as_the_policy_did(restar
         assert prepared.parent is None
         assert "<|tool_call_begin|>functions.shell:0<" in shown and "Return of functions.shell:0\nr0" in shown
         assert call["id"] not in shown
+
+
+async def test_answer_without_ids_of_the_policys_own_is_in_the_journal_once() -> None:
+    used = policy("chatml_think")
+    async with EnginePool(kind="token") as pool:
+        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
+        conversations: TokenConversations = backend.conversations(datetime(2026, 3, 1))
+        messages = [user("look")]
+        ids = used.encode('Onlyonce.<tool_call>{"name": "shell", "arguments": {}}</tool_call><|im_end|>')
+        generation = Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e")
+        sample = TokenSample(
+            conversations.forest.prepare(messages, TOOLS), generation, CallContext("s", "0" * 32), 0.1
+        )
+        answer, record, _ = backend.commit(conversations, PolicyRequest(messages, TOOLS), sample)
+        body = b"".join(bytes(piece) for piece in encode_committed(answer, record))
+        assert body.count(b"Onlyonce") == 1

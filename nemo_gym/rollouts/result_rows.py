@@ -162,13 +162,15 @@ MASKED = "masked"
 
 def with_tokens(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with the tokens of its trajectory in ``response.output``; unchanged if it has no trajectory, or
-    if the model server has already written the tokens there."""
+    if the model server has already written the tokens of one conversation there."""
     response = row.get(RESPONSE_KEY)
     trajectory = _longest(row.get(TRAJECTORY_KEY))
     if trajectory is None or not isinstance(response, Mapping):
         return row
     if has_tokens(response):
-        return row
+        if _is_one_conversation(response["output"]):
+            return row
+        response = without_tokens(response)
     output = response.get("output")
     items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
     return {**row, RESPONSE_KEY: {**response, "output": _with_turns(items, _turns(trajectory))}}
@@ -179,6 +181,18 @@ def has_tokens(response: Any) -> bool:
     output = response.get("output") if isinstance(response, Mapping) else None
     items = output if isinstance(output, list) else []
     return any(isinstance(item, dict) and item.get("generation_token_ids") for item in items)
+
+
+def _is_one_conversation(output: Sequence[Any]) -> bool:
+    """Whether each prompt begins with the prompt and tokens of the turn before: NeMo RL fails where it does not."""
+    seen: list[int] = []
+    for item in output:
+        if isinstance(item, dict) and (generated := item.get("generation_token_ids")):
+            prompt = item.get("prompt_token_ids") or []
+            if prompt[: len(seen)] != seen:
+                return False
+            seen = [*prompt, *generated]
+    return True
 
 
 def masked_fields(failure: str, reason: str | None) -> dict[str, Any]:

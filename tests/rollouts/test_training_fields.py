@@ -108,6 +108,24 @@ def test_tokens_that_the_model_server_wrote_stay() -> None:
     assert with_tokens(given) is given
 
 
+def test_tokens_that_the_model_server_wrote_of_two_conversations_give_way_to_the_longest() -> None:
+    told = [
+        {
+            **message(str(number)),
+            "prompt_token_ids": prompt,
+            "generation_token_ids": [5, 6],
+            "generation_log_probs": [-1.0, -1.0],
+        }
+        for number, prompt in enumerate(([1, 2], [9, 2, 5, 6, 3]))
+    ]
+    with pytest.raises(AssertionError):
+        read_as_nemo_rl({"output": told})
+    longest = trajectory(2)
+    seen, mask, _ = read_as_nemo_rl(with_tokens(row(told, trajectory(1, index=1), longest))["response"])
+    assert seen == PROMPT + longest["response_ids"]
+    assert mask == [0] * len(PROMPT) + longest["response_mask"]
+
+
 @pytest.mark.parametrize(
     "given",
     [

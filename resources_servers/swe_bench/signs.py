@@ -222,6 +222,8 @@ _LOADS_CODE = re.compile(
     rb"|commands|setenv|set_env|script|backend|cmdclass|attr"
 )
 """Matches lines of settings that may make a test runner load or leave out code."""
+_IMPORTS_TEST_SUPPORT = re.compile(rb"(?:from|import)\s.*\btest(?:ing)?\b")
+"""Matches an import that runs when its module is loaded; one in a function may never run."""
 _TEST_DIRECTORIES = frozenset({"test", "tests", "testing", "spec", "specs", "__tests__"})
 _TEST_FILE = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$|.*[.-](test|spec)\.[cm]?[jt]sx?$")
 _MARKER = re.compile(rb">>>>> (?:Start|End) Test Output|>>>>> Test Exit Code|>>>>> (?:Applied Patch|All Tests Passed)")
@@ -254,21 +256,27 @@ def _replaces_library(parts: tuple[str, ...]) -> bool:
 
 
 def is_control_part(section: FilePatch, gold_paths: set[str]) -> bool:
-    """Whether a section belongs in the control run without source changes: it names a file that decides how tests run
-    and that the gold patch does not change. For a copy, the new name counts too. A package's own test support is part
-    of the product, unless it is a plugin."""
-    named = any(decides_how_tests_run(path) and path not in gold_paths for path in section.paths)
-    return named and not _is_test_support(section)
+    """Whether a section names a file that decides how tests run and that the gold patch does not change. For a copy,
+    the new name counts too."""
+    return any(decides_how_tests_run(path) and path not in gold_paths for path in section.paths)
 
 
 def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:
-    """Return the part of a patch that decides how tests run (`is_control_part`), and the rest. Either may be empty."""
+    """Return the part of a patch that decides how tests run (`is_control_part`), and the rest. Either may be empty.
+
+    A package's own test support belongs to the product if gold changes some of it too, or if the patch makes a module
+    of the package import some. Else it may be what only tests load.
+    """
     gold = paths_of(gold_patch)
-    control_part: list[FilePatch] = []
-    remaining: list[FilePatch] = []
-    for section in split_patch(patch):
-        (control_part if is_control_part(section, gold) else remaining).append(section)
-    return joined(control_part), joined(remaining)
+    sections = split_patch(patch)
+    control = {section for section in sections if is_control_part(section, gold)}
+    used_in = {_top(path) for path in gold if _in_test_package(path)}
+    for section in sections:
+        if section not in control and any(map(_IMPORTS_TEST_SUPPORT.match, section.added_lines)):
+            used_in |= {_top(path) for path in section.paths if path.endswith(".py")}
+    control -= {one for one in control if _is_test_support(one) and used_in.issuperset(map(_top, one.paths))}
+    control_part = joined(section for section in sections if section in control)
+    return control_part, joined(section for section in sections if section not in control)
 
 
 def without_runner_code(patch: bytes, gold_patch: bytes) -> bytes:
@@ -277,7 +285,11 @@ def without_runner_code(patch: bytes, gold_patch: bytes) -> bytes:
     like a warning that is filtered. So do packages of the product that are called ``test`` or ``testing``."""
     gold = paths_of(gold_patch)
     sections = split_patch(patch)
-    control = {section for section in sections if is_control_part(section, gold) and not _is_setting(section)}
+    control = {
+        section
+        for section in sections
+        if is_control_part(section, gold) and not (_is_setting(section) or _is_test_support(section))
+    }
     paths = {path for section in control for path in section.paths}
     parents = _parents(paths)
     return joined(
@@ -298,12 +310,17 @@ def _is_setting(section: FilePatch) -> bool:
 
 
 def _is_test_support(section: FilePatch) -> bool:
+    """Whether a section only changes a package's own test support, and is no plugin."""
     is_plugin = any(b"pytest" in line for line in section.added_lines)
     return _is_text(section) and not is_plugin and all(_in_test_package(path) for path in section.paths)
 
 
 def _is_text(section: FilePatch) -> bool:
     return b"mode 120000" not in section.text and b"\nGIT binary patch" not in section.text
+
+
+def _top(path: str) -> str:
+    return path.partition("/")[0]
 
 
 def _in_test_package(path: str) -> bool:
@@ -435,9 +452,13 @@ def signs_in_patch(patch: bytes, gold: bytes) -> list[Sign]:
 
 
 def _runner_package(path: str) -> str:
-    """Return the directory of a test runner's modules that holds ``path``, or nothing."""
+    """Return the directory that holds ``path`` of a test runner's modules or a package's test support, or nothing."""
     directories = PurePosixPath(path).parts[:-1]
-    inside = [number for number, name in enumerate(directories, 1) if name in _RUNNER_MODULES]
+    inside = [
+        number
+        for number, name in enumerate(directories, 1)
+        if name in _RUNNER_MODULES or (number > 1 and name in ("test", "testing"))
+    ]
     return "/".join(directories[: inside[0]]) if inside else ""
 
 

@@ -314,13 +314,42 @@ def test_what_the_script_runs_from_the_repositorys_root_decides_how_tests_run(pa
     assert not decides_how_tests_run(f"src/vendor/{path}")
 
 
-def test_a_packages_own_test_support_belongs_to_the_product_and_shows_signs() -> None:
+@pytest.mark.parametrize(
+    "imports",
+    ["from pkg.testing.lengths import joined", "from . import testing", "import pkg.testing.lengths as lengths"],
+)
+def test_a_packages_own_test_support_belongs_to_the_product_where_product_code_imports_it(imports: str) -> None:
     helper = _adds("pkg/testing/lengths.py", "def joined(words): ...")
-    assert divided(helper, b"") == (b"", helper)
+    product = _adds("pkg/core.py", imports)
+    assert divided(helper + product, b"") == (b"", helper + product)
     plugin = _adds("pkg/testing/plugin.py", "def pytest_runtest_makereport(): ...")
-    assert divided(plugin, b"") == (plugin, b"")
+    assert divided(plugin + product, b"") == (plugin, product)
+
+
+def test_a_packages_own_test_support_belongs_to_the_product_where_gold_changes_it_too() -> None:
+    helper, plugin = _adds("pkg/test/client.py", "x = 1"), _adds("pkg/test/plugin.py", "import pytest")
+    assert divided(helper + plugin, _adds("pkg/test/cases.py", "x = 1")) == (plugin, helper)
+
+
+def test_test_support_that_only_tests_may_load_is_no_product() -> None:
+    """A solution there works only under test."""
+    support = _adds("django/test/utils.py", "from django.core import mail", "mail.fixed = True")
+    imports = "from django.test import utils"
+    for product in (
+        _adds("django/core/mail.py", "fixed = False  # from django.test"),
+        _adds("django/core/mail.py", "def never_called():", f"    {imports}"),
+        _adds("reproduce.py", imports),
+        _adds("django/README.rst", imports),
+    ):
+        assert divided(support + product, _adds("django/core/mail.py", "x")) == (support, product)
+    tests = _adds("tests/mail/tests.py", imports)
+    assert divided(support + tests, b"") == (support + tests, b"")
+
+
+def test_signs_are_looked_for_in_a_packages_own_test_support() -> None:
     looking = _adds("pkg/testing/lengths.py", "fits = 'unittest' in sys.modules")
     assert [sign.what for sign in signs_in_patch(looking, b"")] == ["test runner"]
+    assert signs_in_patch(looking, _adds("pkg/testing/words.py", "x = 1")) == []
 
 
 def _section(path: str, line: str) -> bytes:

@@ -20,7 +20,7 @@ from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.row import SweBenchRow, TestId, content_digest, image_slug
 from resources_servers.swe_bench.signs import SCRIPT_SUFFIXES as JAVASCRIPT
 
-CONTROLS_VERSION = 11
+CONTROLS_VERSION = 12
 Strength = Literal["none", "weak", "strong"]
 LEVELS: tuple[Strength, ...] = get_args(Strength)
 

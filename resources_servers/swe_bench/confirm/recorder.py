@@ -4,6 +4,7 @@ This file is pasted into test files, with every name that starts with ``_ng_`` r
 Python 3.6 and later, imports nothing from this suite, and never calls ``__eq__`` or ``__repr__`` of a recorded value.
 """
 
+import collections as _ng_collections
 import json as _ng_json
 import os as _ng_os
 import sys as _ng_sys
@@ -59,7 +60,7 @@ def _ng_encode(value, depth, left):
     kind = type(value)
     base = _ng_base(kind)
     plain = _ng_encode_as(value, kind, base, depth, left)
-    if base is None or base is kind or base is type or plain == ["cut"]:
+    if base is None or base is kind or base is type or plain[0] in ("cut", "object"):
         return plain
     # The value's class is derived from a plain type: record the plain value and the object's text.
     return ["as", plain, _ng_said(value)]
@@ -92,6 +93,13 @@ def _ng_encode_as(value, kind, base, depth, left):
     if base is dict or kind is _ng_PROXY:
         pairs = (base or kind).items(value)
         return ["dict", [[_ng_encode(k, depth + 1, left), _ng_encode(v, depth + 1, left)] for k, v in pairs]]
+    if base in _ng_USER:
+        # What these show is theirs to define: a list of errors may hold objects and show their messages.
+        try:
+            held = list(value) if base is _ng_USER[0] else {key: value[key] for key in value}
+        except Exception:
+            return _ng_encode_other(value, kind, depth, left)
+        return _ng_encode_as(held, type(held), type(held), depth, left)
     if base is range or base is slice:
         return [base.__name__, [_ng_encode(one, depth + 1, left) for one in (value.start, value.stop, value.step)]]
     if base is type:
@@ -109,10 +117,6 @@ def _ng_encode_other(value, kind, depth, left):
             plain = numpy.ndarray.tolist(value) if name == "numpy.ndarray" else numpy.generic.item(value)
             if type(plain) is not kind:
                 return ["array", _ng_encode(plain, depth + 1, left)]
-        if name in ("collections.UserDict", "collections.UserList"):
-            plain = object.__getattribute__(value, "__dict__").get("data")
-            if _ng_base(type(plain)) in (dict, list):
-                return ["as", _ng_encode_as(plain, type(plain), _ng_base(type(plain)), depth, left), _ng_said(value)]
         if name in ("datetime.date", "datetime.time", "datetime.timedelta", "uuid.UUID", "pathlib.PurePath"):
             return ["text", name, str(value)[:_ng_MAX_TEXT]]
     if "builtins.BaseException" in names:
@@ -141,7 +145,9 @@ def _ng_said(value):
 
 _ng_VIEWS = (type({}.keys()), type({}.items()))
 _ng_PROXY = type(type.__dict__)
+_ng_USER = (_ng_collections.UserList, _ng_collections.UserDict)
 _ng_PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, range, slice, type)
+_ng_PLAIN += _ng_USER
 
 
 def _ng_write(record):

@@ -266,6 +266,50 @@ def test_it():
     assert not equal(*other, said=True)
 
 
+ERROR_LIST = """
+from collections import UserDict, UserList
+class Errors(UserList, list):  # as in Django: holds objects and shows their texts
+    def __init__(self, *texts): super().__init__([(text,) for text in texts])
+    def __getitem__(self, place): return self.data[place][0]
+    def __eq__(self, other): return list(self) == other
+class Cased(UserDict):
+    def __setitem__(self, key, value): self.data[key.lower()] = (key, value)
+    def __getitem__(self, key): return self.data[key.lower()][1]
+class Broken(UserList):
+    def __getitem__(self, place): raise OSError
+def test_it():
+    assert {value} == {expected}
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "wrong", "expected"),
+    [
+        ("Errors('a', 'b')", "Errors('a', 'c')", "['a', 'b']"),
+        ("{'f': Errors('a')}", "{'f': Errors()}", "{'f': ['a']}"),
+        ("Cased(x=1)", "Cased(x=2)", "{'x': 1}"),
+    ],
+)
+def test_a_users_collection_counts_by_what_it_shows(returned: str, wrong: str, expected: str, tmp_path: Path) -> None:
+    def recorded(value: str) -> list[Any]:
+        return recorded_by(
+            ERROR_LIST.replace("{value}", value).replace("{expected}", expected), tmp_path, discover=True
+        )
+
+    ((value, plain),), ((other, _),) = recorded(returned), recorded(wrong)
+    assert is_value(value)
+    assert equal(value, plain, said=True)
+    assert not equal(other, plain)
+    assert not equal(other, value)
+
+
+def test_a_collection_that_cannot_be_read_is_an_object(tmp_path: Path) -> None:
+    source = ERROR_LIST.replace("{value}", "Broken('a')").replace("{expected}", "None")
+    ((value, _),) = recorded_by(source, tmp_path, discover=True)
+    assert is_value(value)
+    assert value[0] == "object"
+
+
 @pytest.mark.parametrize(
     ("returned", "wrong", "expected"),
     [

@@ -70,8 +70,11 @@ class RowControls:
 
     @property
     def plain_covers_all(self) -> bool:
-        """Whether every test to be fixed is also confirmed without a test runner."""
-        plain = {test for one in self.renderings if one.rendering.plain for test in one.tests}
+        """Whether every test to be fixed is also confirmed without a test runner, and without a package of tests that
+        may load one."""
+        plain = {
+            test for one in self.renderings if one.rendering.plain and not one.rendering.beside for test in one.tests
+        }
         return all(name in plain for name, test in self.tests.items() if test.fail_to_pass)
 
     def leaves_out(self, ids: Collection[str]) -> bool:

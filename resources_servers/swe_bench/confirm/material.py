@@ -209,7 +209,7 @@ class Material:
             kinds: test → what is varied in it, in place of relabelling. Other tests are left out.
             plain: render only this file, to run without a test runner.
             inside: run it as a module of the package that gold changes, so that calls look like the package's own.
-                Else it runs as a program, or in its own package if it imports from there.
+                Else it runs as a program, or in a copy of its own package if it imports from there.
         """
         rng = random.Random(f"{seed}{plain}{inside}")
         records = f"/var/tmp/{random_name(rng)}"
@@ -252,15 +252,20 @@ class Material:
             return RenderedSet(Rendering(texts, records), files)
         file = files[plain]
         name = f"{random_name(rng)}{PurePosixPath(plain).suffix}"
-        plain_path, module = name, ""
+        plain_path, module, beside = name, "", ""
         if plain.endswith(JAVASCRIPT):
             plain_path = str(PurePosixPath(plain).with_name(name))
         elif inside and self.package:
             plain_path, module = f"{self.package.path}/{name}", f"{self.package.name}.{PurePosixPath(name).stem}"
-        elif _RELATIVE_IMPORT.search(file.source):
-            plain_path = str(PurePosixPath(plain).with_name(name))
+        elif "/" in plain and _RELATIVE_IMPORT.search(file.source):
+            parts = PurePosixPath(plain).parts
+            folders = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+            beside = next((one for one in folders if decides_how_tests_run(f"{one}/{name}")), folders[-1])
+            copy = PurePosixPath(beside).with_name(random_name(rng))
+            plain_path = str(copy / PurePosixPath(plain).relative_to(beside).with_name(name))
             module = ".".join(PurePosixPath(plain_path).with_suffix("").parts)
-        return RenderedSet(Rendering({plain_path: file.source, **file.beside}, records, plain_path, module), files)
+        texts = {plain_path: file.source, **file.beside}
+        return RenderedSet(Rendering(texts, records, plain_path, module, beside=beside), files)
 
     async def run(self, patch: bytes, renderings: Sequence[Rendering]) -> Recorded:
         """Run renderings with ``patch``. Add a note if the run did not end by itself.

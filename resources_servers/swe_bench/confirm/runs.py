@@ -62,7 +62,10 @@ class Rendering:
     plain: str = ""
     """The file to run as a program in place of the row's test command; empty to run the test command."""
     module: str = ""
-    """The name of that file as a module of the package under test; empty to run it as a separate program."""
+    """The name of that file as a module of a package; empty to run it as a separate program."""
+    beside: str = ""
+    """The directory of tests that the plain file imports from. The file runs in a copy of another name, because a
+    package that is called like the tests would look like a test run. The copy is the file's directory or above it."""
     printed: bool = False
     """Whether the output of the test command is taken as the records."""
     instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -77,7 +80,15 @@ class Rendering:
             return test_command
         interpreter = "python" if self.plain.endswith(".py") else "node"
         program = ["-c", f"import {self.module}"] if self.module else [self.plain]
-        return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS {interpreter} {shlex.join(program)}"
+        command = f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS {interpreter} {shlex.join(program)}"
+        if not self.beside:
+            return command
+        return f"cp -R {shlex.quote(self.beside)}/. {shlex.quote(self.copy)}\n{command}"
+
+    @property
+    def copy(self) -> str:
+        """The directory that receives a copy of ``beside``."""
+        return "/".join(self.plain.split("/")[: self.beside.count("/") + 1]) if self.beside else ""
 
 
 def word_in_command(word: str) -> re.Pattern[str]:
@@ -151,7 +162,7 @@ async def run_renderings(
                 break
             # An earlier rendering's file that this one does not have must not exist now.
             leftovers = earlier_files - {*rendering.files}
-            earlier_files |= {*rendering.files}
+            earlier_files |= {*rendering.files, rendering.copy} - {""}
             script = _turn(rendering, rendering.command(steps.test_command), leftovers, len(state))
             script_bytes = script.encode("utf-8", "surrogateescape")
             archive = _tar({**(support or {}), **_bytes(rendering.files)}, number)

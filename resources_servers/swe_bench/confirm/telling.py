@@ -212,7 +212,8 @@ def without_surplus(kept: Sequence[ControlledRendering], fixed: Collection[str])
 
 
 def _worth(plain: ControlledRendering, fixed: Collection[str]) -> tuple[int, bool, int]:
-    return len(plain.tests.keys() & fixed), bool(plain.rendering.module), len(plain.tests)
+    inside = bool(plain.rendering.module) and not plain.rendering.beside
+    return len(plain.tests.keys() & fixed), inside, len(plain.tests)
 
 
 def _carries_more_than_the_public(

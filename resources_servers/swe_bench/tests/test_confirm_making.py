@@ -61,23 +61,36 @@ def test_plain_rendering_stands_in_the_package_of_the_first_module_that_gold_cha
 
 
 @pytest.mark.parametrize(
-    ("imports", "directory", "package"),
-    [("from tool import shorten", "", ""), ("import tool\nfrom .compat import NAMES", "tests/", "tests.")],
+    ("imports", "path", "beside"),
+    [
+        ("from tool import shorten", "tests/test_x.py", ""),
+        ("import tool\nfrom .compat import NAMES", "tests/test_x.py", "tests"),
+        ("from . import NAMES", "tool/tests/test_x.py", "tool/tests"),
+        ("from ..names import NAMES", "tests/unit/deep/test_x.py", "tests"),
+        ("from . import NAMES", "tool/checks/test_x.py", "tool/checks"),
+        ("from . import NAMES", "test_x.py", ""),
+    ],
 )
-def test_plain_rendering_of_a_test_that_imports_from_its_own_package_stands_there(
-    imports: str, directory: str, package: str
+def test_plain_rendering_of_a_test_that_imports_from_its_own_package_stands_in_a_copy_of_it(
+    imports: str, path: str, beside: str
 ) -> None:
     row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS)))
     material = Material(EvalSite(cast(SandboxProvider, None), "image"), row, random.Random(0))
-    path = "tests/test_x.py"
     material.sources = {path: f"{imports}\n\ndef test_limit():\n    assert shorten(NAMES) == 'some'\n"}
     material.chosen = {path: Chosen(frozenset({"test_limit"}), frozenset())}
     rendered = material.render("blind", 1, None, plain=path)
     assert rendered is not None
-    name = rendered.rendering.plain.removeprefix(directory)
-    assert rendered.rendering.files.keys() == {directory + name}
-    assert rendered.rendering.module == (package + name.removesuffix(".py") if package else "")
-    assert "/" not in name
+    rendering = rendered.rendering
+    assert rendering.files.keys() == {rendering.plain}
+    assert rendering.beside == beside
+    *directory, name = rendering.plain.split("/")
+    above, _, named = beside.rpartition("/")
+    assert rendering.copy.rpartition("/")[0] == above
+    assert rendering.plain.removeprefix(rendering.copy).removesuffix(name) == (
+        path.removeprefix(beside).removesuffix("test_x.py") if beside else ""
+    )
+    assert named not in directory
+    assert rendering.module == (".".join([*directory, name.removesuffix(".py")]) if beside else "")
 
 
 def test_plain_rendering_within_the_package_is_kept_unless_it_confirms_less() -> None:
@@ -88,6 +101,8 @@ def test_plain_rendering_within_the_package_is_kept_unless_it_confirms_less() ->
     assert one_plain([blinded, outside, inside, other], {"f|a"}) == [blinded, inside, other]
     assert one_plain([blinded, outside, inside, other], {"f|a", "f|b"}) == [blinded, outside, other]
     assert one_plain([blinded], {"f|a"}) == [blinded]
+    beside = ControlledRendering(Rendering({}, "/r", "copy/x.py", "copy.x", beside="tests"), {"f|a": ()})
+    assert one_plain([blinded, beside, inside, other], {"f|a"}) == [blinded, inside, other]
 
 
 def test_one_of_three_renderings_is_left_out_beside_twins_where_the_others_hold_its_tests() -> None:

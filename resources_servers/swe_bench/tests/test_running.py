@@ -67,10 +67,9 @@ def source(text: str) -> bytes:
     return (head + "".join(f"+{line}\n" for line in lines)).encode()
 
 
-async def recorded(site: EvalSite, eval_script: str, patch: bytes, *tests: str) -> Recorded:
-    """Run renderings with these texts of the test file."""
+def row_of(eval_script: str) -> SweBenchRow:
     names = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
-    row = SweBenchRow(
+    return SweBenchRow(
         **dict.fromkeys(names, "sample"),
         fail_to_pass=("t",),
         pass_to_pass=(),
@@ -78,6 +77,11 @@ async def recorded(site: EvalSite, eval_script: str, patch: bytes, *tests: str) 
         log_parser="parse_log_pytest",
         eval_type="pass_and_fail",
     )
+
+
+async def recorded(site: EvalSite, eval_script: str, patch: bytes, *tests: str) -> Recorded:
+    """Run renderings with these texts of the test file."""
+    row = row_of(eval_script)
     renderings = [Rendering({"test_x.py": text}, f"/var/tmp/record{number}") for number, text in enumerate(tests)]
     done = await run_renderings(site, row, patch, renderings)
     assert done.applied
@@ -243,18 +247,21 @@ async def test_files_of_an_earlier_rendering_are_gone_though_its_command_ended_t
         site, script("python3 test_x.py; python3 -c 'import own'", before="set -e"), b"", record(0, 1), record(1, 2)
     )
     assert done.records == ("1", "2"), done.log
-    names = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
-    row = SweBenchRow(
-        **dict.fromkeys(names, "sample"),
-        fail_to_pass=("t",),
-        pass_to_pass=(),
-        eval_script=script("ls own.py test_x.py > /var/tmp/listed; exit 1"),
-        log_parser="parse_log_pytest",
-        eval_type="pass_and_fail",
-    )
+    row = row_of(script("ls own.py test_x.py > /var/tmp/listed; exit 1"))
     own = Rendering({"own.py": "", "test_x.py": ""}, "/var/tmp/listed")
     done = await run_renderings(site, row, b"", [own, Rendering({"test_x.py": ""}, "/var/tmp/listed")])
     assert done.records == ("own.py\ntest_x.py\n", "test_x.py\n"), done.log
+
+
+async def test_plain_rendering_imports_from_a_copy_of_its_tests_directory_that_is_gone_afterwards(
+    site: EvalSite,
+) -> None:
+    text = "import sys\nfrom ..names import N\nopen('/var/tmp/listed', 'w').write(f'{N} {\"t\" in sys.modules}')\n"
+    plain = Rendering({"another/u/x.py": text}, "/var/tmp/listed", "another/u/x.py", "another.u.x", beside="t")
+    steps = "mkdir t /bins; echo N=3 > t/names.py; ln -s $(type -p python3) /bins/python; PATH=/bins:$PATH; set -e"
+    row = row_of(script("ls -d */ > /var/tmp/listed", before=steps))
+    done = await run_renderings(site, row, b"", [plain, Rendering({}, "/var/tmp/listed")])
+    assert done.records == ("3 False", "t/\n"), done.log
 
 
 async def test_test_command_may_be_longer_than_an_argument(site: EvalSite) -> None:

@@ -56,7 +56,7 @@ class FilePatch:
 
     @property
     def is_new(self) -> bool:
-        return b"\nnew file mode " in self.text or b"\n--- /dev/null" in self.text
+        return any(text in self.text for text in (b"\nnew file mode ", b"\n--- /dev/null", b"\n@@ -0,0 "))
 
 
 def split_patch(patch: bytes) -> list[FilePatch]:
@@ -179,8 +179,6 @@ def _unquoted(name: bytes) -> bytes:
 RUNNER_FILES = frozenset(
     {
         "conftest.py",
-        "sitecustomize.py",
-        "usercustomize.py",
         "pytest.ini",
         ".pytest.ini",
         "pytest.toml",
@@ -213,6 +211,25 @@ _RUNNER_MODULES = frozenset(
         *("pip", "setuptools", "wheel", "pkg_resources", "distutils", "_distutils_hack"),
     }
 )
+_RUNNER_LIBRARIES = frozenset(
+    {
+        *(
+            "attr",
+            "attrs",
+            "atomicwrites",
+            "colorama",
+            "exceptiongroup",
+            "funcsigs",
+            "importlib_metadata",
+            "iniconfig",
+        ),
+        *("more_itertools", "packaging", "pathlib2", "pygments", "six", "toml", "tomli", "typing_extensions"),
+        *("wcwidth", "zipp", "coverage", "anyio"),
+    }
+)
+"""What pytest and its most common plugins import. Where one of these is the product, its files are not new."""
+_ROOT_MODULE = re.compile(r"(\w+)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)")
+_STARTUP_MODULES = frozenset({"sitecustomize", "usercustomize"})
 _SETTINGS = frozenset(
     {"pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"}
 )
@@ -243,22 +260,31 @@ def decides_how_tests_run(path: str) -> bool:
         or name.endswith((".pth", ".egg-link"))
         or bool(_TEST_FILE.match(name) or _SCRIPT_RUNNER_FILE.match(name))
         or any(part.endswith((".dist-info", ".egg-info")) for part in parts)  # these may name plugins
-        or _replaces_library(parts)
         or not _TEST_DIRECTORIES.isdisjoint(parts[:-1])
-        or PurePosixPath(parts[0]).stem in _RUNNER_MODULES
+        or not _STARTUP_MODULES.isdisjoint(map(_module, parts))
+        or _module(parts[0]) in _RUNNER_MODULES
     )
 
 
-def _replaces_library(parts: tuple[str, ...]) -> bool:
-    """Whether ``python -m`` imports the file, in the repository's root, in place of the library's module."""
-    is_module = len(parts) == 1 and parts[0].endswith((".py", ".so"))
-    return (is_module or parts[1:] == ("__init__.py",)) and parts[0].partition(".")[0] in sys.stdlib_module_names
+def _module(part: str) -> str:
+    """Return the name of the module in this file, which may be compiled, or directory."""
+    return part.partition(".")[0]
+
+
+def _replaces_library(path: str) -> bool:
+    """Whether ``python -m`` imports the file, in the repository's root, in place of a library's module."""
+    found = _ROOT_MODULE.fullmatch(path)
+    return found is not None and (found[1] in sys.stdlib_module_names or found[1] in _RUNNER_LIBRARIES)
 
 
 def is_control_part(section: FilePatch, gold_paths: set[str]) -> bool:
-    """Whether a section names a file that decides how tests run and that the gold patch does not change. For a copy,
-    the new name counts too."""
-    return any(decides_how_tests_run(path) and path not in gold_paths for path in section.paths)
+    """Whether a section names a file that decides how tests run, or a new one that replaces a library's module, and
+    that the gold patch does not change. For a copy, the new name counts too."""
+    may_add = section.is_new or len(section.paths) > 1
+    return any(
+        path not in gold_paths and (decides_how_tests_run(path) or (may_add and _replaces_library(path)))
+        for path in section.paths
+    )
 
 
 def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:

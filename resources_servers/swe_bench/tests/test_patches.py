@@ -72,16 +72,14 @@ def test_part_holds_only_the_wanted_files_when_a_patch_is_split() -> None:
         ("unittest/__init__.py", True),
         ("shaper-1.0.dist-info/entry_points.txt", True),
         ("src/shaper.egg-info/entry_points.txt", True),
-        ("pprint.py", True),
-        ("pprint.cpython-311-x86_64-linux-gnu.so", True),
-        ("difflib/__init__.py", True),
+        ("src/sitecustomize/__init__.py", True),
+        ("usercustomize.pyc", True),
+        ("pluggy.cpython-311-x86_64-linux-gnu.so", True),
         (".mocharc.cjs", True),
         ("packages/a/jest.config.mjs", True),
         ("vitest.workspace.ts", True),
         (".babelrc", True),
         ("babel.config.json", True),
-        ("pkg/pprint.py", False),
-        ("platform/notes.txt", False),
         ("src/babel.js", False),
         ("src/module.py", False),
         ("docs/latest.py", False),
@@ -286,6 +284,33 @@ def test_no_number_of_harmless_signs_and_no_excused_one_hides_a_costly_one() -> 
     assert [sign.what for sign in signs[:3]] == ["test runner", "process file system", "frames"]
     excused = signs_in_patch(patch, _adds("pkg/core.py", "import pytest"))
     assert excused[0].what == "process file system"
+
+
+@pytest.mark.parametrize(
+    ("path", "replaces"),
+    [
+        ("pprint.py", True),
+        ("pprint.pyc", True),
+        ("pprint.cpython-311-x86_64-linux-gnu.so", True),
+        ("difflib/__init__.py", True),
+        ("difflib/__init__.pyc", True),
+        ("iniconfig.py", True),
+        ("packaging/__init__.py", True),
+        ("pkg/pprint.py", False),
+        ("platform/notes.txt", False),
+        ("platform.txt", False),
+        ("difflib/more.py", False),
+        ("reproduce.py", False),
+    ],
+)
+def test_a_new_module_in_the_place_of_a_librarys_decides_how_tests_run(path: str, replaces: bool) -> None:
+    (added,) = split_patch(_adds(path, "import m"))
+    assert is_control_part(added, set()) is replaces
+    assert not is_control_part(added, {path})
+    (renamed,) = split_patch(f"diff --git a/m.py b/{path}\nrename from m.py\nrename to {path}\n".encode())
+    assert is_control_part(renamed, set()) is replaces
+    (changed,) = split_patch(_section(path, "import m"))
+    assert not is_control_part(changed, set())
 
 
 def test_a_copy_of_what_gold_changes_decides_how_tests_run_where_its_new_name_does() -> None:

@@ -261,6 +261,7 @@ def decides_how_tests_run(path: str) -> bool:
         or bool(_TEST_FILE.match(name) or _SCRIPT_RUNNER_FILE.match(name))
         or any(part.endswith((".dist-info", ".egg-info")) for part in parts)  # these may name plugins
         or not _TEST_DIRECTORIES.isdisjoint(parts[:-1])
+        or "node_modules" in parts  # the runner stands there
         or not _STARTUP_MODULES.isdisjoint(map(_module, parts))
         or _module(parts[0]) in _RUNNER_MODULES
     )

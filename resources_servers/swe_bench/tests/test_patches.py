@@ -76,6 +76,7 @@ def test_part_holds_only_the_wanted_files_when_a_patch_is_split() -> None:
         ("usercustomize.pyc", True),
         ("pluggy.cpython-311-x86_64-linux-gnu.so", True),
         (".mocharc.cjs", True),
+        ("node_modules/jasmine/bin/jasmine.js", True),
         ("packages/a/jest.config.mjs", True),
         ("vitest.workspace.ts", True),
         (".babelrc", True),

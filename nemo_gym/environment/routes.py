@@ -189,10 +189,10 @@ class Grader:
             return reply_fields(await verify_reply(server, self._verify_hook(), request, row, response))
         except JudgeError as error:
             return judge_failure_fields(error)
-        except InvalidBodyError:
-            raise
         except NemoGymError as error:
             log.warning("no verdict", rollout_id=rollout.rollout_id, code=error.code, error=error.message)
+            if isinstance(error, InvalidBodyError):
+                raise
             return verdict_of_error(error).as_fields()
         except HTTPException as error:  # of the plugin, which raised it or returned a response with its status
             said = orjson.loads(encode_as_text(error.detail))

@@ -13,6 +13,7 @@ import pytest
 from fastapi import HTTPException
 from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from structlog.testing import capture_logs
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
@@ -672,8 +673,12 @@ async def test_limits_of_the_run_win_over_the_environments_and_leave_it_the_othe
 async def test_body_error_names_the_field_and_not_its_value(counter: Stack) -> None:
     row = {"responses_create_params": {"input": "count"}, "expected": "CANARY-not-a-number"}
     control = (await seed(counter, "counter", row))["control_token"]
-    status, problem = await verify(counter, "x", control, "counter", row)
+    with capture_logs() as logs:
+        status, problem = await verify(counter, "x", control, "counter", row)
     assert status == 422 and "expected" in problem["detail"] and "CANARY" not in str(problem)
+    # An agent that verifies by itself fails with nothing but the status; `ng_why` shows warnings of the attempt.
+    (warned,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert "expected" in warned["error"] and "CANARY" not in str(warned) and warned["rollout_id"]
 
 
 async def test_metrics_leave_out_and_count_samples_without_a_verdict(counter: Stack) -> None:

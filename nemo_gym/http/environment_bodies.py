@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from nemo_gym.contract.episodes import EpisodeId, SandboxAccess, StrictModel, TaskId, validate_failure_kind
+from nemo_gym.contract.verdict import ROLLOUT_ID_KEY
 from nemo_gym.openai_types.responses import NeMoGymResponse as NeMoGymResponse
 from nemo_gym.openai_types.responses import (
     NeMoGymResponseCreateParamsNonStreaming as NeMoGymResponseCreateParamsNonStreaming,
@@ -22,7 +23,11 @@ InputT = TypeVar("InputT")
 class BaseRunRequest(BaseModel):
     """A dataset row. Subclasses declare the fields they read."""
 
+    model_config = ConfigDict(populate_by_name=True)
+
     responses_create_params: NeMoGymResponseCreateParamsNonStreaming
+    capture_rollout_id: str | None = Field(None, alias=ROLLOUT_ID_KEY, exclude=True)
+    """The rollout's id; dumps leave it out."""
 
 
 class BaseVerifyRequest(BaseRunRequest):

@@ -112,6 +112,8 @@ def maybe_rollout_id_from_run_body(body: BaseModel | Mapping[str, Any] | None) -
         return body.get(key) if isinstance(body, Mapping) else getattr(body, key, None)
 
     rollout_id = read(ROLLOUT_ID_KEY)
+    if rollout_id is None and isinstance(body, BaseModel):
+        rollout_id = read("capture_rollout_id")  # of a `BaseRunRequest`
     if rollout_id is None:
         task, sample = read(TASK_INDEX_KEY), read(ROLLOUT_INDEX_KEY)
         if task is None or sample is None:

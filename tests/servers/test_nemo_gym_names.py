@@ -18,6 +18,7 @@ import nemo_gym
 from nemo_gym import global_config
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
+    BaseRunRequest,
     BaseSeedSessionRequest,
     BaseSeedSessionResponse,
     BaseVerifyRequest,
@@ -43,6 +44,7 @@ from nemo_gym.global_config import GlobalConfigDictParser, GlobalConfigDictParse
 from nemo_gym.judge import JudgeError, judge_failsafe
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym.responses_converter import ResponsesConverter, split_responses_input_output_items
+from nemo_gym.rollout_correlation import maybe_rollout_id_from_run_body
 from nemo_gym.sandbox import AsyncSandbox, SandboxHandle
 from nemo_gym.server_utils import ServerClient, raise_for_status
 from nemo_gym.task_data import load_task_data_schema, materialize_task, normalize_task_fields, validate_jsonl_rows
@@ -337,3 +339,11 @@ def test_a_program_composes_files_of_any_name(tmp_path: Path, monkeypatch: pytes
     given = {"config_paths": [str(file)], **GlobalConfigDictParserConfig.NO_MODEL_GLOBAL_CONFIG_DICT}
     composed = GlobalConfigDictParser().parse(GlobalConfigDictParserConfig(initial_global_config_dict=given))
     assert composed["_judge"] == "strict"
+
+
+def test_a_run_request_knows_its_rollout_and_its_dumps_do_not() -> None:
+    row = {"responses_create_params": {"input": "x"}, "_ng_rollout_id": "run.3-0", "_ng_attempt_index": 0}
+    for given in (row, {**row, "more": 1}):
+        body = BaseRunRequest.model_validate(given)
+        assert body.capture_rollout_id == maybe_rollout_id_from_run_body(body) == "run.3-0"
+        assert "run.3-0" not in body.model_dump_json()

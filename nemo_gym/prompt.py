@@ -1,70 +1,28 @@
-"""Prompt templates: a YAML file with ``user`` and optionally ``system``, filled in from a row's fields."""
+"""NeMo Gym's names for prompt templates, which write the input of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ValidationError
+import orjson
 
 from nemo_gym._util.files import write_whole
-from nemo_gym.config.files import plugin_roots
-from nemo_gym.contract.errors import ConfigError, RowError, not_json
+from nemo_gym.config.prompts import PromptConfig, apply_prompt_to_row, fill_prompt, load_prompt_config, resolve_path
+from nemo_gym.contract.errors import RowError
 from nemo_gym.contract.verdict import PARAMS_KEY
-from nemo_gym.rollouts.rows import read_row, row_error
+from nemo_gym.rollouts.rows import read_row, worded
 
-
-class PromptConfig(BaseModel):
-    """Templates in ``str.format`` syntax: ``{field}`` is a row's field, doubled braces are literal."""
-
-    user: str
-    system: str | None = None
-
-
-@lru_cache(maxsize=64)
-def load_prompt_config(path: str) -> PromptConfig:
-    """Read a prompt file, searched for in ``NEMO_GYM_EXTRA_ROOTS``, the working directory and the installation.
-    Raises `ConfigError`."""
-    file = resolve_path(path)
-    try:
-        return PromptConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"prompt file '{path}' cannot be read: {error.strerror}", key="prompt_config") from error
-    except (yaml.YAMLError, ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"prompt file '{file}' must be YAML with 'user' and optionally 'system': {error}", key="prompt_config"
-        ) from error
-
-
-def resolve_path(path: str | Path) -> Path:
-    """Return the path below the first root in which a relative path exists, or else below the first root."""
-    given = Path(path)
-    if given.is_absolute():
-        return given
-    roots = plugin_roots()
-    return next((root / given for root in roots if (root / given).exists()), roots[0] / given)
-
-
-def fill_prompt(prompt_config: PromptConfig, row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the messages of a row. Raises ``KeyError`` naming a field that the row lacks, and `ConfigError` naming a
-    template that cannot be filled in."""
-    messages = []
-    for role, template in (("system", prompt_config.system), ("user", prompt_config.user)):
-        if template is None:
-            continue
-        try:
-            messages.append({"role": role, "content": template.format_map(row)})
-        except KeyError as error:
-            raise KeyError(f"the prompt uses {error}, but the row has only the fields {sorted(row)}") from None
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the prompt's '{role}' cannot be filled in: {error}; a brace that is text is written twice",
-                key="prompt_config",
-            ) from error
-    return messages
+__all__ = [
+    "PromptConfig",
+    "apply_prompt_to_row",
+    "fill_prompt",
+    "load_prompt_config",
+    "materialize_prompts",
+    "resolve_path",
+    "validate_prompt_compatibility",
+]
 
 
 def validate_prompt_compatibility(rows: Sequence[Mapping[str, Any]], prompt_config: PromptConfig) -> None:
@@ -77,13 +35,6 @@ def validate_prompt_compatibility(rows: Sequence[Mapping[str, Any]], prompt_conf
         )
 
 
-def apply_prompt_to_row(row: Mapping[str, Any], prompt_config: PromptConfig) -> dict[str, Any]:
-    """Return a copy of the row with an input made from the prompt; its other parameters are kept."""
-    params = row.get(PARAMS_KEY)
-    kept = dict(params) if isinstance(params, Mapping) else {}
-    return {**row, PARAMS_KEY: {**kept, "input": fill_prompt(prompt_config, row)}}
-
-
 def materialize_prompts(input_jsonl: str | Path, prompt_config: str, output_jsonl: str | Path) -> int:
     """Write rows with their inputs filled in, each labelled with the prompt file. Return the number of rows.
 
@@ -91,31 +42,12 @@ def materialize_prompts(input_jsonl: str | Path, prompt_config: str, output_json
     row that cannot be used, and `OSError`."""
     prompt = load_prompt_config(prompt_config)
     source, target = Path(input_jsonl), Path(output_jsonl)
-    lines = [(number, line) for number, line in enumerate(source.read_bytes().split(b"\n"), 1) if line.strip()]
-    rows = [_row(source, number, line) for number, line in lines]
-    validate_prompt_compatibility(rows, prompt)
     label = {"prompt_config_used": str(resolve_path(prompt_config))}
-    worded = [_worded(source, number, row, prompt, label) for (number, _), row in zip(lines, rows, strict=True)]
+    rows = [
+        {**worded(read_row(line, source, number), prompt, source, number), **label}
+        for number, line in enumerate(source.read_bytes().split(b"\n"), 1)
+        if line.strip()
+    ]
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, b"".join(worded))
+    write_whole(target, b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
     return len(rows)
-
-
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    row = read_row(line, path, number)
-    if not isinstance(row.get(PARAMS_KEY), dict | None):
-        raise row_error(path, number, None, f"'{PARAMS_KEY}' must be an object, got {type(row[PARAMS_KEY]).__name__}")
-    return row
-
-
-def _worded(path: Path, number: int, row: dict[str, Any], prompt: PromptConfig, label: Mapping[str, str]) -> bytes:
-    import orjson
-
-    try:
-        return orjson.dumps({**apply_prompt_to_row(row, prompt), **label}, option=orjson.OPT_APPEND_NEWLINE)
-    except KeyError as error:
-        raise row_error(path, number, None, str(error.args[0])) from error
-    except ConfigError as error:
-        raise row_error(path, number, None, error.message) from error
-    except TypeError as error:
-        raise row_error(path, number, None, str(not_json(error))) from error

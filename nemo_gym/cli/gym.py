@@ -118,6 +118,7 @@ FLAGS: Final = (
     Flag(("--input", "-i"), "input", "rows, a .jsonl file"),
     Flag(("--dataset",), "dataset", "rows by name: owner/name[@revision], fetched by eval prepare"),
     Flag(("--split",), "split", "of the data set"),
+    Flag(("--prompt-config",), "prompt_config", "a template that writes the input of rows, .yaml"),
     Flag(("--output", "-o"), "output", "results, a .jsonl file"),
     Flag(("--limit",), "limit", "only so many tasks"),
     Flag(("--num-repeats",), "num_repeats", "samples for each task"),
@@ -136,9 +137,6 @@ NO_SERVE = "--no-serve"
 SEARCH_DIR = "--search-dir"
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _BY_NAME: Final = {name: flag for flag in FLAGS for name in flag.names}
-_UNSUPPORTED_FLAGS: Final = {
-    "--prompt-config": "write the prompts into the rows first: ng dataset render --prompt-config FILE -i ROWS -o ROWS",
-}
 
 
 def main() -> None:
@@ -195,8 +193,6 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
         if flag == NO_SERVE:
             if not equals or _is_true(flag, value):
                 runs = "collect_rollouts:collect_command"
-        elif flag in _UNSUPPORTED_FLAGS:
-            raise ConfigError(f"{flag} is not supported: {_UNSUPPORTED_FLAGS[flag]}", key=flag)
         elif flag == SEARCH_DIR or flag in _BY_NAME:
             definition = _BY_NAME.get(flag)
             if definition is not None and definition.value is not None:

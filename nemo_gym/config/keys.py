@@ -107,7 +107,6 @@ UNREAD_NEMO_GYM_KEYS: Final = {
     "tasksets": "data sets by name; here `input`",
     "rollout_input": "its rows; here `input`",
     "agent_bindings": "which agent works in which environment; here `agent` and `environment`",
-    "prompt_config": "the template of all prompts; here `ng dataset render` writes it into the rows",
     "skills": "the directory of skills that all agents may use",
     "agent_map": "which agent runs the rows of another; here `agent_name` or the rows' `agent_ref`",
     "fan_out": "which agents run each row; here a run for each agent",

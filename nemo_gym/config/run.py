@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from nemo_gym.config.files import find_file, plugin_roots
 from nemo_gym.config.pipeline import PipelineConfig, named
+from nemo_gym.config.prompts import PromptConfig, load_prompt_config
 from nemo_gym.contract.errors import ConfigError
 
 _COMPRESSED = (
@@ -32,6 +33,9 @@ class RolloutRunConfig(PipelineConfig):
     the installation."""
     output: Path = named("output", "output_jsonl_fpath", default=...)
     """Result file; the other files of the run are beside it and share its stem."""
+    prompt_config: str | None = None
+    """A prompt template (YAML: ``user`` and optionally ``system``) that writes the input of every row. Rows must not
+    have one."""
     num_repeats: int = named("num_repeats", default=1, ge=1)
     """Samples per task."""
     limit: int | None = Field(None, ge=1)
@@ -78,6 +82,11 @@ class RolloutRunConfig(PipelineConfig):
     def agent_of_all(self) -> str | None:
         """The agent that the user named for this run."""
         return None if self._is_agent_composed else self.agent_name
+
+    @property
+    def prompt(self) -> PromptConfig | None:
+        """The template of ``prompt_config``. Raises `ConfigError` if it cannot be read."""
+        return None if self.prompt_config is None else load_prompt_config(self.prompt_config)
 
     @field_validator("store")
     @classmethod

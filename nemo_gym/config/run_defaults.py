@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,14 +82,8 @@ def _run_of_data_set(composition: Composition, of_type: str) -> dict[str, Any]:
             f"the data set's file {named} is not there{makes}; make it, or name rows with --input (input=)",
             key="input",
         )
-    if (template := dataset.get("prompt_config")) is not None:
-        render = shlex.join(["ng", "dataset", "render", "--prompt-config", str(template), "-i", str(rows)])
-        raise ConfigError(
-            f"the data set's 'prompt_config' is not supported: write the prompts into its rows first: {render} -o"
-            f" worded.jsonl; then add --input worded.jsonl --num-repeats {repeats}",
-            key="prompt_config",
-        )
-    return {"input": str(rows), "num_repeats": repeats, "agent_name": agent_name}
+    template = dataset.get("prompt_config")
+    return {"input": str(rows), "num_repeats": repeats, "agent_name": agent_name, "prompt_config": template}
 
 
 def check_dataset_words(dataset: object, split: object, *, has_input: bool) -> None:

@@ -20,6 +20,7 @@ import orjson
 from nemo_gym._util.exact_json import require_exact_integers
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.pipeline import PipelineConfig
+from nemo_gym.config.prompts import PromptConfig, apply_prompt_to_row
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError, RowError
 from nemo_gym.contract.verdict import (
@@ -119,6 +120,23 @@ def row_error(path: Path | str, number: int, column: int | None, problem: str) -
     return RowError(f"{where}: {problem}", path=str(path), line=number, column=column)
 
 
+def worded(row: dict[str, Any], prompt: PromptConfig, path: Path | str, number: int) -> dict[str, Any]:
+    """Return the row with the input that a template writes. Raises `RowError` for a row that already has an input or
+    that the template does not fit."""
+    params = row.get(PARAMS_KEY)
+    if not isinstance(params, dict | None):
+        raise row_error(path, number, None, f"'{PARAMS_KEY}' must be an object, got {type(params).__name__}")
+    if params and params.get("input"):
+        why = f"already has '{PARAMS_KEY}.input', which prompt_config would replace; leave one of them out"
+        raise row_error(path, number, None, why)
+    try:
+        return apply_prompt_to_row(row, prompt)
+    except KeyError as error:
+        raise row_error(path, number, None, str(error.args[0])) from error
+    except ConfigError as error:
+        raise row_error(path, number, None, error.message) from error
+
+
 _FEW_LEVELS = 200
 """A row with fewer brackets cannot be nested too deeply."""
 
@@ -141,6 +159,8 @@ class RowChecker:
     path: Path
     config: PipelineConfig
     agents: Collection[str]
+    prompt: PromptConfig | None = None
+    """Writes the input of every row."""
     replaced: set[str] = field(default_factory=set)
     """The agents that rows named in vain."""
 
@@ -151,6 +171,8 @@ class RowChecker:
 
     def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
         row = read_row(line, self.path, number)
+        if self.prompt is not None:
+            row = worded(row, self.prompt, self.path, number)
         # A dataset in its original format has no request parameters: its environment writes the prompt when seeded.
         params = row.get("responses_create_params", {} if self.config.overrides else None)
         if "responses_create_params" in row and (not isinstance(params, dict) or "input" not in params):
@@ -232,7 +254,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
     """
     config.check_input()
     source = config.input
-    checker = RunRowChecker(source, config, agents)
+    checker = RunRowChecker(source, config, agents, config.prompt)
     bad: list[RowError] = []
     without_prompt: dict[int, Promptless] = {}
     tasks = rollouts = other_shards = 0

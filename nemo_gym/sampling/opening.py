@@ -179,7 +179,7 @@ class _Stack:
         self._config = config
         self._core = RolloutCore(client, config, say=lambda text: log.info(text))
         # A loader's rows are checked like those of a file. Their errors name ``input``, which `run_config` sets.
-        self.check = RowChecker(config.input, config, self._core.agents).row_and_agent
+        self.check = RowChecker(config.input, config, self._core.agents, config.prompt).row_and_agent
         self.dispatcher = self._core.dispatcher
 
     async def prepare(self, agent: str | None) -> None:

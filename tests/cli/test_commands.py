@@ -132,7 +132,7 @@ def test_dry_run_checks_and_starts_nothing(root: Path) -> None:
 
 
 def test_key_that_does_nothing_here_is_named_with_what_it_is_elsewhere(root: Path) -> None:
-    given = [*GROUPS, "+uv_cache_dir=/x", "+ray_head_node_address=auto", "+prompt_config=p.yaml", "+fan_out={a: [b]}"]
+    given = [*GROUPS, "+uv_cache_dir=/x", "+ray_head_node_address=auto", "+agent_map={a: b}", "+fan_out={a: [b]}"]
     done = command(root, "validate", *given)
     assert done.returncode == 0, done.stderr
     assert "notice: 'uv_cache_dir' does nothing here; in NeMo Gym it is uv's cache; here pip installs" in done.stdout

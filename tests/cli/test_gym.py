@@ -136,7 +136,6 @@ def test_a_flavour_of_nemo_gyms_plugin_is_another_file_of_it(tmp_path: Path, mon
         ("eval runn", "did you mean 'eval run'"),
         ("eval run --limitt 3", "did you mean '--limit'"),
         ("eval run --limit", "--limit needs a value"),
-        ("eval run --prompt-config p.yaml", "--prompt-config is not supported: "),
         ("dataset upload", "does not exist here: `huggingface-cli upload`"),
     ],
 )

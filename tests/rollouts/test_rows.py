@@ -144,3 +144,13 @@ def test_input_that_is_no_regular_file_is_named_so(tmp_path: Path, path: str) ->
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="is not a regular file"):
         read(tmp_path, input=tmp_path / path)
+
+
+def test_a_row_that_has_an_input_is_not_worded_anew(tmp_path: Path) -> None:
+    (tmp_path / "prompt.yaml").write_text("user: 'What is {a}?'\n")
+    keys = {"agent_name": "solver", "prompt_config": str(tmp_path / "prompt.yaml")}
+    data = b'{"a": 1}\n' + GOOD
+    with pytest.raises(RowError, match=r"in.jsonl:2: already has 'responses_create_params.input'"):
+        read(tmp_path, data, **keys)
+    (row,) = read(tmp_path, data, skip_bad_rows=True, **keys)
+    assert row["responses_create_params"] == {"input": [{"role": "user", "content": "What is 1?"}]}

@@ -219,7 +219,7 @@ def test_a_benchmark_of_another_name_never_runs_the_examples_of_its_environment(
         (
             ("", ""),
             "benchmark",
-            "2 data sets of the type benchmark.*; name the rows with --input",
+            r"2 data sets of the type benchmark.*\n  benchmarks/quiz/.*: --agent solver",
         ),
         (("",), "train", "0 data sets of the type benchmark.*; name the rows with --input"),
     ],

@@ -123,7 +123,8 @@ class Grader:
 
     def __init__(self, server: EnvironmentHooks) -> None:
         self._server = server
-        self._hook: PluginCall | None = None
+        self.hook: PluginCall | None = None
+        """What stands in for the server's ``verify``."""
 
     async def nemo_verify(self, request: Request, row: dict[str, Any]) -> dict[str, Any]:
         """The reply to a NeMo Gym caller that names no attempt: just what ``verify`` returns."""
@@ -142,9 +143,9 @@ class Grader:
             return {**row, **judge_failure_fields(error)}
 
     def _verify_hook(self) -> PluginCall:
-        if self._hook is None:
-            self._hook = PluginCall(self._server.verify)
-        return self._hook
+        if self.hook is None:
+            self.hook = PluginCall(self._server.verify)
+        return self.hook
 
     async def grade(
         self,
@@ -285,6 +286,13 @@ class EnvironmentRoutes:
             from nemo_gym.environment.mcp.endpoint import McpEndpoint
 
             self._mcp = McpEndpoint(self._server, self.attempts, app)
+
+    def take_back(self, app: FastAPI) -> None:
+        """Make the endpoint with which a plugin replaced the route ``/verify`` the hook that this route calls."""
+        replaced = next((route for route in app.routes if isinstance(route, Route) and route.path == "/verify"), None)
+        if replaced is not None and replaced.endpoint != self.verify:
+            self._grader.hook = PluginCall(replaced.endpoint)
+            app.router.routes.insert(0, Route("/verify", self.verify, methods=["POST"]))
 
     def around(self, app: FastAPI) -> ASGIApp:
         """Wrap an application that a plugin built itself: a stepped one gets its rewards counted."""

@@ -86,6 +86,12 @@ class SimpleResourcesServer(EnvironmentHooks):
         environment.install(app)
         return app
 
+    def application(self) -> FastAPI:
+        app = super().application()
+        assert self._environment is not None
+        self._environment.take_back(app)
+        return app
+
     def around(self, app: FastAPI) -> ASGIApp:
         assert self._environment is not None
         return self._environment.around(app)

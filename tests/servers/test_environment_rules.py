@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from structlog.testing import capture_logs
@@ -21,6 +21,7 @@ from nemo_gym.contract.session import Limits, SessionDescriptor
 from nemo_gym.contract.verdict import Verdict
 from nemo_gym.environment.routes import VERDICTS
 from nemo_gym.http.plugin_call import plain
+from nemo_gym.judge import judge_failsafe
 from nemo_gym.testing.environments import make_environment
 from tests.servers.plugins import (
     CounterEnvironment,
@@ -326,6 +327,28 @@ async def test_error_status_that_verify_sets_on_its_response_is_no_reward(stack:
     stack.add("frank", Setting, Role.ENVIRONMENT)
     verdict = await frank_verdict(stack, dict)
     assert verdict == (False, None, "verifier_failed", "verify answered status 503: the judge is down")
+
+
+async def test_a_route_that_a_plugin_puts_in_place_of_verify_grades_within_the_contract(stack: Stack) -> None:
+    class Reaping(FrankEnvironment):
+        reaped: list[str] = Field(default_factory=list)
+
+        def setup_webserver(self) -> FastAPI:
+            app = super().setup_webserver()
+            app.router.routes = [each for each in app.router.routes if getattr(each, "path", None) != "/verify"]
+            app.post("/verify")(judge_failsafe(self.verify_and_reap))
+            return app
+
+        async def verify_and_reap(self, request: Request, body: FrankRequest) -> Any:
+            try:
+                return await self.verify(body)
+            finally:
+                self.reaped.append(request.session["session_id"])
+
+    stack.add("frank", Reaping, Role.ENVIRONMENT)
+    verdict = await frank_verdict(stack, lambda body: {**body, "reward": 0.5}, expected="x")
+    assert verdict == (True, 0.5, None, "")
+    assert len(environment(stack, "frank").reaped) == 1
 
 
 @pytest.mark.parametrize("extra", [{}, {"note": object()}], ids=["plain", "not JSON"])

@@ -80,6 +80,10 @@ def get_provider_class(name: str) -> ProviderClass:
         ) from error
 
 
+_NEMO_GYM_SECTIONS = frozenset({"connection", "create", "exec", "probe", "operations"})
+"""Settings of NeMo Gym's providers."""
+
+
 def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> SandboxProvider:
     """Create a provider from its name, or from ``{name: settings}`` as `resolve_provider_config` returns it.
 
@@ -99,14 +103,20 @@ def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> Sandb
     provider_settings |= settings
     provider_class = get_provider_class(name)
     parameters = inspect.signature(provider_class).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        reject_unknown_keys(provider_settings, list(parameters), where=f"sandbox provider '{name}'")
     try:
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+            reject_unknown_keys(provider_settings, list(parameters), where=f"sandbox provider '{name}'")
         return observed(provider_class(**provider_settings))
     except ConfigError as error:
         # A provider that extends another one passes on what it does not know, and the other one, under its own name,
         # knows only its own keys.
         unknown = error.details.get("keys", ())
+        if foreign := sorted(_NEMO_GYM_SECTIONS.intersection(unknown)):
+            raise ConfigError(
+                f"sandbox provider '{name}': {', '.join(foreign)} are settings of NeMo Gym's provider of this name;"
+                f" this one has others: leave out NeMo Gym's file and choose sandbox={name}, or write {name}: {{}}",
+                key=foreign[0],
+            ) from error
         for key in provider_settings:
             if key in unknown and (hint := nearest(key, parameters)):
                 raise ConfigError(f"sandbox provider '{name}': unknown key '{key}'{hint}", key=key) from error

@@ -66,6 +66,12 @@ def test_create_provider_raises_when_a_setting_is_unknown_or_the_shape_is_wrong(
         create_provider({"mine": {}, "docker": {}})
 
 
+@pytest.mark.parametrize("name", ["docker", "opensandbox"])
+def test_settings_of_nemo_gyms_provider_are_named_as_such(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"create, operations are settings of NeMo Gym's.*choose sandbox={name}"):
+        create_provider({name: {"operations": {"retries": 5}, "create": {"timeout_s": 9}}})
+
+
 def test_misspelt_setting_of_a_provider_that_extends_another_is_named_with_its_own_block() -> None:
     class Small(get_provider_class("local")):  # type: ignore[misc]
         def __init__(self, memory_mib: int = 512, **options: Any) -> None:

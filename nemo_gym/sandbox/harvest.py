@@ -687,7 +687,8 @@ async def harvest_files(provider: SandboxProvider, handle: SandboxHandle, item: 
 async def _append(
     provider: SandboxProvider, handle: SandboxHandle, path: str, item: FilesHarvest, out: io.BytesIO
 ) -> None:
-    parent = member_parts(posixpath.dirname(posixpath.normpath(path)).lstrip("/"))
+    path = posixpath.normpath(path)
+    parent = member_parts(posixpath.dirname(path).lstrip("/"))
     parser, padding = TarParser(), 0
     # The provider's names are shorter than the artifact's, so whatever fits into the artifact fits into its stream.
     cap = item.max_bytes + len(END_OF_ARCHIVE)

@@ -297,6 +297,7 @@ async def test_files_and_command_output_are_harvested_beside_a_patch(bench: Benc
             FilesHarvest(paths=("/testbed/pkg", "/testbed/a.txt")),
             CommandHarvest(command="echo said; exit 3", cwd="/testbed"),
         )
+        (dotted,) = await bench.harvest(box, FilesHarvest(paths=("/testbed/pkg/.",)))
         (missing,) = await bench.harvest(box, FilesHarvest(paths=("/nowhere",)))
         (large,) = await bench.harvest(box, FilesHarvest(paths=("/testbed",), max_bytes=2000))
     finally:
@@ -305,6 +306,7 @@ async def test_files_and_command_output_are_harvested_beside_a_patch(bench: Benc
         names = archive.getnames()
     assert patch.facts["paths"] == ["a.txt"]
     assert {"testbed/pkg", "testbed/pkg/m.py", "testbed/a.txt"} <= set(names)
+    assert harvest.harvested_file([dotted], dotted.name, "/testbed/pkg/m.py") == b"x = 1\n"
     assert (output.content(), output.return_code) == (b"said\n", 3)
     assert missing.error and "/nowhere" in missing.error
     assert large.truncated and large.content() == b""

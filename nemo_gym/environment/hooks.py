@@ -374,19 +374,31 @@ def catch_all_of(routes: Iterable[Any]) -> CatchAll | None:
     return CatchAll(catch_alls[0]) if len(catch_alls) == 1 else None
 
 
-def tools_of(routes: Iterable[Any]) -> dict[str, RouteTool]:
+def tools_of(routes: Iterable[Any], *, strict: bool) -> dict[str, RouteTool]:
     """The tools among an application's routes, by name, in the order they were added. The suite's own routes, and
-    routes with path, query or header parameters or with several body parameters, are not tools."""
+    routes with path, query or header parameters or with several body parameters, are not tools.
+
+    Raises:
+        ConfigError: ``strict``, and a route with the path of a tool cannot be one.
+    """
     tools: dict[str, RouteTool] = {}
     for route in routes:
-        if isinstance(route, APIRoute) and (tool := _tool(route)) is not None:
+        if not isinstance(route, APIRoute) or "POST" not in (route.methods or ()) or not route.include_in_schema:
+            continue
+        if not _TOOL_PATH.fullmatch(route.path):
+            continue
+        if (tool := _tool(route)) is not None:
             tools.setdefault(tool.name, tool)
+        elif strict:
+            raise ConfigError(
+                f"POST {route.path} ({route.name}) cannot be a tool: beside a Request, a tool takes one pydantic model"
+                " as its body. Give a route that is none include_in_schema=False",
+                key="tool_access",
+            )
     return tools
 
 
 def _tool(route: APIRoute) -> RouteTool | None:
-    if "POST" not in (route.methods or ()) or not _TOOL_PATH.fullmatch(route.path) or not route.include_in_schema:
-        return None
     dependant = route.dependant
     if dependant.path_params or dependant.query_params or dependant.header_params or len(dependant.body_params) > 1:
         return None

@@ -287,8 +287,10 @@ class EnvironmentRoutes:
 
             self._mcp = McpEndpoint(self._server, self.attempts, app)
 
-    def take_back(self, app: FastAPI) -> None:
-        """Make the endpoint with which a plugin replaced the route ``/verify`` the hook that this route calls."""
+    def complete(self, app: FastAPI) -> None:
+        """Look at the routes that a plugin added: its tools must be ones, and the endpoint that it put in place of
+        ``/verify`` becomes the hook of this route."""
+        self.mcp_tool_names()
         replaced = next((route for route in app.routes if isinstance(route, Route) and route.path == "/verify"), None)
         if replaced is not None and replaced.endpoint != self.verify:
             self._grader.hook = PluginCall(replaced.endpoint)

@@ -89,7 +89,7 @@ class SimpleResourcesServer(EnvironmentHooks):
     def application(self) -> FastAPI:
         app = super().application()
         assert self._environment is not None
-        self._environment.take_back(app)
+        self._environment.complete(app)
         return app
 
     def around(self, app: FastAPI) -> ASGIApp:

@@ -275,6 +275,31 @@ async def test_attempt_has_the_tools_that_its_task_allows(stack: Stack) -> None:
         assert len((await client.list_tools()).tools) == 3
 
 
+@pytest.mark.parametrize("filters", [False, True], ids=["all routes", "a plugin that chooses"])
+def test_a_tool_with_loose_parameters_is_refused_before_any_attempt_lacks_it(stack: Stack, filters: bool) -> None:
+    class Loose(NotesEnvironment):
+        def setup_webserver(self) -> FastAPI:
+            app = super().setup_webserver()
+            app.post("/search")(self.search)
+            app.post("/reload", include_in_schema=False)(self.search)
+            return app
+
+        async def search(self, query: str, limit: int = 3) -> str:
+            return query * limit
+
+    class Choosing(Loose):
+        def mcp_tools(self, harvested: Any, catchall: Any) -> Any:
+            return harvested
+
+    if filters:
+        stack.add("notes", Choosing, Role.ENVIRONMENT)
+        return
+    with pytest.raises(
+        ConfigError, match=r"POST /search \(search\) cannot be a tool: .* one pydantic model as its body"
+    ):
+        stack.add("notes", Loose, Role.ENVIRONMENT)
+
+
 def test_catch_all_is_none_where_there_is_none_or_several() -> None:
     app = FastAPI()
     assert catch_all_of(app.routes) is None

@@ -86,7 +86,8 @@ class McpEndpoint:
     def tools(self) -> dict[str, RouteTool]:
         """The tools by name, collected on first use because plugins add their routes after the base class."""
         if self._tools is None:
-            route_tools = [*tools_of(self._app.routes).values()]
+            strict = not self._server.overrides("mcp_tools")  # it may leave out what cannot be one
+            route_tools = [*tools_of(self._app.routes, strict=strict).values()]
             exposed = self._server.mcp_tools(route_tools, catch_all_of(self._app.routes)) or []
             self._tools = {tool.name: tool for tool in exposed}
         return self._tools

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from nemo_gym._util.files import write_whole
-from nemo_gym.config.prompts import PromptConfig, apply_prompt_to_row, fill_prompt, load_prompt_config, resolve_path
+from nemo_gym.config.run import PromptConfig, apply_prompt_to_row, fill_prompt, load_prompt_config, resolve_path
 from nemo_gym.contract.errors import RowError
 from nemo_gym.contract.verdict import PARAMS_KEY
 from nemo_gym.rollouts.rows import read_row, worded

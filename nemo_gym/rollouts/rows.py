@@ -20,8 +20,7 @@ import orjson
 from nemo_gym._util.exact_json import require_exact_integers
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.pipeline import PipelineConfig
-from nemo_gym.config.prompts import PromptConfig, apply_prompt_to_row
-from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.config.run import PromptConfig, RolloutRunConfig, apply_prompt_to_row
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError, RowError
 from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,

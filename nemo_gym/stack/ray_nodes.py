@@ -115,7 +115,7 @@ class RayNodes:
         except Exception as error:
             raise ConfigError(
                 f"ray.address: no cluster answers at '{config.address}' ({type(error).__name__}); start one with"
-                " 'ray start', or give ray.address=HOST:PORT",
+                " 'ray start', give ray.address=HOST:PORT, or set RAY_AUTH_MODE=token if the cluster wants a token",
                 key="ray.address",
             ) from error
         self.own_address = str(ray.util.get_node_ip_address())

@@ -17,7 +17,7 @@ import pytest
 
 from nemo_gym.service.client import ADDRESS_FILE, RolloutClient
 from resources_servers.sandbox.tests.postgres import running_postgres
-from tests.stack.on_ray.cluster import ADDRESSES, Nodes, two_nodes, until
+from tests.stack.on_ray.cluster import ADDRESSES, Nodes, running_head, two_nodes, until
 from tests.stack.stacks import CALCULATOR_APP, GROUPS, environment, ng_run, write_root, write_rows
 
 SLOWLY = CALCULATOR_APP.replace("import re\n", "import asyncio\nimport re\n").replace(
@@ -120,3 +120,15 @@ def test_command_that_finds_no_cluster_names_the_key(root: Path) -> None:
         check=False,
     )
     assert ended.returncode == 2 and "ray.address: no cluster answers at '127.0.0.1:1'" in ended.stderr
+
+
+def test_cluster_that_wants_a_token_is_joined_with_it_and_otherwise_the_command_says_how(root: Path) -> None:
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    words = [*GROUPS, "dispatch=ray", f"++ray.address={ADDRESSES[0]}:6399", "input=in.jsonl", "output=out.jsonl"]
+    write_rows(root / "in.jsonl", 2)
+    with running_head(ADDRESSES[0], 6399, token):
+        with ng_run(root, *words) as stack:
+            assert stack.wait_end() == 2 and "set RAY_AUTH_MODE=token" in stack.stderr, stack.stderr
+        with ng_run(root, *words, **token) as stack:
+            assert stack.wait_end() == 0, stack.stderr
+    assert [row["reward"] for row in rows_of(root / "out.jsonl")] == [1.0, 1.0]

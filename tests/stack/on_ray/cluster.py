@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,23 @@ def two_nodes() -> Iterator[Nodes]:
         yield nodes
     finally:
         nodes.stop()
+
+
+@contextlib.contextmanager
+def running_head(address: str, port: int, variables: Mapping[str, str]) -> Iterator[None]:
+    """A node that ``ray start`` runs, with environment variables of its own."""
+    assert has_own_network(), "Ray listens on every interface; run this in a network namespace"
+    options = ["--head", f"--node-ip-address={address}", f"--port={port}", "--num-cpus=1", "--include-dashboard=false"]
+    code = "from ray.scripts.scripts import main; main()"
+    command = [sys.executable, "-c", code, "start", *options, "--block"]
+    process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert any("Ray runtime started" in line for line in process.stdout), "Ray did not start"
+        yield
+    finally:
+        process.terminate()
+        process.wait(GONE_WITHIN_S)
 
 
 def until(condition: Any, what: str, within_s: float = GONE_WITHIN_S) -> None:

@@ -170,7 +170,8 @@ def compose_stack(
     for notice in notices(composition):
         say(notice)
     for word in words:
-        if part is None and command.is_secret(word):  # a node's settings come through a pipe
+        # The settings of a node, and of a stack that a program starts, come through a pipe.
+        if part is None and sys.argv[1:] and command.is_secret(word):
             key = command.key_of(word)
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
     only_serves = not composition.has_run and "input" not in composition.values

@@ -165,8 +165,10 @@ async def test_setting_of_running_servers_is_refused(place: Path, key: str) -> N
 
 def test_keys_stand_in_no_command_line(place: Path) -> None:
     """The servers' words go over a pipe; what a value holds does not matter."""
-    result = run(**CHOSEN, limit=1, policy_api_key="it's {secret}, [k]=v\\", output="out.jsonl")
+    key = {"policy_api_key": "it's {secret}, [k]=v\\"}
+    result = run(**CHOSEN, **key, limit=1, output="out.jsonl", run_dir=str(place / "run"))
     assert len(result.rows) == 1
+    assert "on the command line" not in (place / "run" / "ng_run.log").read_text()
     configuration = Path("out_config.yaml").read_text()
     assert "it's" not in configuration
     assert json.loads(Path("out.jsonl").read_text())["reward"] == 1.0

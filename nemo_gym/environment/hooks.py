@@ -47,6 +47,21 @@ if TYPE_CHECKING:
     from nemo_gym.sandbox.base import SandboxProvider
     from nemo_gym.sandbox.facade import AsyncSandbox, SandboxOwner
 
+BASE_ROUTES = frozenset(
+    {
+        "/seed_session",
+        "/heartbeat",
+        "/harvest",
+        "/verify",
+        "/close",
+        "/close_session",
+        "/rows",
+        "/row_prompts",
+        "/verdict",
+        "/aggregate_metrics",
+        "/reverify_mode",
+    }
+)
 MCP_PATH = "/mcp"
 ALLOWED_TOOLS_SESSION_KEY = "_ng_mcp_tools"
 """The session key for the names of the tools that may be called over MCP; absent if all may."""
@@ -375,8 +390,9 @@ def catch_all_of(routes: Iterable[Any]) -> CatchAll | None:
 
 
 def tools_of(routes: Iterable[Any], *, strict: bool) -> dict[str, RouteTool]:
-    """The tools among an application's routes, by name, in the order they were added. The suite's own routes, and
-    routes with path, query or header parameters or with several body parameters, are not tools.
+    """The tools among an application's routes, by name, in the order they were added. The suite's own routes, also
+    those that a plugin replaced, and routes with path, query or header parameters or with several body parameters, are
+    not tools.
 
     Raises:
         ConfigError: ``strict``, and a route with the path of a tool cannot be one.
@@ -385,7 +401,7 @@ def tools_of(routes: Iterable[Any], *, strict: bool) -> dict[str, RouteTool]:
     for route in routes:
         if not isinstance(route, APIRoute) or "POST" not in (route.methods or ()) or not route.include_in_schema:
             continue
-        if not _TOOL_PATH.fullmatch(route.path):
+        if not _TOOL_PATH.fullmatch(route.path) or route.path in BASE_ROUTES:
             continue
         if (tool := _tool(route)) is not None:
             tools.setdefault(tool.name, tool)

@@ -64,7 +64,7 @@ from nemo_gym.contract.verdict import (
     verdict_of_reply,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
-from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH, ReverifyMode, verify_reply
+from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, BASE_ROUTES, MCP_PATH, ReverifyMode, verify_reply
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.environment.steps import StepRewards, is_stepped
 from nemo_gym.http.client import encode_as_text
@@ -217,21 +217,6 @@ ROW_REF_SESSION_KEY = "_ng_row_ref"
 RESOURCES_SESSION_KEY = "resources_session_id"
 """The session id in bodies of NeMo Gym's session protocol."""
 CONTROL_SUBJECT = "environment"
-BASE_ROUTES = frozenset(
-    {
-        "/seed_session",
-        "/heartbeat",
-        "/harvest",
-        "/verify",
-        "/close",
-        "/close_session",
-        "/rows",
-        "/row_prompts",
-        "/verdict",
-        "/aggregate_metrics",
-        "/reverify_mode",
-    }
-)
 
 
 @dataclass(slots=True)

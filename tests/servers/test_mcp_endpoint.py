@@ -300,6 +300,23 @@ def test_a_tool_with_loose_parameters_is_refused_before_any_attempt_lacks_it(sta
         stack.add("notes", Loose, Role.ENVIRONMENT)
 
 
+async def test_a_route_in_place_of_one_of_the_contract_is_no_tool(stack: Stack) -> None:
+    class Reaping(NotesEnvironment):
+        def setup_webserver(self) -> FastAPI:
+            app = super().setup_webserver()
+            app.router.routes = [each for each in app.router.routes if getattr(each, "path", None) != "/verify"]
+            app.post("/verify")(self.verify_and_reap)
+            app.post("/seed_session")(self.seed_session)
+            return app
+
+        async def verify_and_reap(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+            return BaseVerifyResponse(**body.model_dump(), reward=1.0)
+
+    stack.add("notes", Reaping, Role.ENVIRONMENT)
+    async with connected(endpoint(await seed(stack))) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["add_note", "list_notes", "explode"]
+
+
 def test_catch_all_is_none_where_there_is_none_or_several() -> None:
     app = FastAPI()
     assert catch_all_of(app.routes) is None

@@ -1,5 +1,5 @@
 """The hooks of an environment: what a plugin overrides and the routes call, what helps to write them, and the tools
-among an environment's routes: ``POST /<tool>`` whose body is one pydantic model, or empty."""
+among an environment's routes: ``POST /<tool>`` whose body is one pydantic model or dict, or empty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_origin
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, PrivateAttr
@@ -72,6 +72,7 @@ GRADING_LEASE_S = 120.0
 _TOOL_PATH = re.compile(r"/[A-Za-z][A-Za-z0-9_-]{0,63}")
 _CATCH_ALL_PATH = re.compile(r"/\{\w+(:path)?\}")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 
 class ReverifyMode(StrEnum):
@@ -408,7 +409,7 @@ def tools_of(routes: Iterable[Any], *, strict: bool) -> dict[str, RouteTool]:
         elif strict:
             raise ConfigError(
                 f"POST {route.path} ({route.name}) cannot be a tool: beside a Request, a tool takes one pydantic model"
-                " as its body. Give a route that is none include_in_schema=False",
+                " or dict as its body. Give a route that is none include_in_schema=False",
                 key="tool_access",
             )
     return tools
@@ -421,9 +422,12 @@ def _tool(route: APIRoute) -> RouteTool | None:
     schema = _NO_ARGUMENTS
     if dependant.body_params:
         model: Any = dependant.body_params[0].field_info.annotation
-        if not _is_model(model):
+        if _is_model(model):
+            schema = model.model_json_schema()
+        elif (get_origin(model) or model) is dict:
+            schema = _ANY_ARGUMENTS
+        else:
             return None
-        schema = model.model_json_schema()
     return RouteTool(
         name=route.path[1:],
         path=route.path,

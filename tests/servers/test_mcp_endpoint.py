@@ -295,7 +295,7 @@ def test_a_tool_with_loose_parameters_is_refused_before_any_attempt_lacks_it(sta
         stack.add("notes", Choosing, Role.ENVIRONMENT)
         return
     with pytest.raises(
-        ConfigError, match=r"POST /search \(search\) cannot be a tool: .* one pydantic model as its body"
+        ConfigError, match=r"POST /search \(search\) cannot be a tool: .* one pydantic model or dict as its body"
     ):
         stack.add("notes", Loose, Role.ENVIRONMENT)
 
@@ -315,6 +315,24 @@ async def test_a_route_in_place_of_one_of_the_contract_is_no_tool(stack: Stack) 
     stack.add("notes", Reaping, Role.ENVIRONMENT)
     async with connected(endpoint(await seed(stack))) as client:
         assert [tool.name for tool in (await client.list_tools()).tools] == ["add_note", "list_notes", "explode"]
+
+
+async def test_a_tool_that_takes_a_dict_takes_any_arguments(stack: Stack) -> None:
+    class Dispatching(NotesEnvironment):
+        def setup_webserver(self) -> FastAPI:
+            app = super().setup_webserver()
+            app.post("/search")(self.search)
+            return app
+
+        async def search(self, body: dict[str, Any]) -> dict[str, Any]:
+            return {"found": body}
+
+    stack.add("notes", Dispatching, Role.ENVIRONMENT)
+    async with connected(endpoint(await seed(stack))) as client:
+        (tool,) = [tool for tool in (await client.list_tools()).tools if tool.name == "search"]
+        assert tool.input_schema == {"type": "object", "additionalProperties": True}
+        answer = await client.call_tool("search", {"query": "x"})
+        assert answer.structured_content == {"found": {"query": "x"}}
 
 
 def test_catch_all_is_none_where_there_is_none_or_several() -> None:

@@ -67,10 +67,13 @@ def _run_of_data_set(composition: Composition, of_type: str) -> dict[str, Any]:
         if isinstance(dataset, Mapping) and dataset.get("type") == of_type
     ]
     if len(found) != 1:
-        choices = "".join(f"\n  {dataset.get('jsonl_fpath')}: --agent {agent}" for agent, dataset in found)
+        agents = [agent for agent, _ in found]
+        chosen_by = {agent: f": --agent {agent}" for agent in agents if agents.count(agent) == 1}
+        choices = "".join(f"\n  {dataset.get('jsonl_fpath')}{chosen_by.get(agent, '')}" for agent, dataset in found)
         raise ConfigError(
             f"the agents have {len(found)} data sets of the type {of_type}, and one is run at a time; name the rows"
-            f" with --input (input=), or a data set with dataset={', or choose an agent:' if found else ''}{choices}",
+            " with --input (input=), or a data set with dataset="
+            f"{', or choose an agent' if chosen_by else ''}{':' if found else ''}{choices}",
             key="input",
         )
     ((agent_name, dataset),) = found

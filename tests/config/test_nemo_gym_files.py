@@ -219,7 +219,7 @@ def test_a_benchmark_of_another_name_never_runs_the_examples_of_its_environment(
         (
             ("", ""),
             "benchmark",
-            r"2 data sets of the type benchmark.*\n  benchmarks/quiz/.*: --agent solver",
+            r"2 data sets of the type benchmark.*with dataset=:(\n  benchmarks/quiz/data/rows.jsonl){2}$",
         ),
         (("",), "train", "0 data sets of the type benchmark.*; name the rows with --input"),
     ],
@@ -230,6 +230,16 @@ def test_a_benchmark_never_runs_the_examples_of_its_environment(
     composition = compose(benchmark(root, *datasets, type=type))
     with pytest.raises(ConfigError, match=told):
         complete_run(composition, wanted=True)
+
+
+def test_the_agent_is_no_choice_where_it_has_several_data_sets_itself(root: Path) -> None:
+    words = benchmark(root, "", "")
+    file = root / "benchmarks" / "quiz" / "config.yaml"
+    alone = "      datasets: [{name: more, type: benchmark, jsonl_fpath: more.jsonl}]\n"
+    file.write_text(file.read_text() + SOLVER.replace("solver:\n  resp", "other:\n  resp") + alone)
+    rows = "benchmarks/quiz/data/rows.jsonl"
+    with pytest.raises(ConfigError, match=rf"3 data sets.*agent.*:\n  {rows}\n  {rows}\n  more.jsonl: --agent other$"):
+        complete_run(compose(words), wanted=True)
 
 
 def test_a_benchmark_whose_rows_are_not_made_yet_is_refused(root: Path) -> None:

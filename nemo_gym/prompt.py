@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from nemo_gym._util.files import write_whole
-from nemo_gym.config.run import PromptConfig, apply_prompt_to_row, fill_prompt, load_prompt_config, resolve_path
+from nemo_gym.config.run import PromptConfig, apply_prompt_to_row, fill_prompt, read_prompt, resolve_path
 from nemo_gym.contract.errors import RowError
 from nemo_gym.contract.verdict import PARAMS_KEY
 from nemo_gym.rollouts.rows import read_row, worded
@@ -23,6 +24,9 @@ __all__ = [
     "resolve_path",
     "validate_prompt_compatibility",
 ]
+
+load_prompt_config = lru_cache(maxsize=64)(read_prompt)
+"""`read_prompt`, once for each path: judges call it with each verdict."""
 
 
 def validate_prompt_compatibility(rows: Sequence[Mapping[str, Any]], prompt_config: PromptConfig) -> None:
@@ -40,7 +44,7 @@ def materialize_prompts(input_jsonl: str | Path, prompt_config: str, output_json
 
     The output may be the input: it is written once every row has its prompt. Raises `RowError` naming the line of a
     row that cannot be used, and `OSError`."""
-    prompt = load_prompt_config(prompt_config)
+    prompt = read_prompt(prompt_config)
     source, target = Path(input_jsonl), Path(output_jsonl)
     label = {"prompt_config_used": str(resolve_path(prompt_config))}
     rows = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -33,8 +32,7 @@ class PromptConfig(BaseModel):
     system: str | None = None
 
 
-@lru_cache(maxsize=64)
-def load_prompt_config(path: str) -> PromptConfig:
+def read_prompt(path: str) -> PromptConfig:
     """Read a prompt file, searched for in ``NEMO_GYM_EXTRA_ROOTS``, the working directory and the installation.
     Raises `ConfigError`."""
     file = resolve_path(path)
@@ -146,7 +144,7 @@ class RolloutRunConfig(PipelineConfig):
     @property
     def prompt(self) -> PromptConfig | None:
         """The template of ``prompt_config``. Raises `ConfigError` if it cannot be read."""
-        return None if self.prompt_config is None else load_prompt_config(self.prompt_config)
+        return None if self.prompt_config is None else read_prompt(self.prompt_config)
 
     @field_validator("store")
     @classmethod

@@ -154,3 +154,11 @@ def test_a_row_that_has_an_input_is_not_worded_anew(tmp_path: Path) -> None:
         read(tmp_path, data, **keys)
     (row,) = read(tmp_path, data, skip_bad_rows=True, **keys)
     assert row["responses_create_params"] == {"input": [{"role": "user", "content": "What is 1?"}]}
+
+
+def test_a_template_that_was_changed_words_the_next_run(tmp_path: Path) -> None:
+    keys = {"agent_name": "solver", "prompt_config": str(tmp_path / "prompt.yaml")}
+    for question in ("What is {a}?", "Compute {a}."):
+        (tmp_path / "prompt.yaml").write_text(f"user: '{question}'\n")
+        (row,) = read(tmp_path, b'{"a": 1}\n', **keys)
+        assert row["responses_create_params"]["input"][0]["content"] == question.format(a=1)

@@ -31,6 +31,12 @@ class PromptConfig(BaseModel):
     user: str
     system: str | None = None
 
+    @field_validator("user", "system")
+    @classmethod
+    def _escaped_pair_is_one_character(cls, text: str | None) -> str | None:
+        """JSON, which YAML may be, escapes a character such as an emoji as two surrogates, and YAML keeps both."""
+        return None if text is None else text.encode("utf-16", "surrogatepass").decode("utf-16")
+
 
 def read_prompt(path: str) -> PromptConfig:
     """Read a prompt file, searched for in ``NEMO_GYM_EXTRA_ROOTS``, the working directory and the installation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,13 @@ def test_a_template_that_was_changed_words_the_next_run(tmp_path: Path) -> None:
         (tmp_path / "prompt.yaml").write_text(f"user: '{question}'\n")
         (row,) = read(tmp_path, b'{"a": 1}\n', **keys)
         assert row["responses_create_params"]["input"][0]["content"] == question.format(a=1)
+
+
+def test_a_template_may_have_the_escapes_of_json(tmp_path: Path) -> None:
+    keys = {"agent_name": "solver", "prompt_config": str(tmp_path / "prompt.yaml")}
+    (tmp_path / "prompt.yaml").write_text(json.dumps({"user": "\N{GRINNING FACE} {a}"}))
+    (row,) = read(tmp_path, b'{"a": 1}\n', **keys)
+    assert row["responses_create_params"]["input"][0]["content"] == "\N{GRINNING FACE} 1"
+    (tmp_path / "prompt.yaml").write_text(json.dumps({"user": "\ud83d {a}"}))
+    with pytest.raises(ConfigError, match=r"(?s)prompt.yaml' must be YAML with 'user'.*surrogate"):
+        read(tmp_path, b'{"a": 1}\n', **keys)

@@ -5,6 +5,7 @@ Python 3.6 and later, imports nothing from this suite, and never calls ``__eq__`
 """
 
 import collections as _ng_collections
+import itertools as _ng_itertools
 import json as _ng_json
 import os as _ng_os
 import sys as _ng_sys
@@ -60,7 +61,7 @@ def _ng_encode(value, depth, left):
     kind = type(value)
     base = _ng_base(kind)
     plain = _ng_encode_as(value, kind, base, depth, left)
-    if base is None or base is kind or base is type or plain[0] in ("cut", "object"):
+    if base is None or base is kind or base is type or plain[0] in ("cut", "object", "error"):
         return plain
     # The value's class is derived from a plain type: record the plain value and the object's text.
     return ["as", plain, _ng_said(value)]
@@ -93,10 +94,14 @@ def _ng_encode_as(value, kind, base, depth, left):
     if base is dict or kind is _ng_PROXY:
         pairs = (base or kind).items(value)
         return ["dict", [[_ng_encode(k, depth + 1, left), _ng_encode(v, depth + 1, left)] for k, v in pairs]]
-    if base in _ng_USER:
-        # What these show is theirs to define: a list of errors may hold objects and show their messages.
+    if base in _ng_USER and not issubclass(kind, BaseException):
+        # What these show is theirs to define: a list of errors may hold objects and show their messages, and the
+        # members of a ring never end.
         try:
-            held = list(value) if base is _ng_USER[0] else {key: value[key] for key in value}
+            if base is _ng_USER[0]:
+                held = list(_ng_itertools.islice(value, len(value)))
+            else:
+                held = {key: value[key] for key in value}
         except Exception:
             return _ng_encode_other(value, kind, depth, left)
         return _ng_encode_as(held, type(held), type(held), depth, left)

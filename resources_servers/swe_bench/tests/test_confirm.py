@@ -277,6 +277,8 @@ class Cased(UserDict):
     def __getitem__(self, key): return self.data[key.lower()][1]
 class Broken(UserList):
     def __getitem__(self, place): raise OSError
+class Ring(UserList):
+    def __getitem__(self, place): return self.data[place % len(self.data)]
 def test_it():
     assert {value} == {expected}
 """
@@ -288,6 +290,7 @@ def test_it():
         ("Errors('a', 'b')", "Errors('a', 'c')", "['a', 'b']"),
         ("{'f': Errors('a')}", "{'f': Errors()}", "{'f': ['a']}"),
         ("Cased(x=1)", "Cased(x=2)", "{'x': 1}"),
+        ("Ring([1, 2])", "Ring([1, 3])", "[1, 2]"),
     ],
 )
 def test_a_users_collection_counts_by_what_it_shows(returned: str, wrong: str, expected: str, tmp_path: Path) -> None:
@@ -308,6 +311,20 @@ def test_a_collection_that_cannot_be_read_is_an_object(tmp_path: Path) -> None:
     ((value, _),) = recorded_by(source, tmp_path, discover=True)
     assert is_value(value)
     assert value[0] == "object"
+
+
+def test_an_error_that_is_a_users_collection_too_is_an_error(tmp_path: Path) -> None:
+    source = """
+from collections import UserDict
+import pytest
+class Refusals(Exception, UserDict):
+    def __init__(self, **fields): UserDict.__init__(self, fields)
+def test_it():
+    with pytest.raises(Refusals):
+        raise Refusals(name='too long')
+"""
+    ((raised, expected),) = recorded_by(source, tmp_path, discover=True)
+    assert Check("s", "raises", expected=expected).holds([raised])
 
 
 @pytest.mark.parametrize(

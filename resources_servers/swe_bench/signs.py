@@ -17,6 +17,8 @@ _START = re.compile(rb"^(?:diff --git |--- [^\n]*\n\+\+\+ |@@ -)", re.MULTILINE)
 _HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _OLD_NEW = re.compile(rb"^(?:---|\+\+\+) (.*)$", re.MULTILINE)
 _RENAMES = re.compile(rb"^(?:rename|copy) (from|to) (.*)$", re.MULTILINE)
+_ADDS_FILE = re.compile(rb"^(?:new file mode |--- /dev/null|@@ -\d+,0+ )", re.MULTILINE)
+"""Matches what may make a new file; git makes one wherever a hunk has no old lines and there is no such file."""
 _GIT_PATHS = re.compile(rb'diff --git (?P<a>"a/(?:[^"\\]|\\.)*"|a/.*?) (?P<b>"b/(?:[^"\\]|\\.)*"|b/.*)$')
 _ESCAPES = {
     b"n": b"\n",
@@ -56,7 +58,7 @@ class FilePatch:
 
     @property
     def is_new(self) -> bool:
-        return any(text in self.text for text in (b"\nnew file mode ", b"\n--- /dev/null", b"\n@@ -0,0 "))
+        return _ADDS_FILE.search(self.text) is not None
 
 
 def split_patch(patch: bytes) -> list[FilePatch]:

@@ -310,6 +310,9 @@ def test_a_new_module_in_the_place_of_a_librarys_decides_how_tests_run(path: str
     assert not is_control_part(added, {path})
     (renamed,) = split_patch(f"diff --git a/m.py b/{path}\nrename from m.py\nrename to {path}\n".encode())
     assert is_control_part(renamed, set()) is replaces
+    for hunk in (b"@@ -1,0 +1 @@", b"@@ -00,00 +1 @@"):  # git makes a new file of these, too
+        (bare,) = split_patch(f"--- a/{path}\n+++ b/{path}\n".encode() + hunk + b"\n+import m\n")
+        assert is_control_part(bare, set()) is replaces
     (changed,) = split_patch(_section(path, "import m"))
     assert not is_control_part(changed, set())
 

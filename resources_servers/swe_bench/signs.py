@@ -241,7 +241,7 @@ _LOADS_CODE = re.compile(
     rb"|commands|setenv|set_env|script|backend|cmdclass|attr"
 )
 """Matches lines of settings that may make a test runner load or leave out code."""
-_IMPORTS_TEST_SUPPORT = re.compile(rb"(?:from|import)\s.*\btest(?:ing)?\b")
+_IMPORTS_TEST_SUPPORT = re.compile(rb"(?:from|import)\s[^#]*\btest(?:ing)?\b")
 """Matches an import that runs when its module is loaded; one in a function may never run."""
 _TEST_DIRECTORIES = frozenset({"test", "tests", "testing", "spec", "specs", "__tests__"})
 _TEST_FILE = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$|.*[.-](test|spec)\.[cm]?[jt]sx?$")
@@ -294,7 +294,7 @@ def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:
     """Return the part of a patch that decides how tests run (`is_control_part`), and the rest. Either may be empty.
 
     A package's own test support belongs to the product if gold changes some of it too, or if the patch makes a module
-    of the package import some. Else it may be what only tests load.
+    that gold changes import some; other modules may never be loaded. Else it may be what only tests load.
     """
     gold = paths_of(gold_patch)
     sections = split_patch(patch)
@@ -302,7 +302,7 @@ def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:
     used_in = {_top(path) for path in gold if _in_test_package(path)}
     for section in sections:
         if section not in control and any(map(_IMPORTS_TEST_SUPPORT.match, section.added_lines)):
-            used_in |= {_top(path) for path in section.paths if path.endswith(".py")}
+            used_in |= {_top(path) for path in gold.intersection(section.paths) if path.endswith(".py")}
     control -= {one for one in control if _is_test_support(one) and used_in.issuperset(map(_top, one.paths))}
     control_part = joined(section for section in sections if section in control)
     return control_part, joined(section for section in sections if section not in control)

@@ -350,9 +350,10 @@ def test_what_the_script_runs_from_the_repositorys_root_decides_how_tests_run(pa
 def test_a_packages_own_test_support_belongs_to_the_product_where_product_code_imports_it(imports: str) -> None:
     helper = _adds("pkg/testing/lengths.py", "def joined(words): ...")
     product = _adds("pkg/core.py", imports)
-    assert divided(helper + product, b"") == (b"", helper + product)
+    gold = _section("pkg/core.py", "x = 1")
+    assert divided(helper + product, gold) == (b"", helper + product)
     plugin = _adds("pkg/testing/plugin.py", "def pytest_runtest_makereport(): ...")
-    assert divided(plugin + product, b"") == (plugin, product)
+    assert divided(plugin + product, gold) == (plugin, product)
 
 
 def test_a_packages_own_test_support_belongs_to_the_product_where_gold_changes_it_too() -> None:
@@ -367,7 +368,9 @@ def test_test_support_that_only_tests_may_load_is_no_product() -> None:
     for product in (
         _adds("django/core/mail.py", "fixed = False  # from django.test"),
         _adds("django/core/mail.py", "def never_called():", f"    {imports}"),
+        _adds("django/core/mail.py", "import sys  # for a test"),
         _adds("reproduce.py", imports),
+        _adds("django/core/reproduce.py", imports),
         _adds("django/README.rst", imports),
     ):
         assert divided(support + product, _adds("django/core/mail.py", "x")) == (support, product)

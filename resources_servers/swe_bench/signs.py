@@ -230,7 +230,7 @@ _RUNNER_LIBRARIES = frozenset(
     }
 )
 """What pytest and its most common plugins import. Where one of these is the product, its files are not new."""
-_ROOT_MODULE = re.compile(r"(\w+)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)")
+_ROOT_MODULE = re.compile(r"(\w+)(?:(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so))?")  # without suffix, a link
 _STARTUP_MODULES = frozenset({"sitecustomize", "usercustomize"})
 _SETTINGS = frozenset(
     {"pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"}

@@ -297,6 +297,7 @@ def test_no_number_of_harmless_signs_and_no_excused_one_hides_a_costly_one() -> 
         ("difflib/__init__.pyc", True),
         ("iniconfig.py", True),
         ("packaging/__init__.py", True),
+        ("iniconfig", True),  # a link to a package
         ("pkg/pprint.py", False),
         ("platform/notes.txt", False),
         ("platform.txt", False),

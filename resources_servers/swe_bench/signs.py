@@ -226,10 +226,12 @@ _RUNNER_LIBRARIES = frozenset(
             "iniconfig",
         ),
         *("more_itertools", "packaging", "pathlib2", "pygments", "six", "toml", "tomli", "typing_extensions"),
-        *("wcwidth", "zipp", "coverage", "anyio"),
+        *("wcwidth", "zipp", "coverage", "anyio", "execnet", "sortedcontainers"),
     }
 )
 """What pytest and its most common plugins import. Where one of these is the product, its files are not new."""
+_PLUGIN_MODULES = ("pytest_", "_hypothesis_")
+"""How the modules of a test runner's plugins begin, such as ``pytest_cov``."""
 _ROOT_MODULE = re.compile(r"(\w+)(?:(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so))?")  # without suffix, a link
 _STARTUP_MODULES = frozenset({"sitecustomize", "usercustomize"})
 _SETTINGS = frozenset(
@@ -277,7 +279,9 @@ def _module(part: str) -> str:
 def _replaces_library(path: str) -> bool:
     """Whether ``python -m`` imports the file, in the repository's root, in place of a library's module."""
     found = _ROOT_MODULE.fullmatch(path)
-    return found is not None and (found[1] in sys.stdlib_module_names or found[1] in _RUNNER_LIBRARIES)
+    return found is not None and (
+        found[1] in sys.stdlib_module_names or found[1] in _RUNNER_LIBRARIES or found[1].startswith(_PLUGIN_MODULES)
+    )
 
 
 def is_control_part(section: FilePatch, gold_paths: set[str]) -> bool:

@@ -298,6 +298,9 @@ def test_no_number_of_harmless_signs_and_no_excused_one_hides_a_costly_one() -> 
         ("iniconfig.py", True),
         ("packaging/__init__.py", True),
         ("iniconfig", True),  # a link to a package
+        ("pytest_cov/__init__.py", True),
+        ("pytest_cov/plugin.py", False),  # without the package, nothing loads it
+        ("execnet.py", True),
         ("pkg/pprint.py", False),
         ("platform/notes.txt", False),
         ("platform.txt", False),

@@ -23,7 +23,9 @@ from nemo_gym.gateway.engines.types import (
     EngineCheck,
     EngineError,
     EngineFailedError,
+    EngineLostError,
     EngineTimeoutError,
+    EngineUnreachableError,
     TokenizerProbe,
 )
 
@@ -109,12 +111,15 @@ class Prober(Generic[E]):
         return not replica.heard_from and replica.silent_checks * config.probe_interval_s >= config.silence_s
 
     async def _speaks(self, replica: Replica[E]) -> bool:
-        """Ask for one token, and return whether the engine says anything to anybody meanwhile."""
+        """Ask for one token, and return whether the engine says anything to anybody meanwhile. Raises `EngineError`
+        for a broken connection."""
         try:
             async with asyncio.timeout(self._router.config.silence_s):
                 await replica.engine.sample_one()
         except (TimeoutError, EngineTimeoutError):
             return not self._is_silent(replica)
+        except (EngineLostError, EngineUnreachableError):
+            raise
         except EngineError:
             pass  # it speaks; whether it serves is for its calls to find out
         replica.heard_from = True

@@ -251,6 +251,27 @@ async def test_sessions_leave_an_engine_that_hangs_and_still_answers_probes(
         await eventually(lambda: engine_of(pool.status(), "sick")["state"] == "up")
 
 
+async def test_engine_that_hangs_and_is_then_killed_gets_no_sessions_back(eventually: Callable[..., Any]) -> None:
+    routing = RoutingConfig(probe_interval_s=0.1, silence_s=0.5)
+    sick = FakeVllmEngine()
+    await sick.start()
+    async with FakeVllmEngine() as well:
+        async with EnginePool([config(sick, "sick"), config(well, "well")], routing=routing) as pool:
+            pool.router.pin("stuck", "sick")
+            sick.gate.clear()
+            stuck = asyncio.create_task(answer_of(pool, "stuck"))
+            await eventually(lambda: engine_of(pool.status(), "sick")["state"] == "silent")
+            for number in range(9):
+                assert await answer_of(pool, f"s{number}") == "well"
+            asked = len(sick.calls)
+            await eventually(lambda: len(sick.calls) > asked)
+            homes = [pool.router.home(f"s{number}") for number in range(9)]
+            await sick.stop()
+            await eventually(lambda: engine_of(pool.status(), "sick")["state"] != "silent")
+            assert await stuck == "well"
+            assert [pool.router.home(f"s{number}") for number in range(9)] == homes
+
+
 async def test_engine_that_hangs_stays_out_however_many_calls_reach_their_limit(
     eventually: Callable[..., Any],
 ) -> None:

@@ -49,6 +49,9 @@ _HOSTED_OPTIONS = ("web_search_options", "plugins")
 API_KEY_ENV = "OPENAI_API_KEY"
 RETRIED_STATUSES = frozenset({500, 502, 503, 504, 520})
 FIRST_BACKOFF_S = 0.5
+COMMENTS_HELD_S = 60.0
+"""How long a stream of nothing but comments is not opened. They keep callers waiting that give up after some minutes
+without a response's head."""
 READY_TTL_S = 5.0
 READY_TIMEOUT_S = 5.0
 
@@ -235,7 +238,9 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             if stream and reply.status == 200 and reply.content_type != "application/json":
                 # Until something has arrived, an error can still be told by the status, and be tried again.
                 begun, body, events = b"", b"", EventReader()
-                while not body and (piece := await anext(pieces, b"")):  # comments may come first
+                held_until = time.monotonic() + COMMENTS_HELD_S
+                # Comments may come first.
+                while not body and time.monotonic() < held_until and (piece := await anext(pieces, b"")):
                     begun += piece
                     body = next(events.feed(piece), b"")
                 if told_error(body) is None:

@@ -419,6 +419,29 @@ async def test_stream_that_the_endpoint_broke_off_ends_with_an_error(stack: Stac
     assert (await harness.finalize())["turns"] == 0
 
 
+async def test_stream_of_comments_alone_reaches_the_caller_before_the_model_has_thought(
+    stack: Stack, endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("responses_api_models.openai_model.app.COMMENTS_HELD_S", 0.01, raising=False)
+    opened = asyncio.Event()
+
+    async def thinking(asked: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(asked)
+        for _ in range(200):
+            if not opened.is_set():
+                await stream.write(b": OPENROUTER PROCESSING\n\n")
+                await asyncio.sleep(0.01)
+        await stream.write(b"".join(EVENTS) if opened.is_set() else b'data: {"error": {"code": 400}}\n\n')
+        return stream
+
+    real = await endpoint(chat=thinking)
+    harness = await session(stack, real.url)
+    reply = await harness.post("/chat/completions", messages=[], stream=True)
+    opened.set()
+    assert reply.status == 200 and EVENTS[0] in await reply.read()
+
+
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
 @pytest.mark.parametrize("breaks", [True, False], ids=["connection breaks", "body ends"])
 async def test_stream_that_ends_without_saying_so_ends_with_an_error(

@@ -215,18 +215,9 @@ _RUNNER_MODULES = frozenset(
 )
 _RUNNER_LIBRARIES = frozenset(
     {
-        *(
-            "attr",
-            "attrs",
-            "atomicwrites",
-            "colorama",
-            "exceptiongroup",
-            "funcsigs",
-            "importlib_metadata",
-            "iniconfig",
-        ),
-        *("more_itertools", "packaging", "pathlib2", "pygments", "six", "toml", "tomli", "typing_extensions"),
-        *("wcwidth", "zipp", "coverage", "anyio", "execnet", "sortedcontainers"),
+        *("anyio", "atomicwrites", "attr", "attrs", "colorama", "coverage", "exceptiongroup", "execnet", "funcsigs"),
+        *("importlib_metadata", "iniconfig", "more_itertools", "packaging", "pathlib2", "pygments", "six"),
+        *("sortedcontainers", "toml", "tomli", "typing_extensions", "wcwidth", "zipp"),
     }
 )
 """What pytest and its most common plugins import. Where one of these is the product, its files are not new."""

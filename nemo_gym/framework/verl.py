@@ -323,10 +323,12 @@ def _reply(output: Any, max_tokens: int) -> Mapping[str, Any]:
     first = extra.get("min_global_steps")
     weights: dict[str, Any] = {}
     if last is not None:
-        # Without the first version, the gateway takes the one of the answer before. The client does not say which
-        # tokens it sampled.
-        spans = [{"version": str(first), "start": 0, "end": 0}, {"version": str(last), "start": 0, "end": len(ids)}]
-        weights = {"weight_version": str(last), "weight_versions": spans[first in (None, last) :]}
+        spans = [{"version": str(last), "start": 0, "end": len(ids)}]
+        if first not in (None, last):
+            # Without it, the gateway takes the version of the answer before as the first. The client does not say
+            # which tokens it sampled.
+            spans.insert(0, {"version": str(first), "start": 0, "end": 0})
+        weights = {"weight_version": str(last), "weight_versions": spans}
     return {
         "output_ids": ids,
         "meta_info": {

@@ -155,5 +155,5 @@ def draws(count: int, **given: float) -> Counter[int]:
 def test_draws_follow_the_distribution_that_the_parameters_make(
     given: dict[str, float], expected: list[float]
 ) -> None:
-    found = draws(5_000, **given)
-    assert [found[token] / 5_000 for token in range(4)] == pytest.approx(expected, abs=0.02)
+    found = draws(10_000, **given)
+    assert [found[token] / 10_000 for token in range(4)] == pytest.approx(expected, abs=0.015)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -10,10 +13,41 @@ from nemo_gym.gateway.engines import FinishReason, Generation
 from nemo_gym.gateway.engines.pool import EnginePool
 from nemo_gym.gateway.live_session import encode_committed
 from nemo_gym.gateway.parsing import answer_parser
-from nemo_gym.gateway.policy_request import PolicyRequest
+from nemo_gym.gateway.policy_request import Answer, PolicyRequest
 from nemo_gym.gateway.token_backend import TokenBackend, TokenConversations, TokenSample
+from nemo_gym.gateway.tokens import PolicyTokenizer
 from tests.gateway.parsing.policies import policy
 from tests.gateway.tokens.conversations import TOOLS, result, user
+
+
+@dataclass
+class Session:
+    policy: PolicyTokenizer
+    backend: TokenBackend
+    conversations: TokenConversations
+
+    def answer(
+        self, messages: list[dict[str, Any]], text: str, call: str = "0" * 32
+    ) -> tuple[Answer, Mapping[str, Any]]:
+        """Commit ``text`` as what the policy sampled after ``messages``."""
+        ids = self.policy.encode(text)
+        prepared = self.conversations.forest.prepare(messages, TOOLS)
+        generation = Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e")
+        sample = TokenSample(prepared, generation, CallContext("s", call), 0.1)
+        answer, record, _ = self.backend.commit(self.conversations, PolicyRequest(messages, TOOLS), sample)
+        return answer, record
+
+    def shown(self, messages: list[dict[str, Any]]) -> str:
+        """The whole prompt that the policy gets for ``messages``."""
+        return self.policy.decode(self.conversations.forest.prepare(messages, TOOLS).context)
+
+
+@asynccontextmanager
+async def session_of(family: str) -> AsyncIterator[Session]:
+    used = policy(family)
+    async with EnginePool(kind="token") as pool:
+        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
+        yield Session(used, backend, backend.conversations(datetime(2026, 3, 1)))
 
 
 def written(number: int) -> str:
@@ -22,24 +56,17 @@ def written(number: int) -> str:
 
 @pytest.mark.parametrize("first", [0, 3])
 async def test_results_name_calls_as_the_policy_did_while_the_harness_gets_ids_of_its_own(first: int) -> None:
-    used = policy("kimi_k2")
-    async with EnginePool(kind="token") as pool:
-        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
-        conversations: TokenConversations = backend.conversations(datetime(2026, 3, 1))
+    async with session_of("kimi_k2") as session:
         messages: list[dict[str, Any]] = [user("look")]
         given: set[str] = set()
         for turn in range(2):
-            prepared = conversations.forest.prepare(messages, TOOLS)
             text = f"<|tool_calls_section_begin|>{written(first)}{written(first + 1)}<|tool_calls_section_end|>"
-            ids = used.encode(text + "<|im_end|>")
-            generation = Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e")
-            sample = TokenSample(prepared, generation, CallContext("s", f"{turn:032x}"[::-1]), 0.1)
-            answer, _, _ = backend.commit(conversations, PolicyRequest(messages, TOOLS), sample)
+            answer, _ = session.answer(messages, f"{text}<|im_end|>", f"{turn:032x}"[::-1])
             calls = [call["id"] for call in answer.message["tool_calls"]]
             results = [{**result(0, f"r{number}"), "tool_call_id": each} for number, each in enumerate(calls)]
             messages = [*messages, dict(answer.message), *results[::-1]]
             given.update(calls)
-            shown = used.decode(conversations.forest.prepare(messages, TOOLS).context)
+            shown = session.shown(messages)
             assert f"Return of functions.shell:{first}\nr0" in shown
             assert f"Return of functions.shell:{first + 1}\nr1" in shown
         assert len(given) == 4
@@ -48,65 +75,38 @@ async def test_results_name_calls_as_the_policy_did_while_the_harness_gets_ids_o
 @pytest.mark.parametrize(
     "sampled",
     [
-        '[TOOL_CALLS][{"name": "shell", "arguments": {}, "id": "AbCdEf123"}]',
-        "[TOOL_CALLS]shell[CALL_ID]AbCdEf123[ARGS]{}",
+        '[TOOL_CALLS][{"name": "shell", "arguments": {}, "id": "AbCdEf123"}]</s>',
+        "[TOOL_CALLS]shell[CALL_ID]AbCdEf123[ARGS]{}</s>",
     ],
 )
 async def test_result_names_the_call_by_the_id_that_the_policy_wrote_beside_it(sampled: str) -> None:
-    used = policy("inst_strict")
-    async with EnginePool(kind="token") as pool:
-        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
-        conversations: TokenConversations = backend.conversations(datetime(2026, 3, 1))
+    async with session_of("inst_strict") as session:
         messages: list[dict[str, Any]] = [user("look")]
-        prepared = conversations.forest.prepare(messages, TOOLS)
-        ids = [*used.encode(sampled), *used.stop_ids]
-        sample = TokenSample(
-            prepared, Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e"), CallContext("s", "0" * 32), 0.1
-        )
-        answer, _, _ = backend.commit(conversations, PolicyRequest(messages, TOOLS), sample)
+        answer, _ = session.answer(messages, sampled)
         (call,) = answer.message["tool_calls"]
         assert call["id"] != "AbCdEf123"
         messages = [*messages, dict(answer.message), {**result(0, "r"), "tool_call_id": call["id"]}]
-        shown = used.decode(conversations.forest.prepare(messages, TOOLS).context)
-        assert '"call_id": "AbCdEf123"' in shown
+        assert '"call_id": "AbCdEf123"' in session.shown(messages)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_history_that_is_encoded_anew_names_calls_as_the_policy_did(restarted: bool) -> None:
-    used = policy("kimi_k2")
-    async with EnginePool(kind="token") as pool:
-        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
-        conversations: TokenConversations = backend.conversations(datetime(2026, 3, 1))
-        messages: list[dict[str, Any]] = [user("look")]
-        prepared = conversations.forest.prepare(messages, TOOLS)
-        ids = used.encode(f"<|tool_calls_section_begin|>{written(0)}<|tool_calls_section_end|><|im_end|>")
-        sample = TokenSample(
-            prepared, Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e"), CallContext("s", "0" * 32), 0.1
-        )
-        answer, record, _ = backend.commit(conversations, PolicyRequest(messages, TOOLS), sample)
+    async with session_of("kimi_k2") as session:
+        text = f"<|tool_calls_section_begin|>{written(0)}<|tool_calls_section_end|><|im_end|>"
+        answer, record = session.answer([user("look")], text)
         if restarted:
-            conversations = backend.conversations(datetime(2026, 3, 1))
-            conversations.restore([record])
+            session.conversations = session.backend.conversations(datetime(2026, 3, 1))
+            session.conversations.restore([record])
         (call,) = answer.message["tool_calls"]
         compacted = [user("go on"), dict(answer.message), {**result(0, "r0"), "tool_call_id": call["id"]}]
-        prepared = conversations.forest.prepare(compacted, TOOLS)
-        shown = used.decode(prepared.context)
-        assert prepared.parent is None
+        assert session.conversations.forest.prepare(compacted, TOOLS).parent is None
+        shown = session.shown(compacted)
         assert "<|tool_call_begin|>functions.shell:0<" in shown and "Return of functions.shell:0\nr0" in shown
         assert call["id"] not in shown
 
 
 async def test_answer_without_ids_of_the_policys_own_is_in_the_journal_once() -> None:
-    used = policy("chatml_think")
-    async with EnginePool(kind="token") as pool:
-        backend = TokenBackend(used, answer_parser(used), pool, model="m", max_context_tokens=9999)
-        conversations: TokenConversations = backend.conversations(datetime(2026, 3, 1))
-        messages = [user("look")]
-        ids = used.encode('Onlyonce.<tool_call>{"name": "shell", "arguments": {}}</tool_call><|im_end|>')
-        generation = Generation(ids, [-1.0] * len(ids), FinishReason.STOP, "e")
-        sample = TokenSample(
-            conversations.forest.prepare(messages, TOOLS), generation, CallContext("s", "0" * 32), 0.1
-        )
-        answer, record, _ = backend.commit(conversations, PolicyRequest(messages, TOOLS), sample)
-        body = b"".join(bytes(piece) for piece in encode_committed(answer, record))
+    async with session_of("chatml_think") as session:
+        text = 'Onlyonce.<tool_call>{"name": "shell", "arguments": {}}</tool_call><|im_end|>'
+        body = b"".join(bytes(piece) for piece in encode_committed(*session.answer([user("look")], text)))
         assert body.count(b"Onlyonce") == 1

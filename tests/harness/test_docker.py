@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.agent.world import HarnessRun, World, act_in_world
+from nemo_gym.agent.world import Harness, HarnessRun, World, act_in_world
 from nemo_gym.contract.session import (
     ActRequest,
+    ActResponse,
     AgentOutcome,
     InferenceEndpoint,
     McpServer,
@@ -56,10 +57,8 @@ async def test_agent_works_in_the_world_and_its_patch_holds_nothing_of_the_harne
     assert await docker.list({BoxLabel.RUN: RUN}) == []
 
 
-async def test_box_that_was_ended_for_what_its_policy_wrote_is_a_crash_to_be_graded(docker: DockerProvider) -> None:
-    async def fills_the_disk(world: World, run: HarnessRun) -> None:
-        await world.exec("head -c 200000000 /dev/zero > /repo/big; sleep 600")
-
+async def act_in_small_world(docker: DockerProvider, harness: Harness) -> ActResponse:
+    """Run a harness in a box that may write 0.05 GiB."""
     spec = SandboxSpecModel.model_validate(
         {"image": staging.IMAGE, "workdir": "/repo", "resources": {"disk_gib": 0.05}}
     )
@@ -68,7 +67,14 @@ async def test_box_that_was_ended_for_what_its_policy_wrote_is_a_crash_to_be_gra
         descriptor=descriptor(Topology.AGENT_IN_ENV, sandbox=SandboxClause(spec=spec)),
         inference=InferenceEndpoint(base_url="http://127.0.0.1:9/v1", token="token"),
     )
-    answer = await act_in_world(request, docker, fills_the_disk)
+    return await act_in_world(request, docker, harness)
+
+
+async def test_box_that_was_ended_for_what_its_policy_wrote_is_a_crash_to_be_graded(docker: DockerProvider) -> None:
+    async def fills_the_disk(world: World, run: HarnessRun) -> None:
+        await world.exec("head -c 200000000 /dev/zero > /repo/big; sleep 600")
+
+    answer = await act_in_small_world(docker, fills_the_disk)
     assert (answer.outcome, answer.within_reach) == (AgentOutcome.CRASHED, True)
     assert "its limit disk_gib allows 53687091" in (answer.outcome_detail or "")
     assert [artifact.error for artifact in answer.artifacts] == [answer.outcome_detail]
@@ -80,15 +86,7 @@ async def test_work_that_its_harvest_box_has_no_disk_for_is_graded_without_it(do
         done = await world.exec("for i in 1 2 3; do head -c 14000000 /dev/urandom > /repo/$i; done")
         assert done.ok, done
 
-    spec = SandboxSpecModel.model_validate(
-        {"image": staging.IMAGE, "workdir": "/repo", "resources": {"disk_gib": 0.05}}
-    )
-    request = ActRequest(
-        responses_create_params={"input": "do it"},
-        descriptor=descriptor(Topology.AGENT_IN_ENV, sandbox=SandboxClause(spec=spec)),
-        inference=InferenceEndpoint(base_url="http://127.0.0.1:9/v1", token="token"),
-    )
-    (artifact,) = (await act_in_world(request, docker, writes_much)).artifacts
+    (artifact,) = (await act_in_small_world(docker, writes_much)).artifacts
     assert "its limit disk_gib allows 53687091" in (artifact.error or "")
     assert await docker.list({BoxLabel.RUN: RUN}) == []
 

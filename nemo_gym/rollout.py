@@ -44,7 +44,7 @@ from nemo_gym.contract.verdict import (
     public_params,
     without,
 )
-from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer, kind_by_route
+from nemo_gym.http.peers import PeerError, PeerReply, Peers, failure_of_peer, kind_by_route
 from nemo_gym.http.telemetry import ROLLOUT_ID_PATTERN, Span, rollout_context, step, within
 
 log = structlog.get_logger(__name__)
@@ -206,7 +206,7 @@ class Attempt:
             self.closers.clear()
 
 
-CallAgent = Callable[[Attempt, dict[str, Any]], Awaitable[Reply]]
+CallAgent = Callable[[Attempt, dict[str, Any]], Awaitable[PeerReply]]
 
 
 class RolloutSteps:
@@ -433,7 +433,7 @@ class RolloutSteps:
     def peers_of(self, attempt: Attempt) -> Peers:
         return self._peers.of_attempt(attempt.replicas)
 
-    async def _post_environment(self, attempt: Attempt, path: str, body: Mapping[str, Any]) -> Reply:
+    async def _post_environment(self, attempt: Attempt, path: str, body: Mapping[str, Any]) -> PeerReply:
         return await self.peers_of(attempt).post(
             attempt.servers.environment or "",
             path,
@@ -465,7 +465,7 @@ class RolloutSteps:
         attempt.cookies = {**attempt.cookies, **reply.cookies}
         return seeded
 
-    async def _post_act(self, attempt: Attempt, body: dict[str, Any]) -> Reply:
+    async def _post_act(self, attempt: Attempt, body: dict[str, Any]) -> PeerReply:
         agent = attempt.servers.agent
         return await self.peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
 

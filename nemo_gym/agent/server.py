@@ -70,7 +70,7 @@ from nemo_gym.contract.verdict import (
 from nemo_gym.http.client import count_calls, expect_json, inference_context, server_config_of
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import TOKEN_CAPTURE, Application
-from nemo_gym.http.peers import PeerError, Peers, Reply
+from nemo_gym.http.peers import PeerError, PeerReply, Peers
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.requests import JsonResponse, describe_request, parse_json_object, require_role, validated
 from nemo_gym.http.server import BaseServer, SimpleServer
@@ -407,10 +407,10 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         """Run an attempt. Returns the verify response, or after a failed stage the row with the failure, no reward."""
         response_fields: dict[str, Any] = {}
 
-        async def call_agent(attempt: Attempt, body: dict[str, Any]) -> Reply:
+        async def call_agent(attempt: Attempt, body: dict[str, Any]) -> PeerReply:
             response = await self._act_in_session(ActRequest.model_validate(body), attempt.cookies)
             response_fields[RESPONSE_KEY] = response.response
-            return Reply(response.model_dump_json().encode(), {})
+            return PeerReply(response.model_dump_json().encode(), {})
 
         steps = RolloutSteps(Peers(self.server_client), call_agent=call_agent)
         try:

@@ -218,7 +218,7 @@ def token_digest(token: str) -> str:
 
 
 @dataclass(slots=True)
-class _Entry(StoredSession):
+class _InMemorySession(StoredSession):
     closed_at: float | None = None
     summary: dict[str, Any] | None = None
 
@@ -229,8 +229,8 @@ class InMemoryGatewaySessions:
 
     def __init__(self, ttl_s: float = SESSION_TTL_S) -> None:
         self._ttl_s = ttl_s
-        self._table: SessionTable[_Entry] = SessionTable()
-        self._closed: deque[_Entry] = deque()
+        self._table: SessionTable[_InMemorySession] = SessionTable()
+        self._closed: deque[_InMemorySession] = deque()
 
     async def open(
         self,
@@ -248,7 +248,7 @@ class InMemoryGatewaySessions:
         opened = new_tokens(time.time() + self._ttl_s)
         session = GatewaySession(opened.session_id, rollout, dict(sampling or {}), opened.expires_at, limits)
         digests = token_digest(opened.inference_token), token_digest(opened.control_token)
-        self._table.add(_Entry(session, key, *digests))
+        self._table.add(_InMemorySession(session, key, *digests))
         return opened
 
     def authorize(self, inference_token: str) -> GatewaySession:
@@ -287,7 +287,7 @@ class InMemoryGatewaySessions:
     async def abort(self, session_id: str, control_token: str) -> None:
         self._close(self._table.controlled(session_id, control_token))
 
-    def _close(self, entry: _Entry) -> None:
+    def _close(self, entry: _InMemorySession) -> None:
         if entry.closed_at is None:
             entry.closed_at = time.time()
             self._closed.append(entry)

@@ -15,8 +15,7 @@ from nemo_gym.contract.errors import ServerError
 from nemo_gym.contract.session import NO_SESSION
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageFailure, StageName
 from nemo_gym.http.client import MAX_REPLY_BYTES, TRIES_OF_ONE_REPLICA, ServerClient, read_whole, send
-from nemo_gym.http.connections import BROKEN, SET_COOKIE, TooLongError
-from nemo_gym.http.connections import Reply as Incoming
+from nemo_gym.http.connections import BROKEN, SET_COOKIE, Reply, TooLongError
 from nemo_gym.http.requests import TooManyValuesError, check_values
 from nemo_gym.http.telemetry import replica_context
 
@@ -81,7 +80,7 @@ class PeerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class PeerReply:
     body: bytes
     cookies: Mapping[str, str]
 
@@ -129,7 +128,7 @@ class Peers:
         cookies: Mapping[str, str] | None = None,
         idempotent: bool = False,
         from_agent: bool = False,
-    ) -> Reply:
+    ) -> PeerReply:
         """Send ``body`` as JSON. Raises `PeerError` for any status of 300 or more (redirects are not followed), for an
         unreachable peer, and for a reply that is too large; ``from_agent`` applies an agent server's lower limits."""
         headers: dict[str, str] = {}
@@ -155,12 +154,12 @@ class Peers:
                 raise _too_large(server, path, f"holds more than {MAX_AGENT_REPLY_VALUES} JSON values") from None
         return reply
 
-    async def get(self, server: str, path: str) -> Reply:
+    async def get(self, server: str, path: str) -> PeerReply:
         return await self._send(server, path, "GET")
 
     async def _send(
         self, server: str, path: str, method: str, *, max_bytes: int = MAX_REPLY_BYTES, **options: Any
-    ) -> Reply:
+    ) -> PeerReply:
         chosen = self._replicas if self._replicas is not None else {}
         if self._max_tries is not None:
             options["max_tries"] = self._max_tries
@@ -178,7 +177,7 @@ class Peers:
                 body = await read_whole(incoming, max_bytes)
                 if incoming.status >= 300:
                     raise PeerError(server, path, incoming.status, _problem(body, incoming.status))
-                return Reply(body, _cookies(incoming))
+                return PeerReply(body, _cookies(incoming))
             except TooLongError:
                 raise _too_large(server, path, f"is larger than {max_bytes} bytes") from None
             except ServerError as error:
@@ -198,7 +197,7 @@ def _too_large(server: str, path: str, problem: str) -> PeerError:
     return PeerError(server, path, 413, {"code": "reply_too_large", "detail": f"the answer {problem}"})
 
 
-def _cookies(incoming: Incoming) -> Mapping[str, str]:
+def _cookies(incoming: Reply) -> Mapping[str, str]:
     """The name and value of each cookie in the reply, without its attributes, which are for browsers."""
     if SET_COOKIE not in incoming.headers:
         return {}

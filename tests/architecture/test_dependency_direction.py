@@ -81,6 +81,17 @@ def test_nothing_is_raised_in_except_star() -> None:
     assert not raised, f"{raised}; raise `nemo_gym._util.tasks.first_of` in `except ExceptionGroup`"
 
 
+def test_classes_of_one_folder_have_different_names() -> None:
+    files: dict[tuple[Path, str], list[str]] = {}
+    for root in ("nemo_gym", *PLUGIN_ROOTS):
+        for path in sorted((ROOT / root).rglob("*.py")):
+            for node in ast.parse(path.read_bytes()).body:
+                if isinstance(node, ast.ClassDef) and not {"tests", "examples"} & set(path.parts):
+                    files.setdefault((path.parent, node.name), []).append(path.name)
+    twice = [f"{name}: {folder.relative_to(ROOT)}/{paths}" for (folder, name), paths in files.items() if paths[1:]]
+    assert not twice, f"who searches one of these finds the other: {twice}"
+
+
 def test_every_plugin_server_folder_has_the_same_shape() -> None:
     lacking = []
     for root in PLUGIN_ROOTS:

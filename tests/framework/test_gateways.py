@@ -10,7 +10,7 @@ import pytest
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.framework import SessionLostError
 from nemo_gym.framework.gateways import GatewayPool
-from nemo_gym.http.peers import Peers, Reply
+from nemo_gym.http.peers import PeerReply, Peers
 from nemo_gym_testing.gateway import FakeOpenAIEngine
 from tests.framework import runners
 from tests.framework.conftest import Stage, prompts
@@ -102,7 +102,9 @@ async def test_session_left_while_another_is_aborted_is_aborted_too(
     first, second = [await pool.open(rollout(f"r{number}"), {}) for number in range(2)]
     post, left = Peers.post, [second]
 
-    async def post_while_another_is_left(peers: Peers, server: str, path: str, *args: Any, **options: Any) -> Reply:
+    async def post_while_another_is_left(
+        peers: Peers, server: str, path: str, *args: Any, **options: Any
+    ) -> PeerReply:
         if left:
             await pool.abort(left.pop())
         return await post(peers, server, path, *args, **options)

@@ -15,7 +15,7 @@ import pytest
 from nemo_gym.contract.errors import ConfigError, SandboxCapabilityError, SandboxLostError
 from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec, default_limits
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxCapabilities
-from nemo_gym.sandbox.providers.docker.watchdog import Engine, on_disk, watch_disks
+from nemo_gym.sandbox.providers.docker.watchdog import EngineClient, on_disk, watch_disks
 from tests.sandbox.docker_boxes import Boxes, until
 from tests.sandbox.local_boxes import LocalPlace, local_place
 
@@ -129,7 +129,7 @@ NEST = (
 
 @pytest.mark.parametrize(("name", "count"), [("d", 1500), ("d" * 250, 40)], ids=["many", "longer than any path"])
 def test_watchdog_measures_deep_directories(tmp_path: Path, name: str, count: int) -> None:
-    class Described(Engine):
+    class Described(EngineClient):
         def request(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
             return 200, {"GraphDriver": {"Data": {"UpperDir": str(tmp_path)}}}
 
@@ -144,7 +144,7 @@ def test_watchdog_measures_deep_directories(tmp_path: Path, name: str, count: in
 def test_watchdog_goes_on_measuring_after_an_unexpected_error(capsys: pytest.CaptureFixture[str]) -> None:
     errors: list[type[BaseException]] = [RecursionError, SystemExit]
 
-    class Failing(Engine):
+    class Failing(EngineClient):
         def containers(self, options: str) -> list[dict[str, Any]]:
             raise errors.pop(0)
 

@@ -209,13 +209,13 @@ async def test_close_that_runs_out_of_time_leaves_no_heartbeat(
 ) -> None:
     asked, post = [], Peers.post
 
-    async def lending_a_box(self: Peers, server: str, path: str, body: Any, **options: Any) -> peers.Reply:
+    async def lending_a_box(self: Peers, server: str, path: str, body: Any, **options: Any) -> peers.PeerReply:
         asked.append(path)
         if path == "/close":
             await asyncio.Event().wait()
         reply = await post(self, server, path, body, **options)
         is_seed = path == "/seed_session"
-        return peers.Reply(orjson.dumps({**reply.json(), "heartbeat_s": 60}), reply.cookies) if is_seed else reply
+        return peers.PeerReply(orjson.dumps({**reply.json(), "heartbeat_s": 60}), reply.cookies) if is_seed else reply
 
     monkeypatch.setattr(Peers, "post", lending_a_box)
     with pytest.raises(TimeoutError):

@@ -243,7 +243,7 @@ class TokenCalls(Generic[K]):
         raise AssertionError("unreachable: a stream ends with a generation or raises")
 
     async def _generate_whole(self, session_id: str | None, request: TokenRequest) -> Generation:
-        answer = _Answer()
+        answer = _PartialAnswer()
         for resumes in range(self._max_resumes + 1):
             piece = _Piece(request, answer, resumes)
             last = await self.calls.call(session_id, piece.whole)
@@ -258,7 +258,7 @@ class TokenCalls(Generic[K]):
         self, session_id: str | None, request: TokenRequest
     ) -> AsyncGenerator[TokenDelta | Generation, None]:
         """Yield an answer as `TokenEngine.stream` does, over as many engines as needed."""
-        answer = _Answer()
+        answer = _PartialAnswer()
         avoid: tuple[str, ...] = ()
         for resumes in range(self._max_resumes + 1):
             piece = _Piece(request, answer, resumes)
@@ -287,7 +287,7 @@ class TokenCalls(Generic[K]):
         yield answer.whole(FinishReason.ABORT)
 
     async def _add_piece(
-        self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int
+        self, request: TokenRequest, answer: _PartialAnswer, piece: _Piece, resumes: int
     ) -> Generation | None:
         """Add a piece to its answer. Returns the whole answer if its token budget is used up; ``None`` to continue."""
         answer.keep(piece)
@@ -312,7 +312,7 @@ class _Piece:
     """One engine's part of an answer."""
 
     request: TokenRequest
-    before: _Answer
+    before: _PartialAnswer
     number: int
     tries: int = 0
     engine: str = ""
@@ -354,7 +354,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _PartialAnswer:
     """The tokens of all pieces so far."""
 
     token_ids: list[int] = field(default_factory=list)

@@ -143,24 +143,24 @@ def _token_bytes(entry: Mapping[str, Any]) -> bytes:
 # Chat completions of an endpoint, parsed only as far as needed: the data of their tokens stays unparsed.
 
 
-class _Logprobs(msgspec.Struct):
+class _ChatLogprobs(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw()
 
 
-class _Choice(msgspec.Struct):
+class _ChatChoice(msgspec.Struct):
     message: dict[str, Any]
     finish_reason: Any = None
     stop_reason: Any = None
-    logprobs: _Logprobs | None = None
+    logprobs: _ChatLogprobs | None = None
     token_ids: msgspec.Raw = msgspec.Raw()
 
 
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+class _ChatCompletion(msgspec.Struct):
+    choices: list[_ChatChoice]
     usage: Any = None
 
 
-_COMPLETIONS = msgspec.json.Decoder(_Completion)
+_COMPLETIONS = msgspec.json.Decoder(_ChatCompletion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def completion_in(body: bytes | bytearray) -> Completion:
                 raise TypeError("a tool call has no name")
     except (msgspec.DecodeError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    logprobs = choice.logprobs or _Logprobs()
+    logprobs = choice.logprobs or _ChatLogprobs()
     return Completion(
         choice.message,
         choice.finish_reason if isinstance(choice.finish_reason, str) else None,

@@ -52,7 +52,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class Engine:
+class EngineClient:
     def __init__(self, url: str, certificates: str | None) -> None:
         self._url = url
         self._certificates = certificates
@@ -114,7 +114,7 @@ def now_s() -> float:
 class Watchdog:
     """Removes boxes whose lease ended. Keeps each lease's end on a clock that does not jump."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._deadlines: dict[str, tuple[float, float]] = {}
 
@@ -139,7 +139,7 @@ class Watchdog:
         return box_count
 
 
-def over_disk_limit(engine: Engine) -> dict[str, tuple[int, int]]:
+def over_disk_limit(engine: EngineClient) -> dict[str, tuple[int, int]]:
     """Container id → bytes written and bytes allowed, for every running box that wrote more than it may."""
     over: dict[str, tuple[int, int]] = {}
     # To measure, the engine walks through all files of each box, so skip this if no box has a limit.
@@ -163,7 +163,7 @@ def disk_limit(container: dict[str, Any]) -> int | None:
     return int(limit) if limit else None
 
 
-def on_disk(engine: Engine, container_id: str) -> int | None:
+def on_disk(engine: EngineClient, container_id: str) -> int | None:
     """Bytes that a box's files take on this host's disk; ``None`` if they cannot be measured."""
     status, inspection = engine.request("GET", f"/containers/{container_id}/json")
     layer = ((inspection.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir") if status == 200 else None
@@ -185,7 +185,7 @@ def on_disk(engine: Engine, container_id: str) -> int | None:
         return None
 
 
-def watch_disks(engine: Engine) -> None:
+def watch_disks(engine: EngineClient) -> None:
     """Remove boxes that wrote too much, for ever. Needs a thread of its own: leases must not wait for measuring."""
     last_problem = ""
     while True:
@@ -251,8 +251,8 @@ def main(lock_path: str, url: str, certificates: str | None = None) -> int:
     if os.fork():
         return 0
     os.setsid()
-    threading.Thread(target=watch_disks, args=(Engine(url, certificates),), daemon=True).start()
-    watch(lock_path, lock, Watchdog(Engine(url, certificates)))
+    threading.Thread(target=watch_disks, args=(EngineClient(url, certificates),), daemon=True).start()
+    watch(lock_path, lock, Watchdog(EngineClient(url, certificates)))
     return 0
 
 
